@@ -1,0 +1,35 @@
+# Each target makes its own virtual environment if there is none.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint bench
+.DEFAULT_GOAL := demo
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[dev,models,report]' -c constraints.txt
+	touch $@
+
+# Probe this machine, estimate two models on one and two devices, then train one to compare.
+demo: $(INSTALLED)
+	$(BIN)/estimator probe
+	$(BIN)/estimator estimate examples/demo_models.py:gpt2 --on 1x1:local
+	$(BIN)/estimator estimate examples/demo_models.py:gpt2 --on 1x2:local
+	$(BIN)/estimator estimate examples/demo_models.py:resnet18 --on 1x1:local
+	$(BIN)/estimator estimate examples/demo_models.py:resnet18 --on 1x2:local
+	$(BIN)/estimator validate examples/demo_models.py:resnet18 --on 1x2:local --repeats 3
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
+
+# Hours on two cores; add QUICK=1 for a subset in minutes.
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/local_accuracy.py $(if $(QUICK),--quick)

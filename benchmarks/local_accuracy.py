@@ -1,0 +1,404 @@
+"""Predict real training steps on this machine, write the predictions down, then measure them.
+
+``python benchmarks/local_accuracy.py`` probes the machine, predicts every case of
+`local_models.ALL` (two batch sizes, one and two ranks) with the methods ``probe`` and ``measured``,
+then trains each case in fresh processes, round-robin over the cases, and prints both side by side.
+Everything found is appended to a file in --work, from which a second run continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from local_report import BOUNDS, report
+from records import Progress, Record, Records, now, say
+from summary import noise_ratio, summarise
+
+from estimator.errors import EstimatorError
+from estimator.profile import MachineProfile, load_profile
+
+QUICK_MODELS = ("gpt2", "resnet", "lstm", "recommender")
+REPEATS, QUICK_REPEATS = 7, 3
+MODELS = Path(__file__).with_name("local_models.py")
+LONG_STEP_S = 1.0
+OPTIMIZER, PRECISION, STRATEGY = "adamw", "fp32", "ddp"
+PREDICTION_LIMIT_S = 900.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One thing to train: a model at a batch size on a number of this machine's devices."""
+
+    file: str
+    model: str
+    batch: int
+    ranks: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.model}-b{self.batch}-r{self.ranks}"
+
+    @property
+    def model_text(self) -> str:
+        return f"{self.file}:{self.model}"
+
+    @property
+    def allocation(self) -> str:
+        return f"1x{self.ranks}:local"
+
+
+def read_cases(options: argparse.Namespace) -> list[Case]:
+    """The models of the file's `ALL`, each at two batch sizes and on each number of ranks."""
+    path = options.models.resolve()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise SystemExit(f"{path} is no Python file; name one that defines ALL = [function, ...]")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    functions: list[Callable[..., Any]] = getattr(module, "ALL", [])
+    only = options.only or (QUICK_MODELS if options.quick and options.is_own_list else None)
+    unknown = set(only or ()) - {function.__name__ for function in functions}
+    if not functions or unknown:
+        raise SystemExit(f"{path} has no {', '.join(sorted(unknown)) or 'list ALL'}; check names")
+    return [
+        Case(file=os.path.relpath(path), model=function.__name__, batch=batch, ranks=ranks)
+        for function in functions
+        if not only or function.__name__ in only
+        for batch in batch_sizes(function, default_only=options.quick)
+        for ranks in options.ranks
+    ]
+
+
+def batch_sizes(function: Callable[..., Any], *, default_only: bool) -> list[int]:
+    """The default of the parameter `batch` and half of it; 0 stands for a model without one."""
+    parameter = inspect.signature(function).parameters.get("batch")
+    if parameter is None:
+        return [0]
+    default = int(parameter.default)
+    return [default] if default_only or default < 2 else [default, default // 2]
+
+
+def find_profile(options: argparse.Namespace, home: Path) -> MachineProfile:
+    """The profile called local in an otherwise empty store: given, kept from before, or probed."""
+    os.environ["ESTIMATOR_HOME"] = str(home)
+    kept = home / "machines" / "local.json"
+    if options.profile:
+        load_profile(options.profile).save(kept)
+    elif not kept.exists():
+        from estimator.probe.machine import probe_machine
+
+        say("probing this machine")
+        probe_machine(name="local").save(kept)
+    return load_profile(kept)
+
+
+def predict(case: Case, method: str, rank_counts: Sequence[int]) -> list[Record]:
+    """Look at the model once and estimate it on each number of devices; runs in its own process."""
+    import torch
+
+    import estimator
+    from estimator.graph.models import load_model
+
+    torch.set_num_threads(1)
+    begun = time.perf_counter()
+    model, batch, loss, _ = load_model(case.model_text, batch=case.batch or None)
+    graph = estimator.trace_model(
+        model,
+        batch,
+        loss=loss,
+        optimizer=OPTIMIZER,
+        precision=PRECISION,
+        target="cpu",
+        measure=method == "measured",
+    )
+    look_s = time.perf_counter() - begun
+    records = []
+    for ranks in rank_counts:
+        answer = estimator.estimate(graph, f"1x{ranks}:local", strategy=STRATEGY)
+        records.append(
+            {
+                "ranks": ranks,
+                "predicted_s": answer.step_time_s,
+                "low_s": answer.low_s,
+                "high_s": answer.high_s,
+                "global_batch": answer.global_batch,
+                "batch_per_gpu": answer.batch_per_gpu,
+                "breakdown": asdict(answer.breakdown),
+                "op_time_in_grid_ratio": answer.op_time_in_grid_ratio,
+                "peak_memory_bytes": answer.peak_memory_bytes,
+                "assumptions": list(answer.assumptions),
+                "look_s": look_s,
+            }
+        )
+    return records
+
+
+def predict_all(cases: Sequence[Case], options: argparse.Namespace, records: Records) -> None:
+    """Write down a prediction, or why there is none, for every case and method that lacks one."""
+    looks: dict[tuple[str, int, str], list[Case]] = {}
+    for case in cases:
+        for method in options.methods:
+            if options.repredict or not records.of("prediction", case.key, method=method):
+                looks.setdefault((case.model, case.batch, method), []).append(case)
+    progress = Progress("predicted", len(looks))
+    for (model, batch, method), members in looks.items():
+        rank_counts = [case.ranks for case in members]
+        found, reason = predict_apart(members[0], method, rank_counts)
+        for case, record in zip(members, found or [{}] * len(members), strict=True):
+            kept = {"predicted_s": None, "reason": reason, **record}
+            records.add({"kind": "prediction", "key": case.key, "method": method, **kept})
+        progress.advance(f"{model} batch {batch}, {method}" + (f": {reason}" if reason else ""))
+
+
+def predict_apart(
+    case: Case, method: str, rank_counts: Sequence[int]
+) -> tuple[list[Record], str | None]:
+    """`predict` in a fresh process, so that no model disturbs another; what it gave, or why not."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        future = pool.submit(predict, case, method, rank_counts)
+        try:
+            error = future.exception(timeout=PREDICTION_LIMIT_S)
+        except TimeoutError:
+            for process in multiprocessing.active_children():
+                process.kill()
+            return [], f"no answer within {PREDICTION_LIMIT_S:.0f} s"
+        if error is not None:
+            return [], f"{type(error).__name__}: {error}"[:500]
+        return future.result(), None
+
+
+def measure_all(
+    cases: Sequence[Case],
+    profile: MachineProfile,
+    options: argparse.Namespace,
+    records: Records,
+) -> None:
+    """Train every case --repeats times in fresh processes, one round over all cases at a time."""
+    counts = {case.key: len(records.of("measurement", case.key)) for case in cases}
+    broken: set[str] = set()
+    progress = Progress(
+        "trained", sum(max(0, options.repeats - count) for count in counts.values())
+    )
+    for done in range(options.repeats):
+        for case in cases:
+            if counts[case.key] > done or case.key in broken:
+                continue
+            try:
+                record = measure(case, profile, options, records)
+            except EstimatorError as error:
+                # One failure is enough: the case counts as failed, and the others go on.
+                broken.add(case.key)
+                progress.total -= options.repeats - done - 1
+                records.add({"kind": "failure", "key": case.key, "reason": str(error)[:500]})
+                progress.advance(f"{case.key}: {error}")
+                continue
+            records.add({"kind": "measurement", "key": case.key, **record})
+            progress.advance(f"{case.key} {1e3 * record['step_s']:.1f} ms")
+
+
+def measure(
+    case: Case, profile: MachineProfile, options: argparse.Namespace, records: Records
+) -> Record:
+    """One training run in fresh processes: the slowest rank's seconds per step."""
+    from estimator.probe.training import train
+
+    known = [record["step_s"] for record in records.of("measurement", case.key)]
+    known += [
+        record["predicted_s"]
+        for record in records.of("prediction", case.key)
+        if record["predicted_s"] is not None
+    ]
+    is_long = bool(known) and known[0] > LONG_STEP_S
+    run = train(
+        case.model_text,
+        profile.devices[: case.ranks],
+        batch=case.batch or None,
+        optimizer=OPTIMIZER,
+        precision=PRECISION,
+        strategy=STRATEGY,
+        steps=max(5, options.steps // 3) if is_long else options.steps,
+        warmup_steps=options.warmup_steps,
+        phases=options.phases,
+    )
+    slowest = run.step_s.index(run.slowest_step_s)
+    return {
+        "step_s": run.slowest_step_s,
+        "canary_s": run.canary_s,
+        "faults_per_step": run.faults_per_step[slowest],
+        "peak_memory_bytes": run.peak_memory_bytes,
+        "phases_s": dict(run.phases_s[slowest]) if options.phases else None,
+    }
+
+
+def assemble(
+    cases: Sequence[Case], profile: MachineProfile, options: argparse.Namespace, records: Records
+) -> list[Record]:
+    """The cases of DESIGN: one per case and method, failed ones included."""
+    return [
+        assemble_case(case, method, profile, records)
+        for case in cases
+        for method in options.methods
+    ]
+
+
+def assemble_case(case: Case, method: str, profile: MachineProfile, records: Records) -> Record:
+    """One case with its last prediction and all its measurements; nulls where there are none."""
+    predictions = records.of("prediction", case.key, method=method)
+    prediction = predictions[-1] if predictions else {"reason": "not predicted yet"}
+    runs = records.of("measurement", case.key)
+    steps_s = [run["step_s"] for run in runs]
+    failures = records.of("failure", case.key)
+    status, reason = "ok", None
+    if not runs:
+        status = "not_measured"
+        reason = failures[-1]["reason"] if failures else "not measured yet"
+    if prediction.get("predicted_s") is None:
+        status, reason = "no_prediction", prediction["reason"]
+    measured_at = runs[0]["at"] if runs else None
+    phased = [run["phases_s"] for run in runs if run.get("phases_s")]
+    kept = ("predicted_s", "low_s", "high_s", "breakdown", "op_time_in_grid_ratio", "assumptions")
+    return {
+        "id": f"{case.key}-{method}",
+        "source": "local_accuracy",
+        "model": case.model,
+        "machine": profile.name,
+        "allocation": case.allocation,
+        "ranks": case.ranks,
+        "nodes": 1,
+        "strategy": STRATEGY,
+        "precision": PRECISION,
+        "optimizer": OPTIMIZER,
+        "batch_per_gpu": prediction.get("batch_per_gpu", case.batch or None),
+        "global_batch": prediction.get("global_batch", case.batch * case.ranks or None),
+        "method": method,
+        "k": 0,
+        "draw": 0,
+        **{name: prediction.get(name) for name in kept},
+        "measured_s": statistics.median(steps_s) if runs else None,
+        "noise_ratio": noise_ratio(steps_s) if runs else None,
+        "runs_s": steps_s,
+        "faults_per_step": statistics.median(r["faults_per_step"] for r in runs) if runs else None,
+        "phases_s": {
+            phase: statistics.median(phases[phase] for phases in phased) for phase in phased[0]
+        }
+        if phased
+        else None,
+        "predicted_at": prediction.get("at"),
+        "measured_at": measured_at,
+        "predicted_beforehand": measured_at is None or prediction.get("at", "") < measured_at,
+        "status": status,
+        "reason": reason,
+    }
+
+
+def canary_drift(profile: MachineProfile, records: Records) -> Record:
+    """The fixed op's seconds when probing, predicting and measuring; never used to correct."""
+    stages = {
+        "probe_s": [profile.canary_s] if profile.canary_s else [],
+        "prediction_s": [record["canary_s"] for record in records.of("canary")],
+        "measurement_s": [record["canary_s"] for record in records.of("measurement")],
+    }
+    medians = {name: statistics.median(seen) if seen else None for name, seen in stages.items()}
+    known = [seconds for seconds in medians.values() if seconds]
+    return {
+        **medians,
+        "drift_ratio": max(known) / min(known) - 1 if known else None,
+        "measurement_noise_ratio": (
+            noise_ratio(stages["measurement_s"]) if stages["measurement_s"] else None
+        ),
+    }
+
+
+def time_canary(rank: int, world_size: int, arguments: Record) -> float:
+    """Seconds of the fixed op, in a process pinned as a rank of a training run is."""
+    from estimator.probe import training
+
+    return training.time_canary()
+
+
+def note_canary(profile: MachineProfile, records: Records) -> None:
+    """Time the fixed op now, at prediction."""
+    from estimator.probe.ranks import run_on_devices
+
+    (seconds,) = run_on_devices(
+        profile.devices[:1], "local_accuracy:time_canary", {}, timeout_s=60.0
+    )
+    records.add({"kind": "canary", "canary_s": seconds})
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; raises SystemExit with argparse's message."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--work", type=Path, default=Path("build/local_accuracy"), help="where results are kept")
+    add("--profile", type=Path, help="a profile of this machine, instead of probing it")
+    add("--models", type=Path, default=MODELS, help="a Python file whose ALL lists functions")
+    add("--only", type=comma_list, help="names of models, joined by commas")
+    add("--methods", type=comma_list, default=["probe", "measured"], help="of probe,measured")
+    add("--ranks", type=comma_list, default=["1", "2"], help="numbers of devices")
+    add("--repeats", type=int, help=f"fresh processes per case (7; {QUICK_REPEATS} if --quick)")
+    add("--steps", type=int, default=15, help="timed steps in each process")
+    add("--warmup-steps", type=int, default=3)
+    add("--quick", action="store_true", help="four models at their default batch, 3 repeats")
+    add("--repredict", action="store_true", help="predict again, and say so where it is too late")
+    add("--predict-only", action="store_true", help="write predictions down, measure nothing")
+    add("--phases", action="store_true", help="time forward, backward and update apart")
+    add("--json", action="store_true", help="one JSON object on stdout instead of the tables")
+    options = parser.parse_args(arguments)
+    options.is_own_list = options.models == MODELS
+    options.repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
+    if not set(options.methods) <= BOUNDS.keys():
+        parser.error(f"--methods takes {', '.join(BOUNDS)}, found {','.join(options.methods)}")
+    if not all(text.isdigit() and int(text) for text in options.ranks):
+        parser.error(f"--ranks takes numbers such as 1,2, found {','.join(options.ranks)}")
+    options.ranks = [int(text) for text in options.ranks]
+    return options
+
+
+def comma_list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Probe, predict, write down, measure, report."""
+    options = parse_options(arguments)
+    cases = read_cases(options)
+    options.work.mkdir(parents=True, exist_ok=True)
+    records = Records(options.work / "records.jsonl")
+    profile = find_profile(options, options.work.resolve() / "home")
+    if max(options.ranks) > len(profile.devices):
+        raise SystemExit(
+            f"--ranks asks for {max(options.ranks)} devices, {profile.name} has "
+            f"{len(profile.devices)}; probe with more --devices or ask for fewer ranks"
+        )
+    note_canary(profile, records)
+    predict_all(cases, options, records)
+    note_canary(profile, records)
+    if not options.predict_only:
+        measure_all(cases, profile, options, records)
+    found = assemble(cases, profile, options, records)
+    canary = canary_drift(profile, records)
+    if options.json:
+        answer = {"machine": profile.devices[0].name, "at": now(), "cases": found}
+        rows = [asdict(row) for row in summarise(found, bounds=BOUNDS)]
+        print(json.dumps({**answer, "canary": canary, "summary": rows}, allow_nan=False))
+    else:
+        print("\n".join(report(found, canary)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Lay out accuracy cases as text: each case, what it spends its time on, the summaries."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from summary import PAIR_GAP_RATIO, Bound, format_rows, format_table, is_beyond, summarise
+
+# TARGETS, row A2.
+BOUNDS = {
+    "probe": Bound(median_ratio=0.08, worst_ratio=0.25),
+    "measured": Bound(median_ratio=0.05, worst_ratio=0.12),
+}
+IN_GRID_BOUND_RATIO = 0.1
+
+Case = Mapping[str, Any]
+
+
+def report(cases: Sequence[Case], canary: Mapping[str, float | None]) -> Iterator[str]:
+    """What people read: cases, phases, summaries, canary, share of op time in the probe's grid."""
+    yield describe_cases(cases)
+    if any(case["phases_s"] for case in cases):
+        yield "\n" + describe_phases(cases)
+    yield "\n" + format_rows(summarise(cases, bounds=BOUNDS))
+    yield "\n" + format_rows(summarise(cases, by=("method",), bounds=BOUNDS))
+    asked = (
+        f"{method}: median {100 * bound.median_ratio:.0f} %, worst {100 * bound.worst_ratio:.0f} %"
+        for method, bound in BOUNDS.items()
+    )
+    yield f"\nbounds: {'; '.join(asked)}; beyond: error > max(worst, 2 × noise)"
+    yield f"pairs: same model, throughput differing by at least {100 * PAIR_GAP_RATIO:.0f} %"
+    yield describe_canary(canary)
+    yield from describe_grid_share(cases)
+
+
+def describe_cases(cases: Sequence[Case]) -> str:
+    """One line per case: predicted, measured, error, noise, and the predicted parts in ms."""
+    header = ["case", "predicted", "measured", "error", "noise", "in 80 %", "forward", "backward"]
+    return format_table(
+        [
+            [*header, "update", "comm", "other", "in grid", ""],
+            *(_case_line(case) for case in cases),
+        ]
+    )
+
+
+def _case_line(case: Case) -> list[str]:
+    if case["predicted_s"] is None:
+        return [case["id"], "-", _ms(case["measured_s"]), *["-"] * 9, _complaint(case)]
+    parts = case["breakdown"]
+    named = [parts[f"{name}_s"] for name in ("forward", "backward", "update")]
+    named.append(parts["communication_exposed_s"])
+    shares = [_ms(part) for part in (*named, sum(parts.values()) - sum(named))]
+    in_grid = case["op_time_in_grid_ratio"]
+    shares.append("-" if in_grid is None else f"{100 * in_grid:.0f} %")
+    if case["measured_s"] is None:
+        return [case["id"], _ms(case["predicted_s"]), *["-"] * 4, *shares, _complaint(case)]
+    error = case["predicted_s"] / case["measured_s"] - 1
+    remarks = ["BEYOND"] if is_beyond(case, BOUNDS[case["method"]].worst_ratio) else []
+    if not case["predicted_beforehand"]:
+        remarks.append("predicted after measuring")
+    return [
+        case["id"],
+        _ms(case["predicted_s"]),
+        _ms(case["measured_s"]),
+        f"{100 * error:+.1f} %",
+        f"{100 * case['noise_ratio']:.1f} %",
+        "yes" if case["low_s"] <= case["measured_s"] <= case["high_s"] else "no",
+        *shares,
+        ", ".join(remarks),
+    ]
+
+
+def _complaint(case: Case) -> str:
+    return f"{case['status']}: {case['reason'][:100]}"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.1f}"
+
+
+def describe_phases(cases: Sequence[Case]) -> str:
+    """Predicted beside measured ms of each phase; communication is waited for in backward."""
+    phases = ("forward", "backward", "update")
+    lines = [["case", *(f"{phase} {what}" for phase in phases for what in ("pred", "meas"))]]
+    for case in cases:
+        if case["predicted_s"] is None or not case["phases_s"]:
+            continue
+        parts = dict(case["breakdown"])
+        parts["backward_s"] += parts["communication_exposed_s"] + parts["straggler_s"]
+        cells = [
+            _ms(seconds)
+            for phase in phases
+            for seconds in (parts[f"{phase}_s"], case["phases_s"][phase])
+        ]
+        lines.append([case["id"], *cells])
+    return format_table(lines)
+
+
+def describe_canary(canary: Mapping[str, float | None]) -> str:
+    """How much the machine itself changed between the stages."""
+    stages = (
+        f"{name.removesuffix('_s')} {1e3 * seconds:.3f} ms"
+        for name, seconds in canary.items()
+        if name.endswith("_s") and seconds is not None
+    )
+    drift = canary["drift_ratio"]
+    drifted = "" if drift is None else f"; drift {100 * drift:.1f} %"
+    return f"canary: {', '.join(stages)}{drifted}"
+
+
+def describe_grid_share(cases: Sequence[Case]) -> Iterator[str]:
+    """How much of the predicted op time was probed in exactly its shape."""
+    shares = [
+        case["op_time_in_grid_ratio"]
+        for case in cases
+        if case["method"] == "probe" and case["op_time_in_grid_ratio"] is not None
+    ]
+    if shares:
+        yield (
+            f"op time whose exact shape is in the probe's grid: median "
+            f"{100 * statistics.median(shares):.1f} %, most {100 * max(shares):.1f} % "
+            f"(must stay below {100 * IN_GRID_BOUND_RATIO:.0f} %)"
+        )

@@ -1,0 +1,61 @@
+"""Keep what a benchmark finds in a file that a later run continues from, and say how far it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class Records:
+    """What is known so far, one JSON object a line, appended as it is found."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: list[Record] = []
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for line in lines:
+            try:
+                self.found.append(json.loads(line))
+            except json.JSONDecodeError:
+                say("one record is torn (an earlier run was cut off); it is measured again")
+
+    def add(self, record: Record) -> None:
+        self.found.append({"at": now(), **record})
+        with self.path.open("a", encoding="utf-8") as stream:
+            # The newline comes first too: a torn last line then spoils no other.
+            stream.write("\n" + json.dumps(self.found[-1], allow_nan=False) + "\n")
+
+    def of(self, kind: str, key: str | None = None, **fields: Any) -> list[Record]:
+        wanted = {"kind": kind, **fields, **({} if key is None else {"key": key})}
+        return [
+            record
+            for record in self.found
+            if all(record.get(name) == value for name, value in wanted.items())
+        ]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+class Progress:
+    """Count finished pieces of work on stderr, with the time that the rest will take."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self.label, self.total, self.done = label, total, 0
+        self.begun = time.monotonic()
+
+    def advance(self, text: str) -> None:
+        self.done += 1
+        left_s = (time.monotonic() - self.begun) / self.done * (self.total - self.done)
+        say(f"{self.label} {self.done}/{self.total}, {left_s / 60:.0f} min left: {text}")

@@ -1,0 +1,59 @@
+"""Estimate the training throughput of any PyTorch model on any set of devices.
+
+>>> import estimator as est
+>>> str(est.Allocation.parse("2x8:h100-sxm"))
+'2x8:h100-sxm'
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from estimator.allocation import Allocation
+    from estimator.api import estimate, trace_model
+    from estimator.errors import EstimatorError
+    from estimator.estimates import Breakdown, Estimate
+    from estimator.graph.ops import OpGraph
+    from estimator.profile import MachineProfile, load_profile
+    from estimator.workload import Strategy
+
+__version__ = "0.1.0"
+
+# Public names load their module when first used, so that importing the package imports no torch.
+_HOMES = {
+    "Allocation": "estimator.allocation",
+    "Breakdown": "estimator.estimates",
+    "Estimate": "estimator.estimates",
+    "EstimatorError": "estimator.errors",
+    "MachineProfile": "estimator.profile",
+    "OpGraph": "estimator.graph.ops",
+    "Strategy": "estimator.workload",
+    "estimate": "estimator.api",
+    "load_profile": "estimator.profile",
+    "trace_model": "estimator.api",
+}
+
+__all__ = [
+    "Allocation",
+    "Breakdown",
+    "Estimate",
+    "EstimatorError",
+    "MachineProfile",
+    "OpGraph",
+    "Strategy",
+    "estimate",
+    "load_profile",
+    "trace_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'estimator' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,118 @@
+"""Name a set of devices: parse and print ``2x8:h100-sxm`` and ``a1[0,1]+a2[3]``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from estimator.errors import AllocationError
+
+_COUNTED = re.compile(r"(\d+)x(\d+):([A-Za-z0-9][\w.\-]*)")
+_EXPLICIT = re.compile(r"([A-Za-z0-9][\w.\-]*)\[(\d+(?:,\d+)*)\]")
+MOST_RANKS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """`nodes` nodes with the same number of devices each.
+
+    Either `machine` names the machine type and any devices of such nodes will do, or `host` names
+    one node of a cluster file and `devices` its device indices.
+    """
+
+    nodes: int
+    devices_per_node: int
+    machine: str | None = None
+    host: str | None = None
+    devices: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.devices_per_node < 1:
+            raise AllocationError(
+                f"'{self}' asks for no device; write at least 1x1, as in 1x2:local"
+            )
+        if len(set(self.devices)) != len(self.devices):
+            raise AllocationError(f"'{self}' lists a device twice; list each device once")
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def __str__(self) -> str:
+        if self.host is not None:
+            return f"{self.host}[{','.join(map(str, self.devices))}]"
+        return f"{self.nodes}x{self.devices_per_node}:{self.machine}"
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Groups of devices in rank order; one rank per device.
+
+    >>> str(Allocation.parse("1x8:v100-sxm + 2x4:t4-g4dn"))
+    '1x8:v100-sxm+2x4:t4-g4dn'
+    """
+
+    groups: tuple[DeviceGroup, ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise AllocationError("the allocation is empty; write one such as 1x2:local")
+        if self.ranks > MOST_RANKS:
+            raise AllocationError(
+                f"the allocation has {self.ranks} ranks; at most {MOST_RANKS} are supported"
+            )
+        seen: set[tuple[str, int]] = set()
+        for group in self.groups:
+            for device in group.devices:
+                key = (group.host or "", device)
+                if key in seen:
+                    raise AllocationError(
+                        f"device {device} of '{group.host}' is listed twice; list each device once"
+                    )
+                seen.add(key)
+
+    @property
+    def ranks(self) -> int:
+        return sum(group.ranks for group in self.groups)
+
+    @property
+    def nodes(self) -> int:
+        return sum(1 for _ in self.node_sizes())
+
+    def node_sizes(self) -> Iterator[tuple[DeviceGroup, int]]:
+        """Each node with how many devices are used on it, in rank order."""
+        for group in self.groups:
+            for _ in range(group.nodes):
+                yield group, group.devices_per_node
+
+    def __str__(self) -> str:
+        return "+".join(str(group) for group in self.groups)
+
+    @classmethod
+    def parse(cls, text: str | Allocation) -> Allocation:
+        """Read an allocation; parse and str are inverse. Raises AllocationError."""
+        if isinstance(text, Allocation):
+            return text
+        groups = []
+        for part in text.split("+"):
+            part = part.strip()
+            if counted := _COUNTED.fullmatch(part):
+                nodes, devices, machine = counted.groups()
+                if len(nodes) + len(devices) > 12:
+                    raise AllocationError(f"'{part}' asks for an absurd number of devices")
+                groups.append(
+                    DeviceGroup(nodes=int(nodes), devices_per_node=int(devices), machine=machine)
+                )
+            elif explicit := _EXPLICIT.fullmatch(part):
+                host, listed = explicit.groups()
+                indices = tuple(int(index) for index in listed.split(","))
+                groups.append(
+                    DeviceGroup(nodes=1, devices_per_node=len(indices), host=host, devices=indices)
+                )
+            else:
+                raise AllocationError(
+                    f"'{part or text}' is not an allocation; write NODESxDEVICES:MACHINE, as in "
+                    "1x2:local, or HOST[0,1], joined by +"
+                )
+        return cls(tuple(groups))

@@ -1,0 +1,108 @@
+"""Join stages into the public functions: look at a model, ask for its step time anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from estimator.estimates import Estimate, estimate_graph
+from estimator.profile import DeviceKind, MachineProfile, load_profile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+    from estimator.allocation import Allocation
+    from estimator.coefficients import Calibration
+    from estimator.graph.ops import OpGraph
+    from estimator.workload import Strategy
+
+
+def trace_model(
+    model: nn.Module,
+    batch: Any = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: str = "adamw",
+    precision: str = "fp32",
+    target: DeviceKind = "cpu",
+    measure: bool = False,
+    *,
+    batch_dim: int | None = None,
+    name: str | None = None,
+    profile: MachineProfile | str = "local",
+    report: Callable[[str, float], None] | None = None,
+) -> OpGraph:
+    """Look at one training step of `model` once, for every batch size.
+
+    `batch` is what the model is called with: a tensor, a tuple or a mapping of tensors; `loss` is
+    called with (output, batch) and defaults to ``output.loss``, else the mean of the floating
+    outputs. With `measure`, the distinct ops of the step are also timed on this machine, which must
+    be the one `profile` describes; timings are kept in the user's store. Raises ModelError,
+    TraceError, ProbeError.
+    """
+    from estimator.graph.trace import trace_graph
+
+    graph = trace_graph(
+        model,
+        batch,
+        loss=loss,
+        optimizer=optimizer,
+        precision=precision,
+        target=target,
+        batch_dim=batch_dim,
+        name=name,
+    )
+    return with_timings(graph, profile, report=report) if measure else graph
+
+
+def with_timings(
+    graph: OpGraph,
+    profile: MachineProfile | str = "local",
+    *,
+    report: Callable[[str, float], None] | None = None,
+) -> OpGraph:
+    """The graph with its distinct ops timed on this machine, at its traced batch size."""
+    from estimator.probe.ops import measure_ops
+
+    machine = load_profile(profile) if isinstance(profile, str) else profile
+    timings = measure_ops(graph, machine, report=report)
+    return replace(graph, timings=timings, timed_on=machine.name)
+
+
+def estimate(
+    model_or_graph: nn.Module | OpGraph,
+    allocation: str | Allocation,
+    batch_per_gpu: int | None = None,
+    global_batch: int | None = None,
+    accumulation_steps: int = 1,
+    strategy: str | Strategy = "ddp",
+    calibration: Calibration | None = None,
+    *,
+    batch: Any = None,
+    profile: MachineProfile | None = None,
+) -> Estimate:
+    """Predict the step time of a model on an allocation such as ``1x2:local``.
+
+    A graph is estimated as it is; a module is traced first, with `batch`. `batch_per_gpu` is
+    samples per device and micro-batch, by default what was traced; `global_batch` is that times
+    ranks times `accumulation_steps`. `profile` stands in for the machine that the allocation names.
+    Raises AllocationError, WorkloadError, ProfileError, UnknownMachineError, StrategyError.
+    """
+    from estimator.graph.ops import OpGraph
+
+    graph = (
+        model_or_graph
+        if isinstance(model_or_graph, OpGraph)
+        else trace_model(model_or_graph, batch)
+    )
+    return estimate_graph(
+        graph,
+        allocation,
+        batch_per_gpu=batch_per_gpu,
+        global_batch=global_batch,
+        accumulation_steps=accumulation_steps,
+        strategy=strategy,
+        calibration=calibration,
+        profile=profile,
+    )

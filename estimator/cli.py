@@ -1,0 +1,363 @@
+"""The command line: parses, calls, prints; computes nothing.
+
+torch takes seconds to import, so each command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+from estimator.errors import EstimatorError, ModelError, ProfileError, StoreError
+from estimator.request import Request, profiles_of
+from estimator.workload import OPTIMIZERS, PRECISIONS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from estimator.estimates import Estimate
+    from estimator.graph.ops import OpGraph
+    from estimator.profile import MachineProfile
+
+ANSWER_IS_NO, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+# Wide enough that tables do not wrap in a file.
+WIDTH_OF_FILES = 110
+# A measurement this close counts as predicted even outside the interval (TARGETS A2, worst case).
+TOLERATED_ERROR_RATIO = 0.25
+# `check` fails if more of the time than this rests on datasheets alone.
+TOLERATED_DATASHEET_RATIO = 0.1
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line; wrong input ends with one sentence on stderr and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # A terminal or pipe without Unicode gets '?' rather than a traceback.
+            stream.reconfigure(errors="replace")
+    try:
+        code = commands.main(arguments, prog_name="estimator", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        code = _refuse(error.format_message())
+    except EstimatorError as error:
+        code = _refuse(str(error))
+    except OSError as error:
+        code = _refuse(f"cannot write the output ({error.strerror}); free space or choose a file")
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("estimator: interrupted", err=True)
+        code = INTERRUPTED
+    sys.exit(code or 0)
+
+
+def _refuse(message: str) -> int:
+    click.echo(f"estimator: {' '.join(message.split())}", err=True)
+    return WRONG_INPUT
+
+
+@click.group(
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="throughput-estimator", prog_name="estimator")
+@click.pass_context
+def commands(context: click.Context) -> None:
+    """Predict how fast a PyTorch model trains on any set of devices, from one measurement of the
+    machine and one look at the model.
+
+    MODEL is path/to/file.py:function, package.module:function (returning (model, batch) or
+    (model, batch, loss)), a saved graph, or hf:TYPE[:TASK][,key=value...] such as hf:gpt2.
+    ALLOCATION is NODESxDEVICES:MACHINE, such as 1x2:local.
+
+    Exit codes: 0 done, 1 the answer is no, 2 wrong input.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(
+        stderr=stderr,
+        width=None if stream.isatty() else WIDTH_OF_FILES,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
+
+
+@contextlib.contextmanager
+def _progress(label: str) -> Iterator[Callable[[str, float], None]]:
+    """A bar on stderr, if that is a terminal; the value is told what is under way and how far."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = _console(stderr=True)
+    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task(label, total=1.0)
+
+        def report(what: str, done_ratio: float) -> None:
+            progress.update(task, description=f"{label}: {what}", completed=done_ratio)
+
+        yield report
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a place that cannot be written before the work starts, not after it."""
+    if path.is_dir():
+        raise StoreError(f"{path} is a folder; name a file in it")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise StoreError(f"{folder} is no folder that can be written to; choose another place")
+
+
+def _print_json(content: Any) -> None:
+    click.echo(json.dumps(content, indent=1, allow_nan=False))
+
+
+# probe and profile
+
+
+def _machine_name(context: click.Context, option: click.Parameter, name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name):
+        raise click.BadParameter(
+            f"'{name}' cannot stand in an allocation; use letters, digits, '.', '_' and '-'"
+        )
+    return name
+
+
+@commands.command()
+@click.option("--name", default="local", callback=_machine_name, help="What to call this machine.")
+@click.option("--devices", type=click.IntRange(min=1), help="Core groups to make of the CPU.")
+@click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
+@click.option("--budget", type=click.FloatRange(min=1), default=60.0, help="Seconds to spend.")
+@click.option("--thorough", is_flag=True, help="Measure more sizes; takes several budgets.")
+@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
+def probe(
+    name: str, devices: int | None, out: Path | None, budget: float, thorough: bool, as_json: bool
+) -> None:
+    """Measure this machine and keep the profile under its name.
+
+    Interrupted by Ctrl-C it keeps what it has and says what is missing.
+    """
+    from estimator.probe.machine import probe_machine
+    from estimator.profile import home
+
+    path = out or home() / "machines" / f"{name}.json"
+    _check_writable(path)
+    with _progress("probing") as report:
+        profile = probe_machine(
+            name=name, devices=devices, budget_s=budget, thorough=thorough, report=report
+        )
+    profile.save(path)
+    if profile.missing:
+        click.echo(f"not measured: {'; '.join(profile.missing)}", err=True)
+    if as_json:
+        _print_json(profile.to_dict())
+    else:
+        click.echo(f"{path}: {len(profile.devices)} x {profile.devices[0].name}")
+
+
+@commands.group("profile")
+def profiles() -> None:
+    """List, show and compare machine profiles."""
+
+
+@profiles.command("list")
+def list_machines() -> None:
+    """Every machine that can be named in an allocation."""
+    from estimator.profile import known_machines, load_profile
+    from estimator.render import machines_table
+
+    machines: dict[str, tuple[Path, MachineProfile | None]] = {}
+    for name, path in known_machines().items():
+        try:
+            machines[name] = (path, load_profile(path))
+        except ProfileError:
+            machines[name] = (path, None)
+    if machines:
+        _console().print(machines_table(machines))
+    else:
+        click.echo("no machine is known yet; run 'estimator probe' to measure this one")
+
+
+@profiles.command()
+@click.argument("name")
+def show(name: str) -> None:
+    """What was measured of the machine NAME (or of a profile file)."""
+    from estimator.profile import load_profile
+    from estimator.render import profile_report
+
+    _console().print(profile_report(load_profile(name)))
+
+
+@profiles.command()
+@click.argument("first")
+@click.argument("second")
+def compare(first: str, second: str) -> None:
+    """The ratio of every number that both machines FIRST and SECOND have."""
+    from estimator.comparison import compare_profiles
+    from estimator.profile import load_profile
+    from estimator.render import comparison_report
+
+    rows = compare_profiles(load_profile(first), load_profile(second))
+    _console().print(comparison_report(rows, first=first, second=second))
+
+
+# estimate, validate, check
+
+
+def _workload_options(command: Command) -> Command:
+    """Give a command MODEL and the options that make a Request."""
+    positive = click.IntRange(min=1)
+    for option in (
+        click.option("--measure", is_flag=True, help="Time this model's own operators first."),
+        click.option("--strategy", default="ddp", help="Such as ddp or ddp:bucket=5MiB,view."),
+        click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32."),
+        click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Default adamw."),
+        click.option("--seq-len", type=positive, help="Tokens per sample, where the model asks."),
+        click.option("--accumulation", type=positive, default=1, help="Micro-batches per step."),
+        click.option("--global-batch", type=positive, help="Samples of a step, all ranks."),
+        click.option("--batch", type=positive, help="Samples per device and micro-batch."),
+        click.argument("model"),
+    ):
+        command = option(command)
+    return command
+
+
+_on_option = click.option("--on", required=True, metavar="ALLOCATION", help="Such as 1x2:local.")
+
+
+@commands.command()
+@_workload_options
+@_on_option
+@click.option("--samples", type=click.FloatRange(min=1), help="Also say how long these take.")
+@click.option("--tokens", type=click.FloatRange(min=1), help="Also say how long these take.")
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write a Perfetto timeline here.")
+def estimate(
+    on: str,
+    samples: float | None,
+    tokens: float | None,
+    as_json: bool,
+    trace: Path | None,
+    **options: Any,
+) -> None:
+    """Predict the step time of MODEL on an allocation, and say why.
+
+    Exit code 1: it does not fit into the devices' memory.
+    """
+    if samples is not None and tokens is not None:
+        raise click.UsageError("give --samples or --tokens, not both")
+    request = Request(**options)
+    if trace is not None:
+        _check_writable(trace)
+    graph = _traced(request, (on,))
+    answer = request.estimate(graph, on)
+    duration_s = None
+    if samples is not None or tokens is not None:
+        duration_s = answer.duration_s(samples=samples, tokens=tokens)
+    if trace is not None:
+        _write_trace(answer, trace)
+    if as_json:
+        _print_json(answer.to_dict() | {"duration_s": duration_s})
+    else:
+        from estimator.render import estimate_report
+
+        _console().print(estimate_report(answer, name=graph.name, duration_s=duration_s))
+    if answer.fits == "no":
+        raise click.exceptions.Exit(ANSWER_IS_NO)
+
+
+@commands.command()
+@_workload_options
+@click.option(
+    "--on", required=True, multiple=True, metavar="ALLOCATION", help="Such as 1x2:local; repeat."
+)
+@click.option("--repeats", type=click.IntRange(min=3), default=5, help="Fresh runs of each.")
+@click.option("--steps", type=click.IntRange(min=1), default=15, help="Steps timed in a run.")
+@click.option("--warmup", type=click.IntRange(min=2), default=3, help="Steps before those.")
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+def validate(
+    on: tuple[str, ...], repeats: int, steps: int, warmup: int, as_json: bool, **options: Any
+) -> None:
+    """Train MODEL for real on this machine and print predicted beside measured.
+
+    Predictions are made first. Exit code 1: some measurement lies outside its prediction's
+    interval and more than 25 % away.
+    """
+    from estimator.graph.models import is_saved_graph
+    from estimator.validation import validate as run_all
+
+    request = Request(**options)
+    if is_saved_graph(request.model):
+        raise ModelError(
+            f"{request.model} is a saved graph, which cannot be trained; name the model itself"
+        )
+    graph = _traced(request, on)
+    predictions = [request.estimate(graph, text) for text in on]
+    train = request.trainer(graph, steps=steps, warmup_steps=warmup)
+    with _progress("training") as progress:
+        total = repeats * len(predictions)
+
+        def report(run: int, predicted: Estimate, step_s: float) -> None:
+            progress(f"{predicted.allocation}", run / total)
+
+        cases = run_all(predictions, train, repeats=repeats, report=report)
+    if as_json:
+        _print_json([case.to_dict() for case in cases])
+    else:
+        from estimator.render import validation_report
+
+        _console().print(validation_report(cases, name=graph.name))
+    if not all(
+        case.is_within_interval or abs(case.error_ratio) <= TOLERATED_ERROR_RATIO for case in cases
+    ):
+        raise click.exceptions.Exit(ANSWER_IS_NO)
+
+
+@commands.command()
+@_workload_options
+@_on_option
+def check(on: str, **options: Any) -> None:
+    """Say what an estimate of MODEL lacks: what is missing or only assumed, with its share.
+
+    Exit code 1: more than 10 % of the time rests on datasheets, or the model does not fit.
+    """
+    from estimator.render import check_report
+
+    request = Request(**options)
+    graph = _traced(request, (on,))
+    answer = request.estimate(graph, on)
+    missing = {profile.name: profile.missing for profile in profiles_of(on)}
+    _console().print(check_report(answer, missing, name=graph.name))
+    datasheet_ratio = sum(
+        share for _, source, share, _ in answer.provenance if source == "datasheet"
+    )
+    if datasheet_ratio > TOLERATED_DATASHEET_RATIO or answer.fits == "no":
+        raise click.exceptions.Exit(ANSWER_IS_NO)
+
+
+def _traced(request: Request, allocations: Sequence[str]) -> OpGraph:
+    if not request.measure:
+        return request.graph(allocations)
+    with _progress("timing operators") as report:
+        return request.graph(allocations, report)
+
+
+def _write_trace(answer: Estimate, path: Path) -> None:
+    from estimator.interop.perfetto import write_trace
+
+    assert answer.timeline is not None  # a single estimate is always simulated
+    write_trace(answer.timeline, path)

@@ -1,0 +1,65 @@
+"""The exceptions of the package; each message says what was wrong, what was found, what to do.
+
+EstimatorError
+├── ProfileError        a machine profile is damaged, impossible or lacks what was asked (ValueError)
+├── UnknownMachineError no profile goes by that name (LookupError)
+├── AllocationError     an allocation cannot be read, or asks for what does not exist (ValueError)
+├── StrategyError       a parallel strategy, optimizer or precision is unknown (ValueError)
+├── WorkloadError       a batch size or sample count does not fit the model (ValueError)
+├── ModelError          a model cannot be built, called or found (ValueError)
+├── TraceError          a model cannot be traced (RuntimeError)
+├── GraphFileError      a saved graph is damaged or from another version (ValueError)
+├── ProbeError          a measurement cannot be made on this machine (RuntimeError)
+├── TrainingError       a real training run, started to be measured, failed (RuntimeError)
+└── StoreError          a file of the user's store cannot be read or written (OSError)
+"""
+
+from __future__ import annotations
+
+
+class EstimatorError(Exception):
+    """Root of every error that the package raises on purpose."""
+
+
+class ProfileError(EstimatorError, ValueError):
+    """A machine profile is damaged, impossible, or lacks what was asked of it."""
+
+
+class UnknownMachineError(EstimatorError, LookupError):
+    """No machine profile goes by that name."""
+
+
+class AllocationError(EstimatorError, ValueError):
+    """An allocation cannot be read, or asks for devices that do not exist."""
+
+
+class StrategyError(EstimatorError, ValueError):
+    """A parallel strategy, optimizer or precision is unknown or impossible."""
+
+
+class WorkloadError(EstimatorError, ValueError):
+    """A batch size or sample count does not fit the model or the allocation."""
+
+
+class ModelError(EstimatorError, ValueError):
+    """A model cannot be found, built or called."""
+
+
+class TraceError(EstimatorError, RuntimeError):
+    """A model cannot be traced."""
+
+
+class GraphFileError(EstimatorError, ValueError):
+    """A saved graph is damaged or written by another version."""
+
+
+class ProbeError(EstimatorError, RuntimeError):
+    """A measurement cannot be made on this machine."""
+
+
+class TrainingError(EstimatorError, RuntimeError):
+    """A real training run, started to be measured, failed."""
+
+
+class StoreError(EstimatorError, OSError):
+    """A file of the user's store cannot be read or written."""

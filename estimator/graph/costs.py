@@ -1,0 +1,159 @@
+"""Tell what an operator call costs, and by which features its time can be predicted.
+
+A cost is the least that a call must compute and move; it knows no machine. Formulas are in
+`cost_kernels`, `cost_families` and `cost_indexing`, one per operator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from estimator.graph import cost_families, cost_indexing, cost_kernels
+from estimator.graph.cost_kernels import matmul_layout
+from estimator.graph.cost_registry import Family, cost_of, formula_of
+from estimator.graph.ops import OpCost
+from estimator.tensors import OpCall, TensorSpec
+
+__all__ = ["Family", "Features", "cost_of", "family_of", "features_of", "op_cost"]
+
+# Importing these registers their formulas.
+FORMULAS = (cost_kernels, cost_families, cost_indexing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """What the time of a call depends on.
+
+    `dims` by family: matmul (batch, m, n, k); convolution (images, channels in per group, channels
+    out per group, groups, output positions, kernel elements, input positions, stride); attention
+    (batch x heads, queries, keys, head size, 1 if causal); recurrent (steps x batch,
+    multiplications per step and sample, steps); index (rows touched, row length); every other
+    (rows, row length), a row being what one mean, sum or softmax is taken over, one row of all
+    elements where there is no such thing.
+    `layout` is "nn", "nt", "tn" or "tt" for a matmul ("t": that factor is stored by columns),
+    "contiguous" or "strided" otherwise. `innermost_run` is how many elements stand side by side in
+    the memory of every tensor of the call.
+    """
+
+    target: str
+    family: Family
+    dtype: str
+    cost: OpCost
+    dims: tuple[float, ...]
+    contiguous: bool
+    innermost_run: int
+    layout: str
+
+
+def family_of(target: str) -> Family:
+    """The family of an operator, "other" if it has no formula.
+
+    >>> family_of("aten.addmm.default"), family_of("aten.add_.Tensor")
+    ('matmul', 'elementwise')
+    """
+    formula = formula_of(target)
+    return "other" if formula is None else formula.family
+
+
+def op_cost(call: OpCall) -> OpCost | None:
+    """The least work of a call; None if its operator has no formula, never zero for that.
+
+    >>> call = OpCall("aten.mm.default", (TensorSpec((2, 3)), TensorSpec((3, 4))),
+    ...               outputs=(TensorSpec((2, 4)),))
+    >>> op_cost(call)
+    OpCost(flops=48.0, read_bytes=72.0, written_bytes=32.0)
+    """
+    formula = formula_of(call.target)
+    return None if formula is None else formula.cost(call)
+
+
+def features_of(call: OpCall) -> Features | None:
+    """The features of a call; None if its operator has no formula."""
+    formula = formula_of(call.target)
+    if formula is None:
+        return None
+    run, whole = innermost_run(call)
+    contiguous = run >= whole
+    if formula.family == "matmul" and "backward" not in call.target:
+        layout = matmul_layout(call)
+    else:
+        layout = "contiguous" if contiguous else "strided"
+    return Features(
+        target=call.target,
+        family=formula.family,
+        dtype=call.dtype,
+        cost=formula.cost(call),
+        dims=formula.dims(call),
+        contiguous=contiguous,
+        innermost_run=run,
+        layout=layout,
+    )
+
+
+def innermost_run(call: OpCall) -> tuple[int, int]:
+    """(elements that stand side by side in every tensor of the call, elements of the largest one).
+
+    Tensors of the largest one's shape are walked together, in the order of its own strides;
+    tensors broadcast to it stand still or move with it; those of unlike shapes are walked alone.
+    """
+    tensors = [spec for spec in (*call.outputs, *call.inputs) if spec.numel > 1]
+    if not tensors:
+        return 1, 1
+    largest = max(tensors, key=lambda spec: spec.numel)
+    together, alone = [], []
+    for spec in tensors:
+        fitted = _broadcast_strides(spec, largest.shape)
+        if fitted is None:
+            alone.append(spec)
+        else:
+            together.append(fitted)
+    run = _common_run(largest.shape, together)
+    for spec in alone:
+        own = _common_run(spec.shape, [_strides(spec)])
+        # A small tensor in one piece does not cut the run of a large one.
+        if own < spec.numel:
+            run = min(run, own)
+    return run, largest.numel
+
+
+def _strides(spec: TensorSpec) -> tuple[int, ...]:
+    if spec.strides is not None:
+        return spec.strides
+    strides, step = [], 1
+    for size in reversed(spec.shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def _broadcast_strides(spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Strides of a tensor seen in a larger shape, None if it does not broadcast to it."""
+    missing = len(shape) - len(spec.shape)
+    if missing < 0:
+        return None
+    strides = [0] * missing
+    for size, wanted, stride in zip(spec.shape, shape[missing:], _strides(spec), strict=True):
+        if size != wanted and size != 1:
+            return None
+        strides.append(0 if size == 1 else stride)
+    return tuple(strides)
+
+
+def _common_run(shape: tuple[int, ...], operands: list[tuple[int, ...]]) -> int:
+    """Elements of the innermost loop after merging dimensions, as torch's TensorIterator does."""
+    order = sorted(
+        (axis for axis, size in enumerate(shape) if size > 1),
+        key=lambda axis: [strides[axis] for strides in operands],
+    )
+    if not order:
+        return 1
+    inner = order[0]
+    if any(strides[inner] not in (0, 1) for strides in operands):
+        return 1
+    run = shape[inner]
+    for outer in order[1:]:
+        if any(strides[outer] != strides[inner] * shape[inner] for strides in operands):
+            break
+        run *= shape[outer]
+        inner = outer
+    return run

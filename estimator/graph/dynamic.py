@@ -1,0 +1,124 @@
+"""Give shapes and numbers to the operators whose results depend on values, or refuse them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_map
+
+from estimator.errors import TraceError
+from estimator.graph.known import KnownValues, balanced_choice
+
+aten = torch.ops.aten
+
+
+def resolve(
+    func: Any, args: Any, kwargs: Mapping[str, Any], known: KnownValues, fake_mode: Any, module: str
+) -> Any:
+    """The result of an operator that fake tensors cannot give; raises TraceError if none can."""
+    if func is aten.index.Tensor:
+        return _boolean_index(func, args, known, fake_mode, module)
+    if func is aten.masked_select.default:
+        values, mask = torch.broadcast_tensors(args[0], args[1])
+        return values.new_empty((int(_real(mask, func, known, module).sum()),))
+    real_args = tree_map(lambda leaf: _real(leaf, func, known, module), args)
+    real_kwargs = tree_map(lambda leaf: _real(leaf, func, known, module), dict(kwargs))
+    with unset_fake_temporarily(), torch.no_grad():
+        result = func(*real_args, **real_kwargs)
+    return tree_map(
+        lambda leaf: _stand_in(leaf, fake_mode) if isinstance(leaf, Tensor) else leaf, result
+    )
+
+
+def _stand_in(real: Tensor, fake_mode: Any) -> Tensor:
+    with fake_mode:
+        return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
+
+
+def _real(leaf: Any, func: Any, known: KnownValues, module: str) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    value = known.read(leaf)
+    if value is None:
+        raise TraceError(
+            f"{func} in module '{module or 'the model itself'}' needs the value of a tensor that "
+            "depends on weights, which a trace does not have; trace a variant of the model whose "
+            "shapes do not depend on values"
+        )
+    return value
+
+
+def _boolean_index(func: Any, args: Any, known: KnownValues, fake_mode: Any, module: str) -> Any:
+    source, indices = args
+    plain: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            with unset_fake_temporarily():
+                places = _real(index, func, known, module).nonzero(as_tuple=True)
+            plain.extend(_stand_in(place, fake_mode) for place in places)
+        else:
+            plain.append(index)
+    with fake_mode:
+        return func(source, plain)
+
+
+def assume_choice(
+    func: Any, args: Any, kwargs: Mapping[str, Any], outputs: list[Tensor], known: KnownValues
+) -> None:
+    """Where unknown scores choose indices, take them to choose evenly; unknown floats are finite."""
+    if func in (aten.isnan.default, aten.isinf.default):
+        shape = tuple(outputs[0].shape)
+        known.assume(outputs[0], lambda: torch.zeros(shape, dtype=torch.bool))
+    elif func in _CHOICES:
+        scores, indices = args[0], outputs[_CHOICES[func]]
+        if not scores.dim():
+            return
+        if func is aten.argmax.default or func is aten.argmin.default:
+            options = _argument(args, kwargs, 1, "dim", None)
+            options = scores.numel() if options is None else scores.shape[options]
+            dim = -1
+        else:
+            dim = _argument(args, kwargs, _DIM_POSITION[func], "dim", -1)
+            options = scores.shape[dim]
+        shape = tuple(indices.shape)
+        kept = len(shape) == scores.dim() and func not in _REDUCTIONS
+        known.assume(
+            indices,
+            lambda: (
+                balanced_choice(shape, dim, options)
+                if kept
+                else balanced_choice((*shape, 1), -1, options).squeeze(-1)
+            ),
+        )
+
+
+def _argument(args: Any, kwargs: Mapping[str, Any], position: int, name: str, default: Any) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, default)
+
+
+# Which output holds the indices.
+_CHOICES = {
+    aten.topk.default: 1,
+    aten.sort.default: 1,
+    aten.sort.stable: 1,
+    aten.max.dim: 1,
+    aten.min.dim: 1,
+    aten.argmax.default: 0,
+    aten.argmin.default: 0,
+    aten.multinomial.default: 0,
+}
+_DIM_POSITION = {
+    aten.topk.default: 2,
+    aten.sort.default: 1,
+    aten.sort.stable: 2,
+    aten.max.dim: 1,
+    aten.min.dim: 1,
+    aten.multinomial.default: 9,
+}
+_REDUCTIONS = frozenset(
+    {aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default}
+)

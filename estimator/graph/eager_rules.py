@@ -1,0 +1,62 @@
+"""Run as eager training does the few functions that behave otherwise on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from estimator.errors import TraceError
+from estimator.graph.known import KnownValues
+
+
+class EagerFunctions(TorchFunctionMode):
+    """Replaces torch functions whose fake form runs other operators, or none, than eager training."""
+
+    def __init__(self, known: KnownValues) -> None:
+        super().__init__()
+        self._rules: dict[Any, Callable[..., Any]] = {
+            torch._C._nn.one_hot: self._one_hot,
+            Tensor.tolist: self._tolist,
+            Tensor.numpy: self._numpy,
+        }
+        self._known = known
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        rule = self._rules.get(func, func)
+        return rule(*args, **(kwargs or {}))
+
+    def _value(self, tensor: Tensor, what: str) -> Tensor:
+        value = self._known.read(tensor)
+        if value is None:
+            raise TraceError(
+                f"{what} needs the values of a tensor that depends on weights, which a trace does "
+                "not have; trace a variant of the model that does not read them"
+            )
+        return value
+
+    def _tolist(self, tensor: Tensor) -> Any:
+        return self._value(tensor, "Tensor.tolist").tolist()
+
+    def _numpy(self, tensor: Tensor, **kwargs: Any) -> Any:
+        return self._value(tensor, "Tensor.numpy").numpy(**kwargs)
+
+    def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
+        """aten/src/ATen/native/Onehot.cpp: on fake tensors it compares, on real ones it scatters."""
+        if tensor.numel() == 0:
+            return torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype)
+        low, high = torch.aminmax(tensor)
+        if self._known.of(tensor) is not None:
+            low.item()
+            largest = int(high.item())
+            num_classes = largest + 1 if num_classes == -1 else num_classes
+        elif num_classes == -1:
+            self._value(tensor, "one_hot without a number of classes")
+        shape = (*tensor.shape, num_classes)
+        result = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+        return result.scatter_(-1, tensor.unsqueeze(-1), 1)

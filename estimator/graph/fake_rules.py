@@ -1,0 +1,100 @@
+"""Give operators the outputs that real ones have, where torch's fake ones differ or are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+aten = torch.ops.aten
+
+
+def _grouped_mm(
+    left: Tensor,
+    right: Tensor,
+    offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """torch's own rule takes bfloat16 alone, the kernel every float dtype (the CPU's too)."""
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.dim() == 2 and right.dim() == 2:
+        groups = offsets.shape[0] if offsets is not None else 1
+        shape: tuple[int, ...] = (groups, rows, columns)
+    elif left.dim() == 3 and right.dim() == 3:
+        shape = (left.shape[0], rows, columns)
+    else:
+        shape = (rows, columns)
+    dtype = out_dtype or left.dtype
+    # aten/src/ATen/native/GroupedMMUtils.h: rows start at multiples of 16 bytes.
+    step = max(1, 16 // dtype.itemsize)
+    padded = (columns + step - 1) // step * step
+    strides = (padded, 1) if len(shape) == 2 else (rows * padded, padded, 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=left.device)
+
+
+def _layer_norm_backward(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    """The kernel's input gradient is contiguous; torch's fake one follows the output gradient."""
+    results = aten.native_layer_norm_backward.default(*args, **kwargs)
+    return tuple(
+        result if result is None or result.is_contiguous() else torch.empty(
+            result.shape, dtype=result.dtype, device=result.device
+        )
+        for result in results
+    )
+
+
+def _mkldnn_rnn_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """The kernel keeps a workspace for backward, which torch's fake one leaves out."""
+    output, hidden, cell, workspace = aten.mkldnn_rnn_layer.default(*args, **kwargs)
+    source, weight_ih, mode, hidden_size = args[0], args[1], args[9], args[10]
+    steps, batch, features = source.shape
+    has_biases, is_training = args[12], args[15]
+    if is_training and source.dtype == torch.float32:
+        gates = weight_ih.shape[0] // hidden_size
+        size = _rnn_workspace_bytes(steps, batch, features, hidden_size, gates, mode, has_biases)
+        workspace = torch.empty(size, dtype=torch.uint8, device=source.device)
+    return output, hidden, cell, workspace
+
+
+def _rnn_workspace_bytes(
+    steps: int, batch: int, features: int, hidden: int, gates: int, mode: int, has_biases: bool
+) -> int:
+    """oneDNN's own answer at four small sizes, drawn on: bilinear in the steps and the batch."""
+    low, high = 16, 32
+    corners = [
+        _ask_rnn_workspace(rows, columns, features, hidden, gates, mode, has_biases)
+        for rows in (low, high)
+        for columns in (low, high)
+    ]
+    down, across = (steps - low) / (high - low), (batch - low) / (high - low)
+    at_low = corners[0] + (corners[1] - corners[0]) * across
+    at_high = corners[2] + (corners[3] - corners[2]) * across
+    return max(0, round(at_low + (at_high - at_low) * down))
+
+
+@lru_cache(maxsize=64)
+def _ask_rnn_workspace(
+    steps: int, batch: int, features: int, hidden: int, gates: int, mode: int, has_biases: bool
+) -> int:
+    # Without grad mode the kernel keeps no workspace.
+    with unset_fake_temporarily(), torch.enable_grad():
+        weights = [torch.zeros(gates * hidden, size) for size in (features, hidden)]
+        weights += [torch.zeros(gates * hidden) for _ in range(2)]
+        state = torch.zeros(batch, hidden)
+        results = aten.mkldnn_rnn_layer.default(
+            torch.zeros(steps, batch, features), *weights, state, state,
+            False, [], mode, hidden, 1, has_biases, False, False, True,
+        )  # fmt: skip
+        return int(results[3].numel())
+
+
+FAKE_RULES: dict[Any, Callable[..., Any]] = {
+    aten._grouped_mm.default: _grouped_mm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
+}

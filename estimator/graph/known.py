@@ -1,0 +1,194 @@
+"""Know the values of small tensors that do not depend on weights, when a model branches on them.
+
+Token ids, masks, positions and what is computed from them alone have values that a trace can know:
+their operators are noted as they pass, and replayed for real only when the model asks for a value
+(``.item()``, ``nonzero``, a boolean index). Indices chosen by unknown scores (expert routing) are
+taken as balanced, and a value read from them is marked as assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+
+# Larger tensors are not worth replaying: no model branches on the values of activations.
+MOST_ELEMENTS = 1 << 22
+MOST_FLOATS = 1 << 16
+
+_SHAPE_ONLY = frozenset(
+    {
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.empty_like.default,
+        aten.rand_like.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+        aten.new_empty.default,
+    }
+)
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """One tensor whose value can be found by replaying; `root` is the one whose storage it shares."""
+
+    book: KnownValues
+    assumed: bool
+    root: Known | None = None
+    value: Tensor | None = None
+    spoiled: bool = False
+
+    @property
+    def owner(self) -> Known:
+        return self if self.root is None else self.root
+
+
+@dataclass(slots=True)
+class _Step:
+    run: Callable[[], Any]
+    outputs: list[tuple[int, Known]] = field(default_factory=list)
+
+
+class KnownValues:
+    """The tensors of one run whose values are known, and how to compute them."""
+
+    def __init__(self) -> None:
+        self._steps: list[_Step] = []
+        self._done = 0
+        self._held: dict[int, Known] = {}
+        self.read_assumed = False
+
+    def of(self, tensor: Tensor) -> Known | None:
+        """What is known of a tensor, None if nothing is."""
+        known: Known | None = getattr(tensor, "_known_value", None) or self._held.get(id(tensor))
+        return None if known is None or known.book is not self or known.owner.spoiled else known
+
+    def hold(self, real: Tensor) -> None:
+        """Know a real tensor, which the caller keeps alive; it is not marked."""
+        most = MOST_FLOATS if real.is_floating_point() else MOST_ELEMENTS
+        if type(real) is Tensor and real.device.type != "meta" and real.numel() <= most:
+            known = self._held[id(real)] = Known(book=self, assumed=False)
+            self._steps.append(_Step(lambda: real.detach().cpu().clone(), [(0, known)]))
+
+    def give(self, tensor: Tensor, real: Tensor) -> None:
+        """Know that a stand-in has the value of a real tensor, if that is worth knowing."""
+        most = MOST_FLOATS if real.is_floating_point() else MOST_ELEMENTS
+        if real.device.type != "meta" and real.numel() <= most:
+            self._note(lambda: real.detach().cpu().clone(), [(0, tensor, None)], assumed=False)
+
+    def assume(self, tensor: Tensor, make: Callable[[], Tensor]) -> None:
+        """Take a tensor to have the value that `make` returns."""
+        if tensor.numel() <= MOST_ELEMENTS:
+            self._note(make, [(0, tensor, None)], assumed=True)
+
+    def spoil(self, tensor: Tensor) -> None:
+        """Forget a tensor, and all that shares its storage: something unknown was written into it."""
+        known = self.of(tensor)
+        if known is not None:
+            known.owner.spoiled = True
+
+    def follow(
+        self, func: Any, args: Any, kwargs: Any, outputs: list[tuple[int, Tensor, Tensor | None]]
+    ) -> None:
+        """Note one operator; `outputs` are (position, tensor, the input whose storage it shares)."""
+        if any(tensor.numel() > MOST_ELEMENTS for _, tensor, _ in outputs):
+            return
+        assumed = False
+
+        def replace(leaf: Any) -> Any:
+            nonlocal assumed
+            if not isinstance(leaf, Tensor):
+                return leaf
+            known = self.of(leaf)
+            if known is None:
+                return _Unknown(tuple(leaf.shape), leaf.dtype)
+            assumed = assumed or known.assumed
+            return known
+
+        noted_args, noted_kwargs = tree_map(replace, args), tree_map(replace, dict(kwargs))
+
+        def run() -> Any:
+            return func(*tree_map(_reveal, noted_args), **tree_map(_reveal, noted_kwargs))
+
+        self._note(run, outputs, assumed=assumed)
+
+    def knows_result(self, func: Any, tensors: list[Tensor]) -> bool:
+        """Whether an operator's result follows from known values, or from shapes alone."""
+        return func in _SHAPE_ONLY or all(self.of(tensor) is not None for tensor in tensors)
+
+    def read(self, tensor: Tensor) -> Tensor | None:
+        """The value of a tensor, None if it is not known."""
+        known = self.of(tensor)
+        if known is None:
+            return None
+        self._replay()
+        self.read_assumed = self.read_assumed or known.assumed
+        return known.value
+
+    def _note(
+        self,
+        run: Callable[[], Any],
+        outputs: list[tuple[int, Tensor, Tensor | None]],
+        *,
+        assumed: bool,
+    ) -> None:
+        step = _Step(run)
+        for position, tensor, shared in outputs:
+            base = None if shared is None else self.of(shared)
+            known = Known(book=self, assumed=assumed, root=None if base is None else base.owner)
+            if base is not None and assumed:
+                base.owner.assumed = True
+            tensor._known_value = known  # type: ignore[attr-defined]
+            step.outputs.append((position, known))
+        self._steps.append(step)
+
+    def _replay(self) -> None:
+        with unset_fake_temporarily(), torch.no_grad():
+            while self._done < len(self._steps):
+                step = self._steps[self._done]
+                result = step.run()
+                results = result if isinstance(result, (tuple, list)) else (result,)
+                for position, known in step.outputs:
+                    known.value = results[position]
+                self._done += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Unknown:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _reveal(leaf: Any) -> Any:
+    if isinstance(leaf, Known):
+        return leaf.value
+    if isinstance(leaf, _Unknown):
+        return torch.empty((), dtype=leaf.dtype).expand(leaf.shape)
+    return leaf
+
+
+def balanced_choice(shape: tuple[int, ...], dim: int, options: int) -> Tensor:
+    """Indices below `options` of the given shape, spread evenly, the ones along `dim` unlike.
+
+    >>> balanced_choice((3, 2), 1, 4).tolist()
+    [[0, 1], [2, 3], [0, 1]]
+    """
+    if not shape:
+        return torch.zeros((), dtype=torch.int64)
+    moved = [size for axis, size in enumerate(shape) if axis != dim % len(shape)]
+    chosen = shape[dim]
+    count = chosen
+    for size in moved:
+        count *= size
+    flat = torch.arange(count) % max(options, 1)
+    return flat.reshape(*moved, chosen).movedim(-1, dim).contiguous()

@@ -1,0 +1,228 @@
+"""Hold a traced training step as plain values: operators, the tensors between them, parameters.
+
+A graph holds no torch tensors and no torch nodes. Shapes are affine in the batch size: each call and
+each tensor is kept at two batch sizes, and `OpGraph.at` gives them at any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from estimator.errors import WorkloadError
+from estimator.tensors import OpCall, TensorSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from estimator.profile import DeviceKind
+
+Phase = Literal["forward", "backward"]
+ValueKind = Literal["parameter", "buffer", "input", "constant", "activation"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """What a call must compute and move at least; costs add, and scale by a number."""
+
+    flops: float = 0.0
+    read_bytes: float = 0.0
+    written_bytes: float = 0.0
+
+    def __add__(self, other: OpCost) -> OpCost:
+        return OpCost(
+            self.flops + other.flops,
+            self.read_bytes + other.read_bytes,
+            self.written_bytes + other.written_bytes,
+        )
+
+    def __mul__(self, factor: float) -> OpCost:
+        return OpCost(
+            self.flops * factor, self.read_bytes * factor, self.written_bytes * factor
+        )
+
+    __rmul__ = __mul__
+
+    @property
+    def moved_bytes(self) -> float:
+        return self.read_bytes + self.written_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One tensor of the step. `base` is the value whose storage it shares (views, in-place results)."""
+
+    spec: TensorSpec
+    other_spec: TensorSpec
+    kind: ValueKind
+    base: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operator call of the step, in issue order.
+
+    `call` holds the arguments at the traced batch size, `other_call` at the second one (the same
+    object where nothing depends on the batch). The TensorSpec leaves of the arguments, positional
+    then keyword, stand in the order of `inputs`, which are indices into `OpGraph.values`, as are
+    `outputs`. A view computes nothing but still costs the host a dispatch. `module` is the dotted
+    path of the innermost module; in the backward phase, that of the forward op it belongs to.
+    """
+
+    name: str
+    call: OpCall
+    other_call: OpCall
+    phase: Phase
+    module: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    is_view: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One trainable parameter (tied ones once).
+
+    `ready_after` is the index in `OpGraph.ops` of the op after which its gradient is final;
+    `gradient` is the value that holds it (None: it gets no gradient).
+    """
+
+    name: str
+    spec: TensorSpec
+    gradient: int | None
+    ready_after: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphInput:
+    """One tensor of the batch; integer inputs carry the smallest and largest value seen."""
+
+    name: str
+    value: int
+    low: int | None = None
+    high: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpTiming:
+    """Measured seconds of one exact call on one machine, memory already touched."""
+
+    seconds: float
+    spread_ratio: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundGraph:
+    """A graph at one batch size: `calls[i]` belongs to `graph.ops[i]`, `specs[j]` to value j."""
+
+    graph: OpGraph
+    batch: int | None
+    calls: tuple[OpCall, ...]
+    specs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpGraph:
+    """Forward, loss and backward of one training micro-batch, traced once for every batch size.
+
+    `parameters` stand in the order in which their gradients become ready. `batch` is the traced
+    batch size (samples per device and micro-batch), None where the model has a fixed batch.
+    `update_dtype` is the dtype of the parameters that the optimizer updates. `timings` holds the
+    calls measured on `timed_on` (a machine name with its fingerprint) when tracing asked for it.
+    """
+
+    name: str
+    target: DeviceKind
+    precision: str
+    optimizer: str
+    batch: int | None
+    other_batch: int | None
+    tokens_per_sample: int | None = None
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    parameters: tuple[Parameter, ...]
+    frozen_parameter_bytes: int = 0
+    buffer_bytes: int = 0
+    buffers: int = 0
+    inputs: tuple[GraphInput, ...] = ()
+    module_calls: int = 0
+    unknown_ops: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    timings: Mapping[OpCall, OpTiming] = field(default_factory=dict)
+    timed_on: str | None = None
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(parameter.spec.numel for parameter in self.parameters)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(parameter.spec.nbytes for parameter in self.parameters)
+
+    def at(self, batch: int | None = None) -> BoundGraph:
+        """The graph's calls and shapes at a batch size (None: as traced); raises WorkloadError."""
+        if batch is None or batch == self.batch:
+            calls = tuple(op.call for op in self.ops)
+            return BoundGraph(
+                graph=self, batch=self.batch, calls=calls, specs=tuple(v.spec for v in self.values)
+            )
+        if batch < 1:
+            raise WorkloadError(f"batch size must be at least 1, found {batch}")
+        if self.batch is None or self.other_batch is None:
+            raise WorkloadError(
+                f"{self.name} was traced with a fixed batch; trace it again with the batch you want"
+            )
+        line = _Line(self.batch, self.other_batch, batch)
+        return BoundGraph(
+            graph=self,
+            batch=batch,
+            calls=tuple(line.call(op.call, op.other_call) for op in self.ops),
+            specs=tuple(line.tree(value.spec, value.other_spec) for value in self.values),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the graph as compressed JSON, whole or not at all."""
+        from estimator.graph.files import save_graph
+
+        save_graph(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> OpGraph:
+        """Read a saved graph; executes nothing from the file. Raises GraphFileError."""
+        from estimator.graph.files import load_graph
+
+        return load_graph(path)
+
+
+class _Line:
+    """Inter- and extrapolate every integer of two equal-shaped trees along the batch size."""
+
+    def __init__(self, first: int, second: int, wanted: int) -> None:
+        self.first, self.second, self.wanted = first, second, wanted
+
+    def call(self, one: OpCall, two: OpCall) -> OpCall:
+        if one is two:
+            return one
+        return OpCall(
+            target=one.target,
+            arguments=self.tree(one.arguments, two.arguments),
+            keywords=self.tree(one.keywords, two.keywords),
+            outputs=self.tree(one.outputs, two.outputs),
+        )
+
+    def tree(self, one: Any, two: Any) -> Any:
+        if one is two:
+            return one
+        if isinstance(one, TensorSpec):
+            strides = None if one.strides is None else self.tree(one.strides, two.strides)
+            return TensorSpec(self.tree(one.shape, two.shape), one.dtype, strides)
+        if isinstance(one, tuple):
+            return tuple(self.tree(a, b) for a, b in zip(one, two, strict=True))
+        if isinstance(one, int) and not isinstance(one, bool) and one != two:
+            return one + (two - one) * (self.wanted - self.first) // (self.second - self.first)
+        if isinstance(one, float) and one != two:
+            # The only floats that depend on the batch are means: constants over the batch size.
+            return one * self.first / self.wanted
+        return one

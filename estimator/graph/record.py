@@ -1,0 +1,354 @@
+"""Record every operator that one training step would run, on fake tensors below autograd."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from estimator.graph.dynamic import assume_choice, resolve
+from estimator.graph.fake_rules import FAKE_RULES
+from estimator.graph.known import KnownValues
+from estimator.graph.ops import Phase, ValueKind
+from estimator.tensors import OpCall, TensorSpec
+
+aten = torch.ops.aten
+
+# What a dispatch mode sees but a step does not run: autograd's shallow copies come past a mode as
+# `detach` (c10/core/TensorImpl.cpp, shallow_copy_and_detach_core), literals as `lift_fresh`.
+_SAME_TENSOR = frozenset(
+    {
+        aten.detach.default,
+        aten.detach_.default,
+        aten.lift.default,
+        aten.lift_fresh.default,
+        aten.lift_fresh_copy.default,
+    }
+)
+# Shares its input's storage although its schema does not say so.
+_HIDDEN_VIEWS = frozenset({aten._unsafe_view.default})
+
+
+class RecordedValue(NamedTuple):
+    """One tensor; its spec always has strides, as torch gave them."""
+
+    spec: TensorSpec
+    kind: ValueKind
+    base: int | None
+
+
+class RecordedOp(NamedTuple):
+    """One operator call in issue order, before two batch sizes are joined."""
+
+    call: OpCall
+    phase: Phase
+    module: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    is_view: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What an operator's schema says of aliasing: for each return, the argument it shares."""
+
+    shared: tuple[str | int | None, ...]
+    written: tuple[str | int, ...]
+    is_view: bool
+
+
+class _Seen(NamedTuple):
+    """The mark that a recorder leaves on a tensor."""
+
+    owner: Recorder
+    index: int
+    spec: TensorSpec
+
+
+class Recorder(TorchDispatchMode):
+    """Records operators and the tensors between them while it is active inside a fake mode.
+
+    Module paths come from forward hooks; a backward operator gets the module whose forward call
+    created its autograd node, found by the node's sequence number.
+    """
+
+    def __init__(self, model: nn.Module, fake_mode: Any) -> None:
+        super().__init__()
+        self.ops: list[RecordedOp] = []
+        self.values: list[RecordedValue] = []
+        self.known = KnownValues()
+        self.fake_mode = fake_mode
+        self.phase: Phase = "forward"
+        self.module_calls = 0
+        self.assumptions: dict[str, None] = {}
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._open: list[str] = []
+        self._boundaries: list[int] = [torch.autograd._get_sequence_nr()]
+        self._owners: list[str] = [""]
+        self._node_modules: dict[int, str] = {}
+        self._specs: dict[tuple[Any, ...], TensorSpec] = {}
+        self._calls: dict[OpCall, OpCall] = {}
+        self._foreign: dict[int, tuple[Tensor, int]] = {}
+        self._used: list[int] = []
+
+    # Modules
+
+    def enter_module(self, module: nn.Module, _inputs: Any) -> None:
+        """A global forward-pre hook."""
+        if self.phase == "forward":
+            self.module_calls += 1
+        parent = self._open[-1] if self._open else ""
+        self._open.append(self._names.get(id(module), parent))
+        self._mark_boundary()
+
+    def leave_module(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        """A global forward hook that is always called."""
+        if self._open:
+            self._open.pop()
+        self._mark_boundary()
+
+    def _mark_boundary(self) -> None:
+        self._boundaries.append(torch.autograd._get_sequence_nr())
+        self._owners.append(self.module)
+
+    @property
+    def module(self) -> str:
+        """The innermost module being called now."""
+        return self._open[-1] if self._open else ""
+
+    def _module_of_op(self) -> str:
+        if self.phase == "forward" or self._open:
+            return self.module
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        number = node._sequence_nr()
+        found = self._node_modules.get(number)
+        if found is None:
+            # Among boundaries at one sequence number the last one made is in force.
+            found = self._owners[max(0, bisect_right(self._boundaries, number) - 1)]
+            self._node_modules[number] = found
+        return found
+
+    # Tensors
+
+    def place(self, tensor: Tensor, kind: ValueKind) -> int:
+        """Give a tensor that exists before the step its value."""
+        return self._new_value(tensor, kind, None)
+
+    def index_of(self, tensor: Tensor) -> int | None:
+        """The value that a tensor stands for, None if this recorder never saw it."""
+        seen: _Seen | None = getattr(tensor, "_estimator_value", None)
+        return seen.index if seen is not None and seen.owner is self else None
+
+    def _spec_of(self, tensor: Tensor) -> TensorSpec:
+        strided = tensor.layout is torch.strided
+        key = (tensor.shape, tensor.dtype, tensor.stride() if strided else ())
+        spec = self._specs.get(key)
+        if spec is None:
+            shape = tuple(int(size) for size in tensor.shape)
+            strides = tuple(int(stride) for stride in key[2]) if strided else None
+            spec = TensorSpec(shape, str(tensor.dtype).removeprefix("torch."), strides)
+            self._specs[key] = spec
+        return spec
+
+    def _new_value(self, tensor: Tensor, kind: ValueKind, base: int | None) -> int:
+        spec = self._spec_of(tensor)
+        index = len(self.values)
+        self.values.append(RecordedValue(spec, kind, base))
+        tensor._estimator_value = _Seen(self, index, spec)  # type: ignore[attr-defined]
+        return index
+
+    def _seen(self, tensor: Tensor) -> tuple[int, TensorSpec]:
+        seen: _Seen | None = getattr(tensor, "_estimator_value", None)
+        if seen is not None and seen.owner is self:
+            return seen.index, seen.spec
+        held = self._foreign.get(id(tensor))
+        if held is not None:
+            return held[1], self.values[held[1]].spec
+        # A real tensor that the model holds outside its parameters and buffers. It is kept alive,
+        # so that its id stays its own, and not marked: it belongs to the user.
+        spec = self._spec_of(tensor)
+        index = len(self.values)
+        self.values.append(RecordedValue(spec, "constant", None))
+        self._foreign[id(tensor)] = (tensor, index)
+        self.known.hold(tensor)
+        return index, spec
+
+    def _root(self, index: int) -> int:
+        base = self.values[index].base
+        return index if base is None else base
+
+    # Operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload) or func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func in _SAME_TENSOR:
+            return self._pass_through(func, args, kwargs)
+        used = self._used = []
+        tensors: list[Tensor] = []
+        arguments = tuple([self._encode(argument, tensors) for argument in args])
+        keywords = tuple(
+            [(name, self._encode(value, tensors)) for name, value in kwargs.items()]
+        )
+        module = self._module_of_op()
+        try:
+            result = FAKE_RULES.get(func, func)(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            result = resolve(func, args, kwargs, self.known, self.fake_mode, module)
+            if self.known.read_assumed:
+                self.assumptions["values computed by the model choose evenly (balanced routing)"] = None
+        traits = _traits_of(func)
+        result, produced = self._produced(result, traits, args, kwargs)
+        outputs = [
+            self._new_value(tensor, "activation", base) for _, tensor, base, _ in produced
+        ]
+        self._follow_values(func, args, kwargs, tensors, produced, traits)
+        specs = tuple([self.values[index].spec for index in outputs])
+        call = OpCall(str(func), arguments, keywords, specs)
+        call = self._calls.setdefault(call, call)
+        self.ops.append(
+            RecordedOp(call, self.phase, module, tuple(used), tuple(outputs), traits.is_view)
+        )
+        return result
+
+    def _encode(self, argument: Any, tensors: list[Tensor]) -> Any:
+        if isinstance(argument, Tensor):
+            index, spec = self._seen(argument)
+            self._used.append(index)
+            tensors.append(argument)
+            return spec
+        if isinstance(argument, (list, tuple)):
+            return tuple([self._encode(item, tensors) for item in argument])
+        return encode_argument(argument)
+
+    def _pass_through(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result, source = func(*args, **kwargs), args[0]
+        if source is result:
+            return result
+        index, spec = self._seen(source)
+        result._estimator_value = _Seen(self, index, spec)
+        known = self.known.of(source)
+        if known is not None:
+            result._known_value = known
+        return result
+
+    def _produced(
+        self, result: Any, traits: _Traits, args: Any, kwargs: Any
+    ) -> tuple[Any, list[tuple[int, Tensor, int | None, Tensor | None]]]:
+        """Each output tensor as (position, tensor, value it shares storage with, that input)."""
+        is_many = isinstance(result, (list, tuple))
+        flat = list(result) if is_many else [result]
+        single = len(traits.shared) == 1
+        produced: list[tuple[int, Tensor, int | None, Tensor | None]] = []
+        met: set[int] = set()
+        for position, tensor in enumerate(flat):
+            if not isinstance(tensor, Tensor):
+                continue
+            if id(tensor) in met:
+                # One fake tensor returned twice stands for two real ones (mkldnn_rnn_layer_backward).
+                tensor = flat[position] = torch.empty_like(tensor)
+            met.add(id(tensor))
+            place = 0 if single else position
+            where = traits.shared[place] if place < len(traits.shared) else None
+            source = _argument(where, args, kwargs)
+            if isinstance(source, (list, tuple)):
+                source = source[position] if position < len(source) else None
+            base = None
+            if isinstance(source, Tensor):
+                base = self._root(self._seen(source)[0])
+            elif (index := self.index_of(tensor)) is not None:
+                base, source = self._root(index), tensor
+            produced.append((position, tensor, base, source))
+        return (type(result)(flat) if type(result) in (list, tuple) else result), produced
+
+    def _follow_values(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        tensors: list[Tensor],
+        produced: list[tuple[int, Tensor, int | None, Tensor | None]],
+        traits: _Traits,
+    ) -> None:
+        if self.phase == "backward" and not self._open:
+            return
+        if self.known.knows_result(func, tensors):
+            outputs = [(position, tensor, source) for position, tensor, _, source in produced]
+            self.known.follow(func, args, kwargs, outputs)
+            return
+        for where in traits.written:
+            written = _argument(where, args, kwargs)
+            for tensor in written if isinstance(written, (list, tuple)) else (written,):
+                if isinstance(tensor, Tensor):
+                    self.known.spoil(tensor)
+        assume_choice(func, args, kwargs, [tensor for _, tensor, _, _ in produced], self.known)
+
+
+def _argument(where: str | int | None, args: Any, kwargs: Any) -> Any:
+    if where is None:
+        return None
+    if isinstance(where, int):
+        return args[where] if where < len(args) else None
+    return kwargs.get(where)
+
+
+_TRAITS: dict[Any, _Traits] = {}
+
+
+def _traits_of(func: Any) -> _Traits:
+    found = _TRAITS.get(func)
+    if found is None:
+        found = _TRAITS[func] = _read_traits(func)
+    return found
+
+
+def _read_traits(func: Any) -> _Traits:
+    if func in _HIDDEN_VIEWS:
+        return _Traits(shared=(0,), written=(), is_view=True)
+    owners: dict[str, str | int] = {}
+    written: list[str | int] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None:
+            where = argument.name if argument.kwarg_only else position
+            owners.update({name: where for name in argument.alias_info.before_set})
+            if argument.alias_info.is_write:
+                written.append(where)
+    shared: list[str | int | None] = []
+    for returned in func._schema.returns:
+        names = returned.alias_info.before_set if returned.alias_info is not None else ()
+        shared.append(next((owners[name] for name in names if name in owners), None))
+    is_view = not written and any(where is not None for where in shared)
+    return _Traits(shared=tuple(shared), written=tuple(written), is_view=is_view)
+
+
+def encode_argument(argument: Any) -> Any:
+    """A non-tensor argument as a number, string, None or tuple of them.
+
+    dtypes, layouts and memory formats become their torch names (``torch.float32``), devices their
+    own (``cpu``), generators None: a repeated call draws from the default generator.
+
+    >>> encode_argument([torch.bfloat16, torch.strided, 2])
+    ('torch.bfloat16', 'torch.strided', 2)
+    """
+    if argument is None or isinstance(argument, (bool, int, float, str)):
+        return argument
+    if isinstance(argument, (list, tuple)):
+        return tuple(encode_argument(item) for item in argument)
+    if isinstance(argument, torch.Generator):
+        return None
+    return str(argument)

@@ -1,0 +1,150 @@
+"""Put fake tensors in place of a model's parameters and of a batch, and put everything back."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from estimator.errors import ModelError
+
+_CONTAINERS = (dict, OrderedDict, list, set, deque)
+
+
+@dataclass(slots=True)
+class StandIns:
+    """The fakes in place of a model's tensors, tied ones once, with the names they go by."""
+
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    real_buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+@contextmanager
+def kept_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Restore a model's attributes, its containers, and the random state, also after an error.
+
+    What a forward pass writes into modules (caches, counters, new buffers) is undone.
+    """
+    kept = []
+    for module in model.modules():
+        attributes = dict(vars(module))
+        contents = {
+            name: value.copy() for name, value in attributes.items() if type(value) in _CONTAINERS
+        }
+        kept.append((module, attributes, contents))
+    torch_state, python_state = torch.random.get_rng_state(), random.getstate()
+    numpy_state = numpy.random.get_state()
+    try:
+        yield
+    finally:
+        for module, attributes, contents in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, content in contents.items():
+                container = attributes[name]
+                container.clear()
+                container.extend(content) if isinstance(content, (list, deque)) else (
+                    container.update(content)
+                )
+        torch.random.set_rng_state(torch_state)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
+def seed_all(seed: int) -> None:
+    """Start torch's, Python's and numpy's generators alike, so that repeated runs draw alike."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def put_stand_ins(model: nn.Module, *, dtype: torch.dtype | None, device: str) -> StandIns:
+    """Replace every parameter and buffer by a fake, inside a fake mode; `dtype` casts floats.
+
+    References to them that modules keep elsewhere (RNNs keep flat lists) are replaced as well.
+    """
+    made: dict[int, Tensor] = {}
+    found = StandIns()
+
+    def fake_of(name: str, real: Tensor, *, is_parameter: bool) -> Tensor:
+        fake = made.get(id(real))
+        if fake is None:
+            fake = _fake(real, dtype, device)
+            if is_parameter:
+                fake = nn.Parameter(fake, requires_grad=real.requires_grad)
+                found.parameters[name] = fake
+            else:
+                found.buffers[name], found.real_buffers[name] = fake, real
+            made[id(real)] = fake
+        return fake
+
+    modules = list(model.named_modules())
+    for prefix, module in modules:
+        for is_parameter, held in ((True, module._parameters), (False, module._buffers)):
+            for name, real in held.items():
+                if real is not None:
+                    path = f"{prefix}.{name}" if prefix else name
+                    held[name] = fake_of(path, real, is_parameter=is_parameter)  # type: ignore[assignment]
+    for _, module in modules:
+        _replace_references(vars(module), made)
+    return found
+
+
+def _fake(real: Tensor, dtype: torch.dtype | None, device: str) -> Tensor:
+    if isinstance(real, UninitializedTensorMixin):
+        raise ModelError(
+            "the model has lazy parameters without a shape; call it once on a real batch first"
+        )
+    wanted = dtype if dtype is not None and real.is_floating_point() else real.dtype
+    if real.layout is not torch.strided:
+        raise ModelError(
+            f"the model has a {real.layout} parameter or buffer; only dense tensors can be traced"
+        )
+    return torch.empty_strided(real.shape, real.stride(), dtype=wanted, device=device)
+
+
+def _replace_references(attributes: dict[str, Any], made: Mapping[int, Tensor]) -> None:
+    for name, value in attributes.items():
+        if isinstance(value, Tensor):
+            attributes[name] = made.get(id(value), value)
+        elif type(value) is list:
+            for position, item in enumerate(value):
+                if id(item) in made:
+                    value[position] = made[id(item)]
+        elif type(value) is tuple and any(id(item) in made for item in value):
+            attributes[name] = tuple(made.get(id(item), item) for item in value)
+
+
+def map_tensors(tree: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """A copy of a tree of mappings, tuples and lists with every tensor changed.
+
+    `change` gets the tensor's path: keys and positions joined by dots.
+    """
+    if isinstance(tree, Tensor):
+        return change(path or "0", tree)
+    join = f"{path}." if path else ""
+    if isinstance(tree, Mapping):
+        items = {key: map_tensors(item, change, f"{join}{key}") for key, item in tree.items()}
+        return items if type(tree) in (dict, OrderedDict) or not _rebuilds(tree) else type(tree)(items)  # type: ignore[call-arg]
+    if isinstance(tree, (list, tuple)):
+        changed = [map_tensors(item, change, f"{join}{i}") for i, item in enumerate(tree)]
+        if hasattr(tree, "_fields"):
+            return type(tree)(*changed)
+        return tuple(changed) if isinstance(tree, tuple) else changed
+    return tree
+
+
+def _rebuilds(tree: Mapping[Any, Any]) -> bool:
+    """Whether a mapping type is built from one mapping (transformers' BatchEncoding, BatchFeature)."""
+    from collections import UserDict
+
+    return isinstance(tree, (dict, UserDict)) and not hasattr(tree, "__missing__")

@@ -1,0 +1,399 @@
+"""Look at a model once: record one training step on fake tensors, for every batch size."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from estimator.errors import EstimatorError, ModelError, TraceError
+from estimator.graph.eager_rules import EagerFunctions
+from estimator.graph.join import join_runs
+from estimator.graph.ops import GraphInput, OpGraph
+from estimator.graph.record import Recorder
+from estimator.graph.stand_ins import (
+    StandIns,
+    kept_as_it_was,
+    map_tensors,
+    put_stand_ins,
+    seed_all,
+)
+from estimator.profile import DeviceKind
+from estimator.workload import check_optimizer, check_precision
+
+Loss = Callable[[Any, Any], Tensor]
+
+_CAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST_DTYPES = {"bf16-amp": torch.bfloat16, "fp16-amp": torch.float16}
+
+
+def trace_graph(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: str = "adamw",
+    precision: str = "fp32",
+    target: DeviceKind = "cpu",
+    batch_dim: int | None = None,
+    name: str | None = None,
+) -> OpGraph:
+    """Record forward, loss and backward of `model` on `batch` as a graph that holds no tensors.
+
+    Runs the model's own Python twice on fake tensors (at the batch given and at twice that), which
+    gives the operators that eager training dispatches, at every batch size. `batch` is a tensor, a
+    tuple (``model(*batch)``) or a mapping (``model(**batch)``); `loss(output, batch)` defaults to
+    ``output.loss``, else the mean of the floating outputs. A sample is one index of dimension 0
+    (`batch_dim`: of that one) of the inputs that share the commonest size there. The model is left
+    as it was. Raises ModelError, TraceError.
+
+    >>> graph = trace_graph(nn.Linear(3, 2), torch.randn(4, 3))
+    >>> graph.batch, [parameter.name for parameter in graph.parameters]
+    (4, ['bias', 'weight'])
+    """
+    check_optimizer(optimizer)
+    check_precision(precision)
+    name = name or type(model).__name__
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(f"{name} has no trainable parameter; there is nothing to train")
+    look = _Look(model=model, loss=loss, precision=precision, target=target, name=name)
+    samples = _sample_count(batch, batch_dim or 0)
+    with kept_as_it_was(model):
+        first = look.run(batch)
+        assumptions = dict.fromkeys((*look.assumptions, *first.recorder.assumptions))
+        second = None
+        if samples is None:
+            assumptions["the inputs share no leading size, so the batch is fixed"] = None
+        else:
+            try:
+                second = look.run(_with_samples(batch, batch_dim or 0, samples))
+            except EstimatorError as error:
+                assumptions[f"the batch is fixed at {samples}: twice that fails ({error})"] = None
+    joined = join_runs(first.recorder, None if second is None else second.recorder)
+    if second is not None and joined.difference:
+        assumptions[f"the batch is fixed at {samples}: {joined.difference}"] = None
+    fixed = second is None or joined.difference is not None
+    # A fixed batch keeps its size as `batch` but has no second one to draw a line through.
+    return OpGraph(
+        name=name,
+        target=target,
+        precision=precision,
+        optimizer=optimizer,
+        batch=samples,
+        other_batch=None if fixed or samples is None else 2 * samples,
+        tokens_per_sample=_tokens_per_sample(batch, samples),
+        ops=joined.ops,
+        values=joined.values,
+        parameters=joined.parameters(first.ready),
+        frozen_parameter_bytes=first.frozen_bytes,
+        buffer_bytes=first.buffer_bytes,
+        buffers=len(first.stand_ins.buffers),
+        inputs=first.inputs,
+        module_calls=first.recorder.module_calls,
+        unknown_ops=_unknown_ops(joined.ops),
+        assumptions=tuple(assumptions),
+        versions={"torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+@dataclass(slots=True)
+class _Run:
+    recorder: Recorder
+    stand_ins: StandIns
+    inputs: tuple[GraphInput, ...]
+    # Name, recorded value of the gradient, index of the op after which it is final.
+    ready: tuple[tuple[str, int, int | None, int | None], ...] = ()
+
+    @property
+    def frozen_bytes(self) -> int:
+        return sum(p.nbytes for p in self.stand_ins.parameters.values() if not p.requires_grad)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.stand_ins.buffers.values())
+
+
+@dataclass(slots=True, kw_only=True)
+class _Look:
+    """How the model is run on fake tensors, the same way at both batch sizes."""
+
+    model: nn.Module
+    loss: Loss | None
+    precision: str
+    target: DeviceKind
+    name: str
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return ()
+
+    def run(self, batch: Any) -> _Run:
+        """One step at one batch size; the model is put back by the caller and between runs."""
+        dtype = _CAST_DTYPES.get(self.precision)
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        recorder = Recorder(self.model, fake_mode)
+        with kept_as_it_was(self.model), _unlike_tracing(), fake_mode:
+            seed_all(0)
+            stand_ins = put_stand_ins(self.model, dtype=dtype, device="cpu")
+            run = _Run(recorder, stand_ins, ())
+            self._place_model(run)
+            fake_batch = self._place_batch(run, batch, dtype)
+            gradients = _GradientOrder(run)
+            with gradients.watching(), _module_hooks(recorder), torch.enable_grad():
+                self._step(recorder, fake_batch)
+            run.ready = gradients.ready()
+        return run
+
+    def _place_model(self, run: _Run) -> None:
+        for parameter in run.stand_ins.parameters.values():
+            run.recorder.place(parameter, "parameter")
+        for name, buffer in run.stand_ins.buffers.items():
+            run.recorder.place(buffer, "buffer")
+            run.recorder.known.give(buffer, run.stand_ins.real_buffers[name])
+
+    def _place_batch(self, run: _Run, batch: Any, dtype: torch.dtype | None) -> Any:
+        inputs: list[GraphInput] = []
+
+        def change(path: str, real: Tensor) -> Tensor:
+            wanted = dtype if dtype is not None and real.is_floating_point() else real.dtype
+            fake = torch.empty_strided(real.shape, real.stride(), dtype=wanted, device="cpu")
+            fake.requires_grad_(real.requires_grad)
+            index = run.recorder.place(fake, "input")
+            run.recorder.known.give(fake, real)
+            with unset_fake_temporarily():
+                low, high = _value_range(real)
+            inputs.append(GraphInput(name=path, value=index, low=low, high=high))
+            return fake
+
+        fake_batch = map_tensors(batch, change)
+        run.inputs = tuple(inputs)
+        return fake_batch
+
+    def _step(self, recorder: Recorder, batch: Any) -> None:
+        with recorder, EagerFunctions(recorder.known), _UserCode(f"{self.name} cannot run on this batch"):
+            with self._autocast():
+                if isinstance(batch, Mapping):
+                    output = self.model(**batch)
+                elif isinstance(batch, (tuple, list)):
+                    output = self.model(*batch)
+                else:
+                    output = self.model(batch)
+                value = _loss_of(output) if self.loss is None else self.loss(output, batch)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise ModelError(f"the loss of {self.name} must be one number, found {found}")
+            if not value.requires_grad:
+                raise ModelError(
+                    f"the loss of {self.name} does not depend on any trainable parameter"
+                )
+            recorder.phase = "backward"
+            value.backward()
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        dtype = _AUTOCAST_DTYPES.get(self.precision)
+        if dtype is None:
+            yield
+            return
+        with torch.autocast("cpu", dtype=dtype):
+            yield
+
+
+class _GradientOrder:
+    """Notes, as DDP's hooks do, when each parameter's gradient is complete."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        self._done: dict[str, tuple[int | None, int]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, parameter in self._run.stand_ins.parameters.items():
+                if parameter.requires_grad:
+                    handle = parameter.register_post_accumulate_grad_hook(self._hook(name))
+                    stack.callback(handle.remove)
+            yield
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        recorder = self._run.recorder
+
+        def note(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            value = None if gradient is None else recorder.index_of(gradient)
+            self._done.pop(name, None)
+            self._done[name] = (value, len(recorder.ops) - 1)
+
+        return note
+
+    def ready(self) -> tuple[tuple[str, int, int | None, int | None], ...]:
+        """Trainable parameters in order of readiness; those without a gradient come last."""
+        recorder, parameters = self._run.recorder, self._run.stand_ins.parameters
+        found: list[tuple[str, int, int | None, int | None]] = []
+        for name, (value, op) in self._done.items():
+            index = recorder.index_of(parameters[name])
+            assert index is not None
+            found.append((name, index, value, op))
+        for name, parameter in parameters.items():
+            index = recorder.index_of(parameter)
+            if parameter.requires_grad and name not in self._done and index is not None:
+                found.append((name, index, None, None))
+        return tuple(found)
+
+
+class _UserCode:
+    """Turns whatever a user's model raises into one sentence; our own errors pass."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, EstimatorError):
+            raise TraceError(
+                f"{self._what} ({type(error).__name__}: {one_line(str(error))}); check that the "
+                "model accepts this batch"
+            ) from error
+
+
+def one_line(text: str, most: int = 200) -> str:
+    """The text on one line, cut where it gets long."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= most else flat[: most - 3] + "..."
+
+
+@contextmanager
+def _module_hooks(recorder: Recorder) -> Iterator[None]:
+    before = register_module_forward_pre_hook(recorder.enter_module)
+    after = register_module_forward_hook(recorder.leave_module, always_call=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+@contextmanager
+def _unlike_tracing() -> Iterator[None]:
+    """Let transformers take the branches of eager training.
+
+    It looks for fake tensors (transformers.utils.import_utils.is_tracing) and then builds masks that
+    eager training skips; the recorder knows the values that the eager branches ask for.
+    """
+    import sys
+
+    module = sys.modules.get("transformers.utils.import_utils")
+    original = getattr(module, "is_fake_tensor", None)
+    if module is None or original is None:
+        yield
+        return
+    module.is_fake_tensor = lambda _tensor: False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = original  # type: ignore[attr-defined]
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss if loss.numel() == 1 else loss.mean()
+    means: list[Tensor] = []
+
+    def collect(_path: str, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and tensor.requires_grad:
+            means.append(tensor.mean())
+        return tensor
+
+    map_tensors(output if not hasattr(output, "__dataclass_fields__") else vars(output), collect)
+    if not means:
+        raise ModelError(
+            "the model returns no floating tensor that depends on its parameters; give loss="
+        )
+    total = means[0]
+    for mean in means[1:]:
+        total = total + mean
+    return total
+
+
+def _sample_count(batch: Any, dim: int) -> int | None:
+    sizes: Counter[int] = Counter()
+
+    def count(_path: str, tensor: Tensor) -> Tensor:
+        if tensor.dim() > dim:
+            sizes[tensor.shape[dim]] += 1
+        return tensor
+
+    map_tensors(batch, count)
+    if not sizes:
+        return None
+    samples, times = sizes.most_common(1)[0]
+    if times == 1 and len(sizes) > 1:
+        return None
+    return samples
+
+
+def _with_samples(batch: Any, dim: int, samples: int) -> Any:
+    """The batch with every sample twice."""
+
+    def double(_path: str, tensor: Tensor) -> Tensor:
+        if tensor.dim() <= dim or tensor.shape[dim] != samples:
+            return tensor
+        if tensor.device.type == "meta" or tensor.requires_grad:
+            shape = list(tensor.shape)
+            shape[dim] *= 2
+            return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return torch.cat((tensor, tensor), dim=dim)
+
+    return map_tensors(batch, double)
+
+
+def _value_range(tensor: Tensor) -> tuple[int | None, int | None]:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.device.type == "meta":
+        return None, None
+    if tensor.dtype == torch.bool or not tensor.numel():
+        return None, None
+    low, high = tensor.aminmax()
+    return int(low), int(high)
+
+
+def _tokens_per_sample(batch: Any, samples: int | None) -> int | None:
+    """The length of the first integer input of shape (samples, length)."""
+    found: list[int] = []
+
+    def look(_path: str, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 2 and tensor.shape[0] == samples and tensor.dtype == torch.int64:
+            found.append(tensor.shape[1])
+        return tensor
+
+    map_tensors(batch, look)
+    return found[0] if found else None
+
+
+def _unknown_ops(ops: Any) -> tuple[str, ...]:
+    try:
+        from estimator.graph.costs import op_cost
+    except ImportError:
+        return ()
+
+    calls = {op.call: op.is_view for op in ops}
+    unknown = {c.target for c, is_view in calls.items() if not is_view and op_cost(c) is None}
+    return tuple(sorted(unknown))

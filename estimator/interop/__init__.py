@@ -1,0 +1,1 @@
+"""Hand results to other tools, in their formats."""

@@ -1,0 +1,261 @@
+"""The one seam between CPU and CUDA: timing, caches, allocator facts; the process is pinned already."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from estimator.errors import ProbeError
+from estimator.profile import DeviceKind
+
+# mallopt parameters of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_TOP_PAD_BYTES = 64 << 20
+_TOUCH_BLOCK_BYTES = 64 << 20
+
+# CUDA events bracket a call on the device; the host must run ahead of it, or the gap between two
+# launches is timed too. So a spinning kernel is queued first, for longer than the host needs.
+_CALLS_PER_FLIGHT = 64
+_HIGHEST_CLOCK_HZ = 2.5e9
+_LONGEST_SPIN_S = 0.5
+
+
+def _nothing(_number: int) -> None:
+    pass
+
+
+class Backend(Protocol):
+    """How to time a call on one device and how to make tensors there."""
+
+    kind: DeviceKind
+    index: int
+
+    @property
+    def device(self) -> Any:
+        """The torch.device that tensors are made on."""
+
+    def synchronize(self) -> None:
+        """Wait until all work issued so far is done."""
+
+    def time_calls(
+        self,
+        call: Callable[[int], object],
+        *,
+        repeats: int,
+        before: Callable[[int], object] = _nothing,
+    ) -> list[float]:
+        """Device seconds of call(0), call(1), …; before(i) runs untimed ahead of each."""
+
+    def last_level_cache_bytes(self) -> int:
+        """Size of the cache that must be flushed before a read is cold."""
+
+    def warm_up(self, seconds: float) -> None:
+        """Work until the clocks are where sustained work keeps them."""
+
+
+class CpuBackend:
+    """Times calls with perf_counter; the calling process is expected to be pinned already."""
+
+    kind: DeviceKind = "cpu"
+
+    def __init__(
+        self, index: int = 0, *, clock: Callable[[], float] = time.perf_counter, root: str = "/"
+    ) -> None:
+        self.index = index
+        self._clock = clock
+        self._root = Path(root)
+
+    @property
+    def device(self) -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+    def synchronize(self) -> None:
+        """Nothing is in flight: every CPU operator has finished when it returns."""
+
+    def time_calls(
+        self,
+        call: Callable[[int], object],
+        *,
+        repeats: int,
+        before: Callable[[int], object] = _nothing,
+    ) -> list[float]:
+        clock, seconds = self._clock, []
+        for number in range(repeats):
+            before(number)
+            begin = clock()
+            result = call(number)
+            seconds.append(clock() - begin)
+            del result
+        return seconds
+
+    def last_level_cache_bytes(self) -> int:
+        from estimator.probe.inventory import read_cpu
+
+        caches = read_cpu(self._root).cache_bytes
+        return max(caches.values(), default=32 << 20)
+
+    def warm_up(self, seconds: float) -> None:
+        import torch
+
+        block = torch.randn(256, 256)
+        end = self._clock() + seconds
+        while self._clock() < end:
+            torch.mm(block, block)
+
+
+class CudaBackend:
+    """Times calls with CUDA events behind a spinning kernel, so that launch gaps are not counted."""
+
+    kind: DeviceKind = "cuda"
+
+    def __init__(
+        self, index: int = 0, *, cuda: Any = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        if cuda is None:
+            import torch
+
+            cuda = torch.cuda
+        if not cuda.is_available():
+            raise ProbeError("torch sees no CUDA device; install a CUDA build of torch or use cpu")
+        self.index = index
+        self._cuda = cuda
+        self._clock = clock
+        cuda.set_device(index)
+
+    @property
+    def device(self) -> Any:
+        import torch
+
+        return torch.device("cuda", self.index)
+
+    def synchronize(self) -> None:
+        self._cuda.synchronize()
+
+    def time_calls(
+        self,
+        call: Callable[[int], object],
+        *,
+        repeats: int,
+        before: Callable[[int], object] = _nothing,
+    ) -> list[float]:
+        begin = self._clock()
+        before(0)
+        call(0)
+        host_s = self._clock() - begin
+        self.synchronize()
+        seconds: list[float] = []
+        for first in range(0, repeats, _CALLS_PER_FLIGHT):
+            flight = range(first, min(repeats, first + _CALLS_PER_FLIGHT))
+            spin_s = min(_LONGEST_SPIN_S, 2.0 * host_s * len(flight) + 50e-6)
+            self._cuda._sleep(int(spin_s * _HIGHEST_CLOCK_HZ))
+            spans = []
+            for number in flight:
+                before(number)
+                begun = self._mark()
+                call(number)
+                spans.append((begun, self._mark()))
+            self.synchronize()
+            # Event.elapsed_time is in milliseconds and resolves about 0.5 µs.
+            seconds += [max(one.elapsed_time(two) * 1e-3, 1e-9) for one, two in spans]
+        return seconds
+
+    def _mark(self) -> Any:
+        event = self._cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def last_level_cache_bytes(self) -> int:
+        facts = self._cuda.get_device_properties(self.index)
+        return int(getattr(facts, "L2_cache_size", 0)) or 64 << 20
+
+    def warm_up(self, seconds: float) -> None:
+        import torch
+
+        block = torch.randn(4096, 4096, device=self.device)
+        end = self._clock() + seconds
+        while self._clock() < end:
+            for _ in range(10):
+                torch.mm(block, block)
+            self.synchronize()
+
+
+def open_backend(kind: DeviceKind, index: int = 0) -> Backend:
+    """The backend of one device of this machine; raises ProbeError where there is none."""
+    return CudaBackend(index) if kind == "cuda" else CpuBackend(index)
+
+
+def _libc() -> Any:
+    try:
+        return ctypes.CDLL(None, use_errno=True)
+    except OSError:
+        return None
+
+
+def keep_memory_resident() -> bool:
+    """Make this process keep freed memory, so that later allocations cause no page faults.
+
+    Without mmap and without trimming every block comes from the heap, and stays there once touched.
+    False where the allocator is not glibc's, or is told otherwise by the environment.
+    """
+    libc = _libc()
+    if libc is None or not hasattr(libc, "mallopt") or allocator_name() != "glibc":
+        return False
+    return all(
+        libc.mallopt(option, value) == 1
+        for option, value in (
+            (_M_MMAP_MAX, 0),
+            (_M_TRIM_THRESHOLD, -1),
+            (_M_TOP_PAD, _TOP_PAD_BYTES),
+        )
+    )
+
+
+def touch_memory(size_bytes: int) -> None:
+    """Write to `size_bytes` of fresh memory once and free it.
+
+    In a virtual machine the first write since boot also makes the hypervisor find a page, which
+    costs several times a page fault and would otherwise be charged to whatever comes first.
+    """
+    import torch
+
+    blocks = [
+        torch.zeros(_TOUCH_BLOCK_BYTES // 8, dtype=torch.int64)
+        for _ in range(max(1, size_bytes // _TOUCH_BLOCK_BYTES))
+    ]
+    for block in blocks:
+        block.fill_(1)
+
+
+def allocator_name(maps: str | None = None) -> str:
+    """Which malloc this process uses: ``glibc``, ``jemalloc``, ``tcmalloc``, ``mimalloc``, ``musl``."""
+    if maps is None:
+        try:
+            maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return "unknown"
+    for name in ("jemalloc", "tcmalloc", "mimalloc"):
+        if name in maps:
+            return name
+    if "ld-musl" in maps:
+        return "musl"
+    return "glibc" if "libc.so" in maps or "libc-2" in maps else "unknown"
+
+
+def allocator_text(environment: Mapping[str, str] | None = None) -> str:
+    """The allocator with its version and every setting that changes it, in one line."""
+    environment = os.environ if environment is None else environment
+    name = allocator_name()
+    version = platform.libc_ver()[1] if name == "glibc" else ""
+    settings = [
+        f"{key}={environment[key]}"
+        for key in sorted(environment)
+        if key.startswith("MALLOC_") or key in ("GLIBC_TUNABLES", "LD_PRELOAD")
+    ]
+    return " ".join(filter(None, [name, version, *settings]))

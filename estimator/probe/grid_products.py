@@ -1,0 +1,313 @@
+"""Grid families that multiply: matrix products, convolutions, attention, recurrent layers."""
+
+from __future__ import annotations
+
+from estimator.probe.grid import GridCall, grid_call, tensor, transposed
+from estimator.tensors import TensorSpec
+
+# (rows, inner, columns) of a linear layer: from one skinny row to many, narrow to wide.
+_LINEAR = (
+    (1, 512, 512),
+    (1, 4000, 1100),
+    (2, 96, 96),
+    (4, 800, 800),
+    (8, 2000, 1000),
+    (8, 320, 1280),
+    (16, 240, 960),
+    (20, 3200, 800),
+    (32, 1000, 4000),
+    (40, 64, 64),
+    (48, 400, 20000),
+    (64, 700, 500),
+    (100, 800, 3200),
+    (128, 128, 128),
+    (144, 1600, 400),
+    (200, 192, 50000),
+    (224, 480, 480),
+    (256, 3200, 800),
+    (300, 32, 128),
+    (320, 300, 1200),
+    (400, 1200, 1200),
+    (512, 64, 320),
+    (640, 640, 160),
+    (800, 800, 800),
+    (1200, 112, 448),
+    (1600, 400, 400),
+    (2400, 160, 480),
+    (3200, 360, 90),
+    (4800, 96, 300),
+    (6400, 40, 160),
+    (8000, 200, 200),
+    (8192, 24, 24),
+)
+
+
+def matrix_products() -> list[GridCall]:
+    """Linear layers as training runs them: forward x·Wᵀ + b, then grad·W and gradᵀ·x."""
+    calls = []
+    for number, (rows, inner, columns) in enumerate(_LINEAR):
+        flops = 2.0 * rows * inner * columns
+        x, grad = tensor(rows, inner), tensor(rows, columns)
+        forward = grid_call(
+            "addmm.default", tensor(columns), x, transposed(inner, columns), flops=flops
+        )
+        plain = grid_call("mm.default", x, transposed(inner, columns), flops=flops)
+        by_input = grid_call("mm.default", grad, tensor(columns, inner), flops=flops)
+        by_weight = grid_call("mm.default", transposed(columns, rows), x, flops=flops)
+        calls += [plain if number % 4 == 3 else forward, by_input, by_weight]
+        if number % 8 == 5:
+            calls.append(
+                grid_call("addmm.default", tensor(columns), x, tensor(inner, columns), flops=flops)
+            )
+    return calls
+
+
+# (batch, rows, inner, columns)
+_BATCHED = (
+    (4, 1000, 48, 1000),
+    (8, 64, 64, 64),
+    (8, 500, 500, 80),
+    (12, 20, 20, 20),
+    (16, 400, 80, 400),
+    (24, 300, 300, 32),
+    (32, 12, 200, 12),
+    (40, 128, 40, 128),
+    (48, 100, 64, 100),
+    (64, 200, 200, 64),
+    (96, 250, 32, 250),
+    (100, 32, 64, 500),
+    (200, 50, 32, 50),
+    (384, 50, 50, 32),
+    (800, 48, 24, 48),
+)
+
+
+def batched_products() -> list[GridCall]:
+    """bmm in its three layouts, in the proportions that attention and mixing layers have."""
+    calls = []
+    for number, (batch, rows, inner, columns) in enumerate(_BATCHED):
+        flops = 2.0 * batch * rows * inner * columns
+        left, right = tensor(batch, rows, inner), tensor(batch, inner, columns)
+        left_t = TensorSpec(left.shape, "float32", (rows * inner, 1, rows))
+        right_t = TensorSpec(right.shape, "float32", (inner * columns, 1, inner))
+        calls.append(grid_call("bmm.default", left, right, flops=flops))
+        calls.append(grid_call("bmm.default", left, right_t, flops=flops))
+        if number % 2:
+            calls.append(grid_call("bmm.default", left_t, right, flops=flops))
+        if number % 5 == 4:
+            out = tensor(batch, rows, columns)
+            calls.append(grid_call("baddbmm.default", out, left, right, flops=flops))
+    return calls
+
+
+# (batch, channels in, side, channels out, kernel, stride, groups)
+_CONVOLUTIONS = (
+    (1, 3, 200, 40, 7, 2, 1),
+    (8, 3, 120, 48, 7, 2, 1),
+    (16, 3, 32, 24, 3, 1, 1),
+    (4, 3, 160, 32, 3, 2, 1),
+    (8, 3, 128, 96, 4, 4, 1),
+    (8, 3, 192, 320, 16, 16, 1),
+    (2, 32, 112, 32, 3, 1, 1),
+    (8, 48, 48, 48, 3, 1, 1),
+    (16, 80, 28, 80, 3, 1, 1),
+    (8, 160, 16, 160, 3, 1, 1),
+    (16, 320, 7, 320, 3, 1, 1),
+    (1, 480, 10, 480, 3, 1, 1),
+    (32, 16, 24, 16, 3, 1, 1),
+    (4, 64, 60, 128, 3, 2, 1),
+    (8, 160, 24, 320, 3, 2, 1),
+    (1, 24, 90, 24, 3, 1, 1),
+    (4, 24, 64, 96, 1, 1, 1),
+    (2, 72, 96, 72, 1, 1, 1),
+    (8, 120, 36, 480, 1, 1, 1),
+    (16, 240, 20, 64, 1, 1, 1),
+    (8, 480, 12, 960, 1, 1, 1),
+    (32, 640, 6, 160, 1, 1, 1),
+    (1, 300, 14, 1000, 1, 1, 1),
+    (8, 128, 40, 256, 1, 2, 1),
+    (16, 1000, 1, 40, 1, 1, 1),
+    (8, 24, 40, 40, 5, 1, 1),
+    (32, 6, 14, 16, 5, 1, 1),
+    (2, 16, 100, 16, 5, 1, 1),
+    (2, 24, 112, 24, 3, 1, 24),
+    (8, 96, 56, 96, 3, 1, 96),
+    (16, 200, 28, 200, 3, 1, 200),
+    (32, 480, 10, 480, 3, 1, 480),
+    (8, 120, 60, 120, 3, 2, 120),
+    (16, 400, 16, 400, 5, 1, 400),
+    (8, 64, 48, 64, 5, 2, 64),
+    (4, 80, 56, 80, 7, 1, 80),
+    (16, 160, 24, 160, 7, 1, 160),
+    (16, 640, 7, 640, 7, 1, 640),
+    (8, 160, 28, 160, 3, 1, 32),
+    (16, 320, 12, 320, 3, 1, 32),
+    (4, 64, 48, 64, 3, 1, 4),
+)
+# (batch, channels in, side, channels out) of 2×2 stride-2 transposed convolutions.
+_TRANSPOSED = ((2, 40, 48, 20), (4, 80, 24, 40), (8, 240, 12, 120), (8, 400, 6, 200))
+
+
+def _convolution(shape: tuple[int, ...], *, gradient: bool, bias: bool) -> GridCall:
+    batch, channels, side, filters, kernel, stride, groups = shape
+    padding = 0 if stride == kernel else kernel // 2
+    out = (side + 2 * padding - kernel) // stride + 1
+    flops = 2.0 * batch * filters * out * out * (channels // groups) * kernel * kernel
+    x = tensor(batch, channels, side, side)
+    weight = tensor(filters, channels // groups, kernel, kernel)
+    tail = ([stride, stride], [padding, padding], [1, 1], False, [0, 0], groups)
+    if not gradient:
+        with_bias = tensor(filters) if bias else None
+        return grid_call("convolution.default", x, weight, with_bias, *tail, flops=flops)
+    # The first layer of a network has no use for the gradient of its input.
+    mask = [channels > 3, True, bias]
+    sizes = [filters] if bias else [0]
+    grad = tensor(batch, filters, out, out)
+    return grid_call(
+        "convolution_backward.default",
+        *(grad, x, weight, sizes if bias else None, *tail, mask),
+        flops=flops * sum(mask[:2]),
+    )
+
+
+def _upward(shape: tuple[int, ...], *, gradient: bool) -> GridCall:
+    batch, channels, side, filters = shape
+    flops = 8.0 * batch * channels * side * side * filters
+    x, weight = tensor(batch, channels, side, side), tensor(channels, filters, 2, 2)
+    tail = ([2, 2], [0, 0], [1, 1], True, [0, 0], 1)
+    if not gradient:
+        return grid_call("convolution.default", x, weight, tensor(filters), *tail, flops=flops)
+    grad = tensor(batch, filters, 2 * side, 2 * side)
+    return grid_call(
+        "convolution_backward.default",
+        *(grad, x, weight, [filters], *tail, [True, True, True]),
+        flops=2 * flops,
+    )
+
+
+def _has_bias(number: int) -> bool:
+    return number % 3 == 1
+
+
+def convolutions() -> list[GridCall]:
+    """Forward: dense, strided, patch-wise, depthwise, grouped and transposed."""
+    plain = [
+        _convolution(shape, gradient=False, bias=_has_bias(number))
+        for number, shape in enumerate(_CONVOLUTIONS)
+    ]
+    return plain + [_upward(shape, gradient=False) for shape in _TRANSPOSED]
+
+
+def convolution_gradients() -> list[GridCall]:
+    """The same convolutions' gradients, of input and weight in one call as autograd asks."""
+    plain = [
+        _convolution(shape, gradient=True, bias=_has_bias(number))
+        for number, shape in enumerate(_CONVOLUTIONS)
+    ]
+    return plain + [_upward(shape, gradient=True) for shape in _TRANSPOSED]
+
+
+# (batch, heads, length, head width, causal)
+_ATTENTION = (
+    (1, 4, 64, 32, False),
+    (2, 6, 500, 64, True),
+    (4, 8, 120, 64, True),
+    (4, 10, 250, 40, False),
+    (8, 6, 200, 64, False),
+    (1, 16, 1000, 80, True),
+    (16, 3, 50, 32, False),
+    (8, 12, 32, 64, True),
+    (2, 4, 2000, 32, True),
+    (32, 4, 100, 48, False),
+)
+
+
+def _heads_inside(batch: int, heads: int, length: int, width: int) -> TensorSpec:
+    """(batch, heads, length, width), a view of the (batch, length, heads·width) of a projection."""
+    strides = (length * heads * width, width, heads * width, 1)
+    return TensorSpec((batch, heads, length, width), "float32", strides)
+
+
+def attention_on_cpu() -> list[GridCall]:
+    """Fused attention and its gradient, as scaled_dot_product_attention runs them on a CPU."""
+    calls = []
+    for batch, heads, length, width, causal in _ATTENTION:
+        flops = 4.0 * batch * heads * length * length * width * (0.5 if causal else 1.0)
+        x = _heads_inside(batch, heads, length, width)
+        sums = TensorSpec((batch, heads, length), "float32", (heads * length, 1, heads))
+        name = "_scaled_dot_product_flash_attention_for_cpu"
+        calls.append(grid_call(f"{name}.default", x, x, x, 0.0, causal, flops=flops))
+        calls.append(
+            grid_call(
+                f"{name}_backward.default",
+                *(x, x, x, x, x, sums, 0.0, causal),
+                flops=2.5 * flops,
+                positive=(5,),
+            )
+        )
+    return calls
+
+
+def attention_on_cuda() -> list[GridCall]:
+    """Fused attention as CUDA runs it: memory-efficient in float32, flash in bfloat16."""
+    calls = []
+    for batch, heads, length, width, causal in _ATTENTION:
+        batch = 4 * batch
+        flops = 4.0 * batch * heads * length * length * width * (0.5 if causal else 1.0)
+        x = _heads_inside(batch, heads, length, width)
+        half = TensorSpec(x.shape, "bfloat16", x.strides)
+        calls.append(
+            grid_call(
+                "_scaled_dot_product_efficient_attention.default",
+                *(x, x, x, None, True, 0.0, causal),
+                flops=flops,
+            )
+        )
+        # The flash kernels take head widths in steps of 8.
+        calls.append(
+            grid_call(
+                "_scaled_dot_product_flash_attention.default",
+                *(half, half, half, 0.0, causal),
+                flops=flops,
+            )
+        )
+        sums, seed = tensor(batch, heads, length), TensorSpec((2,), "uint64")
+        calls.append(
+            grid_call(
+                "_scaled_dot_product_flash_attention_backward.default",
+                *(half, half, half, half, half, sums, None, None, length, length),
+                *(0.0, causal, seed, TensorSpec((), "uint64")),
+                flops=2.5 * flops,
+                positive=(5,),
+            )
+        )
+    return calls
+
+
+# (steps, batch, inputs, hidden)
+_RECURRENT = ((12, 4, 40, 64), (24, 16, 100, 200), (40, 8, 300, 120), (60, 32, 200, 320))
+
+
+def recurrent_on_cpu() -> list[GridCall]:
+    """One LSTM layer over a whole sequence (oneDNN), forward and gradient, as eager nn.LSTM runs."""
+    calls = []
+    for steps, batch, inputs, hidden in _RECURRENT:
+        gates, state = 4 * hidden, tensor(batch, hidden)
+        flops = 2.0 * steps * batch * gates * (inputs + hidden)
+        x, out = tensor(steps, batch, inputs), tensor(steps, batch, hidden)
+        weights = (tensor(gates, inputs), tensor(gates, hidden), tensor(gates), tensor(gates))
+        forward = grid_call(
+            "mkldnn_rnn_layer.default",
+            *(x, *weights, state, state, False, [], 2, hidden, 1, True, False, True, True),
+            flops=flops,
+        )
+        workspace = TensorSpec((0,), "uint8")
+        backward = grid_call(
+            "mkldnn_rnn_layer_backward.default",
+            *(x, *weights, state, state, out, state, state, out, None, None),
+            *(False, 2, hidden, 1, True, True, False, [], True, workspace),
+            flops=2 * flops,
+            follows=forward,
+        )
+        calls += [forward, backward]
+    return calls

@@ -1,0 +1,256 @@
+"""Grid families that stream through memory: pointwise, strided, reductions, normalisation."""
+
+from __future__ import annotations
+
+from estimator.probe.grid import GridCall, grid_call, tensor
+from estimator.tensors import TensorSpec
+
+_SIZES = (4_000, 60_000, 500_000, 3_000_000)
+_LARGEST = 16_000_000
+# These also run at the largest size; the rest cost per element what they cost at three million.
+_ALSO_LARGEST = {"add.Tensor", "mul.Tensor", "gelu.default", "relu.default", "clone.default"}
+
+
+def _sizes(target: str) -> tuple[int, ...]:
+    return (*_SIZES, _LARGEST) if target in _ALSO_LARGEST else _SIZES
+
+
+def pointwise() -> list[GridCall]:
+    """Forward elementwise operators, one operator at a time."""
+    calls = []
+    binary = ("add.Tensor", "mul.Tensor", "sub.Tensor", "div.Tensor", "maximum.default")
+    unary = ("neg.default", "relu.default", "silu.default", "sigmoid.default", "tanh.default")
+    unary += ("exp.default", "gelu.default", "hardswish.default", "abs.default", "clone.default")
+    rare = ("sin.default", "cos.default", "erf.default", "hardsigmoid.default", "softplus.default")
+    of_positive = ("sqrt.default", "rsqrt.default", "log.default", "reciprocal.default")
+    with_number = {
+        "add.Scalar": 1.0,
+        "mul.Scalar": 0.5,
+        "div.Scalar": 3.0,
+        "mul.Tensor": 0.5,
+        "add.Tensor": 1.0,
+        "pow.Tensor_Scalar": 2,
+        "gt.Scalar": 0.0,
+        "leaky_relu.default": 0.01,
+        "elu.default": 1.0,
+    }
+    for target in binary:
+        calls += [grid_call(target, tensor(n), tensor(n), positive=(1,)) for n in _sizes(target)]
+    for target in (*unary, *rare):
+        calls += [grid_call(target, tensor(n)) for n in _sizes(target)[: 2 if target in rare else 5]]
+    for target in of_positive:
+        calls += [grid_call(target, tensor(n), positive=(0,)) for n in _SIZES]
+    for target, number in with_number.items():
+        calls += [grid_call(target, tensor(n), number) for n in _SIZES]
+    for n in _SIZES:
+        mask = TensorSpec((n,), "bool")
+        half = TensorSpec((n,), "bfloat16")
+        calls += [
+            grid_call("gelu.default", tensor(n), approximate="tanh"),
+            grid_call("pow.Tensor_Scalar", tensor(n), 3),
+            grid_call("hardtanh.default", tensor(n), 0.0, 6.0),
+            grid_call("where.self", mask, tensor(n), tensor(n)),
+            grid_call("masked_fill.Scalar", tensor(n), mask, -1e9),
+            grid_call("eq.Tensor", tensor(n), tensor(n)),
+            grid_call("native_dropout.default", tensor(n), 0.1, True),
+            grid_call("addcmul.default", tensor(n), tensor(n), tensor(n)),
+            grid_call("_to_copy.default", tensor(n), dtype="torch.bfloat16"),
+            grid_call("_to_copy.default", half, dtype="torch.float32"),
+            grid_call("_to_copy.default", mask, dtype="torch.float32"),
+        ]
+    return calls
+
+
+def pointwise_gradients() -> list[GridCall]:
+    """Gradients of activation functions and of dropout."""
+    calls = []
+    plain = ("gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward")
+    plain += ("hardswish_backward", "hardsigmoid_backward")
+    for n in _SIZES:
+        grad, x = tensor(n), tensor(n)
+        calls += [grid_call(f"{name}.default", grad, x) for name in plain]
+        calls += [
+            grid_call("threshold_backward.default", grad, x, 0),
+            grid_call("gelu_backward.default", grad, x, approximate="tanh"),
+            grid_call("hardtanh_backward.default", grad, x, 0.0, 6.0),
+            grid_call("leaky_relu_backward.default", grad, x, 0.01, False),
+            grid_call("elu_backward.default", grad, 1.0, 1, 1, False, x),
+            grid_call("native_dropout_backward.default", grad, TensorSpec((n,), "bool"), 1.1),
+        ]
+    return calls
+
+
+def in_place() -> list[GridCall]:
+    """Operators that write into their first argument (dropout masks, residuals, accumulation)."""
+    calls = []
+    for n in _SIZES:
+        x = tensor(n)
+        calls += [
+            grid_call("add_.Tensor", x, tensor(n)),
+            grid_call("relu_.default", x),
+            grid_call("div_.Scalar", x, 1.0),
+            grid_call("mul_.Tensor", x, 1.0),
+            grid_call("bernoulli_.float", x, 0.9),
+            grid_call("zero_.default", x),
+            grid_call("fill_.Scalar", x, 1.0),
+            grid_call("copy_.default", x, tensor(n)),
+            grid_call("sigmoid_.default", x),
+            grid_call("masked_fill_.Scalar", x, TensorSpec((n,), "bool"), 0.0),
+        ]
+    return calls
+
+
+_ROWS = ((60, 64), (300, 400), (2000, 300), (6000, 500), (200, 16000), (50_000, 48))
+
+
+def broadcasts() -> list[GridCall]:
+    """A row, a column, a channel or one number against a whole tensor."""
+    calls = []
+    for rows, columns in _ROWS:
+        x = tensor(rows, columns)
+        column = tensor(rows, 1)
+        calls += [
+            grid_call("add.Tensor", x, tensor(columns)),
+            grid_call("mul.Tensor", x, tensor(columns)),
+            grid_call("mul.Tensor", x, column),
+            grid_call("sub.Tensor", x, column),
+            grid_call("div.Tensor", x, column, positive=(1,)),
+            grid_call("mul.Tensor", x, tensor()),
+            # A gradient that sum() or mean() spreads over its input.
+            grid_call("div.Scalar", TensorSpec((rows, columns), "float32", (1, 0)), 10.0),
+            grid_call("clone.default", TensorSpec((rows, columns), "float32", (1, 0))),
+        ]
+    for batch, channels, places in ((4, 40, 900), (16, 100, 400), (16, 300, 49)):
+        x, channel = tensor(batch, channels, places), tensor(1, channels, 1)
+        gate = tensor(batch, channels, 1)
+        calls += [
+            grid_call("add.Tensor", x, channel),
+            grid_call("mul.Tensor", x, channel),
+            grid_call("mul.Tensor", x, gate),
+        ]
+    return calls
+
+
+def strided() -> list[GridCall]:
+    """Copies and sums of permuted tensors, whose innermost run of memory is short."""
+    calls = []
+    for batch, length, heads, width in (
+        (2, 50, 4, 32),
+        (8, 100, 8, 64),
+        (4, 400, 12, 40),
+        (16, 200, 6, 80),
+        (8, 1000, 4, 200),
+    ):
+        shape = (batch, heads, length, width)
+        inner = (length * heads * width, width, heads * width, 1)
+        swapped = TensorSpec(shape, "float32", inner)
+        flat = tensor(*shape)
+        # Keys enter a product as (batch, heads, width, length).
+        turned = TensorSpec(
+            (batch, heads, width, length), "float32", (inner[0], width, 1, heads * width)
+        )
+        rows, columns = batch * length, heads * width
+        across = TensorSpec((rows, columns), "float32", (1, rows))
+        calls += [
+            grid_call("clone.default", swapped, memory_format="torch.contiguous_format"),
+            grid_call("clone.default", turned, memory_format="torch.contiguous_format"),
+            grid_call("clone.default", across, memory_format="torch.contiguous_format"),
+            grid_call("add.Tensor", flat, swapped),
+            grid_call("mul.Tensor", swapped, 0.125),
+            grid_call("add.Tensor", tensor(rows, columns), across),
+            grid_call("copy_.default", flat, swapped),
+        ]
+    for batch, channels, side in ((4, 64, 28), (8, 100, 40), (8, 300, 14)):
+        places = side * side
+        last = TensorSpec(
+            (batch, channels, side, side),
+            "float32",
+            (channels * places, 1, side * channels, channels),
+        )
+        first = tensor(batch, channels, side, side)
+        calls += [
+            grid_call("clone.default", last, memory_format="torch.contiguous_format"),
+            grid_call("add.Tensor", first, last),
+        ]
+    return calls
+
+
+def reductions() -> list[GridCall]:
+    """Sums, means and extremes over rows, columns, places and everything."""
+    calls = []
+    for rows, columns in _ROWS:
+        x = tensor(rows, columns)
+        calls += [
+            grid_call("sum.dim_IntList", x, [0], True),
+            grid_call("sum.dim_IntList", x, [1], True),
+            grid_call("mean.dim", x, [-1], True),
+            grid_call("sum.default", x),
+            grid_call("var_mean.correction", x, [-1], correction=0, keepdim=True),
+            grid_call("amax.default", x, [-1], True),
+            grid_call("max.dim", x, 1),
+            grid_call("argmax.default", x, -1),
+        ]
+    calls += [grid_call("mean.default", tensor(n)) for n in _SIZES]
+    for batch, channels, side in ((4, 40, 30), (16, 100, 20), (16, 300, 7)):
+        x = tensor(batch, channels, side, side)
+        calls += [
+            grid_call("sum.dim_IntList", x, [0, 2, 3]),
+            grid_call("mean.dim", x, [-1, -2], True),
+        ]
+    return calls
+
+
+def softmaxes() -> list[GridCall]:
+    """Softmax and log-softmax over the last dimension, with their gradients."""
+    calls = []
+    for rows, columns in ((64, 10), (500, 32), (3000, 50), (8000, 200), (3000, 1000), (120, 30000)):
+        x = tensor(rows, columns)
+        for name in ("_softmax", "_log_softmax"):
+            calls += [
+                grid_call(f"{name}.default", x, -1, False),
+                grid_call(f"{name}_backward_data.default", x, x, -1, "torch.float32"),
+            ]
+    return calls
+
+
+def normalisations() -> list[GridCall]:
+    """Layer, batch and group normalisation in training, with their gradients."""
+    calls = []
+    for rows, columns in ((200, 32), (64, 800), (1000, 100), (3000, 400), (800, 1500), (400, 4000)):
+        x, row = tensor(rows, columns), tensor(columns)
+        column = tensor(rows, 1)
+        calls += [
+            grid_call("native_layer_norm.default", x, [columns], row, row, 1e-5),
+            grid_call(
+                "native_layer_norm_backward.default",
+                *(x, x, [columns], column, column, row, row, [True, True, True]),
+                positive=(3,),
+            ),
+        ]
+    for batch, channels, side in ((1, 32, 112), (8, 24, 60), (8, 100, 28), (16, 300, 12), (32, 80, 6)):
+        x, row = tensor(batch, channels, side, side), tensor(channels)
+        calls += [
+            grid_call(
+                "native_batch_norm.default",
+                *(x, row, row, row, row, True, 0.1, 1e-5),
+                positive=(1, 2, 3, 4),
+            ),
+            grid_call(
+                "native_batch_norm_backward.default",
+                *(x, x, row, row, row, row, row, True, 1e-5, [True, True, True]),
+                positive=(2, 3, 4, 5, 6),
+            ),
+        ]
+    for batch, channels, side in ((4, 64, 24), (8, 160, 16), (2, 32, 64)):
+        x, row, groups = tensor(batch, channels, side, side), tensor(channels), 8
+        sums = tensor(batch, groups)
+        shape = (batch, channels, side * side, groups)
+        calls += [
+            grid_call("native_group_norm.default", x, row, row, *shape, 1e-5),
+            grid_call(
+                "native_group_norm_backward.default",
+                *(x, x, sums, sums, row, *shape, [True, True, True]),
+                positive=(3,),
+            ),
+        ]
+    return calls

@@ -1,0 +1,365 @@
+"""Read what the machine is made of: cores, caches, memory, NUMA nodes, GPUs and their links."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from estimator.errors import ProbeError
+from estimator.profile import Device
+
+Fact = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cpu:
+    """The processors this process may use.
+
+    `numa_cores` lists one hardware thread per physical core: numeric kernels gain nothing from a
+    second thread on the same core. `cache_bytes` is by level, one instance each; `shared_cores`
+    tells how many hardware threads share an instance.
+    """
+
+    model: str
+    threads: int
+    numa_cores: Mapping[int, tuple[int, ...]]
+    memory_bytes: int
+    cache_bytes: Mapping[int, int] = field(default_factory=dict)
+    cache_shared_by: Mapping[int, int] = field(default_factory=dict)
+    virtualization: str | None = None
+    governor: str | None = None
+    huge_pages: str | None = None
+    features: tuple[str, ...] = ()
+    cpu_quota: float | None = None
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """Every usable physical core, node by node."""
+        return tuple(core for node in sorted(self.numa_cores) for core in self.numa_cores[node])
+
+    def facts(self) -> dict[str, Fact]:
+        """The same as flat values for a profile."""
+        facts: dict[str, Fact] = {
+            "cpu": self.model,
+            "cores": len(self.cores),
+            "threads": self.threads,
+            "numa_nodes": len(self.numa_cores),
+            "memory_bytes": self.memory_bytes,
+            "virtualization": self.virtualization,
+            "governor": self.governor,
+            "transparent_huge_pages": self.huge_pages,
+            "cpu_features": " ".join(self.features),
+            "cpu_quota_cores": self.cpu_quota,
+        }
+        for level, size in sorted(self.cache_bytes.items()):
+            facts[f"l{level}_cache_bytes"] = size
+            facts[f"l{level}_cache_shared_by_threads"] = self.cache_shared_by.get(level, 1)
+        return facts
+
+
+_TELLING_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "asimd", "sve")
+
+
+def read_cpu(root: Path = Path("/"), *, usable: set[int] | None = None) -> Cpu:
+    """Read /proc and /sys below `root`; `usable` defaults to the cores this process may run on."""
+    if usable is None:
+        usable = _affinity()
+    info = _read(root / "proc/cpuinfo")
+    model = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", info, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.MULTILINE)
+    present = set(flags.group(1).split()) if flags else set()
+    system = root / "sys/devices/system"
+    sizes, sharing = _read_caches(system / "cpu", min(usable))
+    return Cpu(
+        model=model.group(1).strip() if model else platform.processor() or platform.machine(),
+        threads=len(usable),
+        numa_cores=_read_numa(system, usable),
+        memory_bytes=_memory_bytes(root),
+        cache_bytes=sizes,
+        cache_shared_by=sharing,
+        virtualization=_virtualization(root, info),
+        governor=_read(system / f"cpu/cpu{min(usable)}/cpufreq/scaling_governor").strip() or None,
+        huge_pages=_chosen(_read(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        features=tuple(name for name in _TELLING_FEATURES if name in present),
+        cpu_quota=_cpu_quota(_read(root / "sys/fs/cgroup/cpu.max")),
+    )
+
+
+def _affinity() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _chosen(text: str) -> str | None:
+    match = re.search(r"\[(\w+)\]", text)
+    return match.group(1) if match else None
+
+
+def parse_core_list(text: str) -> tuple[int, ...]:
+    """Read the kernel's list of cores.
+
+    >>> parse_core_list("0-2,5")
+    (0, 1, 2, 5)
+    """
+    cores: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.extend(range(int(first), int(last or first) + 1))
+    return tuple(cores)
+
+
+def parse_cache_bytes(text: str) -> int:
+    """Read a cache size as /sys writes it, such as ``1024K``; 0 where there is none."""
+    match = re.fullmatch(r"\s*(\d+)([KMG]?)\s*", text)
+    if match is None:
+        return 0
+    return int(match.group(1)) << {"": 0, "K": 10, "M": 20, "G": 30}[match.group(2)]
+
+
+def _read_caches(cpus: Path, core: int) -> tuple[dict[int, int], dict[int, int]]:
+    sizes: dict[int, int] = {}
+    sharing: dict[int, int] = {}
+    for entry in sorted((cpus / f"cpu{core}/cache").glob("index*")):
+        if _read(entry / "type").strip() == "Instruction":
+            continue
+        level = _read(entry / "level").strip()
+        size = parse_cache_bytes(_read(entry / "size"))
+        if level.isdigit() and size:
+            sizes[int(level)] = size
+            sharing[int(level)] = len(parse_core_list(_read(entry / "shared_cpu_list"))) or 1
+    return sizes, sharing
+
+
+def _read_numa(system: Path, usable: set[int]) -> dict[int, tuple[int, ...]]:
+    first_threads = {
+        core
+        for core in usable
+        if core == min(
+            set(parse_core_list(_read(system / f"cpu/cpu{core}/topology/thread_siblings_list")))
+            & usable
+            or {core}
+        )
+    }
+    nodes: dict[int, tuple[int, ...]] = {}
+    for folder in (system / "node").glob("node[0-9]*"):
+        members = sorted(set(parse_core_list(_read(folder / "cpulist"))) & first_threads)
+        if members:
+            nodes[int(folder.name[4:])] = tuple(members)
+    placed = {core for members in nodes.values() for core in members}
+    if placed != first_threads:
+        return {0: tuple(sorted(first_threads))}
+    return nodes
+
+
+def _memory_bytes(root: Path) -> int:
+    match = re.search(r"^MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    total = int(match.group(1)) << 10 if match else 1 << 30
+    limit = _read(root / "sys/fs/cgroup/memory.max").strip()
+    return min(total, int(limit)) if limit.isdigit() and int(limit) > 0 else total
+
+
+def _cpu_quota(text: str) -> float | None:
+    match = re.fullmatch(r"(\d+) (\d+)\s*", text)
+    return int(match.group(1)) / int(match.group(2)) if match else None
+
+
+def _virtualization(root: Path, cpuinfo: str) -> str | None:
+    maker = _read(root / "sys/class/dmi/id/sys_vendor").strip()
+    if re.search(r"^flags\s*:.*\bhypervisor\b", cpuinfo, re.MULTILINE):
+        return f"virtual machine ({maker})" if maker else "virtual machine"
+    return None
+
+
+def core_groups(cpu: Cpu, devices: int | None = None) -> tuple[Device, ...]:
+    """Split the cores into equal pinned groups, the devices of a machine without accelerators.
+
+    By default one group per NUMA node, at least two where there are two cores. Raises ProbeError
+    where there are fewer cores than groups.
+    """
+    cores = cpu.cores
+    if devices is None:
+        devices = max(len(cpu.numa_cores), min(2, len(cores)))
+    if not 1 <= devices <= len(cores):
+        raise ProbeError(
+            f"{devices} devices were asked for, and this machine has {len(cores)} usable cores; "
+            f"choose --devices from 1 to {len(cores)}"
+        )
+    size = len(cores) // devices
+    node_of = {core: node for node, members in cpu.numa_cores.items() for core in members}
+    groups = []
+    for index in range(devices):
+        members = cores[index * size : (index + 1) * size]
+        nodes = {node_of[core] for core in members}
+        groups.append(
+            Device(
+                kind="cpu",
+                index=index,
+                name=f"{cpu.model}, {size} core{'s' if size > 1 else ''}",
+                memory_bytes=max(1, cpu.memory_bytes // devices),
+                cores=members,
+                numa_node=nodes.pop() if len(nodes) == 1 else None,
+            )
+        )
+    return tuple(groups)
+
+
+class Nvml(Protocol):
+    """What is used of nvidia-ml-py's module, so that a test can stand in for it."""
+
+    NVMLError: type[Exception]
+
+    def nvmlInit(self) -> None: ...  # noqa: N802 - NVML's own name
+    def nvmlDeviceGetCount(self) -> int: ...  # noqa: N802 - NVML's own name
+
+
+def import_nvml() -> Any:
+    """nvidia-ml-py's module, or None where it is not installed."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    return pynvml
+
+
+def read_gpus(nvml: Any = None) -> tuple[Device, ...]:
+    """Every NVIDIA GPU with its bus, clocks and links; empty where there is no driver.
+
+    Raises ProbeError where there is a driver and it does not answer.
+    """
+    nvml = import_nvml() if nvml is None else nvml
+    if nvml is None:
+        return ()
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        if type(error).__name__ in (
+            "NVMLError_LibraryNotFound",
+            "NVMLError_DriverNotLoaded",
+        ):
+            return ()
+        raise ProbeError(
+            f"the NVIDIA driver does not answer ({error}); run nvidia-smi and mend what it reports"
+        ) from None
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        return tuple(_read_gpu(nvml, index, handles) for index in range(len(handles)))
+    except nvml.NVMLError as error:
+        raise ProbeError(
+            f"the NVIDIA driver cannot list its GPUs ({error}); run nvidia-smi and mend what it "
+            "reports"
+        ) from None
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
+    """One NVML answer, or None where this GPU or driver does not know (NVLink on a PCIe card…)."""
+    function = getattr(nvml, question, None)
+    if function is None:
+        return None
+    try:
+        answer = function(*arguments)
+    except nvml.NVMLError:
+        return None
+    return answer.decode() if isinstance(answer, bytes) else answer
+
+
+def _read_gpu(nvml: Any, index: int, handles: list[Any]) -> Device:
+    handle = handles[index]
+    name = nvml.nvmlDeviceGetName(handle)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    node = _ask(nvml, "nvmlDeviceGetNumaNodeId", handle)
+    return Device(
+        kind="cuda",
+        index=index,
+        name=name.decode() if isinstance(name, bytes) else name,
+        memory_bytes=int(memory.total),
+        numa_node=node if isinstance(node, int) and node >= 0 else None,
+        details={
+            **_bus_facts(nvml, handle),
+            **_clock_facts(nvml, handle),
+            **_peer_facts(nvml, index, handles),
+            "nvlink_links": _nvlinks(nvml, handle),
+            "other_processes": _other_processes(nvml, handle),
+        },
+    )
+
+
+def _bus_facts(nvml: Any, handle: Any) -> dict[str, Fact]:
+    return {
+        "pcie_generation": _ask(nvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
+        "pcie_generation_most": _ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
+        "pcie_width": _ask(nvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
+        "pcie_width_most": _ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
+    }
+
+
+def _clock_facts(nvml: Any, handle: Any) -> dict[str, Fact]:
+    streaming = getattr(nvml, "NVML_CLOCK_SM", 1)
+    memory = getattr(nvml, "NVML_CLOCK_MEM", 2)
+    power = _ask(nvml, "nvmlDeviceGetPowerUsage", handle)
+    limit = _ask(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)
+    return {
+        "sm_clock_mhz": _ask(nvml, "nvmlDeviceGetClockInfo", handle, streaming),
+        "sm_clock_most_mhz": _ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, streaming),
+        "memory_clock_mhz": _ask(nvml, "nvmlDeviceGetClockInfo", handle, memory),
+        "power_w": None if power is None else power / 1000,
+        "power_limit_w": None if limit is None else limit / 1000,
+        "throttle_reasons": _throttle_reasons(nvml, handle),
+    }
+
+
+def _throttle_reasons(nvml: Any, handle: Any) -> str | None:
+    mask = _ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+    if mask is None:
+        return None
+    prefix = "nvmlClocksThrottleReason"
+    reasons = [
+        name[len(prefix) :]
+        for name in dir(nvml)
+        if name.startswith(prefix)
+        and isinstance(bit := getattr(nvml, name), int)
+        and bit & mask
+        and name[len(prefix) :] not in ("All", "None", "GpuIdle")
+    ]
+    return ", ".join(sorted(reasons))
+
+
+def _nvlinks(nvml: Any, handle: Any) -> int:
+    most = getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18)
+    states = (_ask(nvml, "nvmlDeviceGetNvLinkState", handle, link) for link in range(most))
+    return sum(1 for state in states if state)
+
+
+def _peer_facts(nvml: Any, index: int, handles: list[Any]) -> dict[str, Fact]:
+    """Which other GPUs this one reads directly, over what, as ``1:nvlink 2:pcie 3:no``."""
+    read_index = getattr(nvml, "NVML_P2P_CAPS_INDEX_READ", 0)
+    link_index = getattr(nvml, "NVML_P2P_CAPS_INDEX_NVLINK", 2)
+    peers = []
+    for other, handle in enumerate(handles):
+        if other == index:
+            continue
+        over_nvlink = _ask(nvml, "nvmlDeviceGetP2PStatus", handles[index], handle, link_index)
+        readable = _ask(nvml, "nvmlDeviceGetP2PStatus", handles[index], handle, read_index)
+        # NVML_P2P_STATUS_OK is 0.
+        way = "nvlink" if over_nvlink == 0 else "pcie" if readable == 0 else "no"
+        peers.append(f"{other}:{way}")
+    return {"peer_access": " ".join(peers)}
+
+
+def _other_processes(nvml: Any, handle: Any) -> int:
+    running = _ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle) or ()
+    return sum(1 for process in running if process.pid != os.getpid())

@@ -1,0 +1,287 @@
+"""Run a function once per device, each in a fresh process pinned to that device's cores."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from estimator import errors
+from estimator.errors import EstimatorError, ProbeError
+from estimator.probe.rank_server import report, send
+from estimator.profile import Device
+
+__all__ = ["pretouch_memory", "report", "run_on_devices"]
+
+RankReport = Callable[[int, Any], None]
+
+# torch.optim and DDP import torch._dynamo on first use, which takes longer than torch itself.
+ALWAYS_IMPORTED = ("torch", "torch.distributed", "torch._dynamo")
+# Forked processes share the server's address layout; a new server now and then keeps one lucky or
+# unlucky layout from colouring a whole benchmark.
+FORKS_PER_SERVER = 32
+
+
+def run_on_devices(
+    devices: Sequence[Device],
+    function: str,
+    arguments: Mapping[str, Any],
+    *,
+    timeout_s: float,
+    world: bool = False,
+    on_report: RankReport | None = None,
+    imported: Sequence[str] = (),
+) -> list[Any]:
+    """Call ``function(rank, world_size, arguments)`` in one fresh process per device; the results.
+
+    `function` is ``module:name``; arguments and results are JSON values. With `world` a process
+    group (gloo on cpu, NCCL on cuda) is up around the call. `on_report(rank, value)` gets what the
+    ranks `report` as it comes. `imported` names more modules for the server to import beforehand.
+    Raises ProbeError, or the EstimatorError that a rank raised, if a rank fails, dies or the time
+    is over; no process outlives the call.
+    """
+    if not devices:
+        raise ProbeError("there is no device to run on; name at least one")
+    modules = (*ALWAYS_IMPORTED, *imported)
+    with tempfile.TemporaryDirectory(prefix="estimator-ranks-") as folder:
+        orders = [
+            {
+                "rank": rank,
+                "world_size": len(devices),
+                "function": function,
+                "arguments": dict(arguments),
+                "kind": device.kind,
+                "index": device.index,
+                "cores": list(device.cores),
+                "store": os.path.join(folder, "store") if world else None,
+                "timeout_s": timeout_s,
+                "path": sys.path,
+                "folder": os.getcwd(),
+            }
+            for rank, device in enumerate(devices)
+        ]
+        with _counted_run(modules), _Run(orders, modules, Path(folder)) as run:
+            return run.results(timeout_s, on_report)
+
+
+class _Run:
+    """The ranks of one call: started on entry, gone after exit."""
+
+    def __init__(
+        self, orders: Sequence[dict[str, Any]], modules: tuple[str, ...], folder: Path
+    ) -> None:
+        self.orders, self.modules, self.folder = orders, modules, folder
+        self.links: list[socket.socket] = []
+        self.pending = [bytearray() for _ in orders]
+        self.living: set[int] = set()
+        self.pids: dict[int, int] = {}
+        self.found: dict[int, Any] = {}
+        self.failures: dict[int, EstimatorError] = {}
+
+    def __enter__(self) -> _Run:
+        try:
+            for order in self.orders:
+                log = os.open(self.log_path(order["rank"]), os.O_CREAT | os.O_WRONLY, 0o600)
+                ours, theirs = socket.socketpair()
+                self.links.append(ours)
+                self.living.add(order["rank"])
+                with theirs:
+                    _fork(self.modules, theirs, log)
+                os.close(log)
+        except OSError as error:
+            self.stop()
+            raise ProbeError(
+                f"cannot start processes to measure in ({error}); check process and memory limits"
+            ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def log_path(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
+    def stop(self) -> None:
+        """Kill what has not ended; a rank that has not said its pid yet ends for lack of orders."""
+        for rank in self.living & self.pids.keys():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGKILL)
+        for rank in self.living & self.pids.keys():
+            self.links[rank].settimeout(5.0)
+            with contextlib.suppress(OSError):
+                while self.links[rank].recv(1 << 16):
+                    pass
+        for link in self.links:
+            link.close()
+
+    def results(self, timeout_s: float, on_report: RankReport | None) -> list[Any]:
+        """Every rank's result in rank order, once every rank has ended and freed its memory."""
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            for rank, link in enumerate(self.links):
+                selector.register(link, selectors.EVENT_READ, rank)
+            while self.living:
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                for key, _ in ready:
+                    self._receive(key.data, on_report)
+                    if key.data not in self.living:
+                        selector.unregister(key.fileobj)
+                if self.failures:
+                    raise self._cause()
+                if not ready and time.monotonic() >= deadline:
+                    raise ProbeError(
+                        f"measuring on {len(self.links)} devices did not end within "
+                        f"{timeout_s:.0f} s and was stopped; close other programs or allow longer"
+                    )
+        return [self.found[rank] for rank in range(len(self.links))]
+
+    def _receive(self, rank: int, on_report: RankReport | None) -> None:
+        """Take what a rank sent; the kernel closes its end only after it has freed its memory."""
+        try:
+            piece = self.links[rank].recv(1 << 16)
+        except ConnectionResetError:
+            piece = b""
+        if not piece:
+            self.living.discard(rank)
+            if rank not in self.found and rank not in self.failures:
+                self.failures[rank] = ProbeError(self._obituary(rank))
+        *lines, rest = (bytes(self.pending[rank]) + piece).split(b"\n")
+        self.pending[rank][:] = rest
+        for line in lines:
+            message = json.loads(line)
+            if "pid" in message:
+                self.pids[rank] = message["pid"]
+                send(self.links[rank], self.orders[rank])
+            elif "report" in message and on_report is not None:
+                on_report(rank, message["report"])
+            elif "result" in message:
+                self.found[rank] = message["result"]
+            elif "error" in message:
+                self.failures[rank] = _error_from(rank, message)
+
+    def _obituary(self, rank: int) -> str:
+        text = self.log_path(rank).read_text(encoding="utf-8", errors="replace").strip()
+        last = f" (its last words: {text.splitlines()[-1][:200]})" if text else ""
+        return (
+            f"the process of rank {rank} died without a result{last}, as when memory runs out; "
+            "free memory, or measure something smaller"
+        )
+
+    def _cause(self) -> EstimatorError:
+        """The failure that made the others fail: a lost peer is a consequence, not a cause."""
+        for rank in self.living - self.failures.keys() - self.found.keys():
+            self.links[rank].settimeout(0.3)
+            with contextlib.suppress(TimeoutError):
+                self._receive(rank, None)
+        return min(self.failures.values(), key=lambda error: "gloo" in str(error).lower())
+
+
+def _error_from(rank: int, message: Mapping[str, str]) -> EstimatorError:
+    kind = getattr(errors, message["error"], None)
+    if isinstance(kind, type) and issubclass(kind, EstimatorError):
+        return kind(message["text"])
+    return ProbeError(f"rank {rank} failed with {message['error']}: {message['text']}")
+
+
+class _Server:
+    """The process that ranks are forked from; it ends when this process does."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self.owner = os.getpid()
+        self.forks = 0
+        self.control, theirs = socket.socketpair()
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}\n"
+            "from estimator.probe.rank_server import serve\n"
+            f"serve({theirs.fileno()}, {list(modules)!r})"
+        )
+        with theirs:
+            # A session of its own: Ctrl-C reaches this process, which stops the ranks in order.
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def fork(self, link: socket.socket, log: int) -> None:
+        """Fork a rank that speaks through `link` and writes its output to `log`."""
+        self.forks += 1
+        socket.send_fds(self.control, [b"f"], [link.fileno(), log])
+
+    def close(self) -> None:
+        """End the server and, should any still live, its ranks."""
+        self.control.close()
+        self.process.wait()
+
+    def usable(self) -> bool:
+        return self.owner == os.getpid() and self.process.poll() is None
+
+
+_servers: dict[tuple[str, ...], _Server] = {}
+_servers_lock = threading.Lock()
+_runs = 0
+
+
+def _fork(modules: tuple[str, ...], link: socket.socket, log: int) -> None:
+    with _servers_lock:
+        server = _servers.get(modules)
+        if server is None or not server.usable():
+            server = _servers[modules] = _Server(modules)
+        server.fork(link, log)
+
+
+@contextlib.contextmanager
+def _counted_run(modules: tuple[str, ...]) -> Iterator[None]:
+    """Replace a server that has served long, when nobody else is being served."""
+    global _runs
+    with _servers_lock:
+        server = _servers.get(modules)
+        if _runs == 0 and server and server.usable() and server.forks >= FORKS_PER_SERVER:
+            _servers.pop(modules).close()
+        _runs += 1
+    try:
+        yield
+    finally:
+        with _servers_lock:
+            _runs -= 1
+
+
+@atexit.register
+def _close_servers() -> None:
+    for server in _servers.values():
+        if server.owner == os.getpid():
+            server.close()
+
+
+def pretouch_memory(size_bytes: int, *, timeout_s: float = 120.0) -> float:
+    """Touch that much memory once in a throw-away process; the seconds it took.
+
+    A virtual machine's memory gets its real pages when it is first touched after boot, several
+    times slower than ever after; measurements should not be the first.
+    """
+    anywhere = Device(kind="cpu", index=0, name="any core", memory_bytes=max(1, size_bytes))
+    (seconds,) = run_on_devices(
+        [anywhere], f"{__name__}:_touch", {"size_bytes": size_bytes}, timeout_s=timeout_s
+    )
+    return float(seconds)
+
+
+def _touch(rank: int, world_size: int, arguments: Mapping[str, Any]) -> float:
+    import torch
+
+    start = time.perf_counter()
+    torch.empty(int(arguments["size_bytes"]), dtype=torch.uint8).fill_(1)
+    return time.perf_counter() - start

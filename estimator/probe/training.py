@@ -1,0 +1,328 @@
+"""Train a model for real on devices of this machine and time its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from estimator.errors import ProbeError, StrategyError, TrainingError
+from estimator.probe.ranks import run_on_devices
+from estimator.profile import Device
+from estimator.units import MIB
+from estimator.workload import Strategy, check_optimizer, check_precision
+
+_AUTOCAST = {"bf16-amp": "bfloat16", "fp16-amp": "float16"}
+_CAST = {"bf16": "bfloat16", "fp16": "float16"}
+_CANARY_SIDE, _CANARY_REPEATS = 512, 21
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """What one real training run showed, after its warm-up; tuples are in rank order.
+
+    `step_s` is the wall time of the whole timed window over its steps, `step_times_s` each step by
+    itself. `faults_per_step` are page faults, `peak_memory_bytes` the most that one rank held
+    (resident memory, or what torch allocated on an accelerator), `canary_s` a fixed matrix product
+    timed just before. `phases_s` are seconds per step by phase, if asked for.
+    """
+
+    step_s: tuple[float, ...]
+    step_times_s: tuple[tuple[float, ...], ...]
+    faults_per_step: tuple[float, ...]
+    peak_memory_bytes: int
+    canary_s: float
+    unused_parameters: int = 0
+    phases_s: tuple[Mapping[str, float], ...] = ()
+
+    @property
+    def slowest_step_s(self) -> float:
+        """Seconds per step of the slowest rank."""
+        return max(self.step_s)
+
+
+def train(
+    model: str,
+    devices: Sequence[Device],
+    *,
+    batch: int | None = None,
+    optimizer: str = "adamw",
+    precision: str = "fp32",
+    strategy: str | Strategy = "ddp",
+    steps: int = 15,
+    warmup_steps: int = 3,
+    accumulation_steps: int = 1,
+    seq_len: int | None = None,
+    phases: bool = False,
+    timeout_s: float = 600.0,
+) -> TrainingRun:
+    """Train `model` (MODEL text) on `devices`, one fresh process each, DDP if there are several.
+
+    A step is zero_grad, forward, loss, backward, update, with the inputs already there; ranks wait
+    for each other before the timed window, not before each step. Raises TrainingError if a rank
+    fails, dies or hangs, ModelError if the model cannot be loaded.
+    """
+    if steps < 1 or warmup_steps < 0 or accumulation_steps < 1:
+        raise TrainingError(
+            f"cannot train {steps} steps after {warmup_steps} with {accumulation_steps} "
+            "micro-batches each; ask for at least one step of one micro-batch"
+        )
+    arguments = {
+        "model": model,
+        "batch": batch,
+        "seq_len": seq_len,
+        "kind": devices[0].kind if devices else "cpu",
+        "optimizer": check_optimizer(optimizer),
+        "precision": check_precision(precision),
+        "strategy": asdict(Strategy.parse(strategy)),
+        "steps": steps,
+        "warmup_steps": warmup_steps,
+        "accumulation_steps": accumulation_steps,
+        "phases": phases,
+    }
+    try:
+        ranks = run_on_devices(
+            devices,
+            f"{__name__}:train_rank",
+            arguments,
+            timeout_s=timeout_s,
+            world=len(devices) > 1,
+            imported=("transformers",) if model.startswith("hf:") else (),
+        )
+    except ProbeError as error:
+        raise TrainingError(f"training {model} for real failed: {error}") from None
+    return TrainingRun(
+        step_s=tuple(rank["step_s"] for rank in ranks),
+        step_times_s=tuple(tuple(rank["step_times_s"]) for rank in ranks),
+        faults_per_step=tuple(rank["faults_per_step"] for rank in ranks),
+        peak_memory_bytes=max(rank["peak_memory_bytes"] for rank in ranks),
+        canary_s=statistics.median(rank["canary_s"] for rank in ranks),
+        unused_parameters=ranks[0]["unused_parameters"],
+        phases_s=tuple(rank["phases_s"] for rank in ranks) if phases else (),
+    )
+
+
+def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """One rank of a training run; called in its own pinned process."""
+    import torch
+    import torch.distributed as dist
+
+    canary_s = _time_canary()
+    torch.manual_seed(0)
+    training = _Training(arguments, world_size)
+    for _ in range(arguments["warmup_steps"]):
+        training.step()
+    training.marks.clear()
+    if world_size > 1:
+        dist.barrier()
+    training.synchronize()
+    faults, start = _page_faults(), time.perf_counter()
+    training.mark("start")
+    for _ in range(arguments["steps"]):
+        training.step()
+    training.synchronize()
+    step_s = (time.perf_counter() - start) / arguments["steps"]
+    return {
+        "step_s": step_s,
+        "step_times_s": training.step_times_s(),
+        "faults_per_step": (_page_faults() - faults) / arguments["steps"],
+        "peak_memory_bytes": _peak_memory_bytes(arguments["kind"]),
+        "canary_s": canary_s,
+        "unused_parameters": training.unused_parameters,
+        "phases_s": training.phases_s(arguments["steps"]),
+    }
+
+
+class _Training:
+    """A model with its optimizer and batch on one device, ready to step."""
+
+    def __init__(self, arguments: Mapping[str, Any], world_size: int) -> None:
+        import torch
+
+        from estimator.graph.models import default_loss, load_model
+
+        self.torch: Any = torch
+        self.on_cuda = arguments["kind"] == "cuda"
+        self.accumulation_steps = arguments["accumulation_steps"]
+        self.all_marks = arguments["phases"]
+        self.autocast_dtype = _AUTOCAST.get(arguments["precision"])
+        self.unused_parameters = 0
+        self.marks: list[tuple[str, Any]] = []
+        model, batch, loss, _ = load_model(
+            arguments["model"], batch=arguments["batch"], seq_len=arguments["seq_len"]
+        )
+        if arguments["precision"] == "tf32":
+            torch.set_float32_matmul_precision("high")
+        cast = _CAST.get(arguments["precision"])
+        dtype = getattr(torch, cast) if cast else None
+        device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
+        self.model: Any = model.to(device=device, dtype=dtype)
+        self.batch = _moved(batch, device, dtype)
+        self.loss = loss or default_loss
+        self.optimizer = _optimizer(arguments["optimizer"], self.model)
+        if world_size > 1:
+            self._distribute(Strategy(**arguments["strategy"]))
+
+    def _distribute(self, strategy: Strategy) -> None:
+        """Wrap the model in DDP; parameters without a gradient need find_unused_parameters."""
+        self._micro_batch()
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.unused_parameters = sum(parameter.grad is None for parameter in parameters)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model = self.torch.nn.parallel.DistributedDataParallel(
+            self.model,
+            bucket_cap_mb=_bucket_cap_mb(strategy),
+            gradient_as_bucket_view=strategy.gradient_as_bucket_view,
+            find_unused_parameters=self.unused_parameters > 0,
+        )
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        for number in range(self.accumulation_steps):
+            is_last = number == self.accumulation_steps - 1
+            no_sync = getattr(self.model, "no_sync", contextlib.nullcontext)
+            with contextlib.nullcontext() if is_last else no_sync():
+                self._micro_batch()
+        self.optimizer.step()
+        self.mark("update")
+
+    def _micro_batch(self) -> None:
+        with self._autocast():
+            loss = self.loss(_called(self.model, self.batch), self.batch)
+        if self.accumulation_steps > 1:
+            loss = loss / self.accumulation_steps
+        self.mark("forward")
+        loss.backward()
+        self.mark("backward")
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        dtype = getattr(self.torch, self.autocast_dtype)
+        context: contextlib.AbstractContextManager[Any] = self.torch.autocast(
+            "cuda" if self.on_cuda else "cpu", dtype=dtype
+        )
+        return context
+
+    def mark(self, what: str) -> None:
+        """Note that `what` has just ended: on the host's clock, or in the accelerator's stream."""
+        if what not in ("start", "update") and not self.all_marks:
+            return
+        if self.on_cuda:
+            event = self.torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((what, event))
+        else:
+            self.marks.append((what, time.perf_counter()))
+
+    def synchronize(self) -> None:
+        if self.on_cuda:
+            self.torch.cuda.synchronize()
+
+    def _between(self, one: Any, two: Any) -> float:
+        # Event.elapsed_time is in milliseconds.
+        return float(one.elapsed_time(two) * 1e-3 if self.on_cuda else two - one)
+
+    def step_times_s(self) -> list[float]:
+        ends = [when for what, when in self.marks if what in ("start", "update")]
+        return [self._between(one, two) for one, two in itertools.pairwise(ends)]
+
+    def phases_s(self, steps: int) -> dict[str, float]:
+        """Seconds per step by phase; zero_grad counts as forward."""
+        totals: dict[str, float] = {}
+        for (_, begin), (what, end) in itertools.pairwise(self.marks):
+            totals[what] = totals.get(what, 0.0) + self._between(begin, end) / steps
+        return totals
+
+
+def _bucket_cap_mb(strategy: Strategy) -> float | None:
+    """DDP's argument for a strategy's caps; None keeps DDP's default cap and first bucket."""
+    import torch.distributed as torch_distributed
+
+    dist: Any = torch_distributed
+    default = Strategy()
+    if not strategy.bucketed:
+        # A bucket is closed once it is full: with this cap each gradient fills its own.
+        return 1 / MIB
+    if strategy.first_cap_bytes not in (default.first_cap_bytes, strategy.bucket_cap_bytes):
+        if strategy.bucket_cap_bytes != default.bucket_cap_bytes:
+            raise StrategyError(
+                f"DDP cannot run '{strategy}': a first bucket of its own needs the default cap; "
+                "leave out bucket= or first="
+            )
+        # The default of the first bucket is only reachable here (torch 2.10 to 2.13).
+        dist._DEFAULT_FIRST_BUCKET_BYTES = strategy.first_cap_bytes
+        return None
+    is_default = strategy.bucket_cap_bytes == default.bucket_cap_bytes
+    if is_default and strategy.first_cap_bytes == default.first_cap_bytes:
+        return None
+    return strategy.bucket_cap_bytes / MIB
+
+
+def _called(model: Any, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _moved(tree: Any, device: Any, dtype: Any) -> Any:
+    """The batch on its device, floating tensors cast where the precision asks for it."""
+    if isinstance(tree, dict):
+        return {key: _moved(value, device, dtype) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return tuple(_moved(value, device, dtype) for value in tree)
+    if hasattr(tree, "is_floating_point"):
+        return tree.to(device=device, dtype=dtype if tree.is_floating_point() else None)
+    return tree
+
+
+def _optimizer(name: str, model: Any) -> Any:
+    import torch
+
+    # So small a rate that no weight leaves the range in which arithmetic has its usual speed.
+    rate = 1e-5
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    forms: dict[str, Callable[[], Any]] = {
+        "sgd": lambda: torch.optim.SGD(parameters, lr=rate),
+        "sgd-momentum": lambda: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
+        "adam": lambda: torch.optim.Adam(parameters, lr=rate),
+        "adamw": lambda: torch.optim.AdamW(parameters, lr=rate),
+    }
+    return forms[name]()
+
+
+def _time_canary() -> float:
+    """Median seconds of a fixed single-precision matrix product on this rank's cores."""
+    import torch
+
+    left, right = (torch.randn(_CANARY_SIDE, _CANARY_SIDE) for _ in range(2))
+    out = torch.empty_like(left)
+    seconds = []
+    for _ in range(_CANARY_REPEATS):
+        begin = time.perf_counter()
+        torch.mm(left, right, out=out)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def _page_faults() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _peak_memory_bytes(kind: str) -> int:
+    import resource
+    import sys
+
+    if kind == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated())
+    # Linux counts in KiB, macOS in bytes (getrusage(2)).
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

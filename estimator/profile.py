@@ -1,0 +1,457 @@
+"""Hold what was measured of one machine type, as checked values and as JSON.
+
+A profile stores measurements and simple fits; everything derived from them (kernel-cost fits,
+collective costs on a topology) is derived where it is used, so a better formula needs no new probe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from estimator.errors import ProfileError, StoreError, UnknownMachineError
+
+SCHEMA_VERSION = 1
+
+DeviceKind = Literal["cpu", "cuda"]
+Source = Literal["measured", "imported", "fitted", "datasheet"]
+LinkKind = Literal["h2d", "d2h", "d2d", "pcie", "nvlink", "roce", "infiniband", "tcp", "loopback"]
+CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
+
+
+def _check_positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{type(owner).__name__}.{name} must be positive, found {value}")
+
+
+def _check_not_negative(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{type(owner).__name__}.{name} must not be negative, found {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where a group of numbers comes from, and how far its fit or its repeats disagree."""
+
+    source: Source
+    at: str = ""
+    samples: int = 0
+    relative_error: float | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self, "samples", "relative_error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator, or one pinned group of CPU cores that acts as a device.
+
+    `memory_bytes` of a core group is its share of the machine's memory; `peak_flops_per_s` holds
+    dense peaks by dtype, from the datasheet or (for cores) the best rate the probe saw.
+    """
+
+    kind: DeviceKind
+    index: int
+    name: str
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float | None = None
+    peak_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    cores: tuple[int, ...] = ()
+    numa_node: int | None = None
+    details: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
+        for dtype, rate in self.peak_flops_per_s.items():
+            if not (math.isfinite(rate) and rate > 0):
+                raise ValueError(f"Device.peak_flops_per_s[{dtype}] must be positive, found {rate}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One direction of one connection; n bytes take latency_s + n / bandwidth_bytes_per_s.
+
+    `streams` devices used such links at once when it was measured, and the rate is what one of
+    them got. `points` are the measured (bytes, seconds), kept beside the fit.
+    """
+
+    kind: LinkKind
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    pinned: bool = False
+    streams: int = 1
+    points: tuple[tuple[float, float], ...] = ()
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self, "latency_s")
+        _check_positive(self, "bandwidth_bytes_per_s", "streams")
+        _check_points(self, self.points)
+
+    def transfer_time_s(self, size_bytes: float) -> float:
+        """Seconds for `size_bytes` bytes one way."""
+        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+
+def _check_points(owner: object, points: Iterable[tuple[float, float]]) -> None:
+    for size, seconds in points:
+        if not (math.isfinite(size) and size >= 0 and math.isfinite(seconds) and seconds > 0):
+            raise ValueError(
+                f"{type(owner).__name__}.points must be (bytes >= 0, seconds > 0), "
+                f"found ({size}, {seconds})"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCost:
+    """Measured size → time of one collective over one group shape.
+
+    `size_bytes` follows nccl-tests: the whole buffer of one rank (for all-gather and
+    reduce-scatter the gathered size). `cpu_s_per_byte` and `cpu_s` are the CPU seconds that one
+    rank's own cores spend on it (gloo), charged to compute where compute runs on those cores.
+    """
+
+    op: CollectiveName
+    backend: str
+    group_size: int
+    spans_nodes: bool = False
+    points: tuple[tuple[float, float], ...]
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    cpu_s: float = 0.0
+    cpu_s_per_byte: float = 0.0
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        _check_points(self, self.points)
+        _check_not_negative(self, "latency_s", "cpu_s", "cpu_s_per_byte")
+        _check_positive(self, "bandwidth_bytes_per_s", "group_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapCost:
+    """What an all-reduce costs compute that runs beside it on the same devices, and the reverse.
+
+    `exposed_ratio` = (compute and collective together − compute alone) / collective alone: 0 is
+    perfect overlap, 1 is none, above 1 they get in each other's way. `collective_slowdown_ratio` =
+    time of a collective beside compute / alone (≥ 0).
+    """
+
+    compute: Literal["compute_bound", "memory_bound"]
+    backend: str
+    group_size: int
+    size_bytes: int
+    exposed_ratio: float
+    collective_slowdown_ratio: float
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self, "exposed_ratio", "collective_slowdown_ratio")
+        _check_positive(self, "group_size", "size_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelPoint:
+    """One probed kernel call: `call` is `OpCall.encode()`.
+
+    `warm_s`: inputs as the previous op left them (in cache where they fit), output memory already
+    touched. `cold_s`: inputs read from main memory; None where the device has no such difference.
+    Neither includes the host's dispatch cost beyond the bare operator call. `spread_ratio` is half
+    the 10–90 % range of the repeats over their median.
+    """
+
+    call: Mapping[str, Any]
+    warm_s: float
+    cold_s: float | None = None
+    spread_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "warm_s", "cold_s")
+        _check_not_negative(self, "spread_ratio")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCost:
+    """Every probed call of one operator in one dtype."""
+
+    target: str
+    dtype: str
+    points: tuple[KernelPoint, ...]
+    provenance: Provenance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contention:
+    """How much slower a kernel runs on each of `devices_busy` devices busy at once.
+
+    `points` are (bytes touched by the call, seconds busy / seconds alone).
+    """
+
+    bound: Literal["compute", "memory", "first_touch", "update"]
+    devices_busy: int
+    points: tuple[tuple[float, float], ...]
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "devices_busy")
+        _check_points(self, self.points)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCost:
+    """Seconds of host work: what a step costs when kernels take no time at all.
+
+    forward_op_s: one differentiable op called from Python, recorded by autograd, beyond the bare
+    operator call that `KernelPoint` times; forward_view_s: the same for a view; backward_op_s: one
+    backward node beyond its kernels; bare_op_s: the bare call of the smallest kernel; module_call_s:
+    one `nn.Module.__call__`; step_s: an empty training step (zero_grad, backward entry, update
+    entry). ddp_step_s / ddp_bucket_s: what DDP adds per step and per bucket.
+    """
+
+    forward_op_s: float
+    forward_view_s: float
+    backward_op_s: float
+    bare_op_s: float
+    module_call_s: float
+    step_s: float = 0.0
+    ddp_step_s: float = 0.0
+    ddp_bucket_s: float = 0.0
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        _check_not_negative(
+            self, *(item.name for item in dataclasses.fields(self) if item.name != "provenance")
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCost:
+    """What the probe saw of memory: page faults, caches, allocator settings.
+
+    `first_touch_s_per_byte` is the cost of memory the process has not touched since it got it from
+    the operating system; `mmap_threshold_bytes` the size from which an allocation always is such
+    memory (glibc: 32 MiB once warmed up). `cold_read_s_per_byte` is what a byte read from main
+    memory costs beyond one read from cache. Cache sizes are those that one device can use alone.
+    """
+
+    first_touch_s_per_byte: float = 0.0
+    page_bytes: int = 4096
+    allocator: str = "unknown"
+    mmap_threshold_bytes: int | None = None
+    cold_read_s_per_byte: float = 0.0
+    private_cache_bytes: int = 0
+    shared_cache_bytes: int = 0
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        _check_not_negative(
+            self,
+            "first_touch_s_per_byte",
+            "cold_read_s_per_byte",
+            "private_cache_bytes",
+            "shared_cache_bytes",
+        )
+        _check_positive(self, "page_bytes", "mmap_threshold_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateCost:
+    """Optimizer step: launch_s + tensors · per_tensor_s + parameters · per_parameter_s.
+
+    `form` is how torch runs it: ``loop`` (one tensor at a time), ``foreach`` or ``fused``.
+    `zero_grad` costs are part of the step's host cost.
+    """
+
+    optimizer: str
+    form: Literal["loop", "foreach", "fused"]
+    device: DeviceKind
+    dtype: str = "float32"
+    launch_s: float
+    per_tensor_s: float
+    per_parameter_s: float
+    points: tuple[tuple[float, float, float], ...] = ()
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self, "launch_s", "per_tensor_s", "per_parameter_s")
+        for tensors, parameters, seconds in self.points:
+            if not (tensors > 0 and parameters > 0 and seconds > 0):
+                raise ValueError("UpdateCost.points must be (tensors, parameters, seconds) > 0")
+
+    def update_time_s(self, *, tensors: int, parameters: int) -> float:
+        """Seconds for one optimizer step over `tensors` tensors of `parameters` elements in all."""
+        return self.launch_s + tensors * self.per_tensor_s + parameters * self.per_parameter_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineProfile:
+    """Everything known of one machine type: one node with `devices`."""
+
+    name: str
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()
+    network: Link | None = None
+    collectives: tuple[CollectiveCost, ...] = ()
+    overlaps: tuple[OverlapCost, ...] = ()
+    kernels: tuple[KernelCost, ...] = ()
+    contentions: tuple[Contention, ...] = ()
+    host: HostCost | None = None
+    memory: MemoryCost | None = None
+    updates: tuple[UpdateCost, ...] = ()
+    software: Mapping[str, str] = field(default_factory=dict)
+    hardware: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    canary_s: float | None = None
+    rank_spread_ratio: float | None = None
+    missing: tuple[str, ...] = ()
+    provenance: Provenance
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ValueError("MachineProfile.devices is empty; a machine has at least one device")
+        if self.schema_version != SCHEMA_VERSION:
+            raise ValueError(
+                f"profile has schema version {self.schema_version}, this package reads "
+                f"{SCHEMA_VERSION}; probe the machine again"
+            )
+        _check_positive(self, "canary_s")
+        _check_not_negative(self, "rank_spread_ratio")
+
+    @property
+    def kind(self) -> DeviceKind:
+        """The kind of the machine's devices; all devices of a profile are of one kind."""
+        return self.devices[0].kind
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `from_dict` is the inverse."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any, *, origin: str = "profile") -> MachineProfile:
+        """Check and build a profile from plain JSON values; raises ProfileError naming `origin`."""
+        from pydantic import ValidationError
+
+        try:
+            return _adapter().validate_python(data)  # type: ignore[no-any-return]
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "top level"
+            raise ProfileError(
+                f"{origin} is not a machine profile ({where}: {first['msg']}); "
+                "run 'estimator probe' to write a new one"
+            ) from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile as JSON, whole or not at all."""
+        write_text_atomically(Path(path), json.dumps(self.to_dict(), indent=1, allow_nan=False))
+
+
+@lru_cache(maxsize=1)
+def _adapter() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(MachineProfile)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a profile file."""
+    schema: dict[str, Any] = _adapter().json_schema()
+    return schema
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write `text` to `path` through a temporary file beside it; raises StoreError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {path} ({error.strerror}); choose another place with --out or "
+            "ESTIMATOR_HOME"
+        ) from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise StoreError(
+            f"cannot write {path} ({error.strerror}); choose another place with --out or "
+            "ESTIMATOR_HOME"
+        ) from None
+
+
+def home() -> Path:
+    """The user's store: $ESTIMATOR_HOME, by default the platform's user-data folder."""
+    chosen = os.environ.get("ESTIMATOR_HOME")
+    if chosen:
+        return Path(chosen)
+    from platformdirs import user_data_path
+
+    return user_data_path("throughput-estimator", appauthor=False)
+
+
+def machine_folders() -> tuple[Path, ...]:
+    """Where machines are looked up by name: the user's store first, then the shipped catalogue."""
+    packaged = Path(str(resources.files("estimator"))) / "data" / "machines"
+    checkout = Path(__file__).resolve().parent.parent / "data" / "machines"
+    return (home() / "machines", packaged if packaged.is_dir() else checkout)
+
+
+def known_machines() -> dict[str, Path]:
+    """Every machine that can be named, with its file; the user's own hide shipped ones."""
+    found: dict[str, Path] = {}
+    for folder in machine_folders():
+        for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+            found.setdefault(path.stem, path)
+    return found
+
+
+def load_profile(name_or_path: str | os.PathLike[str]) -> MachineProfile:
+    """Load a profile by machine name (user's store, then shipped catalogue) or by path.
+
+    Raises UnknownMachineError if nothing goes by that name, ProfileError if the file is damaged.
+    """
+    text = os.fspath(name_or_path)
+    machines = known_machines()
+    if text in machines:
+        path = machines[text]
+    elif text.endswith(".json") or os.sep in text:
+        path = Path(text)
+    else:
+        known = ", ".join(machines) or "none yet"
+        hint = "run 'estimator probe' first" if text.startswith("local") else f"known: {known}"
+        raise UnknownMachineError(f"no machine profile is called '{text}'; {hint}")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UnknownMachineError(
+            f"there is no profile file {path}; run 'estimator probe --out {path}'"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"cannot read profile {path} ({error}); check the file") from None
+    try:
+        data = json.loads(content)
+    except json.JSONDecodeError as error:
+        raise ProfileError(
+            f"{path} is damaged (not JSON at line {error.lineno}); run 'estimator probe' to write "
+            "a new one"
+        ) from None
+    return MachineProfile.from_dict(data, origin=str(path))

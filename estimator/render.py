@@ -1,0 +1,351 @@
+"""Lay out estimates, profiles and comparisons as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from statistics import geometric_mean
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from estimator.comparison import Compared, Unit, median_difference_ratio
+from estimator.units import (
+    format_bandwidth,
+    format_bytes,
+    format_count,
+    format_ratio,
+    format_seconds,
+)
+
+if TYPE_CHECKING:
+    from estimator.estimates import Estimate
+    from estimator.profile import CollectiveCost, KernelCost, MachineProfile, Provenance
+    from estimator.validation import Validation
+
+BAR_WIDTH = 32
+FITS_WORDS = {"yes": "fits", "no": "does not fit", "uncertain": "may not fit"}
+
+
+def format_interval(answer: Estimate) -> str:
+    """Step time with half the width of its interval: ``412 ms ± 6 %``."""
+    half_ratio = (answer.high_s - answer.low_s) / 2 / answer.step_time_s
+    return f"{format_seconds(answer.step_time_s)} ± {format_ratio(half_ratio)}"
+
+
+def _facts(rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _grid(title: str, *columns: str, numbers: int = 0) -> Table:
+    """A table whose last `numbers` columns are right-aligned figures."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        is_number = index >= len(columns) - numbers
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=is_number)
+    return table
+
+
+def _bar(ratio: float, width: int = BAR_WIDTH) -> str:
+    return "█" * round(max(0.0, ratio) * width)
+
+
+def _headed(heading: str, lines: Iterable[str]) -> Text:
+    return Text("\n".join([heading, *(f"  {line}" for line in lines)]) + "\n")
+
+
+def _part_name(field_name: str) -> str:
+    return field_name.removesuffix("_s").replace("_", " ")
+
+
+def estimate_report(answer: Estimate, *, name: str, duration_s: float | None = None) -> Group:
+    """Everything a person wants of one estimate, the time first."""
+    ranks = "1 rank" if answer.ranks == 1 else f"{answer.ranks} ranks"
+    rows = [
+        ("step time", format_interval(answer)),
+        ("throughput", f"{format_count(answer.samples_per_s)}samples/s"),
+        ("batch", f"{answer.batch_per_gpu} per device, {answer.global_batch} in all"),
+        ("bottleneck", answer.bottleneck),
+        ("peak memory", f"{format_bytes(answer.peak_memory_bytes)} ({FITS_WORDS[answer.fits]})"),
+    ]
+    if answer.tokens_per_s is not None:
+        rows.insert(2, ("", f"{format_count(answer.tokens_per_s)}tokens/s"))
+    if answer.mfu_ratio is not None:
+        rows.append(("MFU", format_ratio(answer.mfu_ratio)))
+    if duration_s is not None:
+        rows.append(("duration", format_seconds(duration_s)))
+    parts: list[RenderableType] = [
+        Text(f"{name} on {answer.allocation}, {ranks}, {answer.strategy}", style="bold"),
+        _facts(rows),
+        _breakdown_table(answer),
+        _provenance_table(answer),
+    ]
+    if answer.assumptions:
+        parts.append(_headed("assumptions", answer.assumptions))
+    return Group(*parts)
+
+
+def _breakdown_table(answer: Estimate) -> Table:
+    table = _grid("where the time goes", "part", "", "time", "share", numbers=2)
+    for field in fields(answer.breakdown):
+        seconds = getattr(answer.breakdown, field.name)
+        if seconds > 0:
+            ratio = seconds / answer.step_time_s
+            table.add_row(
+                _part_name(field.name), _bar(ratio), format_seconds(seconds), format_ratio(ratio)
+            )
+    return table
+
+
+def _provenance_table(answer: Estimate) -> Table:
+    table = _grid(
+        "where the numbers come from", "part", "source", "share of time", "error", numbers=2
+    )
+    for part, source, share_ratio, relative_error in answer.provenance:
+        error = "?" if relative_error is None else f"± {format_ratio(relative_error)}"
+        table.add_row(part, source, format_ratio(share_ratio), error)
+    return table
+
+
+def check_report(answer: Estimate, missing: Mapping[str, tuple[str, ...]], *, name: str) -> Group:
+    """What an estimate lacks: parts not measured, assumptions, gaps of the profiles."""
+    parts: list[RenderableType] = [
+        Text(f"{name} on {answer.allocation}: {format_interval(answer)}", style="bold"),
+        _provenance_table(answer),
+    ]
+    if answer.assumptions:
+        parts.append(_headed("assumed", answer.assumptions))
+    for machine, gaps in missing.items():
+        if gaps:
+            parts.append(_headed(f"missing from profile '{machine}'", gaps))
+    return Group(*parts)
+
+
+def validation_report(cases: Iterable[Validation], *, name: str) -> Group:
+    """Predicted beside measured, one row an allocation, then where the time was expected to go."""
+    cases = tuple(cases)
+    table = _grid(
+        f"{name}: predicted first, then measured",
+        "allocation",
+        "predicted",
+        "measured",
+        "noise",
+        "error",
+        "within interval",
+        numbers=5,
+    )
+    for case in cases:
+        table.add_row(
+            str(case.predicted.allocation),
+            format_interval(case.predicted),
+            format_seconds(case.measured_s),
+            f"± {format_ratio(case.noise_ratio)}",
+            format_ratio(case.error_ratio),
+            "yes" if case.is_within_interval else "no",
+        )
+    return Group(table, *(_validated_breakdown(case) for case in cases))
+
+
+def _validated_breakdown(case: Validation) -> Text:
+    step_s = case.predicted.step_time_s
+    shares = [
+        f"{_part_name(field.name)} {format_ratio(seconds / step_s)}"
+        for field in fields(case.predicted.breakdown)
+        if (seconds := getattr(case.predicted.breakdown, field.name)) > 0.0005 * step_s
+    ]
+    return Text(f"{case.predicted.allocation} spends: {', '.join(shares)}")
+
+
+def machines_table(machines: Mapping[str, tuple[Path, MachineProfile | None]]) -> Table:
+    """Every machine that can be named; a damaged profile says so."""
+    table = _grid("", "machine", "devices", "made", "file")
+    for name, (path, profile) in machines.items():
+        if profile is None:
+            table.add_row(name, "damaged; probe again", "", str(path))
+        else:
+            table.add_row(name, _devices_in_words(profile), _origin(profile.provenance), str(path))
+    return table
+
+
+def _devices_in_words(profile: MachineProfile) -> str:
+    return f"{len(profile.devices)} x {profile.devices[0].name}"
+
+
+def _origin(provenance: Provenance) -> str:
+    return f"{provenance.source} {provenance.at}".strip()
+
+
+def profile_report(profile: MachineProfile) -> Group:
+    """A profile group by group, fastest kernels first."""
+    rows = [("made", _origin(profile.provenance))]
+    rows += [(key, str(value)) for key, value in profile.hardware.items() if value is not None]
+    rows += [(key, value) for key, value in profile.software.items()]
+    parts: list[RenderableType] = [
+        Text(f"{profile.name}: {_devices_in_words(profile)}", style="bold"),
+        _facts(rows),
+        _devices_table(profile),
+        _host_facts(profile),
+    ]
+    if profile.kernels:
+        parts.append(_kernels_table(profile))
+    if profile.links or profile.network:
+        parts.append(_links_table(profile))
+    if profile.collectives:
+        parts.append(_collectives_table(profile))
+    if profile.updates:
+        parts.append(_updates_table(profile))
+    if profile.missing:
+        parts.append(_headed("missing", profile.missing))
+    return Group(*parts)
+
+
+def _devices_table(profile: MachineProfile) -> Table:
+    table = _grid("devices", "device", "name", "cores", "memory", "bandwidth", "peak", numbers=3)
+    for device in profile.devices:
+        bandwidth = device.memory_bandwidth_bytes_per_s
+        peaks = (
+            f"{dtype} {format_count(rate)}FLOP/s" for dtype, rate in device.peak_flops_per_s.items()
+        )
+        table.add_row(
+            f"{device.kind}:{device.index}",
+            device.name,
+            ",".join(map(str, device.cores)),
+            format_bytes(device.memory_bytes),
+            "" if bandwidth is None else format_bandwidth(bandwidth),
+            "\n".join(peaks),
+        )
+    return table
+
+
+def _host_facts(profile: MachineProfile) -> Table:
+    rows = []
+    if profile.host is not None:
+        rows += [
+            (f"host, {_part_name(field.name)}", format_seconds(getattr(profile.host, field.name)))
+            for field in fields(profile.host)
+            if field.name.endswith("_s")
+        ]
+    if profile.memory is not None:
+        per_gib_s = profile.memory.first_touch_s_per_byte * 2**30
+        rows.append(("first touch of 1 GiB", format_seconds(per_gib_s)))
+        rows.append(("allocator", profile.memory.allocator))
+    if profile.rank_spread_ratio is not None:
+        rows.append(("spread between ranks", format_ratio(profile.rank_spread_ratio)))
+    return _facts(rows)
+
+
+def _best_rate(kernel: KernelCost) -> float:
+    """Bytes of tensors passed per second by the fastest probed call, inputs warm."""
+    from estimator.tensors import OpCall
+
+    rates = []
+    for point in kernel.points:
+        call = OpCall.decode(dict(point.call))
+        rates.append(sum(spec.nbytes for spec in (*call.inputs, *call.outputs)) / point.warm_s)
+    return max(rates, default=0.0)
+
+
+def _kernels_table(profile: MachineProfile) -> Table:
+    table = _grid(
+        "kernels", "operator", "dtype", "calls probed", "shortest", "best data rate", numbers=3
+    )
+    for kernel in sorted(profile.kernels, key=_best_rate, reverse=True):
+        shortest_s = min((point.warm_s for point in kernel.points), default=0.0)
+        table.add_row(
+            kernel.target,
+            kernel.dtype,
+            str(len(kernel.points)),
+            format_seconds(shortest_s),
+            format_bandwidth(_best_rate(kernel)),
+        )
+    return table
+
+
+def _links_table(profile: MachineProfile) -> Table:
+    table = _grid("links", "link", "streams", "latency", "bandwidth", "fit error", numbers=4)
+    network = () if profile.network is None else (profile.network,)
+    for link in (*profile.links, *network):
+        error = link.provenance.relative_error
+        table.add_row(
+            f"{link.kind}{', pinned' if link.pinned else ''}",
+            str(link.streams),
+            format_seconds(link.latency_s),
+            format_bandwidth(link.bandwidth_bytes_per_s),
+            "" if error is None else format_ratio(error),
+        )
+    return table
+
+
+def _collective_name(cost: CollectiveCost) -> str:
+    across = ", across nodes" if cost.spans_nodes else ""
+    return f"{cost.op.replace('_', '-')}, {cost.backend}{across}"
+
+
+def _collectives_table(profile: MachineProfile) -> Table:
+    table = _grid(
+        "collectives", "collective", "ranks", "latency", "bandwidth", "fit error", numbers=4
+    )
+    for cost in profile.collectives:
+        error = cost.provenance.relative_error
+        table.add_row(
+            _collective_name(cost),
+            str(cost.group_size),
+            format_seconds(cost.latency_s),
+            format_bandwidth(cost.bandwidth_bytes_per_s),
+            "" if error is None else format_ratio(error),
+        )
+    return table
+
+
+def _updates_table(profile: MachineProfile) -> Table:
+    table = _grid(
+        "updates", "optimizer", "dtype", "launch", "per tensor", "per 1 M parameters", numbers=3
+    )
+    for update in profile.updates:
+        table.add_row(
+            f"{update.optimizer}, {update.form}, {update.device}",
+            update.dtype,
+            format_seconds(update.launch_s),
+            format_seconds(update.per_tensor_s),
+            format_seconds(update.per_parameter_s * 1e6),
+        )
+    return table
+
+
+def comparison_report(rows: tuple[Compared, ...], *, first: str, second: str) -> RenderableType:
+    """Two profiles side by side; the calls of a kernel are drawn together into one ratio."""
+    if not rows:
+        return Text(f"{first} and {second} have no number in common")
+    table = _grid("", "quantity", first, second, "ratio", numbers=3)
+    calls: dict[str, list[float]] = {}
+    for row in rows:
+        if row.group.startswith("kernel "):
+            calls.setdefault(row.group, []).append(row.ratio)
+        else:
+            table.add_row(
+                f"{row.group}: {row.name}",
+                _FORMATS[row.unit](row.first),
+                _FORMATS[row.unit](row.second),
+                f"{row.ratio:.2f}",
+            )
+    for group, ratios in calls.items():
+        table.add_row(f"{group} ({len(ratios)} calls)", "", "", f"{geometric_mean(ratios):.2f}")
+    difference = format_ratio(median_difference_ratio(rows))
+    return Group(table, Text(f"{len(rows)} numbers in common, median difference {difference}"))
+
+
+_FORMATS: Mapping[Unit, Callable[[float], str]] = {
+    "s": format_seconds,
+    "bytes": format_bytes,
+    "bytes_per_s": format_bandwidth,
+    "flops_per_s": lambda rate: f"{format_count(rate)}FLOP/s",
+}

@@ -1,0 +1,130 @@
+"""Turn what a command asks for into a graph, an estimate and a real training run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from estimator.allocation import Allocation
+from estimator.errors import AllocationError, ModelError
+from estimator.profile import MachineProfile, load_profile
+from estimator.workload import Strategy
+
+if TYPE_CHECKING:
+    from estimator.estimates import Estimate
+    from estimator.graph.ops import OpGraph
+
+
+def profiles_of(allocation: str) -> tuple[MachineProfile, ...]:
+    """The profile of each group of an allocation; raises AllocationError, UnknownMachineError."""
+    profiles = []
+    for group in Allocation.parse(allocation).groups:
+        if group.machine is None:
+            raise AllocationError(
+                f"'{group}' names a host, whose machine type is not known; write "
+                f"1x{group.devices_per_node}:MACHINE"
+            )
+        profiles.append(load_profile(group.machine))
+    return tuple(profiles)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A model with how it is trained; None means the default, or what a saved graph has.
+
+    `batch` counts samples per device and micro-batch, `global_batch` those of a whole step.
+    """
+
+    model: str
+    batch: int | None = None
+    global_batch: int | None = None
+    accumulation: int = 1
+    seq_len: int | None = None
+    optimizer: str | None = None
+    precision: str | None = None
+    strategy: str = "ddp"
+    measure: bool = False
+
+    def graph(
+        self, allocations: Sequence[str], report: Callable[[str, float], None] | None = None
+    ) -> OpGraph:
+        """The saved graph that the model names, or its trace for the first machine's kind.
+
+        Allocations and strategy are checked first, since building a model can take long. `report`
+        is told what is being measured and how far that is, from 0 to 1.
+        """
+        Strategy.parse(self.strategy)
+        machines = [profiles_of(text) for text in allocations]
+        from estimator.graph.models import is_saved_graph, load_model
+        from estimator.graph.ops import OpGraph
+
+        if is_saved_graph(self.model):
+            graph = OpGraph.load(self.model)
+            self._check_as_traced(graph)
+            return graph
+        from estimator.api import trace_model
+
+        model, batch, loss, name = load_model(self.model, batch=self.batch, seq_len=self.seq_len)
+        return trace_model(
+            model,
+            batch,
+            loss=loss,
+            optimizer=self.optimizer or "adamw",
+            precision=self.precision or "fp32",
+            target=machines[0][0].kind,
+            measure=self.measure,
+            profile=machines[0][0],
+            name=name,
+            report=report,
+        )
+
+    def _check_as_traced(self, graph: OpGraph) -> None:
+        for option, asked, traced in (
+            ("optimizer", self.optimizer, graph.optimizer),
+            ("precision", self.precision, graph.precision),
+            ("measure", self.measure or None, bool(graph.timings)),
+            ("seq-len", self.seq_len, graph.tokens_per_sample),
+        ):
+            if asked is not None and asked != traced:
+                raise ModelError(
+                    f"{self.model} was traced with {option} {traced}; leave out --{option} or "
+                    "name the model itself"
+                )
+
+    def estimate(self, graph: OpGraph, allocation: str) -> Estimate:
+        """The estimate of a traced graph on an allocation."""
+        from estimator.api import estimate
+
+        return estimate(
+            graph,
+            allocation,
+            batch_per_gpu=self.batch,
+            global_batch=self.global_batch,
+            accumulation_steps=self.accumulation,
+            strategy=self.strategy,
+        )
+
+    def trainer(
+        self, graph: OpGraph, *, steps: int, warmup_steps: int
+    ) -> Callable[[Estimate], float]:
+        """A function that trains as an estimate assumed: the slowest rank's seconds per step."""
+        from estimator.probe.training import train
+
+        def run(predicted: Estimate) -> float:
+            devices = profiles_of(str(predicted.allocation))[0].devices[: predicted.ranks]
+            training = train(
+                self.model,
+                devices,
+                batch=predicted.batch_per_gpu,
+                optimizer=graph.optimizer,
+                precision=graph.precision,
+                strategy=self.strategy,
+                steps=steps,
+                warmup_steps=warmup_steps,
+                accumulation_steps=self.accumulation,
+                seq_len=self.seq_len,
+            )
+            return training.slowest_step_s
+
+        return run

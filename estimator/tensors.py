@@ -1,0 +1,151 @@
+"""Describe a tensor by shape, dtype and strides, without holding one.
+
+A call of an operator is described by its target and its *arguments*: a tuple of trees whose leaves
+are `TensorSpec`, plain numbers, strings, booleans, None; lists are tuples; keyword arguments stand
+in a separate mapping. The same description keys probed kernels, traced ops and timed ops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "complex64": 8,
+    "complex128": 16,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, dtype (torch's name without ``torch.``) and strides (None: contiguous)."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements; a tensor expanded by stride 0 counts each element once."""
+        return self.numel * ITEM_BYTES.get(self.dtype, 4)
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes actually spanned in memory: an expanded dimension (stride 0) costs nothing."""
+        if self.strides is None:
+            return self.nbytes
+        unique = math.prod(
+            size for size, stride in zip(self.shape, self.strides, strict=True) if stride != 0
+        )
+        return unique * ITEM_BYTES.get(self.dtype, 4)
+
+
+def tensor_leaves(tree: Any) -> Iterator[TensorSpec]:
+    """Every TensorSpec in a tree of tuples, lists and mappings, in order."""
+    if isinstance(tree, TensorSpec):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tensor_leaves(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tensor_leaves(item)
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """One call of an operator: ``aten.addmm.default`` with these arguments gives these outputs.
+
+    Hashable, so that equal calls share one timing; `encode` and `decode` go through plain JSON.
+    """
+
+    target: str
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Every tensor among the arguments, in order."""
+        positional = tuple(tensor_leaves(self.arguments))
+        return positional + tuple(tensor_leaves([value for _, value in self.keywords]))
+
+    @property
+    def dtype(self) -> str:
+        """The floating dtype that the kernel computes in: of its first floating input, else output."""
+        tensors = (*self.inputs, *self.outputs)
+        for spec in tensors:
+            if "float" in spec.dtype or "complex" in spec.dtype:
+                return spec.dtype
+        return tensors[0].dtype if tensors else "float32"
+
+    def encode(self) -> dict[str, Any]:
+        """Plain lists, numbers and strings, as stored in profiles and in the timing store."""
+        return {
+            "target": self.target,
+            "arguments": encode_tree(self.arguments),
+            "keywords": {name: encode_tree(value) for name, value in self.keywords},
+            "outputs": encode_tree(self.outputs),
+        }
+
+    @classmethod
+    def decode(cls, data: dict[str, Any]) -> OpCall:
+        """The inverse of `encode`; raises KeyError, TypeError or ValueError on anything else."""
+        keywords = data.get("keywords", {})
+        return cls(
+            target=str(data["target"]),
+            arguments=decode_tree(data["arguments"]),
+            keywords=tuple((name, decode_tree(value)) for name, value in keywords.items()),
+            outputs=decode_tree(data["outputs"]),
+        )
+
+
+def encode_tree(tree: Any) -> Any:
+    """A tree as JSON: a tensor is ``{"t": shape, "d": dtype[, "s": strides]}``."""
+    if isinstance(tree, TensorSpec):
+        coded: dict[str, Any] = {"t": list(tree.shape), "d": tree.dtype}
+        if tree.strides is not None:
+            coded["s"] = list(tree.strides)
+        return coded
+    if isinstance(tree, (tuple, list)):
+        return [encode_tree(item) for item in tree]
+    if isinstance(tree, float) and not math.isfinite(tree):
+        return {"f": str(tree)}
+    return tree
+
+
+def decode_tree(data: Any) -> Any:
+    """The inverse of `encode_tree`; lists come back as tuples."""
+    if isinstance(data, dict):
+        if "f" in data:
+            return float(data["f"])
+        strides = data.get("s")
+        return TensorSpec(
+            shape=tuple(int(size) for size in data["t"]),
+            dtype=str(data["d"]),
+            strides=None if strides is None else tuple(int(stride) for stride in strides),
+        )
+    if isinstance(data, list):
+        return tuple(decode_tree(item) for item in data)
+    return data

@@ -1,0 +1,1 @@
+"""Turn a graph and machine profiles into when each thing runs."""

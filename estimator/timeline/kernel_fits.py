@@ -1,0 +1,182 @@
+"""Turn probed kernel calls into seconds for calls never probed.
+
+Each family of operators has a physical form (a constant, work and traffic terms, all ≥ 0) fitted to
+its probed points in relative error by non-negative least squares; what the form leaves is smoothed
+over the probed points in log-feature space (Nadaraya 1964, Watson 1964) and multiplied back in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.graph.costs import Features, features_of
+from estimator.profile import MachineProfile
+from estimator.tensors import OpCall
+
+Array = NDArray[np.float64]
+
+# Width of the smoothing kernel in natural-log units, and how far another operator of the same
+# family, or another memory layout, counts as away.
+_WIDTH = 0.9
+_OTHER_TARGET = 2.5
+_OTHER_LAYOUT = 2.0
+# Weight of "no correction" among the neighbours: far from every point the physical form stands.
+_PRIOR_WEIGHT = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds with inputs in cache and from memory, and the fit's own relative error."""
+
+    warm_s: float
+    cold_s: float
+    relative_error: float
+    source: str
+
+
+def terms(features: Features) -> tuple[float, ...]:
+    """The physical terms whose non-negative combination is the time of a call."""
+    cost = features.cost
+    if features.family == "matmul":
+        batch, rows, columns, inner = features.dims[:4]
+        return (
+            1.0,
+            batch * rows * columns * inner,
+            batch * rows * inner,
+            batch * inner * columns,
+            batch * rows * columns,
+        )
+    if features.family in ("convolution", "attention", "recurrent"):
+        return (1.0, cost.flops, cost.read_bytes, cost.written_bytes)
+    rows = features.dims[0] if features.dims else 1.0
+    return (1.0, rows, cost.flops, cost.read_bytes + cost.written_bytes)
+
+
+def coordinates(features: Features) -> tuple[float, ...]:
+    """Where a call stands in log-feature space."""
+    dims = [math.log(max(value, 1.0)) for value in features.dims]
+    if features.family in ("matmul", "convolution", "attention"):
+        return tuple(dims)
+    moved = math.log(max(features.cost.moved_bytes, 1.0))
+    run = 0.5 * math.log(min(max(features.innermost_run, 1), 4096))
+    return (moved, 0.5 * (dims[-1] if len(dims) > 1 else 0.0), run)
+
+
+def nonnegative_fit(rows: Array, seconds: Array) -> Array:
+    """Coefficients ≥ 0 that minimise the squared relative error of rows @ coefficients."""
+    from scipy.optimize import nnls
+
+    scaled = rows / seconds[:, None]
+    norms = np.maximum(np.linalg.norm(scaled, axis=0), 1e-300)
+    solution, _ = nnls(scaled / norms, np.ones(len(seconds)), maxiter=50 * rows.shape[1])
+    return np.asarray(solution / norms)
+
+
+@dataclass(slots=True)
+class _Form:
+    """A fitted physical form with the residuals of its own points."""
+
+    warm: Array
+    cold: Array
+
+    def seconds(self, features: Features) -> tuple[float, float]:
+        row = np.asarray(terms(features))
+        return max(float(row @ self.warm), 1e-9), max(float(row @ self.cold), 1e-9)
+
+
+class FamilyFit:
+    """All probed calls of one family in one dtype."""
+
+    def __init__(self, points: Sequence[tuple[Features, float, float]]) -> None:
+        self.features = [point[0] for point in points]
+        self.warm = np.array([point[1] for point in points])
+        self.cold = np.array([max(point[2], point[1]) for point in points])
+        self.coordinates = np.array([coordinates(features) for features in self.features])
+        self.targets = np.array([features.target for features in self.features])
+        self.layouts = np.array([features.layout for features in self.features])
+        rows = np.array([terms(features) for features in self.features])
+        self.whole = _Form(nonnegative_fit(rows, self.warm), nonnegative_fit(rows, self.cold))
+        self.forms: dict[str, _Form] = {}
+        for target in set(self.targets.tolist()):
+            mine = self.targets == target
+            if mine.sum() >= 3:
+                self.forms[target] = _Form(
+                    nonnegative_fit(rows[mine], self.warm[mine]),
+                    nonnegative_fit(rows[mine], self.cold[mine]),
+                )
+        based = [self._form(features).seconds(features) for features in self.features]
+        self.warm_residual = np.log(self.warm / np.array([pair[0] for pair in based]))
+        self.cold_residual = np.log(self.cold / np.array([pair[1] for pair in based]))
+        self.relative_error = self._leave_one_out_error()
+
+    def _form(self, features: Features) -> _Form:
+        return self.forms.get(features.target, self.whole)
+
+    def _weights(self, features: Features) -> Array:
+        gap = self.coordinates - np.array(coordinates(features))
+        distance = (gap * gap).sum(axis=1)
+        distance = distance + np.where(self.targets == features.target, 0.0, _OTHER_TARGET**2)
+        distance = distance + np.where(self.layouts == features.layout, 0.0, _OTHER_LAYOUT**2)
+        return np.asarray(np.exp(-distance / (2 * _WIDTH**2)))
+
+    def predict(self, features: Features, *, without: int | None = None) -> tuple[float, float]:
+        """(warm_s, cold_s) of a call; `without` leaves one probed point out."""
+        weights = self._weights(features)
+        if without is not None:
+            weights[without] = 0.0
+        warm, cold = self._form(features).seconds(features)
+        total = weights.sum() + _PRIOR_WEIGHT
+        warm *= math.exp(float(weights @ self.warm_residual) / total)
+        cold *= math.exp(float(weights @ self.cold_residual) / total)
+        return warm, max(cold, warm)
+
+    def _leave_one_out_error(self) -> float:
+        if len(self.features) < 3:
+            return 0.5
+        errors = [
+            abs(math.log(self.predict(features, without=index)[0] / self.warm[index]))
+            for index, features in enumerate(self.features)
+        ]
+        return float(np.median(errors))
+
+
+class KernelFits:
+    """Every family of a profile; predicts any call whose cost is known."""
+
+    def __init__(self, profile: MachineProfile) -> None:
+        groups: dict[tuple[str, str], list[tuple[Features, float, float]]] = defaultdict(list)
+        self.exact: dict[OpCall, tuple[float, float]] = {}
+        for kernel in profile.kernels:
+            for point in kernel.points:
+                call = OpCall.decode(dict(point.call))
+                cold = point.cold_s if point.cold_s is not None else point.warm_s
+                self.exact[call] = (point.warm_s, max(cold, point.warm_s))
+                features = features_of(call)
+                if features is not None:
+                    groups[features.family, features.dtype].append((features, point.warm_s, cold))
+        self.fits = {key: FamilyFit(points) for key, points in groups.items()}
+
+    def predict(self, call: OpCall) -> Prediction | None:
+        """Seconds of a call from the probed points; None where its family was not probed."""
+        if call in self.exact:
+            warm, cold = self.exact[call]
+            return Prediction(warm, cold, 0.03, "measured")
+        features = features_of(call)
+        if features is None:
+            return None
+        fit = self.fits.get((features.family, features.dtype))
+        error = 1.0
+        if fit is None:
+            same_family = [key for key in self.fits if key[0] == features.family]
+            if not same_family:
+                return None
+            fit = self.fits[same_family[0]]
+            error = 2.0
+        warm, cold = fit.predict(features)
+        return Prediction(warm, cold, error * fit.relative_error, "fitted")

@@ -1,0 +1,189 @@
+"""Simulate one data-parallel step: compute on each class of ranks, all-reduces beside it.
+
+Compute and collectives are fluids that slow each other down while both flow. With e the exposed
+ratio and s the collective's slowdown ratio of `OverlapCost`, a collective beside compute advances
+at 1/s of its own rate and compute at 1 − e/s of its own; the collectives in flight share the rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeLane:
+    """When the ops of one class of ranks end if no collective disturbs them.
+
+    `end_s` is per op, `ready_s` per bucket: the lane time at which the bucket can be reduced.
+    """
+
+    end_s: Array
+    ready_s: Array
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """How compute and collectives slow each other (see the module's docstring)."""
+
+    exposed_ratio: float = 0.0
+    collective_slowdown_ratio: float = 1.0
+
+    @property
+    def compute_rate(self) -> float:
+        return max(1.0 - self.exposed_ratio / self.slowdown, 0.0)
+
+    @property
+    def slowdown(self) -> float:
+        return max(self.collective_slowdown_ratio, self.exposed_ratio, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """The simulated interval from the first op to the last all-reduce.
+
+    `wall_at[c]` maps lane time of class c to wall time as (lane times, wall times) to interpolate;
+    `collectives` are (start, end) per bucket.
+    """
+
+    wall_at: tuple[tuple[Array, Array], ...]
+    collectives: tuple[tuple[float, float], ...]
+    compute_end_s: tuple[float, ...]
+    end_s: float
+
+
+def one_lane(host_s: Array, device_s: Array) -> Array:
+    """End of each op where host and compute are the same cores."""
+    return np.cumsum(host_s + device_s)
+
+
+def two_lanes(host_s: Array, device_s: Array) -> Array:
+    """End of each op on the device: in order, never before the host has issued it.
+
+    end_i = max(end_{i−1}, issued_i) + device_i, written as a running maximum.
+    """
+    issued = np.cumsum(host_s)
+    done = np.cumsum(device_s)
+    return np.asarray(np.maximum.accumulate(issued - (done - device_s)) + done)
+
+
+def simulate(
+    lanes: Sequence[ComputeLane], collective_s: Sequence[float], *, slots: int, overlap: Overlap
+) -> Flow:
+    """Run the classes of ranks and their shared queue of collectives to the end.
+
+    Collective k starts once every class has reached its `ready_s[k]`, its predecessors have
+    started and one of `slots` is free.
+    """
+    state = _State(lanes, collective_s, slots, overlap)
+    while not state.finished:
+        state.start_ready()
+        state.advance()
+    return state.flow()
+
+
+class _State:
+    """Positions of every lane and collective at one moment of the simulation."""
+
+    def __init__(
+        self,
+        lanes: Sequence[ComputeLane],
+        collective_s: Sequence[float],
+        slots: int,
+        overlap: Overlap,
+    ) -> None:
+        self.lanes = lanes
+        self.slots = slots
+        self.overlap = overlap
+        self.now = 0.0
+        self.position = [0.0] * len(lanes)
+        self.left = [float(seconds) for seconds in collective_s]
+        self.started = 0
+        self.active: list[int] = []
+        self.begin = [0.0] * len(self.left)
+        self.done = [0.0] * len(self.left)
+        self.compute_end = [0.0 if lane.total_s <= 0 else -1.0 for lane in lanes]
+        self.track: list[list[tuple[float, float]]] = [[(0.0, 0.0)] for _ in lanes]
+
+    @property
+    def computing(self) -> list[int]:
+        return [c for c, end in enumerate(self.compute_end) if end < 0]
+
+    @property
+    def finished(self) -> bool:
+        return self.started == len(self.left) and not self.active and not self.computing
+
+    def start_ready(self) -> None:
+        while self.started < len(self.left) and len(self.active) < self.slots:
+            k = self.started
+            ready = all(
+                self.compute_end[c] >= 0 or self.position[c] >= lane.ready_s[k] - 1e-15
+                for c, lane in enumerate(self.lanes)
+            )
+            if not ready:
+                return
+            self.begin[k] = self.now
+            self.active.append(k)
+            self.started += 1
+
+    def advance(self) -> None:
+        computing = self.computing
+        beside = bool(computing) and bool(self.active)
+        network_rate = 1.0 / max(len(self.active), 1)
+        if beside:
+            network_rate /= self.overlap.slowdown
+        compute_rate = self.overlap.compute_rate if self.active else 1.0
+        waits = [self.left[k] / network_rate for k in self.active]
+        if compute_rate > 0:
+            waits += [(self._next_stop(c) - self.position[c]) / compute_rate for c in computing]
+        step = max(min(waits), 0.0)
+        self.now += step
+        for c in computing:
+            self._move(c, step * compute_rate)
+        for k in list(self.active):
+            self.left[k] -= step * network_rate
+            if self.left[k] <= 1e-15:
+                self.done[k] = self.now
+                self.active.remove(k)
+
+    def _next_stop(self, c: int) -> float:
+        lane = self.lanes[c]
+        if self.started < len(self.left) and lane.ready_s[self.started] > self.position[c]:
+            return float(min(lane.ready_s[self.started], lane.total_s))
+        return lane.total_s
+
+    def _move(self, c: int, amount: float) -> None:
+        lane = self.lanes[c]
+        stop = self._next_stop(c)
+        moved = self.position[c] + amount
+        self.position[c] = stop if moved >= stop - 1e-15 * max(stop, 1.0) else moved
+        self.track[c].append((self.position[c], self.now))
+        if self.position[c] >= lane.total_s:
+            self.compute_end[c] = self.now
+
+    def flow(self) -> Flow:
+        walls = tuple(
+            (np.array([p for p, _ in track]), np.array([w for _, w in track]))
+            for track in self.track
+        )
+        return Flow(
+            wall_at=walls,
+            collectives=tuple(zip(self.begin, self.done, strict=True)),
+            compute_end_s=tuple(self.compute_end),
+            end_s=self.now,
+        )
+
+
+def expected_maximum(ranks: int) -> float:
+    """Expected maximum of `ranks` standard normal values (Blom 1958 approximation)."""
+    from statistics import NormalDist
+
+    if ranks <= 1:
+        return 0.0
+    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))

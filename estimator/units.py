@@ -1,0 +1,106 @@
+"""Convert between the base units used inside the package and the units people read and type.
+
+Inside: seconds, bytes, bytes per second, flops (a count), flops per second, ratios from 0 to 1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_SIZE_FACTORS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": 1 << 40,
+}
+_SIZE_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size_bytes(text: str) -> int:
+    """Read a size such as ``25MiB`` or ``1 GB`` (GB = 10^9, GiB = 2^30); raises ValueError.
+
+    >>> parse_size_bytes("25MiB")
+    26214400
+    """
+    match = _SIZE_PATTERN.fullmatch(text)
+    if match is None or match.group(2).lower() not in _SIZE_FACTORS:
+        raise ValueError(f"'{text}' is not a size; write a number and a unit such as 25MiB")
+    return round(float(match.group(1)) * _SIZE_FACTORS[match.group(2).lower()])
+
+
+def _three_digits(value: float) -> str:
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{digits}f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits with the unit that keeps the number between 1 and 1000.
+
+    >>> format_seconds(0.4123)
+    '412 ms'
+    """
+    if not math.isfinite(seconds):
+        return str(seconds)
+    if abs(seconds) >= 7200:
+        return f"{_three_digits(seconds / 3600)} h"
+    if abs(seconds) >= 120:
+        return f"{_three_digits(seconds / 60)} min"
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= factor * 0.9995:
+            return f"{_three_digits(seconds / factor)} {unit}"
+    return "0 s" if seconds == 0 else f"{_three_digits(seconds / 1e-9)} ns"
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Memory as people read it, in binary units.
+
+    >>> format_bytes(3 * 2**30)
+    '3.00 GiB'
+    """
+    for factor, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(size_bytes) >= factor:
+            return f"{_three_digits(size_bytes / factor)} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_bandwidth(bytes_per_s: float) -> str:
+    """Bandwidth in decimal GB/s.
+
+    >>> format_bandwidth(12.5e9)
+    '12.5 GB/s'
+    """
+    return f"{_three_digits(bytes_per_s / 1e9)} GB/s"
+
+
+def format_ratio(ratio: float) -> str:
+    """A ratio from 0 to 1 as a percentage.
+
+    >>> format_ratio(0.0612)
+    '6.1 %'
+    """
+    return f"{100 * ratio:.1f} %" if abs(ratio) < 0.1 else f"{100 * ratio:.0f} %"
+
+
+def format_count(value: float) -> str:
+    """A count or rate with three significant digits and an SI prefix.
+
+    >>> format_count(95_200_000_000)
+    '95.2 G'
+    """
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{_three_digits(value / factor)} {prefix}"
+    return f"{_three_digits(value)} "

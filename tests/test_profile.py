@@ -1,0 +1,99 @@
+"""Profiles: what is written can be read again, and impossible numbers are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from estimator.errors import ProfileError, StoreError, UnknownMachineError
+from estimator.profile import (
+    Link,
+    MachineProfile,
+    Provenance,
+    UpdateCost,
+    json_schema,
+    known_machines,
+    load_profile,
+)
+
+DATASHEET = Provenance(source="datasheet")
+
+
+def test_a_saved_profile_reads_back_equal(small_profile: MachineProfile, tmp_path: Path) -> None:
+    small_profile.save(tmp_path / "machine.json")
+    assert load_profile(tmp_path / "machine.json") == small_profile
+
+
+def test_a_machine_is_found_by_name_in_the_users_store(store: Path) -> None:
+    assert known_machines()["local"] == store / "machines" / "local.json"
+    assert load_profile("local").name == "local"
+
+
+def test_an_unknown_machine_is_answered_with_the_known_ones(store: Path) -> None:
+    with pytest.raises(UnknownMachineError, match="known: .*local"):
+        load_profile("h900")
+
+
+def test_a_transfer_takes_latency_plus_size_over_bandwidth() -> None:
+    link = Link(kind="pcie", latency_s=1e-5, bandwidth_bytes_per_s=1e9, provenance=DATASHEET)
+    # 10 µs + 1 MB at 1 GB/s = 1 ms
+    assert link.transfer_time_s(10**6) == pytest.approx(1.01e-3)
+
+
+def test_an_update_costs_a_launch_and_its_tensors_and_parameters() -> None:
+    update = UpdateCost(
+        optimizer="adam",
+        form="loop",
+        device="cpu",
+        launch_s=1.0,
+        per_tensor_s=0.1,
+        per_parameter_s=0.001,
+        provenance=DATASHEET,
+    )
+    assert update.update_time_s(tensors=5, parameters=100) == pytest.approx(1 + 0.5 + 0.1)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_rate_is_positive_and_finite(rate: float) -> None:
+    with pytest.raises(ValueError, match="bandwidth_bytes_per_s must be positive"):
+        Link(kind="pcie", latency_s=0.0, bandwidth_bytes_per_s=rate, provenance=DATASHEET)
+
+
+def test_a_profile_of_another_schema_version_is_refused(small_profile: MachineProfile) -> None:
+    with pytest.raises(ProfileError, match="schema version 99"):
+        MachineProfile.from_dict(small_profile.to_dict() | {"schema_version": 99})
+
+
+def test_a_profile_without_devices_is_refused(small_profile: MachineProfile) -> None:
+    with pytest.raises(ValueError, match="at least one device"):
+        replace(small_profile, devices=())
+
+
+def test_the_schema_names_every_group_of_a_profile(small_profile: MachineProfile) -> None:
+    assert set(json_schema()["properties"]) == set(small_profile.to_dict())
+
+
+def test_an_interrupted_write_leaves_the_old_profile(
+    small_profile: MachineProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "machine.json"
+    small_profile.save(path)
+    before = path.read_bytes()
+
+    def full_disk(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(StoreError, match="No space left"):
+        replace(small_profile, name="other").save(path)
+    assert path.read_bytes() == before
+    assert [item.name for item in tmp_path.iterdir()] == ["machine.json"]
+
+
+def test_a_profile_file_holds_base_units_as_plain_json(store: Path) -> None:
+    content = json.loads((store / "machines" / "local.json").read_text())
+    assert content["devices"][0]["memory_bytes"] == 8 * 2**30
+    assert content["links"][0]["provenance"]["source"] == "measured"

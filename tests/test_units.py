@@ -1,0 +1,77 @@
+"""Numbers are read and printed as people write them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from estimator.units import (
+    format_bandwidth,
+    format_bytes,
+    format_count,
+    format_ratio,
+    format_seconds,
+    parse_size_bytes,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("25MiB", 25 * 1024 * 1024),
+        ("1 GB", 10**9),
+        ("1.5kib", 1536),
+        ("512", 512),
+        (" 7 b ", 7),
+        ("2TiB", 2 * 1024**4),
+    ],
+)
+def test_a_size_is_binary_with_an_i_and_decimal_without(text: str, size_bytes: int) -> None:
+    assert parse_size_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1e3", "1 parsec", "nan", "1..2kB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4123, "412 ms"),
+        (0.0, "0 s"),
+        (1.5, "1.50 s"),
+        (119.0, "119 s"),
+        (600.0, "10.0 min"),
+        (36_000.0, "10.0 h"),
+        (2.5e-6, "2.50 µs"),
+        (3e-9, "3.00 ns"),
+        (0.99999, "1.00 s"),
+        (9.999e-4, "1.00 ms"),
+        (0.0999999, "100 ms"),
+        (9.9999, "10.0 s"),
+    ],
+)
+def test_a_time_has_three_digits_and_the_unit_that_fits(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@given(some.floats(1e-9, 1e6))
+def test_a_printed_time_is_within_half_a_percent_of_the_time(seconds: float) -> None:
+    factors = {"h": 3600, "min": 60, "s": 1, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
+    number, unit = format_seconds(seconds).split()
+    assert float(number) * factors[unit] == pytest.approx(seconds, rel=0.0051)
+    assert len(number.replace(".", "")) <= 4 or unit == "h"
+
+
+def test_memory_is_printed_in_binary_and_bandwidth_in_decimal_units() -> None:
+    assert format_bytes(3 * 2**30) == "3.00 GiB"
+    assert format_bytes(1000) == "1000 B"
+    assert format_bandwidth(12.5e9) == "12.5 GB/s"
+    assert format_count(95.2e9) + "FLOP/s" == "95.2 GFLOP/s" or format_count(95.2e9) == "95.2 G"
+
+
+def test_a_ratio_is_printed_as_a_percentage() -> None:
+    assert [format_ratio(ratio) for ratio in (0.0612, 0.5, 1.0)] == ["6.1 %", "50 %", "100 %"]

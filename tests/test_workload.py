@@ -1,0 +1,49 @@
+"""Strategies: parsing and printing are inverse, and the defaults are PyTorch's."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from estimator.errors import StrategyError
+from estimator.workload import Strategy, check_optimizer, check_precision
+
+MIB = 1024 * 1024
+strategies = some.builds(
+    Strategy,
+    bucket_cap_bytes=some.integers(1, 1 << 40),
+    first_bucket_bytes=some.none() | some.integers(1, 1 << 40),
+    gradient_as_bucket_view=some.booleans(),
+    bucketed=some.booleans(),
+)
+
+
+@given(strategies)
+def test_parsing_undoes_printing(strategy: Strategy) -> None:
+    assert Strategy.parse(str(strategy)) == strategy
+
+
+def test_the_first_bucket_is_1_mib_by_default_and_the_cap_under_an_explicit_cap() -> None:
+    # torch/nn/parallel/distributed.py: an explicit bucket_cap_mb applies to the first bucket too.
+    assert Strategy().bucket_cap_bytes == 25 * MIB
+    assert Strategy().first_cap_bytes == MIB
+    assert Strategy.parse("ddp:bucket=5MiB").first_cap_bytes == 5 * MIB
+    assert Strategy.parse("ddp:bucket=5MiB,first=2MiB").first_cap_bytes == 2 * MIB
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "fsdp9", "DDP", "ddp:bucket", "ddp:bucket=", "ddp:bucket=-1MiB", "ddp:bucket=0",
+     "ddp:first=x", "ddp:views", "ddp:view=1", "ddp:bucket=5MiB;view", "ddp,view"],
+)  # fmt: skip
+def test_what_is_no_strategy_is_refused(text: str) -> None:
+    with pytest.raises(StrategyError):
+        Strategy.parse(text)
+
+
+def test_unknown_optimizers_and_precisions_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(StrategyError, match="adamw"):
+        check_optimizer("lion")
+    with pytest.raises(StrategyError, match="bf16-amp"):
+        check_precision("int4")
