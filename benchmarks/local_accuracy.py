@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -151,7 +150,8 @@ def predict_all(cases: Sequence[Case], options: argparse.Namespace, records: Rec
     looks: dict[tuple[str, int, str], list[Case]] = {}
     for case in cases:
         for method in options.methods:
-            if options.repredict or not records.of("prediction", case.key, method=method):
+            written = records.of("prediction", case.key, method=method)
+            if options.repredict or not written or written[-1]["predicted_s"] is None:
                 looks.setdefault((case.model, case.batch, method), []).append(case)
     progress = Progress("predicted", len(looks))
     for (model, batch, method), members in looks.items():

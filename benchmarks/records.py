@@ -19,19 +19,21 @@ class Records:
         self.path = path
         self.found: list[Record] = []
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        for line in lines:
+        for line in filter(None, lines):
             try:
                 self.found.append(json.loads(line))
             except json.JSONDecodeError:
                 say("one record is torn (an earlier run was cut off); it is measured again")
 
     def add(self, record: Record) -> None:
+        """Append a record, with the time."""
         self.found.append({"at": now(), **record})
         with self.path.open("a", encoding="utf-8") as stream:
             # The newline comes first too: a torn last line then spoils no other.
             stream.write("\n" + json.dumps(self.found[-1], allow_nan=False) + "\n")
 
     def of(self, kind: str, key: str | None = None, **fields: Any) -> list[Record]:
+        """Every record of a kind whose fields have these values, in the order found."""
         wanted = {"kind": kind, **fields, **({} if key is None else {"key": key})}
         return [
             record
@@ -41,11 +43,13 @@ class Records:
 
 
 def say(text: str) -> None:
+    """Tell the person who waits, on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+    """The time in UTC, as texts that sort."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 class Progress:
@@ -56,6 +60,7 @@ class Progress:
         self.begun = time.monotonic()
 
     def advance(self, text: str) -> None:
+        """One piece more is done."""
         self.done += 1
         left_s = (time.monotonic() - self.begun) / self.done * (self.total - self.done)
         say(f"{self.label} {self.done}/{self.total}, {left_s / 60:.0f} min left: {text}")

@@ -44,7 +44,7 @@ class Breakdown:
 
     @property
     def total_s(self) -> float:
-        return sum(getattr(self, item.name) for item in fields(self))
+        return float(sum(getattr(self, item.name) for item in fields(self)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

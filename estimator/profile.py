@@ -375,6 +375,11 @@ def json_schema() -> dict[str, Any]:
 
 def write_text_atomically(path: Path, text: str) -> None:
     """Write `text` to `path` through a temporary file beside it; raises StoreError."""
+    write_bytes_atomically(path, text.encode("utf-8"))
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
+    """Write `content` to `path` through a temporary file beside it; raises StoreError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -384,8 +389,8 @@ def write_text_atomically(path: Path, text: str) -> None:
             "ESTIMATOR_HOME"
         ) from None
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)
@@ -453,5 +458,9 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> MachineProfile:
         raise ProfileError(
             f"{path} is damaged (not JSON at line {error.lineno}); run 'estimator probe' to write "
             "a new one"
+        ) from None
+    except RecursionError:
+        raise ProfileError(
+            f"{path} is no profile (nested too deeply); run 'estimator probe' to write a new one"
         ) from None
     return MachineProfile.from_dict(data, origin=str(path))

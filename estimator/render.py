@@ -67,24 +67,26 @@ def _part_name(field_name: str) -> str:
     return field_name.removesuffix("_s").replace("_", " ")
 
 
-def estimate_report(answer: Estimate, *, name: str, duration_s: float | None = None) -> Group:
+def estimate_report(answer: Estimate, *, duration_s: float | None = None) -> Group:
     """Everything a person wants of one estimate, the time first."""
-    ranks = "1 rank" if answer.ranks == 1 else f"{answer.ranks} ranks"
-    rows = [
-        ("step time", format_interval(answer)),
-        ("throughput", f"{format_count(answer.samples_per_s)}samples/s"),
-        ("batch", f"{answer.batch_per_gpu} per device, {answer.global_batch} in all"),
+    rows = [("step time", format_interval(answer))]
+    if answer.samples_per_s is not None:
+        rows.append(("throughput", f"{format_count(answer.samples_per_s)}samples/s"))
+    if answer.tokens_per_s is not None:
+        rows.append(("", f"{format_count(answer.tokens_per_s)}tokens/s"))
+    if answer.batch_per_gpu is not None:
+        batch = f"{answer.batch_per_gpu} per device, {answer.global_batch} in all"
+        rows.append(("batch", batch))
+    rows += [
         ("bottleneck", answer.bottleneck),
         ("peak memory", f"{format_bytes(answer.peak_memory_bytes)} ({FITS_WORDS[answer.fits]})"),
     ]
-    if answer.tokens_per_s is not None:
-        rows.insert(2, ("", f"{format_count(answer.tokens_per_s)}tokens/s"))
     if answer.mfu_ratio is not None:
         rows.append(("MFU", format_ratio(answer.mfu_ratio)))
     if duration_s is not None:
         rows.append(("duration", format_seconds(duration_s)))
     parts: list[RenderableType] = [
-        Text(f"{name} on {answer.allocation}, {ranks}, {answer.strategy}", style="bold"),
+        Text(f"{answer.model} on {answer.allocation}, {_trained_how(answer)}", style="bold"),
         _facts(rows),
         _breakdown_table(answer),
         _provenance_table(answer),
@@ -92,6 +94,11 @@ def estimate_report(answer: Estimate, *, name: str, duration_s: float | None = N
     if answer.assumptions:
         parts.append(_headed("assumptions", answer.assumptions))
     return Group(*parts)
+
+
+def _trained_how(answer: Estimate) -> str:
+    ranks = "1 rank" if answer.ranks == 1 else f"{answer.ranks} ranks"
+    return f"{ranks}, {answer.strategy}, {answer.optimizer}, {answer.precision}"
 
 
 def _breakdown_table(answer: Estimate) -> Table:
@@ -116,25 +123,33 @@ def _provenance_table(answer: Estimate) -> Table:
     return table
 
 
-def check_report(answer: Estimate, missing: Mapping[str, tuple[str, ...]], *, name: str) -> Group:
-    """What an estimate lacks: parts not measured, assumptions, gaps of the profiles."""
+def check_report(answer: Estimate, *, unmeasured_ratio: float) -> Group:
+    """What an estimate lacks: parts not measured, assumptions, gaps of the profile."""
     parts: list[RenderableType] = [
-        Text(f"{name} on {answer.allocation}: {format_interval(answer)}", style="bold"),
+        Text(f"{answer.model} on {answer.allocation}: {format_interval(answer)}", style="bold"),
+        _facts(
+            [
+                ("time that nothing measured backs", format_ratio(unmeasured_ratio)),
+                ("kernel time of shapes in the probe's grid", _in_grid(answer)),
+                ("memory", FITS_WORDS[answer.fits]),
+            ]
+        ),
         _provenance_table(answer),
     ]
     if answer.assumptions:
-        parts.append(_headed("assumed", answer.assumptions))
-    for machine, gaps in missing.items():
-        if gaps:
-            parts.append(_headed(f"missing from profile '{machine}'", gaps))
+        parts.append(_headed("assumed or missing", answer.assumptions))
     return Group(*parts)
 
 
-def validation_report(cases: Iterable[Validation], *, name: str) -> Group:
+def _in_grid(answer: Estimate) -> str:
+    return format_ratio(answer.op_time_in_grid_ratio)
+
+
+def validation_report(cases: Iterable[Validation]) -> Group:
     """Predicted beside measured, one row an allocation, then where the time was expected to go."""
     cases = tuple(cases)
     table = _grid(
-        f"{name}: predicted first, then measured",
+        f"{cases[0].predicted.model}: predicted first, then measured",
         "allocation",
         "predicted",
         "measured",

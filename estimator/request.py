@@ -56,7 +56,8 @@ class Request:
         """
         Strategy.parse(self.strategy)
         machines = [profiles_of(text) for text in allocations]
-        from estimator.graph.models import is_saved_graph, load_model
+        from estimator.graph.files import is_saved_graph
+        from estimator.graph.models import load_model
         from estimator.graph.ops import OpGraph
 
         if is_saved_graph(self.model):
@@ -65,7 +66,9 @@ class Request:
             return graph
         from estimator.api import trace_model
 
-        model, batch, loss, name = load_model(self.model, batch=self.batch, seq_len=self.seq_len)
+        model, batch, loss, name = load_model(
+            self.model, batch=self.batch, seq_len=self.seq_len, weights=False
+        )
         return trace_model(
             model,
             batch,

@@ -42,8 +42,9 @@ def parse_size_bytes(text: str) -> int:
 def _three_digits(value: float) -> str:
     if value == 0:
         return "0"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:.{digits}f}"
+    rounded = float(f"{value:.2e}")  # first, so that 9.999 becomes 10.0, not 10.00
+    digits = max(0, 2 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:.{digits}f}"
 
 
 def format_seconds(seconds: float) -> str:

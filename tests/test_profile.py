@@ -33,7 +33,7 @@ def test_a_machine_is_found_by_name_in_the_users_store(store: Path) -> None:
 
 
 def test_an_unknown_machine_is_answered_with_the_known_ones(store: Path) -> None:
-    with pytest.raises(UnknownMachineError, match="known: .*local"):
+    with pytest.raises(UnknownMachineError, match=r"known: .*local"):
         load_profile("h900")
 
 

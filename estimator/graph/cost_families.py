@@ -188,7 +188,9 @@ def _normalization_backward(call: OpCall) -> OpCost:
     *_named("clone copy _to_copy cat stack constant_pad_nd roll repeat flip pixel_shuffle"),
     *_named("pixel_unshuffle tril triu im2col contiguous channel_shuffle native_channel_shuffle"),
     *_named("reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d rot90 hstack"),
-    *_named("replication_pad2d replication_pad3d view_copy permute_copy transpose_copy expand_copy"),
+    *_named(
+        "replication_pad2d replication_pad3d view_copy permute_copy transpose_copy expand_copy"
+    ),
     *_named("unfold_copy slice_copy select_copy t_copy as_strided_copy view_as_complex_copy"),
     *_named("split_copy split_with_sizes_copy unbind_copy diagonal_copy alias_copy detach_copy"),
     *_named("squeeze_copy unsqueeze_copy block_diag repeat_interleave diag_embed unsafe_chunk"),
@@ -223,7 +225,9 @@ def _spread(call: OpCall) -> OpCost:
 
 
 @cost_of(
-    *_named("col2im reflection_pad1d_backward reflection_pad2d_backward replication_pad1d_backward"),
+    *_named(
+        "col2im reflection_pad1d_backward reflection_pad2d_backward replication_pad1d_backward"
+    ),
     *_named("replication_pad2d_backward replication_pad3d_backward reflection_pad3d_backward"),
     family="copy",
 )
@@ -352,7 +356,9 @@ def _max_pooling_backward(call: OpCall) -> OpCost:
     return OpCost(gradient.numel, read_bytes, written(call) + gradient.nbytes)
 
 
-@cost_of(*_named("grid_sampler_2d_backward grid_sampler_3d_backward"), family="pooling", dims=_pooled)
+@cost_of(
+    *_named("grid_sampler_2d_backward grid_sampler_3d_backward"), family="pooling", dims=_pooled
+)
 def _grid_backward(call: OpCall) -> OpCost:
     return streamed(call, 30)
 

@@ -175,7 +175,9 @@ def _index_add(call: OpCall) -> OpCost:
     return _placed(call, rows * row, list(call.arguments[2:4]), adds=adds)
 
 
-@cost_of("aten.scatter", "aten.scatter_add", "aten.scatter_reduce", family="index", dims=_by_element)
+@cost_of(
+    "aten.scatter", "aten.scatter_add", "aten.scatter_reduce", family="index", dims=_by_element
+)
 def _scatter(call: OpCall) -> OpCost:
     """(self, dim, index, source): as many elements as the index has."""
     index = _index_of(call)

@@ -35,7 +35,12 @@ def matmul_dims(call: OpCall) -> tuple[float, ...]:
     left, right = factors(call)
     name = call.target.split(".")[1]
     if name == "linear":
-        return (1.0, left.numel / left.shape[-1], float(right.numel / left.shape[-1]), left.shape[-1])
+        return (
+            1.0,
+            left.numel / left.shape[-1],
+            float(right.numel / left.shape[-1]),
+            left.shape[-1],
+        )
     if name in ("_grouped_mm", "_scaled_grouped_mm"):
         return _grouped_dims(call, left, right)
     if name in ("addr", "addr_"):

@@ -1,4 +1,4 @@
-"""Give shapes and numbers to the operators whose results depend on values, or refuse them by name."""
+"""Give results to operators whose shapes or numbers depend on values, or refuse them by name."""
 
 from __future__ import annotations
 
@@ -69,10 +69,12 @@ def _boolean_index(func: Any, args: Any, known: KnownValues, fake_mode: Any, mod
 def assume_choice(
     func: Any, args: Any, kwargs: Mapping[str, Any], outputs: list[Tensor], known: KnownValues
 ) -> None:
-    """Where unknown scores choose indices, take them to choose evenly; unknown floats are finite."""
+    """Take indices chosen by unknown scores to be spread evenly, unknown floats to be finite."""
     if func in (aten.isnan.default, aten.isinf.default):
         shape = tuple(outputs[0].shape)
-        known.assume(outputs[0], lambda: torch.zeros(shape, dtype=torch.bool))
+        known.assume(
+            outputs[0], lambda: torch.zeros(shape, dtype=torch.bool), "all activations are finite"
+        )
     elif func in _CHOICES:
         scores, indices = args[0], outputs[_CHOICES[func]]
         if not scores.dim():
@@ -93,6 +95,7 @@ def assume_choice(
                 if kept
                 else balanced_choice((*shape, 1), -1, options).squeeze(-1)
             ),
+            "what the model chooses by scores is spread evenly (balanced routing)",
         )
 
 
@@ -119,6 +122,4 @@ _DIM_POSITION = {
     aten.min.dim: 1,
     aten.multinomial.default: 9,
 }
-_REDUCTIONS = frozenset(
-    {aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default}
-)
+_REDUCTIONS = frozenset({aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default})

@@ -14,7 +14,7 @@ from estimator.graph.known import KnownValues
 
 
 class EagerFunctions(TorchFunctionMode):
-    """Replaces torch functions whose fake form runs other operators, or none, than eager training."""
+    """Replaces torch functions that run other operators on fake tensors than on real ones."""
 
     def __init__(self, known: KnownValues) -> None:
         super().__init__()
@@ -25,9 +25,7 @@ class EagerFunctions(TorchFunctionMode):
         }
         self._known = known
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = self._rules.get(func, func)
         return rule(*args, **(kwargs or {}))
 
@@ -47,7 +45,7 @@ class EagerFunctions(TorchFunctionMode):
         return self._value(tensor, "Tensor.numpy").numpy(**kwargs)
 
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
-        """aten/src/ATen/native/Onehot.cpp: on fake tensors it compares, on real ones it scatters."""
+        """aten/src/ATen/native/Onehot.cpp compares on fake tensors, but scatters on real ones."""
         if tensor.numel() == 0:
             return torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype)
         low, high = torch.aminmax(tensor)

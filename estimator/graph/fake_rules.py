@@ -41,9 +41,9 @@ def _layer_norm_backward(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]
     """The kernel's input gradient is contiguous; torch's fake one follows the output gradient."""
     results = aten.native_layer_norm_backward.default(*args, **kwargs)
     return tuple(
-        result if result is None or result.is_contiguous() else torch.empty(
-            result.shape, dtype=result.dtype, device=result.device
-        )
+        result
+        if result is None or result.is_contiguous()
+        else torch.empty(result.shape, dtype=result.dtype, device=result.device)
         for result in results
     )
 

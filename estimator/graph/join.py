@@ -1,4 +1,4 @@
-"""Join two recorded runs of one model, at two batch sizes, into operators that serve every batch."""
+"""Join two recorded runs, at two batch sizes, into operators that serve every batch size."""
 
 from __future__ import annotations
 

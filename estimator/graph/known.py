@@ -3,7 +3,7 @@
 Token ids, masks, positions and what is computed from them alone have values that a trace can know:
 their operators are noted as they pass, and replayed for real only when the model asks for a value
 (``.item()``, ``nonzero``, a boolean index). Indices chosen by unknown scores (expert routing) are
-taken as balanced, and a value read from them is marked as assumed.
+taken as balanced, and a value read from them is listed as an assumption.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ aten = torch.ops.aten
 MOST_ELEMENTS = 1 << 22
 MOST_FLOATS = 1 << 16
 
+_DRAWN = "random decisions of the model (dropped layers, masked spans) are drawn once"
+
 _SHAPE_ONLY = frozenset(
     {
         aten.zeros_like.default,
@@ -40,10 +42,10 @@ _SHAPE_ONLY = frozenset(
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """One tensor whose value can be found by replaying; `root` is the one whose storage it shares."""
+    """One tensor whose value can be found by replaying; `root`: the one whose storage it shares."""
 
     book: KnownValues
-    assumed: bool
+    assumption: str | None
     root: Known | None = None
     value: Tensor | None = None
     spoiled: bool = False
@@ -65,8 +67,9 @@ class KnownValues:
     def __init__(self) -> None:
         self._steps: list[_Step] = []
         self._done = 0
+        self._random_steps = 0
         self._held: dict[int, Known] = {}
-        self.read_assumed = False
+        self.assumptions: dict[str, None] = {}
 
     def of(self, tensor: Tensor) -> Known | None:
         """What is known of a tensor, None if nothing is."""
@@ -77,22 +80,22 @@ class KnownValues:
         """Know a real tensor, which the caller keeps alive; it is not marked."""
         most = MOST_FLOATS if real.is_floating_point() else MOST_ELEMENTS
         if type(real) is Tensor and real.device.type != "meta" and real.numel() <= most:
-            known = self._held[id(real)] = Known(book=self, assumed=False)
+            known = self._held[id(real)] = Known(book=self, assumption=None)
             self._steps.append(_Step(lambda: real.detach().cpu().clone(), [(0, known)]))
 
     def give(self, tensor: Tensor, real: Tensor) -> None:
         """Know that a stand-in has the value of a real tensor, if that is worth knowing."""
         most = MOST_FLOATS if real.is_floating_point() else MOST_ELEMENTS
         if real.device.type != "meta" and real.numel() <= most:
-            self._note(lambda: real.detach().cpu().clone(), [(0, tensor, None)], assumed=False)
+            self._note(lambda: real.detach().cpu().clone(), [(0, tensor, None)], None)
 
-    def assume(self, tensor: Tensor, make: Callable[[], Tensor]) -> None:
-        """Take a tensor to have the value that `make` returns."""
+    def assume(self, tensor: Tensor, make: Callable[[], Tensor], assumption: str) -> None:
+        """Take a tensor to have the value that `make` returns; `assumption` says so to people."""
         if tensor.numel() <= MOST_ELEMENTS:
-            self._note(make, [(0, tensor, None)], assumed=True)
+            self._note(make, [(0, tensor, None)], assumption)
 
     def spoil(self, tensor: Tensor) -> None:
-        """Forget a tensor, and all that shares its storage: something unknown was written into it."""
+        """Forget a tensor and all that shares its storage: something unknown was written to it."""
         known = self.of(tensor)
         if known is not None:
             known.owner.spoiled = True
@@ -100,27 +103,34 @@ class KnownValues:
     def follow(
         self, func: Any, args: Any, kwargs: Any, outputs: list[tuple[int, Tensor, Tensor | None]]
     ) -> None:
-        """Note one operator; `outputs` are (position, tensor, the input whose storage it shares)."""
+        """Note one operator; `outputs` are (position, tensor, input whose storage it shares)."""
         if any(tensor.numel() > MOST_ELEMENTS for _, tensor, _ in outputs):
             return
-        assumed = False
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        assumption = _DRAWN if is_random else None
 
         def replace(leaf: Any) -> Any:
-            nonlocal assumed
+            nonlocal assumption
             if not isinstance(leaf, Tensor):
                 return leaf
             known = self.of(leaf)
             if known is None:
                 return _Unknown(tuple(leaf.shape), leaf.dtype)
-            assumed = assumed or known.assumed
+            assumption = assumption or known.assumption
             return known
 
         noted_args, noted_kwargs = tree_map(replace, args), tree_map(replace, dict(kwargs))
 
+        self._random_steps += is_random
+        seed = self._random_steps
+
         def run() -> Any:
+            if is_random:
+                # Its own seed, so that runs at two batch sizes draw the same decisions.
+                torch.default_generator.manual_seed(seed)
             return func(*tree_map(_reveal, noted_args), **tree_map(_reveal, noted_kwargs))
 
-        self._note(run, outputs, assumed=assumed)
+        self._note(run, outputs, assumption)
 
     def knows_result(self, func: Any, tensors: list[Tensor]) -> bool:
         """Whether an operator's result follows from known values, or from shapes alone."""
@@ -132,22 +142,24 @@ class KnownValues:
         if known is None:
             return None
         self._replay()
-        self.read_assumed = self.read_assumed or known.assumed
+        if known.assumption is not None:
+            self.assumptions[known.assumption] = None
         return known.value
 
     def _note(
         self,
         run: Callable[[], Any],
         outputs: list[tuple[int, Tensor, Tensor | None]],
-        *,
-        assumed: bool,
+        assumption: str | None,
     ) -> None:
         step = _Step(run)
         for position, tensor, shared in outputs:
             base = None if shared is None else self.of(shared)
-            known = Known(book=self, assumed=assumed, root=None if base is None else base.owner)
-            if base is not None and assumed:
-                base.owner.assumed = True
+            known = Known(
+                book=self, assumption=assumption, root=None if base is None else base.owner
+            )
+            if base is not None and assumption is not None:
+                base.owner.assumption = assumption
             tensor._known_value = known  # type: ignore[attr-defined]
             step.outputs.append((position, known))
         self._steps.append(step)

@@ -189,9 +189,7 @@ def lifetimes(bound: BoundGraph) -> list[Lifetime]:
     ]
 
 
-def peak_memory(
-    bound: BoundGraph, *, optimizer: str, strategy: Strategy, ranks: int
-) -> PeakMemory:
+def peak_memory(bound: BoundGraph, *, optimizer: str, strategy: Strategy, ranks: int) -> PeakMemory:
     """The peak of live tensors of one rank over a whole step, in steady state.
 
     Optimizer state exists from the start (any step but the first), gradients are released before

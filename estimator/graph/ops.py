@@ -38,9 +38,7 @@ class OpCost:
         )
 
     def __mul__(self, factor: float) -> OpCost:
-        return OpCost(
-            self.flops * factor, self.read_bytes * factor, self.written_bytes * factor
-        )
+        return OpCost(self.flops * factor, self.read_bytes * factor, self.written_bytes * factor)
 
     __rmul__ = __mul__
 

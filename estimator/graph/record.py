@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _get_sequence_nr
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -68,10 +69,10 @@ class _Traits:
 
 
 class _Seen(NamedTuple):
-    """The mark that a recorder leaves on a tensor."""
+    """The mark that a recorder leaves on a tensor: which value it stands for."""
 
     owner: Recorder
-    index: int
+    value: int
     spec: TensorSpec
 
 
@@ -90,10 +91,9 @@ class Recorder(TorchDispatchMode):
         self.fake_mode = fake_mode
         self.phase: Phase = "forward"
         self.module_calls = 0
-        self.assumptions: dict[str, None] = {}
         self._names = {id(module): name for name, module in model.named_modules()}
         self._open: list[str] = []
-        self._boundaries: list[int] = [torch.autograd._get_sequence_nr()]
+        self._boundaries: list[int] = [_get_sequence_nr()]
         self._owners: list[str] = [""]
         self._node_modules: dict[int, str] = {}
         self._specs: dict[tuple[Any, ...], TensorSpec] = {}
@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):
         self._mark_boundary()
 
     def _mark_boundary(self) -> None:
-        self._boundaries.append(torch.autograd._get_sequence_nr())
+        self._boundaries.append(_get_sequence_nr())
         self._owners.append(self.module)
 
     @property
@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
     def _module_of_op(self) -> str:
         if self.phase == "forward" or self._open:
             return self.module
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             return ""
         number = node._sequence_nr()
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
     def index_of(self, tensor: Tensor) -> int | None:
         """The value that a tensor stands for, None if this recorder never saw it."""
         seen: _Seen | None = getattr(tensor, "_estimator_value", None)
-        return seen.index if seen is not None and seen.owner is self else None
+        return seen.value if seen is not None and seen.owner is self else None
 
     def _spec_of(self, tensor: Tensor) -> TensorSpec:
         strided = tensor.layout is torch.strided
@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):
     def _seen(self, tensor: Tensor) -> tuple[int, TensorSpec]:
         seen: _Seen | None = getattr(tensor, "_estimator_value", None)
         if seen is not None and seen.owner is self:
-            return seen.index, seen.spec
+            return seen.value, seen.spec
         held = self._foreign.get(id(tensor))
         if held is not None:
             return held[1], self.values[held[1]].spec
@@ -202,21 +202,15 @@ class Recorder(TorchDispatchMode):
         used = self._used = []
         tensors: list[Tensor] = []
         arguments = tuple([self._encode(argument, tensors) for argument in args])
-        keywords = tuple(
-            [(name, self._encode(value, tensors)) for name, value in kwargs.items()]
-        )
+        keywords = tuple([(name, self._encode(value, tensors)) for name, value in kwargs.items()])
         module = self._module_of_op()
         try:
             result = FAKE_RULES.get(func, func)(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             result = resolve(func, args, kwargs, self.known, self.fake_mode, module)
-            if self.known.read_assumed:
-                self.assumptions["values computed by the model choose evenly (balanced routing)"] = None
         traits = _traits_of(func)
         result, produced = self._produced(result, traits, args, kwargs)
-        outputs = [
-            self._new_value(tensor, "activation", base) for _, tensor, base, _ in produced
-        ]
+        outputs = [self._new_value(tensor, "activation", base) for _, tensor, base, _ in produced]
         self._follow_values(func, args, kwargs, tensors, produced, traits)
         specs = tuple([self.values[index].spec for index in outputs])
         call = OpCall(str(func), arguments, keywords, specs)
@@ -260,7 +254,7 @@ class Recorder(TorchDispatchMode):
             if not isinstance(tensor, Tensor):
                 continue
             if id(tensor) in met:
-                # One fake tensor returned twice stands for two real ones (mkldnn_rnn_layer_backward).
+                # One fake tensor returned twice (mkldnn_rnn_layer_backward) stands for two.
                 tensor = flat[position] = torch.empty_like(tensor)
             met.add(id(tensor))
             place = 0 if single else position
@@ -325,7 +319,7 @@ def _read_traits(func: Any) -> _Traits:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None:
             where = argument.name if argument.kwarg_only else position
-            owners.update({name: where for name in argument.alias_info.before_set})
+            owners.update(dict.fromkeys(argument.alias_info.before_set, where))
             if argument.alias_info.is_write:
                 written.append(where)
     shared: list[str | int | None] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from estimator.errors import ModelError
 
@@ -93,14 +93,14 @@ def put_stand_ins(model: nn.Module, *, dtype: torch.dtype | None, device: str) -
             for name, real in held.items():
                 if real is not None:
                     path = f"{prefix}.{name}" if prefix else name
-                    held[name] = fake_of(path, real, is_parameter=is_parameter)  # type: ignore[assignment]
+                    held[name] = fake_of(path, real, is_parameter=is_parameter)
     for _, module in modules:
         _replace_references(vars(module), made)
     return found
 
 
 def _fake(real: Tensor, dtype: torch.dtype | None, device: str) -> Tensor:
-    if isinstance(real, UninitializedTensorMixin):
+    if isinstance(real, (UninitializedParameter, UninitializedBuffer)):
         raise ModelError(
             "the model has lazy parameters without a shape; call it once on a real batch first"
         )
@@ -134,17 +134,12 @@ def map_tensors(tree: Any, change: Callable[[str, Tensor], Tensor], path: str = 
     join = f"{path}." if path else ""
     if isinstance(tree, Mapping):
         items = {key: map_tensors(item, change, f"{join}{key}") for key, item in tree.items()}
-        return items if type(tree) in (dict, OrderedDict) or not _rebuilds(tree) else type(tree)(items)  # type: ignore[call-arg]
+        # transformers' BatchEncoding and BatchFeature are UserDicts, read by attribute too.
+        rebuild: Any = type(tree)
+        return rebuild(items) if isinstance(tree, UserDict) else items
     if isinstance(tree, (list, tuple)):
         changed = [map_tensors(item, change, f"{join}{i}") for i, item in enumerate(tree)]
         if hasattr(tree, "_fields"):
             return type(tree)(*changed)
         return tuple(changed) if isinstance(tree, tuple) else changed
     return tree
-
-
-def _rebuilds(tree: Mapping[Any, Any]) -> bool:
-    """Whether a mapping type is built from one mapping (transformers' BatchEncoding, BatchFeature)."""
-    from collections import UserDict
-
-    return isinstance(tree, (dict, UserDict)) and not hasattr(tree, "__missing__")

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from estimator.graph.stand_ins import (
     put_stand_ins,
     seed_all,
 )
+from estimator.graph.user_code import UserCode
 from estimator.profile import DeviceKind
 from estimator.workload import check_optimizer, check_precision
 
@@ -72,7 +72,7 @@ def trace_graph(
     samples = _sample_count(batch, batch_dim or 0)
     with kept_as_it_was(model):
         first = look.run(batch)
-        assumptions = dict.fromkeys((*look.assumptions, *first.recorder.assumptions))
+        assumptions = dict.fromkeys((*look.assumptions, *first.recorder.known.assumptions))
         second = None
         if samples is None:
             assumptions["the inputs share no leading size, so the batch is fixed"] = None
@@ -182,7 +182,12 @@ class _Look:
         return fake_batch
 
     def _step(self, recorder: Recorder, batch: Any) -> None:
-        with recorder, EagerFunctions(recorder.known), _UserCode(f"{self.name} cannot run on this batch"):
+        user_code = UserCode(
+            f"{self.name} cannot run on this batch",
+            advice="check that the model accepts it",
+            error=TraceError,
+        )
+        with recorder, EagerFunctions(recorder.known), user_code:
             with self._autocast():
                 if isinstance(batch, Mapping):
                     output = self.model(**batch)
@@ -190,7 +195,7 @@ class _Look:
                     output = self.model(*batch)
                 else:
                     output = self.model(batch)
-                value = _loss_of(output) if self.loss is None else self.loss(output, batch)
+                value = loss_of(output) if self.loss is None else self.loss(output, batch)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise ModelError(f"the loss of {self.name} must be one number, found {found}")
@@ -253,33 +258,6 @@ class _GradientOrder:
         return tuple(found)
 
 
-class _UserCode:
-    """Turns whatever a user's model raises into one sentence; our own errors pass."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, EstimatorError):
-            raise TraceError(
-                f"{self._what} ({type(error).__name__}: {one_line(str(error))}); check that the "
-                "model accepts this batch"
-            ) from error
-
-
-def one_line(text: str, most: int = 200) -> str:
-    """The text on one line, cut where it gets long."""
-    flat = " ".join(text.split())
-    return flat if len(flat) <= most else flat[: most - 3] + "..."
-
-
 @contextmanager
 def _module_hooks(recorder: Recorder) -> Iterator[None]:
     before = register_module_forward_pre_hook(recorder.enter_module)
@@ -295,8 +273,8 @@ def _module_hooks(recorder: Recorder) -> Iterator[None]:
 def _unlike_tracing() -> Iterator[None]:
     """Let transformers take the branches of eager training.
 
-    It looks for fake tensors (transformers.utils.import_utils.is_tracing) and then builds masks that
-    eager training skips; the recorder knows the values that the eager branches ask for.
+    It looks for fake tensors (transformers.utils.import_utils.is_tracing) and then builds masks
+    that eager training skips; the recorder knows the values that the eager branches ask for.
     """
     import sys
 
@@ -312,7 +290,8 @@ def _unlike_tracing() -> Iterator[None]:
         module.is_fake_tensor = original  # type: ignore[attr-defined]
 
 
-def _loss_of(output: Any) -> Tensor:
+def loss_of(output: Any) -> Tensor:
+    """The loss of a model that names none: `output.loss`, else the mean of its floating outputs."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss if loss.numel() == 1 else loss.mean()
@@ -389,10 +368,7 @@ def _tokens_per_sample(batch: Any, samples: int | None) -> int | None:
 
 
 def _unknown_ops(ops: Any) -> tuple[str, ...]:
-    try:
-        from estimator.graph.costs import op_cost
-    except ImportError:
-        return ()
+    from estimator.graph.costs import op_cost
 
     calls = {op.call: op.is_view for op in ops}
     unknown = {c.target for c, is_view in calls.items() if not is_view and op_cost(c) is None}

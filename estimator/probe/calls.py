@@ -55,13 +55,26 @@ def real_arguments(
 
     A ``device`` keyword becomes `device`, so that a graph traced on fake tensors runs here.
     """
-    from estimator.graph.arguments import decode_argument
-
     positional = [decode_argument(_fill(argument, tensors)) for argument in call.arguments]
     keywords = {name: decode_argument(_fill(value, tensors)) for name, value in call.keywords}
     if device is not None and keywords.get("device") is not None:
         keywords["device"] = device
     return positional, keywords
+
+
+def decode_argument(value: Any) -> Any:
+    """The inverse of `estimator.graph.record.encode_argument`; lists for tuples.
+
+    >>> decode_argument(("torch.float32", 2))
+    [torch.float32, 2]
+    """
+    import torch
+
+    if isinstance(value, tuple):
+        return [decode_argument(item) for item in value]
+    if isinstance(value, str) and value.startswith("torch."):
+        return getattr(torch, value.removeprefix("torch."))
+    return value
 
 
 def _fill(value: Any, tensors: Iterator[Any]) -> Any:

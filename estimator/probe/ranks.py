@@ -54,7 +54,7 @@ def run_on_devices(
     """
     if not devices:
         raise ProbeError("there is no device to run on; name at least one")
-    modules = (*ALWAYS_IMPORTED, *imported)
+    modules = frozenset((*ALWAYS_IMPORTED, *imported))
     with tempfile.TemporaryDirectory(prefix="estimator-ranks-") as folder:
         orders = [
             {
@@ -80,7 +80,7 @@ class _Run:
     """The ranks of one call: started on entry, gone after exit."""
 
     def __init__(
-        self, orders: Sequence[dict[str, Any]], modules: tuple[str, ...], folder: Path
+        self, orders: Sequence[dict[str, Any]], modules: frozenset[str], folder: Path
     ) -> None:
         self.orders, self.modules, self.folder = orders, modules, folder
         self.links: list[socket.socket] = []
@@ -198,14 +198,15 @@ def _error_from(rank: int, message: Mapping[str, str]) -> EstimatorError:
 class _Server:
     """The process that ranks are forked from; it ends when this process does."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, modules: frozenset[str]) -> None:
+        self.modules = modules
         self.owner = os.getpid()
         self.forks = 0
         self.control, theirs = socket.socketpair()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
             "from estimator.probe.rank_server import serve\n"
-            f"serve({theirs.fileno()}, {list(modules)!r})"
+            f"serve({theirs.fileno()}, {sorted(modules)!r})"
         )
         with theirs:
             # A session of its own: Ctrl-C reaches this process, which stops the ranks in order.
@@ -224,33 +225,42 @@ class _Server:
     def close(self) -> None:
         """End the server and, should any still live, its ranks."""
         self.control.close()
-        self.process.wait()
+        if self.owner == os.getpid():
+            self.process.wait()
 
     def usable(self) -> bool:
         return self.owner == os.getpid() and self.process.poll() is None
 
 
-_servers: dict[tuple[str, ...], _Server] = {}
+_servers: list[_Server] = []
 _servers_lock = threading.Lock()
 _runs = 0
 
 
-def _fork(modules: tuple[str, ...], link: socket.socket, log: int) -> None:
+def _fork(modules: frozenset[str], link: socket.socket, log: int) -> None:
+    """Fork a rank from a server that has imported `modules` or more."""
     with _servers_lock:
-        server = _servers.get(modules)
-        if server is None or not server.usable():
-            server = _servers[modules] = _Server(modules)
-        server.fork(link, log)
+        fitting = [s for s in _servers if s.usable() and modules <= s.modules]
+        if not fitting:
+            fitting = [_Server(modules)]
+            _servers.append(fitting[0])
+        fitting[0].fork(link, log)
 
 
 @contextlib.contextmanager
-def _counted_run(modules: tuple[str, ...]) -> Iterator[None]:
-    """Replace a server that has served long, when nobody else is being served."""
+def _counted_run(modules: frozenset[str]) -> Iterator[None]:
+    """A run of ranks; when none is on, servers that are outdone or have served long end."""
     global _runs
     with _servers_lock:
-        server = _servers.get(modules)
-        if _runs == 0 and server and server.usable() and server.forks >= FORKS_PER_SERVER:
-            _servers.pop(modules).close()
+        if _runs == 0:
+            for server in list(_servers):
+                if (
+                    not server.usable()
+                    or server.forks >= FORKS_PER_SERVER
+                    or server.modules < modules
+                ):
+                    server.close()
+                    _servers.remove(server)
         _runs += 1
     try:
         yield
@@ -261,9 +271,8 @@ def _counted_run(modules: tuple[str, ...]) -> Iterator[None]:
 
 @atexit.register
 def _close_servers() -> None:
-    for server in _servers.values():
-        if server.owner == os.getpid():
-            server.close()
+    for server in _servers:
+        server.close()
 
 
 def pretouch_memory(size_bytes: int, *, timeout_s: float = 120.0) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from estimator.profile import CollectiveCost, CollectiveName, MachineProfile
@@ -57,14 +57,14 @@ def monotone(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float]
 
 # Bytes that cross the busiest link of a ring, as a share of the buffer, for n ranks; rounds of
 # latency (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication in MPICH, 2005).
-_RING_SHARE = {
+_RING_SHARE: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1.0,
     "all_to_all": lambda n: (n - 1) / n,
 }
-_RING_ROUNDS = {
+_RING_ROUNDS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1),
     "all_gather": lambda n: n - 1,
     "reduce_scatter": lambda n: n - 1,

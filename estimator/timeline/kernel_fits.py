@@ -22,12 +22,12 @@ from estimator.tensors import OpCall
 Array = NDArray[np.float64]
 
 # Width of the smoothing kernel in natural-log units, and how far another operator of the same
-# family, or another memory layout, counts as away.
-_WIDTH = 0.9
-_OTHER_TARGET = 2.5
-_OTHER_LAYOUT = 2.0
+# family, or another variant of it, counts as away.
+_WIDTH = 0.8
+_OTHER_TARGET = 1.5
+_OTHER_VARIANT = 1.5
 # Weight of "no correction" among the neighbours: far from every point the physical form stands.
-_PRIOR_WEIGHT = 0.05
+_PRIOR_WEIGHT = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,23 @@ def coordinates(features: Features) -> tuple[float, ...]:
     return (moved, 0.5 * (dims[-1] if len(dims) > 1 else 0.0), run)
 
 
+def variant(features: Features) -> str:
+    """Which algorithm a call runs, as far as its shape tells: other variants count as far away.
+
+    oneDNN picks convolution kernels by groups, kernel size and whether channels fill its blocks of
+    16 (src/cpu/x64/jit_uni_dw_convolution.cpp, jit_avx512_core_1x1_convolution.cpp, ...).
+    """
+    if features.family != "convolution":
+        return features.layout
+    _, channels_in, channels_out, groups, _, kernel = features.dims[:6]
+    if groups > 1:
+        return "depthwise" if channels_in == channels_out == 1 else "grouped"
+    if channels_in < 8:
+        return "first layer"
+    blocked = "" if channels_in % 16 == 0 and channels_out % 16 == 0 else ", odd channels"
+    return ("pointwise" if kernel == 1 else "dense") + blocked
+
+
 def nonnegative_fit(rows: Array, seconds: Array) -> Array:
     """Coefficients ≥ 0 that minimise the squared relative error of rows @ coefficients."""
     from scipy.optimize import nnls
@@ -99,30 +116,33 @@ class FamilyFit:
         self.cold = np.array([max(point[2], point[1]) for point in points])
         self.coordinates = np.array([coordinates(features) for features in self.features])
         self.targets = np.array([features.target for features in self.features])
-        self.layouts = np.array([features.layout for features in self.features])
+        self.variants = np.array([variant(features) for features in self.features])
         rows = np.array([terms(features) for features in self.features])
         self.whole = _Form(nonnegative_fit(rows, self.warm), nonnegative_fit(rows, self.cold))
-        self.forms: dict[str, _Form] = {}
-        for target in set(self.targets.tolist()):
-            mine = self.targets == target
-            if mine.sum() >= 3:
-                self.forms[target] = _Form(
-                    nonnegative_fit(rows[mine], self.warm[mine]),
-                    nonnegative_fit(rows[mine], self.cold[mine]),
-                )
+        self.forms: dict[tuple[str, str], _Form] = {}
+        for target in sorted(set(self.targets.tolist())):
+            same = self.targets == target
+            for kind in ("", *sorted(set(self.variants[same].tolist()))):
+                mine = same & (self.variants == kind) if kind else same
+                if mine.sum() >= 3:
+                    self.forms[target, kind] = _Form(
+                        nonnegative_fit(rows[mine], self.warm[mine]),
+                        nonnegative_fit(rows[mine], self.cold[mine]),
+                    )
         based = [self._form(features).seconds(features) for features in self.features]
         self.warm_residual = np.log(self.warm / np.array([pair[0] for pair in based]))
         self.cold_residual = np.log(self.cold / np.array([pair[1] for pair in based]))
         self.relative_error = self._leave_one_out_error()
 
     def _form(self, features: Features) -> _Form:
-        return self.forms.get(features.target, self.whole)
+        of_target = self.forms.get((features.target, ""), self.whole)
+        return self.forms.get((features.target, variant(features)), of_target)
 
     def _weights(self, features: Features) -> Array:
         gap = self.coordinates - np.array(coordinates(features))
         distance = (gap * gap).sum(axis=1)
         distance = distance + np.where(self.targets == features.target, 0.0, _OTHER_TARGET**2)
-        distance = distance + np.where(self.layouts == features.layout, 0.0, _OTHER_LAYOUT**2)
+        distance = distance + np.where(self.variants == variant(features), 0.0, _OTHER_VARIANT**2)
         return np.asarray(np.exp(-distance / (2 * _WIDTH**2)))
 
     def predict(self, features: Features, *, without: int | None = None) -> tuple[float, float]:

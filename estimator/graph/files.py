@@ -1,0 +1,262 @@
+"""Save a graph as compressed JSON and load it again, executing nothing from the file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from estimator.errors import GraphFileError
+from estimator.graph.ops import (
+    GraphInput,
+    Op,
+    OpGraph,
+    OpTiming,
+    Parameter,
+    Phase,
+    Value,
+    ValueKind,
+)
+from estimator.profile import write_bytes_atomically
+from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree, tensor_leaves
+
+FORMAT = "estimator-graph"
+VERSION = 1
+# Llama-70B takes 20 MiB unpacked; a file that unpacks to more than this is not one of ours.
+MOST_BYTES = 1 << 30
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_PLAIN_FIELDS = (
+    "name",
+    "target",
+    "precision",
+    "optimizer",
+    "batch",
+    "other_batch",
+    "tokens_per_sample",
+    "frozen_parameter_bytes",
+    "buffer_bytes",
+    "buffers",
+    "module_calls",
+    "timed_on",
+)
+_DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError)
+
+
+def is_saved_graph(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is an existing file that begins as a saved graph does."""
+    try:
+        with open(path, "rb") as stream:
+            return stream.read(2) == _GZIP_MAGIC
+    except (OSError, ValueError):
+        return False
+
+
+def save_graph(graph: OpGraph, path: str | os.PathLike[str]) -> None:
+    """Write the graph, whole or not at all; equal calls are stored once. Raises StoreError."""
+    text = json.dumps(_encode(graph), separators=(",", ":"), allow_nan=False)
+    # Without a time stamp, equal graphs give equal files.
+    write_bytes_atomically(Path(path), gzip.compress(text.encode(), compresslevel=6, mtime=0))
+
+
+def load_graph(path: str | os.PathLike[str]) -> OpGraph:
+    """Read a saved graph; raises GraphFileError if it is missing, damaged or of another version."""
+    try:
+        with gzip.open(path, "rb") as stream:
+            content = stream.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError("unpacks to more than 1 GiB")
+        data = json.loads(content)
+    except FileNotFoundError:
+        raise GraphFileError(
+            f"there is no saved graph {path}; trace the model and save it"
+        ) from None
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise GraphFileError(_damaged(path, error)) from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise GraphFileError(f"{path} is not a saved graph; trace the model and save it")
+    if data.get("version") != VERSION:
+        raise GraphFileError(
+            f"{path} has graph format {data.get('version')!r}, this package reads {VERSION}; trace "
+            "the model again"
+        )
+    try:
+        return _decode(data)
+    except _DAMAGE as error:
+        raise GraphFileError(_damaged(path, error)) from None
+
+
+def _damaged(path: str | os.PathLike[str], error: BaseException) -> str:
+    reason = " ".join(str(error).split())[:120] or type(error).__name__
+    return f"{path} is damaged ({reason}); trace the model again and save it"
+
+
+class _Table:
+    """Equal items once, in order of first use."""
+
+    def __init__(self) -> None:
+        self._index: dict[Any, int] = {}
+
+    def add(self, item: Any) -> int:
+        return self._index.setdefault(item, len(self._index))
+
+    def items(self) -> Iterable[Any]:
+        return self._index
+
+
+def _encode(graph: OpGraph) -> dict[str, Any]:
+    calls, specs = _Table(), _Table()
+    ops = [
+        [
+            op.name,
+            calls.add(op.call),
+            calls.add(op.other_call),
+            op.phase,
+            op.module,
+            op.inputs,
+            op.outputs,
+            int(op.is_view),
+        ]
+        for op in graph.ops
+    ]
+    values = [[specs.add(v.spec), specs.add(v.other_spec), v.kind, v.base] for v in graph.values]
+    parameters = [[p.name, specs.add(p.spec), p.gradient, p.ready_after] for p in graph.parameters]
+    timings = [[calls.add(c), t.seconds, t.spread_ratio] for c, t in graph.timings.items()]
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        **{name: getattr(graph, name) for name in _PLAIN_FIELDS},
+        "assumptions": graph.assumptions,
+        "unknown_ops": graph.unknown_ops,
+        "versions": dict(graph.versions),
+        "ops": ops,
+        "values": values,
+        "parameters": parameters,
+        "inputs": [[i.name, i.value, i.low, i.high] for i in graph.inputs],
+        "timings": timings,
+        "calls": [call.encode() for call in calls.items()],
+        "specs": [encode_tree(spec) for spec in specs.items()],
+    }
+
+
+def _decode(data: Mapping[str, Any]) -> OpGraph:
+    specs = [_checked_spec(decode_tree(item)) for item in data["specs"]]
+    calls = [_checked_call(OpCall.decode(item)) for item in data["calls"]]
+    values = tuple(
+        Value(
+            spec=_at(specs, spec),
+            other_spec=_at(specs, other),
+            kind=_one_of(ValueKind, kind),
+            base=_index(base, len(data["values"]), optional=True),
+        )
+        for spec, other, kind, base in data["values"]
+    )
+    ops = tuple(_decode_op(row, calls, len(values)) for row in data["ops"])
+    graph = OpGraph(
+        **{name: data[name] for name in _PLAIN_FIELDS},
+        assumptions=tuple(map(str, data["assumptions"])),
+        unknown_ops=tuple(map(str, data["unknown_ops"])),
+        versions={str(name): str(text) for name, text in data["versions"].items()},
+        ops=ops,
+        values=values,
+        parameters=tuple(
+            Parameter(
+                name=str(name),
+                spec=_at(specs, spec),
+                gradient=_index(gradient, len(values), optional=True),
+                ready_after=_index(ready_after, len(ops), optional=True),
+            )
+            for name, spec, gradient, ready_after in data["parameters"]
+        ),
+        inputs=tuple(
+            GraphInput(name=str(name), value=_required(value, len(values)), low=low, high=high)
+            for name, value, low, high in data["inputs"]
+        ),
+        timings={
+            _at(calls, call): _timing(seconds, spread) for call, seconds, spread in data["timings"]
+        },
+    )
+    _check_plain_fields(graph)
+    return graph
+
+
+def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:
+    name, call, other, phase, module, inputs, outputs, is_view = row
+    op = Op(
+        name=str(name),
+        call=_at(calls, call),
+        other_call=_at(calls, other),
+        phase=_one_of(Phase, phase),
+        module=str(module),
+        inputs=tuple(_required(index, values) for index in inputs),
+        outputs=tuple(_required(index, values) for index in outputs),
+        is_view=bool(is_view),
+    )
+    if len(op.call.inputs) != len(op.inputs) or len(op.call.outputs) != len(op.outputs):
+        raise ValueError(f"op {op.name} names other tensors than its call")
+    return op
+
+
+def _index(value: Any, size: int, *, optional: bool = False) -> int | None:
+    if value is None and optional:
+        return None
+    if type(value) is not int or not 0 <= value < size:
+        raise ValueError(f"index {value!r} is outside a table of {size}")
+    return value
+
+
+def _required(value: Any, size: int) -> int:
+    found = _index(value, size)
+    if found is None:
+        raise ValueError("an index is missing")
+    return found
+
+
+def _at(table: list[Any], index: Any) -> Any:
+    return table[_required(index, len(table))]
+
+
+def _one_of(kinds: Any, found: Any) -> Any:
+    if found not in get_args(kinds):
+        raise ValueError(f"{found!r} is none of {', '.join(get_args(kinds))}")
+    return found
+
+
+def _checked_spec(spec: Any) -> TensorSpec:
+    if not isinstance(spec, TensorSpec) or any(size < 0 for size in spec.shape):
+        raise ValueError("a tensor has no shape or a negative one")
+    if spec.strides is not None and len(spec.strides) != len(spec.shape):
+        raise ValueError("a tensor has not as many strides as dimensions")
+    return spec
+
+
+def _checked_call(call: OpCall) -> OpCall:
+    for spec in tensor_leaves((call.arguments, call.outputs)):
+        _checked_spec(spec)
+    return call
+
+
+def _timing(seconds: Any, spread: Any) -> OpTiming:
+    if not (0 <= float(seconds) < float("inf") and 0 <= float(spread) < float("inf")):
+        raise ValueError(f"an operator takes {seconds!r} seconds")
+    return OpTiming(seconds=float(seconds), spread_ratio=float(spread))
+
+
+def _check_plain_fields(graph: OpGraph) -> None:
+    for name in ("name", "target", "precision", "optimizer"):
+        if not isinstance(getattr(graph, name), str):
+            raise ValueError(f"'{name}' is not text")
+    for name in ("batch", "other_batch", "tokens_per_sample"):
+        value = getattr(graph, name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"'{name}' is {value!r}")
+    for name in ("frozen_parameter_bytes", "buffer_bytes", "buffers", "module_calls"):
+        value = getattr(graph, name)
+        if type(value) is not int or value < 0:
+            raise ValueError(f"'{name}' is {value!r}")
+    if graph.target not in ("cpu", "cuda"):
+        raise ValueError(f"target is {graph.target!r}")

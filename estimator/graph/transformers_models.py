@@ -1,0 +1,243 @@
+"""Build a transformers model of any type from its configuration, with random weights, offline."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from estimator.errors import ModelError
+from estimator.graph.models import Loaded, suggestion
+from estimator.graph.transformers_batches import make_batch
+from estimator.graph.user_code import UserCode
+
+# The head taken where the text names none: the first of these that the type has. Names are those of
+# transformers' classes AutoModelFor...; a TASK is one of them, in any case and hyphenation.
+HEADS = (
+    "CausalLM",
+    "Seq2SeqLM",
+    "MaskedLM",
+    "SequenceClassification",
+    "ImageClassification",
+    "AudioClassification",
+    "CTC",
+    "SpeechSeq2Seq",
+    "ImageTextToText",
+    "MultimodalLM",
+    "ObjectDetection",
+    "SemanticSegmentation",
+    "UniversalSegmentation",
+    "InstanceSegmentation",
+    "VideoClassification",
+    "TokenClassification",
+    "QuestionAnswering",
+    "MultipleChoice",
+    "NextSentencePrediction",
+    "PreTraining",
+    "MaskedImageModeling",
+    "DepthEstimation",
+    "TimeSeriesPrediction",
+    "VisualQuestionAnswering",
+    "DocumentQuestionAnswering",
+    "TableQuestionAnswering",
+    "ImageToImage",
+    "ZeroShotImageClassification",
+    "ZeroShotObjectDetection",
+    "AudioFrameClassification",
+    "AudioXVector",
+    "TextToSpectrogram",
+    "TextToWaveform",
+    "RNNT",
+    "TDT",
+    "ImageMatting",
+    "PoseEstimation",
+)
+DEFAULT_BATCH = 8
+# Above this a model that is only looked at is left without weights.
+MOST_WEIGHT_BYTES = 4 << 30
+
+
+def build_transformers_model(
+    text: str, *, batch: int | None, seq_len: int | None, weights: bool
+) -> Loaded:
+    """The model, batch, no loss (its own) and name of ``hf:TYPE[:TASK][,key=value...]``."""
+    transformers = _transformers()
+    kind, task, overrides = _parse(text)
+    with _offline(), _quiet(transformers):
+        config = _configuration(transformers, kind, overrides)
+        head, auto_class = _find_head(transformers, config, kind, task)
+        _prepare(config, head)
+        model = _build(auto_class, config, text, weights=weights)
+        with UserCode(
+            f"no batch is known for {text}", advice="write a function for it", error=ModelError
+        ):
+            example = make_batch(model, config, head, batch or DEFAULT_BATCH, seq_len)
+    return model, example, None, text.removeprefix("hf:")
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ModelError(
+            "an hf: model needs transformers; install throughput-estimator[models]"
+        ) from None
+    return transformers
+
+
+def _parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
+    named, *settings = text.removeprefix("hf:").split(",")
+    kind, _, task = named.partition(":")
+    overrides: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.strip():
+            raise ModelError(
+                f"'{setting}' in '{text}' is no setting; write key=value, as in "
+                "hf:llama,hidden_size=2048"
+            )
+        overrides[key.strip()] = _literal(value.strip())
+    return kind.strip(), task.strip() or None, overrides
+
+
+def _literal(text: str) -> Any:
+    if text.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _configuration(transformers: Any, kind: str, overrides: dict[str, Any]) -> Any:
+    from transformers.models.auto import configuration_auto
+
+    known = list(vars(configuration_auto)["CONFIG_MAPPING_NAMES"])
+    if kind not in known:
+        raise ModelError(f"transformers has no type '{kind}'; {suggestion(kind, known)}")
+    advice = f"check the settings against transformers' configuration of '{kind}'"
+    with UserCode(f"the configuration of '{kind}' fails", advice=advice, error=ModelError):
+        plain = transformers.AutoConfig.for_model(kind)
+        for key in overrides:
+            if not hasattr(plain, key.partition(".")[0]):
+                raise ModelError(
+                    f"the configuration of '{kind}' has no '{key}'; "
+                    f"{suggestion(key, list(plain.to_dict()))}"
+                )
+        flat = {key: value for key, value in overrides.items() if "." not in key}
+        config = transformers.AutoConfig.for_model(kind, **flat) if flat else plain
+        for key, value in overrides.items():
+            *path, last = key.split(".")
+            holder = config
+            for part in path:
+                holder = getattr(holder, part)
+            if path:
+                setattr(holder, last, value)
+    return config
+
+
+def heads_of(transformers: Any, config: Any) -> dict[str, Any]:
+    """The heads that a configuration can be trained with, by name, the default one first."""
+    found = {}
+    for head in HEADS:
+        auto_class = getattr(transformers, f"AutoModelFor{head}", None)
+        if auto_class is not None and type(config) in auto_class._model_mapping:
+            found[head] = auto_class
+    return found
+
+
+def _find_head(transformers: Any, config: Any, kind: str, task: str | None) -> tuple[str, Any]:
+    heads = heads_of(transformers, config)
+    if not heads:
+        raise ModelError(
+            f"transformers' '{kind}' has no head to train; write a function that adds a loss"
+        )
+    if task is None:
+        return _default_head(heads, config)
+    wanted = task.lower().replace("-", "").replace("_", "")
+    for head, auto_class in heads.items():
+        if head.lower() == wanted:
+            return head, auto_class
+    raise ModelError(f"'{kind}' has no task '{task}'; it has {', '.join(heads)}")
+
+
+def _default_head(heads: dict[str, Any], config: Any) -> tuple[str, Any]:
+    """The head that the type is trained with: many types also have one for a part of them alone."""
+    first: tuple[str, ...] = ()
+    if getattr(config, "is_encoder_decoder", False):
+        first = ("Seq2SeqLM", "SpeechSeq2Seq")
+    elif getattr(config, "is_decoder", None) is False:
+        first = ("MaskedLM",)
+    head = next((name for name in first if name in heads), next(iter(heads)))
+    return head, heads[head]
+
+
+def _prepare(config: Any, head: str) -> None:
+    """Training settings: no cache, and the token ids without which a loss cannot be formed."""
+    for part in _parts(config):
+        if getattr(part, "use_cache", None):
+            part.use_cache = False
+        if hasattr(part, "vocab_size"):
+            for name in ("pad_token_id", "decoder_start_token_id"):
+                if getattr(part, name, None) is None:
+                    setattr(part, name, 0)
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    yield config
+    for name in getattr(config, "sub_configs", {}):
+        part = getattr(config, name, None)
+        if part is not None and part is not config and hasattr(part, "to_dict"):
+            yield from _parts(part)
+
+
+def _build(auto_class: Any, config: Any, text: str, *, weights: bool) -> torch.nn.Module:
+    advice = "check its settings, or write a function that builds the model"
+    empty: torch.nn.Module | None = None
+    failed = UserCode(f"{text} cannot be built", advice=advice, error=ModelError)
+    try:
+        with failed, torch.device("meta"):
+            empty = auto_class.from_config(config)
+    except ModelError:
+        # Some constructors read a value, which tensors without memory do not have.
+        empty = None
+    if empty is not None:
+        size = sum(parameter.nbytes for parameter in empty.parameters())
+        if not weights or size > MOST_WEIGHT_BYTES:
+            return empty.train()
+    with failed:
+        model: torch.nn.Module = auto_class.from_config(config)
+    return model.train()
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """No network: for huggingface_hub's switch as it was read at import, and for later readers."""
+    import huggingface_hub.constants as constants
+
+    before = os.environ.get("HF_HUB_OFFLINE"), constants.HF_HUB_OFFLINE
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before[1]
+        if before[0] is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before[0]
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """transformers warns of settings that nobody chose here."""
+    logging = transformers.utils.logging
+    before = logging.get_verbosity()
+    with ExitStack() as stack:
+        stack.callback(logging.set_verbosity, before)
+        logging.set_verbosity_error()
+        yield

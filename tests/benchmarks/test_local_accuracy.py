@@ -1,0 +1,126 @@
+"""The accuracy benchmark's bookkeeping, with training and estimation replaced by known answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import local_accuracy
+import pytest
+from records import Records
+
+from estimator.errors import TrainingError
+from estimator.profile import Device, MachineProfile, Provenance
+
+MODELS = """
+def small(batch=4): ...
+def broken(batch=2): ...
+ALL = [small, broken]
+"""
+BREAKDOWN = {"forward_s": 0.4, "backward_s": 0.4, "communication_exposed_s": 0.2, "update_s": 0.0}
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    path = tmp_path / "models.py"
+    path.write_text(MODELS)
+    return path
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Replaces every slow stage; the list fills with the cases in the order of their training."""
+    device = Device(kind="cpu", index=0, name="cpu", memory_bytes=1, cores=(0,))
+    profile = MachineProfile(
+        name="local", devices=(device, device), provenance=Provenance(source="measured")
+    )
+    order: list[str] = []
+
+    def measure(case: Any, *_: Any) -> dict[str, Any]:
+        if case.model == "broken":
+            raise TrainingError("it broke")
+        order.append(case.key)
+        return {"step_s": 1.0 + len(order) / 1000, "canary_s": 1.0, "faults_per_step": 0.0}
+
+    def predict_apart(case: Any, method: str, rank_counts: list[int]) -> Any:
+        found = {"predicted_s": 1.1, "low_s": 1.0, "high_s": 1.2, "breakdown": BREAKDOWN}
+        return [{**found, "global_batch": case.batch * ranks} for ranks in rank_counts], None
+
+    monkeypatch.setattr(local_accuracy, "measure", measure)
+    monkeypatch.setattr(local_accuracy, "predict_apart", predict_apart)
+    monkeypatch.setattr(local_accuracy, "find_profile", lambda *_: profile)
+    monkeypatch.setattr(local_accuracy, "note_canary", lambda *_: None)
+    return order
+
+
+def run(capsys: pytest.CaptureFixture[str], models: Path, *options: str) -> dict[str, Any]:
+    place = ["--models", str(models), "--work", str(models.parent / "work"), "--json"]
+    local_accuracy.main([*place, *options])
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def test_training_goes_round_robin_over_both_batch_sizes_and_rank_counts(
+    trained: list[str], models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(capsys, models, "--only", "small", "--repeats", "2", "--methods", "probe")
+    assert trained == ["small-b4-r1", "small-b4-r2", "small-b2-r1", "small-b2-r2"] * 2
+
+
+def test_a_second_run_continues_where_the_first_was_cut_off(
+    trained: list[str], models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--only", "small", "--ranks", "1", "--methods", "probe", "--repeats", "3")
+    run(capsys, models, *options)
+    path = models.parent / "work" / "records.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines)[:-40])  # kill -9 while the last of 6 was being written
+    answer = run(capsys, models, *options)
+    assert trained[6:] == ["small-b2-r1"]
+    assert [len(case["runs_s"]) for case in answer["cases"]] == [3, 3]
+    assert all(case["predicted_at"] < case["measured_at"] for case in answer["cases"])
+
+
+def test_a_case_that_cannot_train_stays_and_counts_as_an_error_of_100_percent(
+    trained: list[str], models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--quick", "--ranks", "1", "--methods", "probe", "--repeats", "1")
+    answer = run(capsys, models, *options)
+    small, broken = answer["cases"]
+    assert (broken["status"], broken["measured_s"]) == ("not_measured", None)
+    assert broken["reason"] == "it broke"
+    assert (small["status"], small["measured_s"]) == ("ok", pytest.approx(1.001))
+    (row,) = answer["summary"]
+    assert (row["failed"], row["worst_ratio"]) == (1, 1.0)
+
+
+def test_a_prediction_made_after_measuring_is_marked(
+    trained: list[str], models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--only", "small", "--quick", "--ranks", "1", "--methods", "probe")
+    assert run(capsys, models, *options)["cases"][0]["predicted_beforehand"]
+    assert not run(capsys, models, *options, "--repredict")["cases"][0]["predicted_beforehand"]
+
+
+def test_the_table_shows_error_noise_and_where_the_time_goes(
+    trained: list[str], models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--models", str(models), "--work", str(models.parent / "work"), "--repeats", "1"]
+    local_accuracy.main([*place, "--only", "small", "--quick", "--ranks", "1"])
+    line = next(
+        x for x in capsys.readouterr().out.splitlines() if x.startswith("small-b4-r1-probe")
+    )
+    # 1.1 s predicted, 1.001 s measured: +9.9 %; parts of 0.4, 0.4, 0, 0.2 s and nothing else.
+    cells = line.split()
+    assert cells[1:5] == ["1100.0", "1001.0", "+9.9", "%"]
+    assert cells[-6:] == ["400.0", "400.0", "0.0", "200.0", "0.0", "-"]
+
+
+def test_records_survive_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    Records(path).add({"kind": "measurement", "key": "a", "step_s": 1.0})
+    path.write_text(path.read_text() + '\n{"kind": "measurem')
+    records = Records(path)
+    records.add({"kind": "measurement", "key": "b", "step_s": 2.0})
+    assert [record["key"] for record in Records(path).of("measurement")] == ["a", "b"]

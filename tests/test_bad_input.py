@@ -1,0 +1,512 @@
+"""Bad input gets one sentence that says what to do and exit code 2, and changes no file (R1)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as some
+
+from estimator.allocation import Allocation
+from estimator.errors import AllocationError, EstimatorError, ProfileError
+from estimator.profile import MachineProfile, load_profile
+
+Command = Callable[..., Any]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file under a folder, except what Python writes beside imported files."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_changes(tmp_path: Path, store: Path, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test itself writes it writes through `given_file`, before asking."""
+    before = contents(tmp_path)
+    yield
+    expected = before | getattr(request.node, "given_files", {})
+    assert contents(tmp_path) == expected
+
+
+@pytest.fixture
+def given_file(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> Callable[[str, str | bytes], Path]:
+    """Write an input file."""
+    request.node.given_files = {}
+
+    def write(name: str, content: str | bytes) -> Path:
+        data = content.encode() if isinstance(content, str) else content
+        (tmp_path / name).write_bytes(data)
+        request.node.given_files[name] = data
+        return tmp_path / name
+
+    return write
+
+
+# Profiles
+
+
+def test_a_profile_cut_off_anywhere_is_refused(
+    store: Path, command: Command, given_file: Callable[..., Path]
+) -> None:
+    whole = (store / "machines" / "local.json").read_bytes()
+    assert len(whole) > 50 * 150
+    for size in range(0, len(whole) - 1, 50):
+        path = given_file("cut.json", whole[:size])
+        sentence = command("profile", "show", path).sentence
+        assert "run 'estimator probe'" in sentence
+
+
+NUMBERS = [
+    "devices.0.memory_bytes",
+    "devices.0.memory_bandwidth_bytes_per_s",
+    "devices.0.peak_flops_per_s.float32",
+    "links.0.latency_s",
+    "links.0.bandwidth_bytes_per_s",
+    "collectives.0.latency_s",
+    "collectives.0.bandwidth_bytes_per_s",
+    "collectives.0.cpu_s_per_byte",
+    "collectives.0.points.0.1",
+    "collectives.0.group_size",
+    "overlaps.0.exposed_ratio",
+    "kernels.0.points.0.warm_s",
+    "contentions.0.points.0.1",
+    "host.forward_op_s",
+    "memory.first_touch_s_per_byte",
+    "updates.0.per_parameter_s",
+    "rank_spread_ratio",
+    "provenance.relative_error",
+]
+
+
+def with_value(content: Any, path: str, value: Any) -> Any:
+    """A copy of JSON values with one of them replaced."""
+    copied = json.loads(json.dumps(content))
+    *parents, last = path.split(".")
+    place = copied
+    for step in parents:
+        place = place[int(step) if step.isdigit() else step]
+    place[int(last) if last.isdigit() else last] = value
+    return copied
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+def test_impossible_numbers_in_a_profile_are_refused(
+    path: str, command: Command, given_file: Callable[..., Path], small_profile: MachineProfile
+) -> None:
+    for value in (-1.0, float("nan"), float("inf"), "fast", None, [], {}):
+        if value is None and path.rsplit(".", 1)[-1] in (
+            "memory_bandwidth_bytes_per_s", "rank_spread_ratio", "relative_error",
+        ):  # fmt: skip
+            continue  # these may be unknown
+        damaged = with_value(small_profile.to_dict(), path, value)
+        file = given_file("damaged.json", json.dumps(damaged))
+        # Each place is named, so that a person finds it.
+        assert path.split(".")[0] in command("profile", "show", file).sentence
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"null", b"[]", b"{}", b"17", b'"local"', b"\xff\xfe\x00", b"{}{}", b"NaN",
+     b'{"name": "x", "devices": []}', b"[" * 100_000, b'{"a":' * 100_000],
+)  # fmt: skip
+def test_what_is_no_profile_is_refused(
+    content: bytes, command: Command, given_file: Callable[..., Path]
+) -> None:
+    assert command("profile", "show", given_file("odd.json", content)).sentence
+
+
+json_values = some.recursive(
+    some.none() | some.booleans() | some.floats() | some.integers() | some.text(max_size=5),
+    lambda inner: some.lists(inner, max_size=3) | some.dictionaries(some.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@given(data=some.data())
+def test_a_profile_with_anything_anywhere_is_read_or_refused(
+    data: some.DataObject, small_profile: MachineProfile
+) -> None:
+    content = small_profile.to_dict()
+    key = data.draw(some.sampled_from(sorted(content)))
+    # Raises nothing else.
+    with contextlib.suppress(ProfileError):
+        MachineProfile.from_dict(content | {key: data.draw(json_values)})
+
+
+@pytest.mark.parametrize(
+    "name", ["h900", "Local", "lokal", "local ", "../local", "no/such.json", ""]
+)
+def test_an_unknown_machine_is_refused(name: str, command: Command) -> None:
+    assert command("profile", "show", name).sentence
+    assert command("profile", "compare", "local", name).sentence
+
+
+@pytest.mark.parametrize("machine", ["h900", "lokal", "local.json"])
+def test_an_allocation_of_an_unknown_machine_is_refused(machine: str, command: Command) -> None:
+    assert machine in command("estimate", "hf:gpt2", "--on", f"1x1:{machine}").sentence
+
+
+# Allocations and options
+
+BAD_ALLOCATIONS = """
+|1|x|1x|x1|1x1|1x1:|:local|x:local|1x:local|x1:local|0x1:local|1x0:local|0x0:local|-1x1:local
+1x-1:local|1x1:local+|+1x1:local|1x1:local++1x1:local|+|1x1;local|1x1: local|1 x1:local|1x 1:local
+1x1:lo cal|1x1:.local|1x1:-local|1x1:local,1x1:local|1*1:local|1X1:local|1x1x1:local|1.5x1:local
+1x1.0:local|1e3x1:local|0x1F:local|onextwo:local|1x1:löcal|1x1:local!|1x1:local/|1x1:../local
+a1|a1[|a1[]|a1]|[0]|a1[0|a1[0,]|a1[,0]|a1[0,,1]|a1[-1]|a1[0-3]|a1[0:3]|a1[x]|a1[0]x2|a1[0,0]|a1(0)
+a1[0]+a1[0]|a1[1.5]|a1[ 0]|a1{0}|1x1:local[0]|999999999x999999999:local|1048577x1:local
+1x3:local|1x99:local|2x1:local|1x1:local+1x1:local|a1[0]|99999999999999999999x1:local|²x1:local
+1x1:local\x00|1x1:lo\ncal|\t|+ +|local|local:1x1|2x8
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [text.encode().decode("unicode_escape") if "\\" in text else text
+     for line in BAD_ALLOCATIONS.strip().splitlines() for text in line.split("|")],
+)  # fmt: skip
+def test_an_allocation_that_cannot_be_is_refused(
+    text: str, command: Command, given_file: Callable[..., Path]
+) -> None:
+    model = given_file("model.py", TINY)
+    assert command("estimate", f"{model}:mlp", "--on", text).sentence
+
+
+def test_there_are_at_least_sixty_bad_allocations() -> None:
+    assert len(BAD_ALLOCATIONS.replace("\n", "|").split("|")) >= 60
+
+
+@given(some.text(alphabet="12x:+[],a-. ²\n", max_size=16))
+@example("1x1:a+a[0]")
+def test_any_text_is_an_allocation_that_prints_back_or_is_refused(text: str) -> None:
+    with contextlib.suppress(AllocationError):
+        allocation = Allocation.parse(text)
+        assert Allocation.parse(str(allocation)) == allocation
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("estimat",),
+        ("estimate",),
+        ("estimate", "hf:gpt2"),
+        ("estimate", "--on", "1x1:local"),
+        ("estimate", "hf:gpt2", "hf:bert", "--on", "1x1:local"),
+        ("estimate", "hf:gpt2", "--on"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--fast"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--batch", "0"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--batch", "-4"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--batch", "many"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--batch", "1.5"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--accumulation", "0"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--seq-len", "0"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--optimizer", "lion"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--precision", "int4"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--strategy", "magic"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--strategy", "ddp:bucket=0"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--samples", "0"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--samples", "5", "--tokens", "5"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--trace", "/dev/null/step.json"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--trace", "."),
+        ("validate", "hf:gpt2"),
+        ("validate", "hf:gpt2", "--on", "1x1:local", "--repeats", "2"),
+        ("validate", "hf:gpt2", "--on", "1x1:local", "--steps", "0"),
+        ("check", "hf:gpt2"),
+        ("profile", "show"),
+        ("profile", "compare", "local"),
+        ("profile", "merge", "local"),
+        ("probe", "--budget", "0"),
+        ("probe", "--devices", "0"),
+        ("probe", "--name", "../local"),
+        ("probe", "--name", ""),
+        ("probe", "--name", "two words"),
+        ("probe", "--out", "."),
+        ("probe", "--out", "/dev/null/machine.json"),
+        ("probe", "now"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_any_work(
+    words: tuple[str, ...], command: Command
+) -> None:
+    assert command(*words).sentence
+
+
+def test_both_kinds_of_batch_are_one_too_many(
+    command: Command, given_file: Callable[..., Path]
+) -> None:
+    model = f"{given_file('model.py', TINY)}:mlp"
+    words = ("--on", "1x2:local", "--batch", 2, "--global-batch", 4)
+    assert "not both" in command("estimate", model, *words).sentence
+
+
+@pytest.mark.parametrize("global_batch", [1, 3, 5])
+def test_a_global_batch_that_does_not_divide_is_refused(
+    global_batch: int, command: Command, given_file: Callable[..., Path]
+) -> None:
+    model = f"{given_file('model.py', TINY)}:mlp"
+    words = ("--on", "1x2:local", "--global-batch", global_batch)
+    assert "multiple of 2" in command("estimate", model, *words).sentence
+
+
+# Models
+
+TINY = """
+import torch
+from torch import nn
+
+def mlp(batch=4):
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(batch, 8)
+
+def raises():
+    raise RuntimeError("no such luck\\nin two lines")
+
+def leaves():
+    raise SystemExit(7)
+
+def asks(width):
+    return mlp(width)
+
+def returns_nothing():
+    pass
+
+def returns_a_model():
+    return mlp()[0]
+
+def returns_four():
+    return (*mlp(), None, None)
+
+def returns_no_module():
+    return "resnet", torch.randn(4, 8)
+
+def returns_no_loss():
+    return (*mlp(), "mse")
+
+def has_no_parameters():
+    return nn.ReLU(), torch.randn(4, 8)
+
+def is_frozen():
+    model, batch = mlp()
+    return model.requires_grad_(False), batch
+
+def has_a_batch_of_the_wrong_width():
+    return mlp()[0], torch.randn(4, 9)
+
+def has_a_batch_of_words():
+    return mlp()[0], "four times eight"
+
+def has_no_batch():
+    return mlp()[0], None
+
+def has_too_many_inputs():
+    return mlp()[0], (torch.randn(4, 8), torch.randn(4, 8))
+
+def has_an_unknown_input():
+    return mlp()[0], {"pixels": torch.randn(4, 8)}
+
+def has_a_loss_that_raises():
+    return (*mlp(), lambda output, batch: output.nope)
+
+def has_a_loss_of_many_numbers():
+    return (*mlp(), lambda output, batch: output)
+
+def has_a_loss_without_gradient():
+    return (*mlp(), lambda output, batch: output.detach().mean())
+
+class Raising(nn.Linear):
+    def forward(self, x):
+        raise ValueError("forward raises")
+
+def has_a_forward_that_raises():
+    return Raising(8, 8), torch.randn(4, 8)
+
+class ValueDependent(nn.Linear):
+    def forward(self, x):
+        return super().forward(x[x[:, 0] > 0])
+
+not_a_function = 7
+"""
+
+BAD_FUNCTIONS = [
+    *re.findall(r"^def ((?!mlp)\w+)", TINY, flags=re.MULTILINE),
+    "not_a_function",
+    "missing",
+    "",
+]
+
+
+@pytest.mark.parametrize("function", BAD_FUNCTIONS)
+def test_a_model_function_that_is_wrong_is_refused(
+    function: str, command: Command, given_file: Callable[..., Path]
+) -> None:
+    model = f"{given_file('model.py', TINY)}:{function}"
+    assert command("estimate", model, "--on", "1x1:local").sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("torn.py", "def mlp(:\n"), ("raising.py", "1 / 0\n"), ("importing.py", "import nosuch\n"),
+     ("exiting.py", "raise SystemExit(0)\n"), ("empty.py", ""), ("binary.py", b"\x00\xff\xfe")],
+)  # fmt: skip
+def test_a_model_file_that_cannot_be_imported_is_refused(
+    name: str, content: str | bytes, command: Command, given_file: Callable[..., Path]
+) -> None:
+    model = f"{given_file(name, content)}:mlp"
+    assert name in command("estimate", model, "--on", "1x1:local").sentence
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["", ":", "mlp", "nofile.py:mlp", "no.such.package:mlp", "json:nosuch", "json:dumps", "hf:",
+     "hf:nosuchtype", "hf:gpt2:nosuchtask", "hf:gpt2,n_layer", "hf:gpt2,n_layer=many",
+     "hf:gpt2,nosuch=1", "/dev/null", "/:mlp"],
+)  # fmt: skip
+def test_a_model_that_does_not_exist_is_refused(model: str, command: Command) -> None:
+    assert command("estimate", model, "--on", "1x1:local").sentence
+
+
+@pytest.mark.parametrize("size", [2, 3, 10, 100, 500, -1])
+def test_a_saved_graph_cut_off_anywhere_is_refused(
+    size: int, command: Command, given_file: Callable[..., Path]
+) -> None:
+    whole = saved_graph(given_file)
+    sentence = command(
+        "estimate", given_file("cut.graph", whole[:size]), "--on", "1x1:local"
+    ).sentence
+    assert "cut.graph" in sentence
+
+
+def test_a_saved_graph_with_flipped_bytes_is_read_or_refused(
+    command: Command, given_file: Callable[..., Path]
+) -> None:
+    whole = saved_graph(given_file)
+    for place in range(0, len(whole), max(1, len(whole) // 20)):
+        flipped = whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :]
+        answer = command("estimate", given_file("flipped.graph", flipped), "--on", "1x1:local")
+        assert answer.code == 0 or answer.sentence
+
+
+def saved_graph(given_file: Callable[..., Path]) -> bytes:
+    """The bytes of a saved graph of the tiny model."""
+    from estimator import trace_model
+    from estimator.graph.models import load_model
+
+    model, batch, loss, name = load_model(f"{given_file('model.py', TINY)}:mlp")
+    path = given_file("whole.graph", b"")
+    trace_model(model, batch, loss=loss, name=name).save(path)
+    return given_file("whole.graph", path.read_bytes()).read_bytes()
+
+
+def test_options_that_contradict_a_saved_graph_are_refused(
+    command: Command, given_file: Callable[..., Path]
+) -> None:
+    saved_graph(given_file)
+    path = given_file("whole.graph", saved_graph(given_file))
+    for words in (
+        ("--optimizer", "sgd"),
+        ("--precision", "bf16"),
+        ("--seq-len", 5),
+        ("--measure",),
+    ):
+        assert words[0] in command("estimate", path, "--on", "1x1:local", *words).sentence
+    assert "saved graph" in command("validate", path, "--on", "1x1:local").sentence
+
+
+# Disks
+
+
+@pytest.fixture
+def quick_probe(monkeypatch: pytest.MonkeyPatch, small_profile: MachineProfile) -> None:
+    """A probe that has measured already."""
+    monkeypatch.setattr("estimator.probe.machine.probe_machine", lambda **_: small_profile)
+
+
+@pytest.mark.usefixtures("quick_probe")
+def test_a_full_disk_keeps_the_old_profile(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", full)
+    assert "No space left" in command("probe").sentence
+    assert load_profile("local").name == "local"
+
+
+def test_a_full_disk_leaves_no_half_written_trace(
+    command: Command,
+    given_file: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = f"{given_file('model.py', TINY)}:mlp"
+    monkeypatch.setattr("os.fsync", full)
+    words = ("--on", "1x1:local", "--trace", tmp_path / "step.json")
+    assert "No space left" in command("estimate", model, *words).sentence
+
+
+@pytest.mark.usefixtures("quick_probe")
+@pytest.mark.parametrize("place", ["folder", "under_a_file"])
+def test_a_place_that_cannot_be_written_is_refused_before_probing(
+    place: str, command: Command, tmp_path: Path, given_file: Callable[..., Path]
+) -> None:
+    file = given_file("plain", "text")
+    path = {"folder": tmp_path, "under_a_file": file / "machine.json"}[place]
+    assert (
+        str(file if place == "under_a_file" else path) in command("probe", "--out", path).sentence
+    )
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind root")
+@pytest.mark.usefixtures("quick_probe")
+def test_a_folder_without_permission_is_refused(command: Command, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        assert command("probe", "--out", tmp_path / "machine.json").sentence
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_store_that_is_a_file_is_refused(
+    command: Command, monkeypatch: pytest.MonkeyPatch, given_file: Callable[..., Path]
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_HOME", str(given_file("store-file", "text")))
+    assert command("probe").sentence
+    assert "estimator probe" in command("estimate", "hf:gpt2", "--on", "1x1:local").sentence
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_output_to_a_full_disk_is_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            [sys.executable, "-m", "estimator.cli", "profile", "show", "local"],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert found.returncode == 2
+    assert len(found.stderr.splitlines()) == 1
+    assert "No space left" in found.stderr
+
+
+def test_every_error_of_the_package_also_is_a_builtin_one() -> None:
+    for kind in EstimatorError.__subclasses__():
+        assert len(kind.__bases__) == 2, kind
+        assert kind.__doc__

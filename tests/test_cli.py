@@ -1,0 +1,179 @@
+"""The command line prints for people, or JSON alone, and ends with the code it promises."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from estimator.interop.perfetto import trace_flaws
+from estimator.profile import MachineProfile, load_profile
+
+Command = Callable[..., Any]
+
+TINY = """
+import torch
+
+def mlp(batch=4):
+    layers = torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
+    return torch.nn.Sequential(*layers), torch.randn(batch, 32)
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """A model of two linear layers with 32 inputs, 64 hidden and 8 outputs."""
+    (tmp_path / "tiny.py").write_text(TINY)
+    return f"{tmp_path / 'tiny.py'}:mlp"
+
+
+def test_help_lists_the_commands_and_no_command_is_help(command: Command) -> None:
+    answer = command("--help")
+    assert answer.code == 0
+    for name in ("probe", "profile", "estimate", "validate", "check"):
+        assert f"\n  {name} " in answer.out
+    assert command() == answer
+
+
+def test_estimate_prints_time_interval_breakdown_and_reasons(
+    store: Path, tiny: str, command: Command
+) -> None:
+    answer = command("estimate", tiny, "--on", "1x2:local", "--samples", "1e6")
+    assert (answer.code, answer.err) == (0, "")
+    for word in ("step time", "±", "samples/s", "bottleneck", "peak memory", "duration", "update"):
+        assert word in answer.out
+    assert "\x1b" not in answer.out, "a file wants plain text"
+
+
+def test_estimate_as_json_is_base_units_on_stdout_alone(
+    store: Path, tiny: str, command: Command
+) -> None:
+    answer = command("estimate", tiny, "--on", "1x2:local", "--batch", 6, "--json")
+    assert answer.err == ""
+    content = json.loads(answer.out)
+    assert content["allocation"] == "1x2:local"
+    # 6 samples on each of 2 ranks.
+    assert content["global_batch"] == 12
+    assert content["samples_per_s"] == pytest.approx(12 / content["step_time_s"])
+    assert sum(content["breakdown"].values()) == pytest.approx(content["step_time_s"])
+    assert content["low_s"] < content["step_time_s"] < content["high_s"]
+
+
+def test_the_global_batch_is_divided_over_ranks_and_micro_batches(
+    store: Path, tiny: str, command: Command
+) -> None:
+    words = ("--on", "1x2:local", "--global-batch", 24, "--accumulation", 3, "--json")
+    # 24 samples over 2 ranks and 3 micro-batches.
+    assert json.loads(command("estimate", tiny, *words).out)["batch_per_gpu"] == 4
+
+
+def test_the_trace_is_sound_and_has_a_process_for_every_rank(
+    store: Path, tiny: str, command: Command, tmp_path: Path
+) -> None:
+    command("estimate", tiny, "--on", "1x2:local", "--trace", tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert trace_flaws(events) == []
+    assert {event["pid"] for event in events} == {0, 1}
+    assert sum(event["ph"] == "X" for event in events) > 20
+
+
+def test_a_saved_graph_is_estimated_as_its_model_is(
+    store: Path, tiny: str, command: Command, tmp_path: Path
+) -> None:
+    from estimator import trace_model
+    from estimator.graph.models import load_model
+
+    model, batch, loss, name = load_model(tiny)
+    trace_model(model, batch, loss=loss, name=name).save(tmp_path / "tiny.graph")
+    saved = json.loads(
+        command("estimate", tmp_path / "tiny.graph", "--on", "1x1:local", "--json").out
+    )
+    fresh = json.loads(command("estimate", tiny, "--on", "1x1:local", "--json").out)
+    assert saved == fresh
+
+
+def test_a_model_too_large_for_the_devices_ends_with_code_1(
+    store: Path, tiny: str, command: Command, small_profile: MachineProfile
+) -> None:
+    devices = tuple(replace(device, memory_bytes=1000) for device in small_profile.devices)
+    replace(small_profile, devices=devices).save(store / "machines" / "local.json")
+    answer = command("estimate", tiny, "--on", "1x1:local")
+    assert answer.code == 1
+    assert "does not fit" in answer.out
+
+
+def test_check_says_what_is_assumed(store: Path, tiny: str, command: Command) -> None:
+    answer = command("check", tiny, "--on", "1x1:local")
+    assert answer.code in (0, 1)
+    assert "that nothing measured backs" in answer.out
+    assert "assumed or missing" in answer.out
+
+
+def test_profile_list_show_and_compare_name_the_machine(
+    store: Path, command: Command, small_profile: MachineProfile
+) -> None:
+    replace(small_profile, name="twin").save(store / "machines" / "twin.json")
+    (store / "machines" / "torn.json").write_text("{")
+    listed = command("profile", "list").out
+    assert "local" in listed
+    assert "damaged" in listed
+    shown = command("profile", "show", "local").out
+    for word in ("one core", "aten.mm.default", "all-reduce, gloo", "adamw, loop", "10.0 GB/s"):
+        assert word in shown
+    compared = command("profile", "compare", "local", "twin").out
+    assert "median difference 0.0 %" in compared
+
+
+def test_an_empty_store_says_how_to_fill_it(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path / "none"))
+    assert "estimator probe" in command("profile", "list").out
+    assert "estimator probe" in command("estimate", "x.py:f", "--on", "1x1:local").sentence
+
+
+@pytest.fixture
+def probe_of_a_moment(monkeypatch: pytest.MonkeyPatch, small_profile: MachineProfile) -> None:
+    """Stand in for the measurements, which take a minute."""
+
+    def probe_machine(*, name: str, report: Callable[[str, float], None], **_: Any) -> Any:
+        report("kernels", 0.5)
+        return replace(small_profile, name=name, missing=("links: interrupted",))
+
+    monkeypatch.setattr("estimator.probe.machine.probe_machine", probe_machine)
+
+
+@pytest.mark.usefixtures("probe_of_a_moment")
+def test_probe_keeps_the_profile_under_its_name_and_says_what_is_missing(
+    store: Path, command: Command
+) -> None:
+    answer = command("probe", "--name", "mine")
+    assert answer.code == 0
+    assert "links: interrupted" in answer.err
+    assert load_profile("mine").name == "mine"
+
+
+@pytest.mark.usefixtures("probe_of_a_moment")
+def test_probe_as_json_prints_the_profile_alone(
+    store: Path, command: Command, tmp_path: Path
+) -> None:
+    answer = command("probe", "--out", tmp_path / "here" / "me.json", "--json")
+    profile = MachineProfile.from_dict(json.loads(answer.out))
+    assert profile == load_profile(tmp_path / "here" / "me.json")
+
+
+def test_validate_predicts_then_trains_and_prints_both(
+    store: Path, tiny: str, command: Command
+) -> None:
+    words = ("--on", "1x2:local", "--repeats", 3, "--steps", 3, "--json")
+    answer = command("validate", tiny, *words)
+    (case,) = json.loads(answer.out)
+    # The store's machine is made up, so only the form is checked here, not the accuracy.
+    assert answer.code in (0, 1)
+    assert case["predicted"]["allocation"] == "1x2:local"
+    assert len(case["runs_s"]) == 3
+    assert case["measured_s"] == sorted(case["runs_s"])[1]
