@@ -9,6 +9,7 @@ Everything found is appended to a file in --work, from which a second run contin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import inspect
 import json
@@ -26,7 +27,7 @@ from local_report import BOUNDS, report
 from records import Progress, Record, Records, now, say
 from summary import noise_ratio, summarise
 
-from estimator.errors import EstimatorError
+from estimator.errors import EstimatorError, ModelError
 from estimator.profile import MachineProfile, load_profile
 
 QUICK_MODELS = ("gpt2", "resnet", "lstm", "recommender")
@@ -101,7 +102,10 @@ def find_profile(options: argparse.Namespace, home: Path) -> MachineProfile:
 
         say("probing this machine")
         probe_machine(name="local").save(kept)
-    return load_profile(kept)
+    profile = load_profile(kept)
+    if profile.missing:
+        say(f"the profile lacks {', '.join(profile.missing)}")
+    return profile
 
 
 def predict(case: Case, method: str, rank_counts: Sequence[int]) -> list[Record]:
@@ -120,7 +124,7 @@ def predict(case: Case, method: str, rank_counts: Sequence[int]) -> list[Record]
         loss=loss,
         optimizer=OPTIMIZER,
         precision=PRECISION,
-        target="cpu",
+        target=load_profile("local").kind,
         measure=method == "measured",
     )
     look_s = time.perf_counter() - begun
@@ -188,6 +192,7 @@ def measure_all(
     records: Records,
 ) -> None:
     """Train every case --repeats times in fresh processes, one round over all cases at a time."""
+    import_models(cases)
     counts = {case.key: len(records.of("measurement", case.key)) for case in cases}
     broken: set[str] = set()
     progress = Progress(
@@ -208,6 +213,16 @@ def measure_all(
                 continue
             records.add({"kind": "measurement", "key": case.key, **record})
             progress.advance(f"{case.key} {1e3 * record['step_s']:.1f} ms")
+
+
+def import_models(cases: Sequence[Case]) -> None:
+    """Build each model once here: ranks then start with what that has imported."""
+    from estimator.graph.models import load_model
+
+    for text in {case.model_text for case in cases}:
+        # A model that cannot be built fails again, and is noted, when it is to be trained.
+        with contextlib.suppress(ModelError):
+            load_model(text)
 
 
 def measure(
@@ -325,9 +340,10 @@ def canary_drift(profile: MachineProfile, records: Records) -> Record:
 
 def time_canary(rank: int, world_size: int, arguments: Record) -> float:
     """Seconds of the fixed op, in a process pinned as a rank of a training run is."""
-    from estimator.probe import training
+    from estimator.probe.backend import open_backend
+    from estimator.probe.kernels import canary_s
 
-    return training.time_canary()
+    return canary_s(open_backend(arguments["kind"]))
 
 
 def note_canary(profile: MachineProfile, records: Records) -> None:
@@ -335,7 +351,10 @@ def note_canary(profile: MachineProfile, records: Records) -> None:
     from estimator.probe.ranks import run_on_devices
 
     (seconds,) = run_on_devices(
-        profile.devices[:1], "local_accuracy:time_canary", {}, timeout_s=60.0
+        profile.devices[:1],
+        "local_accuracy:time_canary",
+        {"kind": profile.kind},
+        timeout_s=60.0,
     )
     records.add({"kind": "canary", "canary_s": seconds})
 

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from estimator.graph.memory import peak_memory
-from estimator.graph.models import default_loss
-from estimator.graph.trace import trace_graph
+from estimator.graph.trace import loss_of, trace_graph
 from estimator.units import format_bytes, format_ratio
 from estimator.workload import OPTIMIZERS, Strategy
 
@@ -99,7 +98,7 @@ def run_case(build: Callable[[], Any], optimizer: str) -> Case:
     """Predict, then run one model."""
     torch.manual_seed(0)
     model, batch, *rest = build()
-    loss = rest[0] if rest else default_loss
+    loss = rest[0] if rest else lambda output, _batch: loss_of(output)
     graph = trace_graph(model, batch, loss=rest[0] if rest else None, optimizer=optimizer)
     predicted = peak_memory(graph.at(), optimizer=optimizer, strategy=Strategy(), ranks=1)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -111,6 +110,13 @@ def run_case(build: Callable[[], Any], optimizer: str) -> Case:
         predicted_bytes=predicted.total_bytes,
         measured_bytes=measured,
     )
+
+
+def line_of(case: Case) -> str:
+    """One case as people read it."""
+    predicted, measured = format_bytes(case.predicted_bytes), format_bytes(case.measured_bytes)
+    sizes = f"predicted {predicted:>9}  measured {measured:>9}"
+    return f"{case.model:14} {case.optimizer:13} {sizes}  {format_ratio(case.error_ratio)}"
 
 
 def main() -> int:
@@ -127,12 +133,7 @@ def main() -> int:
         for optimizer in chosen.optimizer:
             case = run_case(build, optimizer)
             cases.append(case)
-            print(
-                f"{case.model:14} {case.optimizer:13} predicted {format_bytes(case.predicted_bytes):>9}"
-                f"  measured {format_bytes(case.measured_bytes):>9}  {format_ratio(case.error_ratio)}",
-                file=sys.stderr if chosen.json else sys.stdout,
-                flush=True,
-            )
+            print(line_of(case), file=sys.stderr if chosen.json else sys.stdout, flush=True)
     if not cases:
         print(f"no model is called {chosen.only}; see local_models.py", file=sys.stderr)
         return 2

@@ -1,18 +1,18 @@
 """Set the predicted seconds of each operator beside those seen in real steps of the same model.
 
-``python benchmarks/op_report.py MODEL [--batch N]`` trains the model on one device, profiles some
-steps with torch.profiler, and lists operators by how far prediction and measurement are apart. An
-operator's measured time includes what it calls; operators inside the optimizer count as update.
+``python benchmarks/op_report.py MODEL [--batch N]`` trains the model on one device with a clock
+around every operator call, and lists operators by how far prediction and measurement are apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from summary import format_table
 
 from estimator.profile import MachineProfile, load_profile
 
-WARMUP_STEPS, TIMED_STEPS, PROFILED_STEPS = 3, 15, 5
+WARMUP_STEPS, TIMED_STEPS, CLOCKED_STEPS = 3, 15, 7
 PHASES = ("forward", "backward", "update")
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -50,37 +50,75 @@ class Group:
 
 
 def profile_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Train in a pinned process: plain steps for the clock and page faults, then profiled ones."""
+    """Train in a pinned process: plain steps for the clock and page faults, then clocked ones."""
     import resource
 
-    from torch.profiler import ProfilerActivity, profile
+    from estimator.probe.backend import keep_memory_resident
 
+    keep_memory_resident()
     step = make_step(arguments["model"], arguments["batch"])
+    gc.collect()
     for _ in range(WARMUP_STEPS):
-        step()
+        step(lambda _: None)
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    timed = [step() for _ in range(TIMED_STEPS)]
+    timed = [step(lambda _: None) for _ in range(TIMED_STEPS)]
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        profiled = [step() for _ in range(PROFILED_STEPS)]
-    names = set(arguments["names"])
-    groups: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for phase, event in outermost(profiler.events(), names):
-        group = groups[phase, event.name, repr(shapes_of(event.input_shapes))]
-        group[0] += event.cpu_time_total * 1e-6 / PROFILED_STEPS
-        group[1] += 1 / PROFILED_STEPS
+    seen, clocked_s = clock_operators(step)
     return {
         "phases_s": [statistics.median(column) for column in zip(*timed, strict=True)],
-        "profiled_s": statistics.median(sum(parts) for parts in profiled),
+        "clocked_s": clocked_s,
         "faults_per_step": faults / TIMED_STEPS,
-        "groups": [[*key, *value] for key, value in groups.items()],
+        "groups": [
+            [*key, statistics.median(map(sum, steps)), statistics.median(map(len, steps))]
+            for key, steps in seen.items()
+        ],
     }
 
 
-def make_step(model_text: str, batch: int | None) -> Callable[[], tuple[float, ...]]:
-    """One training step with AdamW, which returns the seconds of its phases."""
+def clock_operators(
+    step: Callable[[Callable[[str], None]], tuple[float, ...]],
+) -> tuple[dict[Key, list[list[float]]], float]:
+    """Seconds of every operator call, by phase, operator and shapes, for each of some steps.
+
+    The clock stands where the tracer stands, below autograd, so both see the same calls. Unlike
+    torch.profiler it keeps almost nothing between calls: the profiler's records fragment the heap,
+    and large tensors then get fresh memory, with its page faults, that a plain step does not.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: dict[Key, list[list[float]]] = defaultdict(lambda: [[] for _ in range(CLOCKED_STEPS)])
+    place: dict[str, Any] = {"step": 0, "phase": ""}
+
+    class Clock(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            named = kwargs or {}
+            begin = time.perf_counter()
+            result = func(*args, **named)
+            spent_s = time.perf_counter() - begin
+            key = (place["phase"], str(func), (*shapes_of(args), *shapes_of(list(named.values()))))
+            seen[key][place["step"]].append(spent_s)
+            return result
+
+    def enter(phase: str) -> None:
+        place["phase"] = phase
+
+    totals = []
+    with Clock():
+        step(enter)
+        seen.clear()
+        for number in range(CLOCKED_STEPS):
+            place["step"] = number
+            totals.append(sum(step(enter)))
+    return seen, statistics.median(totals)
+
+
+def make_step(
+    model_text: str, batch: int | None
+) -> Callable[[Callable[[str], None]], tuple[float, ...]]:
+    """One training step with AdamW that says when a phase begins and returns their seconds."""
     import torch
-    from torch.profiler import record_function
 
     from estimator.graph.models import load_model
     from estimator.graph.trace import loss_of
@@ -89,48 +127,33 @@ def make_step(model_text: str, batch: int | None) -> Callable[[], tuple[float, .
     model, inputs, loss, _ = load_model(model_text, batch=batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
-    def step() -> tuple[float, ...]:
+    def step(enter: Callable[[str], None]) -> tuple[float, ...]:
         marks = [time.perf_counter()]
-        with record_function("phase: forward"):
-            optimizer.zero_grad(set_to_none=True)
-            if isinstance(inputs, dict):
-                output = model(**inputs)
-            else:
-                output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-            total = (loss or loss_of)(output, inputs)
+        enter("forward")
+        optimizer.zero_grad(set_to_none=True)
+        if isinstance(inputs, dict):
+            output = model(**inputs)
+        else:
+            output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        total = loss_of(output) if loss is None else loss(output, inputs)
         marks.append(time.perf_counter())
-        with record_function("phase: backward"):
-            total.backward()
+        enter("backward")
+        total.backward()
         marks.append(time.perf_counter())
-        with record_function("phase: update"):
-            optimizer.step()
+        enter("update")
+        optimizer.step()
         marks.append(time.perf_counter())
         return tuple(end - begin for begin, end in itertools.pairwise(marks))
 
     return step
 
 
-def outermost(events: Sequence[Any], names: set[str]) -> Iterator[tuple[str, Any]]:
-    """(phase, event) of every event so named that no other such event contains."""
-    for event in events:
-        if event.name not in names:
-            continue
-        parent, phase = event.cpu_parent, None
-        while parent is not None and parent.name not in names:
-            if parent.name.startswith("phase: "):
-                phase = parent.name.removeprefix("phase: ")
-            parent = parent.cpu_parent
-        if parent is None and phase is not None:
-            yield phase, event
-
-
 def shapes_of(tree: Any) -> Shapes:
-    """The shapes in the profiler's nested lists; scalars, which look like 0-d tensors, left out."""
-    if not isinstance(tree, (list, tuple)) or not tree:
-        return ()
-    if all(isinstance(item, int) for item in tree):
-        return (tuple(tree),)
-    return tuple(shape for item in tree for shape in shapes_of(item))
+    """The shapes of all tensors in nested lists, those without dimensions left out."""
+    if isinstance(tree, (list, tuple)):
+        return tuple(shape for item in tree for shape in shapes_of(item))
+    shape = getattr(tree, "shape", None)
+    return (tuple(shape),) if shape else ()
 
 
 def predict_groups(model_text: str, batch: int | None, profile: MachineProfile) -> dict[Key, Group]:
@@ -153,16 +176,10 @@ def predict_groups(model_text: str, batch: int | None, profile: MachineProfile) 
             calls=1,
             sources={durations.sources[index]},
         )
-        groups[op.phase, event_name(call.target), shapes].add(one)
+        groups[op.phase, call.target, shapes].add(one)
     host_s = float(durations.host_s.sum())
     groups["forward", "(host)", ()].add(Group(predicted_s=host_s))
     return groups
-
-
-def event_name(target: str) -> str:
-    """How the profiler calls an operator: ``aten.add.Tensor`` is ``aten::add`` there."""
-    namespace, name = target.split(".")[:2]
-    return f"{namespace}::{name}"
 
 
 def predicted_update_s(model_text: str, batch: int | None, profile: MachineProfile) -> float:
@@ -217,27 +234,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     profile = load_profile(options.profile)
     groups = predict_groups(options.model, options.batch, profile)
     update_s = predicted_update_s(options.model, options.batch, profile)
-    names = sorted({name for _, name, _ in groups})
     (found,) = run_on_devices(
         profile.devices[:1],
         "op_report:profile_rank",
-        {"model": options.model, "batch": options.batch, "names": names},
+        {"model": options.model, "batch": options.batch},
         timeout_s=600.0,
     )
     for phase, name, shapes, seconds, calls in found["groups"]:
-        if phase != "update":
-            groups[phase, name, parse_shapes(shapes)].add(Group(measured_s=seconds, seen=calls))
+        key = (phase, name, tuple(map(tuple, shapes)))
+        groups[key].add(Group(measured_s=seconds, seen=calls))
     print(describe_phases(groups, found, update_s))
-    print("\n" + describe(by_name(groups), options.most))
-    print("\n" + describe(groups, options.most))
-
-
-def parse_shapes(text: str) -> Shapes:
-    """The inverse of repr, for the shapes that came back as text."""
-    import ast
-
-    shapes: Shapes = ast.literal_eval(text)
-    return shapes
+    compared = {key: group for key, group in groups.items() if key[0] != "update"}
+    print("\n" + describe(by_name(compared), options.most))
+    print("\n" + describe(compared, options.most))
 
 
 def describe_phases(groups: Mapping[Key, Group], found: Mapping[str, Any], update_s: float) -> str:
@@ -258,7 +267,7 @@ def describe_phases(groups: Mapping[Key, Group], found: Mapping[str, Any], updat
             format_table(lines),
             f"predicted host {1e3 * host_s:.2f} ms; predicted step {1e3 * total_s:.2f} ms, "
             f"measured {1e3 * wall_s:.2f} ms ({100 * (total_s / wall_s - 1):+.1f} %), "
-            f"profiled {1e3 * found['profiled_s']:.2f} ms",
+            f"clocked {1e3 * found['clocked_s']:.2f} ms",
             f"page faults per step: {found['faults_per_step']:.0f}",
         ]
     )

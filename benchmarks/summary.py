@@ -244,11 +244,11 @@ def format_rows(rows: Sequence[SummaryRow]) -> str:
 
 
 def format_table(lines: Sequence[Sequence[str]]) -> str:
-    """Columns aligned, the first to the left, the others to the right."""
+    """Columns aligned: the first and those without a heading to the left, others to the right."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
+            cell.ljust(width) if column == 0 or not lines[0][column] else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines

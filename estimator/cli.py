@@ -22,7 +22,7 @@ from estimator.request import Request
 from estimator.workload import OPTIMIZERS, PRECISIONS
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import RenderableType
 
     from estimator.estimates import Estimate
     from estimator.graph.ops import OpGraph
@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _quieten_libraries() -> None:
     # Their remarks would stand between ours on stderr; what fails reaches us as an exception.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    # Disabled, since importing torch resets the levels of its loggers.
+    logging.getLogger("torch._subclasses.fake_tensor").disabled = True
 
 
 def _refuse(message: str) -> int:
@@ -92,26 +93,29 @@ def commands(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-def _console(*, stderr: bool = False) -> Console:
+def _print(tables: RenderableType) -> None:
+    """Print for a terminal in its width and colours, else as plain lines."""
     from rich.console import Console
 
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(
-        stderr=stderr,
-        width=None if stream.isatty() else WIDTH_OF_FILES,
-        markup=False,
-        highlight=False,
-        emoji=False,
-    )
+    is_file = not sys.stdout.isatty()
+    width = WIDTH_OF_FILES if is_file else None
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    with console.capture() as printed:
+        console.print(tables)
+    text = printed.get()
+    if is_file:
+        text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    click.echo(text, nl=False, color=not is_file)
 
 
 @contextlib.contextmanager
 def _progress(label: str) -> Iterator[Callable[[str, float], None]]:
     """A bar on stderr, if that is a terminal; the value is told what is under way and how far."""
+    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console = _console(stderr=True)
+    console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task(label, total=1.0)
 
@@ -167,7 +171,13 @@ def probe(
 
     with _progress("probing") as report:
         profile = probe_machine(
-            name=name, devices=devices, budget_s=budget, thorough=thorough, report=report
+            name=name,
+            devices=devices,
+            budget_s=budget,
+            thorough=thorough,
+            report=report,
+            # 'local-cpu' means this machine's cores, whatever else it has.
+            kind="cpu" if name == "local-cpu" else None,
         )
     profile.save(path)
     if profile.missing:
@@ -196,7 +206,7 @@ def list_machines() -> None:
         except ProfileError:
             machines[name] = (path, None)
     if machines:
-        _console().print(machines_table(machines))
+        _print(machines_table(machines))
     else:
         click.echo("no machine is known yet; run 'estimator probe' to measure this one")
 
@@ -208,7 +218,7 @@ def show(name: str) -> None:
     from estimator.profile import load_profile
     from estimator.render import profile_report
 
-    _console().print(profile_report(load_profile(name)))
+    _print(profile_report(load_profile(name)))
 
 
 @profiles.command()
@@ -221,7 +231,7 @@ def compare(first: str, second: str) -> None:
     from estimator.render import comparison_report
 
     rows = compare_profiles(load_profile(first), load_profile(second))
-    _console().print(comparison_report(rows, first=first, second=second))
+    _print(comparison_report(rows, first=first, second=second))
 
 
 # estimate, validate, check
@@ -284,7 +294,7 @@ def estimate(
     else:
         from estimator.render import estimate_report
 
-        _console().print(estimate_report(answer, duration_s=duration_s))
+        _print(estimate_report(answer, duration_s=duration_s))
     if answer.fits == "no":
         raise click.exceptions.Exit(ANSWER_IS_NO)
 
@@ -329,7 +339,7 @@ def validate(
     else:
         from estimator.render import validation_report
 
-        _console().print(validation_report(cases))
+        _print(validation_report(cases))
     if not all(
         case.is_within_interval or abs(case.error_ratio) <= TOLERATED_ERROR_RATIO for case in cases
     ):
@@ -355,7 +365,7 @@ def check(on: str, **options: Any) -> None:
         for _, source, share_ratio, _ in answer.provenance
         if source in ("assumed", "datasheet")
     )
-    _console().print(check_report(answer, unmeasured_ratio=unmeasured_ratio))
+    _print(check_report(answer, unmeasured_ratio=unmeasured_ratio))
     if unmeasured_ratio > TOLERATED_UNMEASURED_RATIO or answer.fits == "no":
         raise click.exceptions.Exit(ANSWER_IS_NO)
 

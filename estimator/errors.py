@@ -1,7 +1,7 @@
 """The exceptions of the package; each message says what was wrong, what was found, what to do.
 
 EstimatorError
-├── ProfileError        a machine profile is damaged, impossible or lacks what was asked (ValueError)
+├── ProfileError        a profile is damaged, impossible or lacks what was asked (ValueError)
 ├── UnknownMachineError no profile goes by that name (LookupError)
 ├── AllocationError     an allocation cannot be read, or asks for what does not exist (ValueError)
 ├── StrategyError       a parallel strategy, optimizer or precision is unknown (ValueError)

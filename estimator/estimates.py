@@ -123,7 +123,7 @@ def estimate_graph(
     """Predict the step of a traced graph on an allocation; see `estimator.estimate`."""
     parsed = Allocation.parse(allocation)
     plan = Strategy.parse(strategy)
-    machine = _machine(parsed, profile)
+    machine = machine_of(parsed, profile)
     if graph.target != machine.kind:
         raise WorkloadError(
             f"{graph.name} was traced for {graph.target} but '{parsed}' has {machine.kind} "
@@ -148,8 +148,12 @@ def estimate_graph(
     return _answer(bound, machine, parsed, plan, accumulation_steps, parts, memory, coefficients)
 
 
-def _machine(allocation: Allocation, profile: MachineProfile | None) -> MachineProfile:
-    """The one machine of the allocation, checked to have the devices asked for."""
+def machine_of(allocation: Allocation, profile: MachineProfile | None = None) -> MachineProfile:
+    """The one machine of the allocation, checked to have the devices asked for.
+
+    `profile` stands in for the one that the allocation names. Raises AllocationError,
+    UnknownMachineError, ProfileError.
+    """
     if allocation.nodes > 1:
         raise AllocationError(
             f"'{allocation}' spans {allocation.nodes} nodes, but no network between nodes has been "

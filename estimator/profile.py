@@ -217,9 +217,9 @@ class HostCost:
 
     forward_op_s: one differentiable op called from Python, recorded by autograd, beyond the bare
     operator call that `KernelPoint` times; forward_view_s: the same for a view; backward_op_s: one
-    backward node beyond its kernels; bare_op_s: the bare call of the smallest kernel; module_call_s:
-    one `nn.Module.__call__`; step_s: an empty training step (zero_grad, backward entry, update
-    entry). ddp_step_s / ddp_bucket_s: what DDP adds per step and per bucket.
+    backward node beyond its kernels; bare_op_s: the bare call of the smallest kernel;
+    module_call_s: one `nn.Module.__call__`; step_s: an empty training step (zero_grad, backward
+    entry, update entry). ddp_step_s / ddp_bucket_s: what DDP adds per step and per bucket.
     """
 
     forward_op_s: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from statistics import geometric_mean
@@ -24,7 +24,7 @@ from estimator.units import (
 
 if TYPE_CHECKING:
     from estimator.estimates import Estimate
-    from estimator.profile import CollectiveCost, KernelCost, MachineProfile, Provenance
+    from estimator.profile import CollectiveCost, MachineProfile, Provenance
     from estimator.validation import Validation
 
 BAR_WIDTH = 32
@@ -48,7 +48,9 @@ def _facts(rows: Iterable[tuple[str, str]]) -> Table:
 
 def _grid(title: str, *columns: str, numbers: int = 0) -> Table:
     """A table whose last `numbers` columns are right-aligned figures."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
     for index, column in enumerate(columns):
         is_number = index >= len(columns) - numbers
         table.add_column(column, justify="right" if is_number else "left", no_wrap=is_number)
@@ -59,8 +61,21 @@ def _bar(ratio: float, width: int = BAR_WIDTH) -> str:
     return "█" * round(max(0.0, ratio) * width)
 
 
-def _headed(heading: str, lines: Iterable[str]) -> Text:
-    return Text("\n".join([heading, *(f"  {line}" for line in lines)]) + "\n")
+def _listed(heading: str, lines: Sequence[str]) -> Table | None:
+    if not lines:
+        return None
+    table = Table(
+        title=heading, title_justify="left", box=None, show_header=False, padding=(0, 1, 0, 0)
+    )
+    for line in lines:
+        table.add_row("-", line)
+    return table
+
+
+def _stacked(*parts: RenderableType | None) -> Group:
+    """The parts that there are, below each other with a blank line between."""
+    shown = [part for part in parts if part is not None]
+    return Group(*(item for part in shown for item in (part, Text())))
 
 
 def _part_name(field_name: str) -> str:
@@ -85,15 +100,13 @@ def estimate_report(answer: Estimate, *, duration_s: float | None = None) -> Gro
         rows.append(("MFU", format_ratio(answer.mfu_ratio)))
     if duration_s is not None:
         rows.append(("duration", format_seconds(duration_s)))
-    parts: list[RenderableType] = [
-        Text(f"{answer.model} on {answer.allocation}, {_trained_how(answer)}", style="bold"),
-        _facts(rows),
+    heading = f"{answer.model} on {answer.allocation}, {_trained_how(answer)}"
+    return _stacked(
+        Group(Text(heading, style="bold"), _facts(rows)),
         _breakdown_table(answer),
         _provenance_table(answer),
-    ]
-    if answer.assumptions:
-        parts.append(_headed("assumptions", answer.assumptions))
-    return Group(*parts)
+        _listed("assumptions", answer.assumptions),
+    )
 
 
 def _trained_how(answer: Estimate) -> str:
@@ -125,24 +138,18 @@ def _provenance_table(answer: Estimate) -> Table:
 
 def check_report(answer: Estimate, *, unmeasured_ratio: float) -> Group:
     """What an estimate lacks: parts not measured, assumptions, gaps of the profile."""
-    parts: list[RenderableType] = [
-        Text(f"{answer.model} on {answer.allocation}: {format_interval(answer)}", style="bold"),
-        _facts(
-            [
-                ("time that nothing measured backs", format_ratio(unmeasured_ratio)),
-                ("kernel time of shapes in the probe's grid", _in_grid(answer)),
-                ("memory", FITS_WORDS[answer.fits]),
-            ]
-        ),
-        _provenance_table(answer),
+    heading = f"{answer.model} on {answer.allocation}: {format_interval(answer)}"
+    in_grid = format_ratio(answer.op_time_in_grid_ratio)
+    rows = [
+        ("time that nothing measured backs", format_ratio(unmeasured_ratio)),
+        ("kernel time of shapes in the probe's grid", in_grid),
+        ("memory", FITS_WORDS[answer.fits]),
     ]
-    if answer.assumptions:
-        parts.append(_headed("assumed or missing", answer.assumptions))
-    return Group(*parts)
-
-
-def _in_grid(answer: Estimate) -> str:
-    return format_ratio(answer.op_time_in_grid_ratio)
+    return _stacked(
+        Group(Text(heading, style="bold"), _facts(rows)),
+        _provenance_table(answer),
+        _listed("assumed or missing", answer.assumptions),
+    )
 
 
 def validation_report(cases: Iterable[Validation]) -> Group:
@@ -167,7 +174,7 @@ def validation_report(cases: Iterable[Validation]) -> Group:
             format_ratio(case.error_ratio),
             "yes" if case.is_within_interval else "no",
         )
-    return Group(table, *(_validated_breakdown(case) for case in cases))
+    return Group(table, Text(), *(_validated_breakdown(case) for case in cases))
 
 
 def _validated_breakdown(case: Validation) -> Text:
@@ -204,23 +211,17 @@ def profile_report(profile: MachineProfile) -> Group:
     rows = [("made", _origin(profile.provenance))]
     rows += [(key, str(value)) for key, value in profile.hardware.items() if value is not None]
     rows += [(key, value) for key, value in profile.software.items()]
-    parts: list[RenderableType] = [
-        Text(f"{profile.name}: {_devices_in_words(profile)}", style="bold"),
-        _facts(rows),
+    heading = f"{profile.name}: {_devices_in_words(profile)}"
+    return _stacked(
+        Group(Text(heading, style="bold"), _facts(rows)),
         _devices_table(profile),
         _host_facts(profile),
-    ]
-    if profile.kernels:
-        parts.append(_kernels_table(profile))
-    if profile.links or profile.network:
-        parts.append(_links_table(profile))
-    if profile.collectives:
-        parts.append(_collectives_table(profile))
-    if profile.updates:
-        parts.append(_updates_table(profile))
-    if profile.missing:
-        parts.append(_headed("missing", profile.missing))
-    return Group(*parts)
+        _kernels_table(profile),
+        _links_table(profile),
+        _collectives_table(profile),
+        _updates_table(profile),
+        _listed("missing", profile.missing),
+    )
 
 
 def _devices_table(profile: MachineProfile) -> Table:
@@ -258,34 +259,42 @@ def _host_facts(profile: MachineProfile) -> Table:
     return _facts(rows)
 
 
-def _best_rate(kernel: KernelCost) -> float:
-    """Bytes of tensors passed per second by the fastest probed call, inputs warm."""
+def _kernels_table(profile: MachineProfile) -> Table | None:
+    """One row per family of operators: a probe times some hundred operators."""
+    from estimator.graph.costs import family_of, op_cost
     from estimator.tensors import OpCall
 
-    rates = []
-    for point in kernel.points:
-        call = OpCall.decode(dict(point.call))
-        rates.append(sum(spec.nbytes for spec in (*call.inputs, *call.outputs)) / point.warm_s)
-    return max(rates, default=0.0)
-
-
-def _kernels_table(profile: MachineProfile) -> Table:
+    rates: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    for kernel in profile.kernels:
+        family = rates.setdefault((family_of(kernel.target), kernel.dtype), [])
+        for point in kernel.points:
+            cost = op_cost(OpCall.decode(dict(point.call)))
+            flops, moved = (cost.flops, cost.moved_bytes) if cost else (0.0, 0.0)
+            family.append((point.warm_s, flops / point.warm_s, moved / point.warm_s))
     table = _grid(
-        "kernels", "operator", "dtype", "calls probed", "shortest", "best data rate", numbers=3
+        "kernels, inputs in cache",
+        "family",
+        "dtype",
+        "calls",
+        "shortest",
+        "best FLOP/s",
+        "best bytes/s",
+        numbers=4,
     )
-    for kernel in sorted(profile.kernels, key=_best_rate, reverse=True):
-        shortest_s = min((point.warm_s for point in kernel.points), default=0.0)
+    for (name, dtype), calls in rates.items():
+        seconds, flops_per_s, bytes_per_s = zip(*calls, strict=True)
         table.add_row(
-            kernel.target,
-            kernel.dtype,
-            str(len(kernel.points)),
-            format_seconds(shortest_s),
-            format_bandwidth(_best_rate(kernel)),
+            name,
+            dtype,
+            str(len(calls)),
+            format_seconds(min(seconds)),
+            f"{format_count(max(flops_per_s))}FLOP/s" if any(flops_per_s) else "",
+            format_bandwidth(max(bytes_per_s)),
         )
-    return table
+    return table if table.row_count else None
 
 
-def _links_table(profile: MachineProfile) -> Table:
+def _links_table(profile: MachineProfile) -> Table | None:
     table = _grid("links", "link", "streams", "latency", "bandwidth", "fit error", numbers=4)
     network = () if profile.network is None else (profile.network,)
     for link in (*profile.links, *network):
@@ -297,7 +306,7 @@ def _links_table(profile: MachineProfile) -> Table:
             format_bandwidth(link.bandwidth_bytes_per_s),
             "" if error is None else format_ratio(error),
         )
-    return table
+    return table if table.row_count else None
 
 
 def _collective_name(cost: CollectiveCost) -> str:
@@ -305,7 +314,7 @@ def _collective_name(cost: CollectiveCost) -> str:
     return f"{cost.op.replace('_', '-')}, {cost.backend}{across}"
 
 
-def _collectives_table(profile: MachineProfile) -> Table:
+def _collectives_table(profile: MachineProfile) -> Table | None:
     table = _grid(
         "collectives", "collective", "ranks", "latency", "bandwidth", "fit error", numbers=4
     )
@@ -318,10 +327,10 @@ def _collectives_table(profile: MachineProfile) -> Table:
             format_bandwidth(cost.bandwidth_bytes_per_s),
             "" if error is None else format_ratio(error),
         )
-    return table
+    return table if table.row_count else None
 
 
-def _updates_table(profile: MachineProfile) -> Table:
+def _updates_table(profile: MachineProfile) -> Table | None:
     table = _grid(
         "updates", "optimizer", "dtype", "launch", "per tensor", "per 1 M parameters", numbers=3
     )
@@ -333,7 +342,7 @@ def _updates_table(profile: MachineProfile) -> Table:
             format_seconds(update.per_tensor_s),
             format_seconds(update.per_parameter_s * 1e6),
         )
-    return table
+    return table if table.row_count else None
 
 
 def comparison_report(rows: tuple[Compared, ...], *, first: str, second: str) -> RenderableType:

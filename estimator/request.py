@@ -7,26 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from estimator.allocation import Allocation
-from estimator.errors import AllocationError, ModelError
-from estimator.profile import MachineProfile, load_profile
+from estimator.errors import ModelError
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
     from estimator.estimates import Estimate
     from estimator.graph.ops import OpGraph
-
-
-def profiles_of(allocation: str) -> tuple[MachineProfile, ...]:
-    """The profile of each group of an allocation; raises AllocationError, UnknownMachineError."""
-    profiles = []
-    for group in Allocation.parse(allocation).groups:
-        if group.machine is None:
-            raise AllocationError(
-                f"'{group}' names a host, whose machine type is not known; write "
-                f"1x{group.devices_per_node}:MACHINE"
-            )
-        profiles.append(load_profile(group.machine))
-    return tuple(profiles)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +40,10 @@ class Request:
         Allocations and strategy are checked first, since building a model can take long. `report`
         is told what is being measured and how far that is, from 0 to 1.
         """
+        from estimator.estimates import machine_of
+
         Strategy.parse(self.strategy)
-        machines = [profiles_of(text) for text in allocations]
+        machines = [machine_of(Allocation.parse(text)) for text in allocations]
         from estimator.graph.files import is_saved_graph
         from estimator.graph.models import load_model
         from estimator.graph.ops import OpGraph
@@ -75,9 +63,9 @@ class Request:
             loss=loss,
             optimizer=self.optimizer or "adamw",
             precision=self.precision or "fp32",
-            target=machines[0][0].kind,
+            target=machines[0].kind,
             measure=self.measure,
-            profile=machines[0][0],
+            profile=machines[0],
             name=name,
             report=report,
         )
@@ -112,10 +100,11 @@ class Request:
         self, graph: OpGraph, *, steps: int, warmup_steps: int
     ) -> Callable[[Estimate], float]:
         """A function that trains as an estimate assumed: the slowest rank's seconds per step."""
+        from estimator.estimates import machine_of
         from estimator.probe.training import train
 
         def run(predicted: Estimate) -> float:
-            devices = profiles_of(str(predicted.allocation))[0].devices[: predicted.ranks]
+            devices = machine_of(predicted.allocation).devices[: predicted.ranks]
             training = train(
                 self.model,
                 devices,

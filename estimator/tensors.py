@@ -93,7 +93,7 @@ class OpCall:
 
     @property
     def dtype(self) -> str:
-        """The floating dtype that the kernel computes in: of its first floating input, else output."""
+        """The floating dtype that the kernel computes in: of its first floating tensor."""
         tensors = (*self.inputs, *self.outputs)
         for spec in tensors:
             if "float" in spec.dtype or "complex" in spec.dtype:

@@ -100,7 +100,9 @@ class Strategy:
                 elif knob == "unbucketed":
                     options["bucketed"] = False
                 else:
-                    raise ValueError(f"'{knob}' is no knob of ddp; use bucket=, first=, view, unbucketed")
+                    raise ValueError(
+                        f"'{knob}' is no knob of ddp; use bucket=, first=, view, unbucketed"
+                    )
             except ValueError as error:
                 raise StrategyError(f"strategy '{text}': {error}") from None
         return cls(**options)  # type: ignore[arg-type]

@@ -359,6 +359,16 @@ def test_a_model_function_that_is_wrong_is_refused(
     assert command("estimate", model, "--on", "1x1:local").sentence
 
 
+def test_torch_adds_no_words_of_its_own(given_file: Callable[..., Path]) -> None:
+    model = f"{given_file('model.py', TINY)}:has_a_batch_of_the_wrong_width"
+    words = ("-m", "estimator.cli", "estimate", model, "--on", "1x1:local")
+    # In a process of its own, since importing torch sets up logging anew.
+    found = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    (line,) = found.stderr.splitlines()
+    assert "[4, 9] X [8, 8]" in line
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [("torn.py", "def mlp(:\n"), ("raising.py", "1 / 0\n"), ("importing.py", "import nosuch\n"),

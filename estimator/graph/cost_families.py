@@ -24,7 +24,8 @@ from estimator.graph.ops import OpCost
 from estimator.tensors import OpCall
 
 
-def _named(names: str) -> tuple[str, ...]:
+def named(names: str) -> tuple[str, ...]:
+    """Operators of aten by their bare names."""
     return tuple(f"aten.{name}" for name in names.split())
 
 
@@ -70,7 +71,7 @@ def _power_flops(call: OpCall) -> int:
 
 
 for _flops, _names in _POINTWISE.items():
-    cost_of(*_named(_names), family="elementwise")(_pointwise(_flops))
+    cost_of(*named(_names), family="elementwise")(_pointwise(_flops))
 
 
 @cost_of("aten.native_dropout", "aten._fused_dropout", family="elementwise")
@@ -85,8 +86,8 @@ def _reduced_dims(call: OpCall) -> tuple[float, ...]:
 
 
 @cost_of(
-    *_named("sum mean nansum amax amin aminmax max min argmax argmin prod all any median"),
-    *_named("count_nonzero norm linalg_vector_norm nanmedian"),
+    *named("sum mean nansum amax amin aminmax max min argmax argmin prod all any median"),
+    *named("count_nonzero norm linalg_vector_norm nanmedian"),
     family="reduction",
     dims=_reduced_dims,
 )
@@ -94,7 +95,7 @@ def _reduction(call: OpCall) -> OpCost:
     return OpCost(call.inputs[0].numel, bytes_of(call.inputs), written(call))
 
 
-@cost_of(*_named("var std var_mean std_mean"), family="reduction", dims=_reduced_dims)
+@cost_of(*named("var std var_mean std_mean"), family="reduction", dims=_reduced_dims)
 def _moments(call: OpCall) -> OpCost:
     return OpCost(4.0 * call.inputs[0].numel, bytes_of(call.inputs), written(call))
 
@@ -115,7 +116,7 @@ def _along(position: int) -> Any:
 
 
 @cost_of(
-    *_named("cumsum cumprod cummax cummin logcumsumexp _cummax_helper _cummin_helper"),
+    *named("cumsum cumprod cummax cummin logcumsumexp _cummax_helper _cummin_helper"),
     family="reduction",
     dims=_along(1),
 )
@@ -124,7 +125,7 @@ def _scan(call: OpCall) -> OpCost:
 
 
 @cost_of(
-    *_named("_softmax _log_softmax _safe_softmax _masked_softmax"), family="softmax", dims=_along(1)
+    *named("_softmax _log_softmax _safe_softmax _masked_softmax"), family="softmax", dims=_along(1)
 )
 def _softmax(call: OpCall) -> OpCost:
     """Maximum, exponential, sum and quotient of each element."""
@@ -132,7 +133,7 @@ def _softmax(call: OpCall) -> OpCost:
 
 
 @cost_of(
-    *_named("_softmax_backward_data _log_softmax_backward_data _masked_softmax_backward"),
+    *named("_softmax_backward_data _log_softmax_backward_data _masked_softmax_backward"),
     family="softmax",
     dims=_along(2),
 )
@@ -160,11 +161,11 @@ def _normalized(call: OpCall) -> tuple[float, ...]:
 
 
 @cost_of(
-    *_named("native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit"),
-    *_named("_native_batch_norm_legit_functional _batch_norm_with_update cudnn_batch_norm"),
-    *_named("_batch_norm_with_update_functional miopen_batch_norm _fused_rms_norm rms_norm"),
-    *_named("_weight_norm_interface _batch_norm_no_update native_batch_norm_legit_no_training"),
-    *_named("_native_batch_norm_legit_no_training layer_norm group_norm"),
+    *named("native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit"),
+    *named("_native_batch_norm_legit_functional _batch_norm_with_update cudnn_batch_norm"),
+    *named("_batch_norm_with_update_functional miopen_batch_norm _fused_rms_norm rms_norm"),
+    *named("_weight_norm_interface _batch_norm_no_update native_batch_norm_legit_no_training"),
+    *named("_native_batch_norm_legit_no_training layer_norm group_norm"),
     family="normalization",
     dims=_normalized,
 )
@@ -174,9 +175,9 @@ def _normalization(call: OpCall) -> OpCost:
 
 
 @cost_of(
-    *_named("native_layer_norm_backward native_group_norm_backward native_batch_norm_backward"),
-    *_named("batch_norm_backward cudnn_batch_norm_backward miopen_batch_norm_backward"),
-    *_named("_fused_rms_norm_backward _weight_norm_interface_backward"),
+    *named("native_layer_norm_backward native_group_norm_backward native_batch_norm_backward"),
+    *named("batch_norm_backward cudnn_batch_norm_backward miopen_batch_norm_backward"),
+    *named("_fused_rms_norm_backward _weight_norm_interface_backward"),
     family="normalization",
     dims=_normalized,
 )
@@ -185,16 +186,14 @@ def _normalization_backward(call: OpCall) -> OpCost:
 
 
 @cost_of(
-    *_named("clone copy _to_copy cat stack constant_pad_nd roll repeat flip pixel_shuffle"),
-    *_named("pixel_unshuffle tril triu im2col contiguous channel_shuffle native_channel_shuffle"),
-    *_named("reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d rot90 hstack"),
-    *_named(
-        "replication_pad2d replication_pad3d view_copy permute_copy transpose_copy expand_copy"
-    ),
-    *_named("unfold_copy slice_copy select_copy t_copy as_strided_copy view_as_complex_copy"),
-    *_named("split_copy split_with_sizes_copy unbind_copy diagonal_copy alias_copy detach_copy"),
-    *_named("squeeze_copy unsqueeze_copy block_diag repeat_interleave diag_embed unsafe_chunk"),
-    *_named("lift _reshape_copy _conj_copy view_as_real_copy vstack dstack trace"),
+    *named("clone copy _to_copy cat stack constant_pad_nd roll repeat flip pixel_shuffle"),
+    *named("pixel_unshuffle tril triu im2col contiguous channel_shuffle native_channel_shuffle"),
+    *named("reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d rot90 hstack"),
+    *named("replication_pad2d replication_pad3d view_copy permute_copy transpose_copy expand_copy"),
+    *named("unfold_copy slice_copy select_copy t_copy as_strided_copy view_as_complex_copy"),
+    *named("split_copy split_with_sizes_copy unbind_copy diagonal_copy alias_copy detach_copy"),
+    *named("squeeze_copy unsqueeze_copy block_diag repeat_interleave diag_embed unsafe_chunk"),
+    *named("lift _reshape_copy _conj_copy view_as_real_copy vstack dstack trace"),
     family="copy",
 )
 def _copy(call: OpCall) -> OpCost:
@@ -214,8 +213,8 @@ def elements_written(call: OpCall) -> float:
 
 
 @cost_of(
-    *_named("slice_backward select_backward diagonal_backward unfold_backward trace_backward"),
-    *_named("slice_scatter select_scatter diagonal_scatter as_strided_scatter"),
+    *named("slice_backward select_backward diagonal_backward unfold_backward trace_backward"),
+    *named("slice_scatter select_scatter diagonal_scatter as_strided_scatter"),
     family="copy",
 )
 def _spread(call: OpCall) -> OpCost:
@@ -225,10 +224,8 @@ def _spread(call: OpCall) -> OpCost:
 
 
 @cost_of(
-    *_named(
-        "col2im reflection_pad1d_backward reflection_pad2d_backward replication_pad1d_backward"
-    ),
-    *_named("replication_pad2d_backward replication_pad3d_backward reflection_pad3d_backward"),
+    *named("col2im reflection_pad1d_backward reflection_pad2d_backward replication_pad1d_backward"),
+    *named("replication_pad2d_backward replication_pad3d_backward reflection_pad3d_backward"),
     family="copy",
 )
 def _fold(call: OpCall) -> OpCost:
@@ -238,8 +235,8 @@ def _fold(call: OpCall) -> OpCost:
 
 
 @cost_of(
-    *_named("zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full fill zero"),
-    *_named("arange linspace logspace eye scalar_tensor tril_indices triu_indices"),
+    *named("zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full fill zero"),
+    *named("arange linspace logspace eye scalar_tensor tril_indices triu_indices"),
     "aten._efficientzerotensor",
     family="fill",
 )
@@ -248,9 +245,9 @@ def _fill(call: OpCall) -> OpCost:
 
 
 @cost_of(
-    *_named("rand rand_like randn randn_like randint randint_like randperm bernoulli normal"),
-    *_named("uniform exponential random log_normal cauchy geometric poisson multinomial"),
-    *_named("rrelu_with_noise_functional normal_functional"),
+    *named("rand rand_like randn randn_like randint randint_like randperm bernoulli normal"),
+    *named("uniform exponential random log_normal cauchy geometric poisson multinomial"),
+    *named("rrelu_with_noise_functional normal_functional"),
     family="fill",
 )
 def _random(call: OpCall) -> OpCost:
@@ -260,107 +257,13 @@ def _random(call: OpCall) -> OpCost:
 
 
 @cost_of(
-    *_named("empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize"),
-    *_named("set _resize_output"),
+    *named("empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize"),
+    *named("set _resize_output"),
     family="fill",
 )
 def _allocation(call: OpCall) -> OpCost:
     """Memory is taken, not touched."""
     return OpCost()
-
-
-def _pooled(call: OpCall) -> tuple[float, ...]:
-    """Images x channels, and positions of the larger side."""
-    largest = max((*call.inputs, *call.outputs), key=lambda spec: spec.numel)
-    spatial = min(max(len(largest.shape) - 2, 1), 3)
-    return rows_of(largest.numel, extent(largest, tuple(range(-spatial, 0))))
-
-
-def _window(call: OpCall) -> int:
-    """Elements under one pooling window."""
-    position = 2 if "backward" in call.target else 1
-    kernel = argument(call, position, "kernel_size", ())
-    count = 1
-    for size in kernel if isinstance(kernel, tuple) else (kernel,):
-        count *= max(int(size), 1) if isinstance(size, (int, float)) else 1
-    return count
-
-
-@cost_of(
-    *_named("avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices max_pool3d_with_indices"),
-    *_named("max_pool2d mkldnn_max_pool2d"),
-    family="pooling",
-    dims=_pooled,
-)
-def _pooling(call: OpCall) -> OpCost:
-    return OpCost(_window(call) * call.outputs[0].numel, bytes_of(call.inputs), written(call))
-
-
-@cost_of(
-    *_named("adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool2d"),
-    *_named("adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool3d"),
-    *_named("fractional_max_pool2d fractional_max_pool3d"),
-    family="pooling",
-    dims=_pooled,
-)
-def _adaptive_pooling(call: OpCall) -> OpCost:
-    return streamed(call)
-
-
-@cost_of(
-    *_named("upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d"),
-    *_named("_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d"),
-    *_named("upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d"),
-    *_named("_upsample_bicubic2d_aa grid_sampler_2d grid_sampler_3d affine_grid_generator"),
-    family="pooling",
-    dims=_pooled,
-)
-def _resampling(call: OpCall) -> OpCost:
-    return streamed(call, _resampling_flops(call.target))
-
-
-def _resampling_flops(target: str) -> int:
-    weights = {"nearest": 1, "linear1d": 3, "bilinear": 7, "trilinear": 15, "bicubic": 40}
-    return next((flops for word, flops in weights.items() if word in target), 20)
-
-
-@cost_of(
-    *_named("upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward"),
-    *_named("_upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward"),
-    *_named("_upsample_nearest_exact3d_backward upsample_linear1d_backward"),
-    *_named("upsample_bilinear2d_backward _upsample_bilinear2d_aa_backward"),
-    *_named("upsample_trilinear3d_backward upsample_bicubic2d_backward"),
-    *_named("_upsample_bicubic2d_aa_backward avg_pool2d_backward avg_pool3d_backward"),
-    *_named("_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward"),
-    family="pooling",
-    dims=_pooled,
-)
-def _resampling_backward(call: OpCall) -> OpCost:
-    """The input is given for its shape alone."""
-    gradient = call.inputs[0]
-    each = _resampling_flops(call.target) if "upsample" in call.target else 1
-    return OpCost(each * elements(call), bytes_of([gradient]), written(call))
-
-
-@cost_of(
-    *_named("max_pool2d_with_indices_backward max_pool3d_with_indices_backward"),
-    *_named("adaptive_max_pool2d_backward adaptive_max_pool3d_backward"),
-    *_named("fractional_max_pool2d_backward"),
-    family="pooling",
-    dims=_pooled,
-)
-def _max_pooling_backward(call: OpCall) -> OpCost:
-    """Zeros everywhere, then each gradient added where its maximum was."""
-    gradient, indices = call.inputs[0], call.inputs[-1]
-    read_bytes = bytes_of([gradient, gradient, indices])
-    return OpCost(gradient.numel, read_bytes, written(call) + gradient.nbytes)
-
-
-@cost_of(
-    *_named("grid_sampler_2d_backward grid_sampler_3d_backward"), family="pooling", dims=_pooled
-)
-def _grid_backward(call: OpCall) -> OpCost:
-    return streamed(call, 30)
 
 
 def _classified(call: OpCall) -> tuple[float, ...]:
@@ -389,12 +292,12 @@ def _nll_backward(call: OpCall) -> OpCost:
 
 
 @cost_of(
-    *_named("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div"),
-    *_named("binary_cross_entropy_with_logits soft_margin_loss multi_margin_loss"),
-    *_named("multilabel_margin_loss_forward poisson_nll_loss mse_loss_backward l1_loss_backward"),
-    *_named("smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward"),
-    *_named("soft_margin_loss_backward multi_margin_loss_backward"),
-    *_named("multilabel_margin_loss_backward"),
+    *named("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div"),
+    *named("binary_cross_entropy_with_logits soft_margin_loss multi_margin_loss"),
+    *named("multilabel_margin_loss_forward poisson_nll_loss mse_loss_backward l1_loss_backward"),
+    *named("smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward"),
+    *named("soft_margin_loss_backward multi_margin_loss_backward"),
+    *named("multilabel_margin_loss_backward"),
     family="loss",
 )
 def _loss(call: OpCall) -> OpCost:
@@ -409,13 +312,13 @@ def _ctc(call: OpCall) -> OpCost:
 
 
 @cost_of(
-    *_named("view _unsafe_view reshape _reshape_alias alias as_strided detach diagonal expand t"),
-    *_named("expand_as lift_fresh narrow permute select slice split split_with_sizes squeeze"),
-    *_named("tensor_split transpose unbind unfold unsqueeze view_as view_as_complex view_as_real"),
-    *_named("unsafe_split unsafe_split_with_sizes conj _conj _neg_view movedim"),
-    *_named("sym_size sym_numel sym_stride sym_storage_offset is_pinned _nested_view_from_buffer"),
-    *_named("swapaxes chunk flatten unflatten squeeze_ unsqueeze_ transpose_ t_ as_strided_"),
-    *_named("_assert_async _assert_tensor_metadata _functional_assert_async requires_grad_"),
+    *named("view _unsafe_view reshape _reshape_alias alias as_strided detach diagonal expand t"),
+    *named("expand_as lift_fresh narrow permute select slice split split_with_sizes squeeze"),
+    *named("tensor_split transpose unbind unfold unsqueeze view_as view_as_complex view_as_real"),
+    *named("unsafe_split unsafe_split_with_sizes conj _conj _neg_view movedim"),
+    *named("sym_size sym_numel sym_stride sym_storage_offset is_pinned _nested_view_from_buffer"),
+    *named("swapaxes chunk flatten unflatten squeeze_ unsqueeze_ transpose_ t_ as_strided_"),
+    *named("_assert_async _assert_tensor_metadata _functional_assert_async requires_grad_"),
     family="view",
 )
 def _view(call: OpCall) -> OpCost:
@@ -429,16 +332,16 @@ def _ordering(call: OpCall) -> OpCost:
     return OpCost(source.numel * row.bit_length(), bytes_of(call.inputs), written(call))
 
 
-cost_of(*_named("sort argsort msort mode"), family="other", dims=_along(1))(_ordering)
-cost_of(*_named("topk kthvalue"), family="other", dims=_along(2))(_ordering)
+cost_of(*named("sort argsort msort mode"), family="other", dims=_along(1))(_ordering)
+cost_of(*named("topk kthvalue"), family="other", dims=_along(2))(_ordering)
 cost_of(
-    *_named("sort.stable searchsorted bucketize unique_dim _unique2 unique_consecutive"),
+    *named("sort.stable searchsorted bucketize unique_dim _unique2 unique_consecutive"),
     family="other",
 )(_ordering)
 
 
 @cost_of(
-    *_named("_fft_r2c _fft_c2r _fft_c2c"),
+    *named("_fft_r2c _fft_c2r _fft_c2c"),
     family="other",
 )
 def _fourier(call: OpCall) -> OpCost:
@@ -459,7 +362,7 @@ def _distances(call: OpCall) -> OpCost:
 
 
 @cost_of(
-    *_named("_local_scalar_dense item bincount histc is_nonzero equal is_same_size"),
+    *named("_local_scalar_dense item bincount histc is_nonzero equal is_same_size"),
     family="other",
 )
 def _small(call: OpCall) -> OpCost:

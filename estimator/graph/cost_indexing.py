@@ -69,7 +69,7 @@ def _by_element(call: OpCall) -> Dims:
 
 
 def _index_of(call: OpCall) -> TensorSpec:
-    return call.arguments[2] if len(call.arguments) > 2 else call.arguments[1]  # type: ignore[no-any-return]
+    return call.arguments[2] if len(call.arguments) > 2 else call.arguments[1]
 
 
 def _in_place(call: OpCall) -> bool:

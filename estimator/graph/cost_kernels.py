@@ -119,7 +119,7 @@ def _pair(value: Any) -> float:
 
 
 def _convolution_dims(call: OpCall) -> tuple[float, ...]:
-    """(images, cin per group, cout per group, groups, out positions, kernel, in positions, stride)."""
+    """(images, cin and cout per group, groups, positions out, kernel, positions in, stride)."""
     image, weight = call.arguments[0], call.arguments[1]
     transposed = bool(argument(call, 6, "transposed", "transpose" in call.target))
     return _sizes(image, weight, call.outputs[0], transposed, argument(call, 3, "stride", 1))

@@ -1,14 +1,14 @@
 """Tell what an operator call costs, and by which features its time can be predicted.
 
 A cost is the least that a call must compute and move; it knows no machine. Formulas are in
-`cost_kernels`, `cost_families` and `cost_indexing`, one per operator.
+`cost_kernels`, `cost_families`, `cost_indexing` and `cost_pooling`, one per operator.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from estimator.graph import cost_families, cost_indexing, cost_kernels
+from estimator.graph import cost_families, cost_indexing, cost_kernels, cost_pooling
 from estimator.graph.cost_kernels import matmul_layout
 from estimator.graph.cost_registry import Family, cost_of, formula_of
 from estimator.graph.ops import OpCost
@@ -17,7 +17,7 @@ from estimator.tensors import OpCall, TensorSpec
 __all__ = ["Family", "Features", "cost_of", "family_of", "features_of", "op_cost"]
 
 # Importing these registers their formulas.
-FORMULAS = (cost_kernels, cost_families, cost_indexing)
+FORMULAS = (cost_kernels, cost_families, cost_indexing, cost_pooling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from estimator.errors import TraceError
@@ -27,7 +28,7 @@ def resolve(
         return values.new_empty((int(_real(mask, func, known, module).sum()),))
     real_args = tree_map(lambda leaf: _real(leaf, func, known, module), args)
     real_kwargs = tree_map(lambda leaf: _real(leaf, func, known, module), dict(kwargs))
-    with unset_fake_temporarily(), torch.no_grad():
+    with _disable_current_modes(), torch.no_grad():
         result = func(*real_args, **real_kwargs)
     return tree_map(
         lambda leaf: _stand_in(leaf, fake_mode) if isinstance(leaf, Tensor) else leaf, result
@@ -57,7 +58,7 @@ def _boolean_index(func: Any, args: Any, known: KnownValues, fake_mode: Any, mod
     plain: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
-            with unset_fake_temporarily():
+            with _disable_current_modes():
                 places = _real(index, func, known, module).nonzero(as_tuple=True)
             plain.extend(_stand_in(place, fake_mode) for place in places)
         else:
@@ -70,11 +71,24 @@ def assume_choice(
     func: Any, args: Any, kwargs: Mapping[str, Any], outputs: list[Tensor], known: KnownValues
 ) -> None:
     """Take indices chosen by unknown scores to be spread evenly, unknown floats to be finite."""
-    if func in (aten.isnan.default, aten.isinf.default):
+    finite = _whether_finite(func, args)
+    if finite is not None:
         shape = tuple(outputs[0].shape)
         known.assume(
-            outputs[0], lambda: torch.zeros(shape, dtype=torch.bool), "all activations are finite"
+            outputs[0],
+            lambda: torch.full(shape, finite, dtype=torch.bool),
+            "all activations are finite",
         )
+    elif func in _CHECKS:
+        known.expect_check(outputs[0], _CHECKS[func])
+    elif func in _REDUCED_CHECKS and (passes := known.expected_check(args[0])) is not None:
+        # A check of activations: all(a >= b), or not any(a < b).
+        if passes is _REDUCED_CHECKS[func]:
+            known.assume(
+                outputs[0],
+                lambda: torch.full(tuple(outputs[0].shape), passes, dtype=torch.bool),
+                "checks that the model makes on its activations pass",
+            )
     elif func in _CHOICES:
         scores, indices = args[0], outputs[_CHOICES[func]]
         if not scores.dim():
@@ -99,10 +113,36 @@ def assume_choice(
         )
 
 
+def _whether_finite(func: Any, args: Any) -> bool | None:
+    """What a test for infinities or NaN finds in finite numbers; None for any other operator.
+
+    torch.isfinite is ``(x == x) * (abs(x) != inf)``, torch.isinf ``abs(x) == inf``.
+    """
+    if func in (aten.isnan.default, aten.isinf.default):
+        return False
+    if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[1]:
+        return func is aten.eq.Tensor
+    if func in (aten.eq.Scalar, aten.ne.Scalar) and args[1] in (math.inf, -math.inf):
+        return func is aten.ne.Scalar
+    return None
+
+
 def _argument(args: Any, kwargs: Mapping[str, Any], position: int, name: str, default: Any) -> Any:
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
+# What a comparison of activations is expected to find, and the reduction that reads it so.
+_CHECKS = {
+    aten.ge.Tensor: True,
+    aten.ge.Scalar: True,
+    aten.le.Tensor: True,
+    aten.le.Scalar: True,
+    aten.gt.Tensor: False,
+    aten.gt.Scalar: False,
+    aten.lt.Tensor: False,
+    aten.lt.Scalar: False,
+}
+_REDUCED_CHECKS = {aten.all.default: True, aten.any.default: False}
 # Which output holds the indices.
 _CHOICES = {
     aten.topk.default: 1,

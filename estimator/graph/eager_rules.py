@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from estimator.errors import TraceError
 from estimator.graph.known import KnownValues
+
+# Losses of object detection match boxes by scipy, on costs that depend on weights.
+_AS_ZEROS = "activations that the model hands to numpy (matching) are taken as zeros"
 
 
 class EagerFunctions(TorchFunctionMode):
@@ -22,6 +26,7 @@ class EagerFunctions(TorchFunctionMode):
             torch._C._nn.one_hot: self._one_hot,
             Tensor.tolist: self._tolist,
             Tensor.numpy: self._numpy,
+            Tensor.__array__: self._array,
         }
         self._known = known
 
@@ -39,10 +44,21 @@ class EagerFunctions(TorchFunctionMode):
         return value
 
     def _tolist(self, tensor: Tensor) -> Any:
-        return self._value(tensor, "Tensor.tolist").tolist()
+        value = self._value(tensor, "Tensor.tolist")
+        with _disable_current_modes():
+            return value.tolist()
 
     def _numpy(self, tensor: Tensor, **kwargs: Any) -> Any:
-        return self._value(tensor, "Tensor.numpy").numpy(**kwargs)
+        value = self._known.read(tensor)
+        with _disable_current_modes():
+            if value is None:
+                self._known.assumptions[_AS_ZEROS] = None
+                value = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
+            return value.numpy(**kwargs)
+
+    def _array(self, tensor: Tensor, dtype: Any = None) -> Any:
+        array = self._numpy(tensor)
+        return array if dtype is None else array.astype(dtype, copy=False)
 
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
         """aten/src/ATen/native/Onehot.cpp compares on fake tensors, but scatters on real ones."""

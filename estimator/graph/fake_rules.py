@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
 
@@ -64,8 +64,10 @@ def _mkldnn_rnn_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 def _rnn_workspace_bytes(
     steps: int, batch: int, features: int, hidden: int, gates: int, mode: int, has_biases: bool
 ) -> int:
-    """oneDNN's own answer at four small sizes, drawn on: bilinear in the steps and the batch."""
+    """oneDNN's own answer; for long sequences four short ones, bilinear in steps and batch."""
     low, high = 16, 32
+    if steps * batch <= high * high:
+        return _ask_rnn_workspace(steps, batch, features, hidden, gates, mode, has_biases)
     corners = [
         _ask_rnn_workspace(rows, columns, features, hidden, gates, mode, has_biases)
         for rows in (low, high)
@@ -82,7 +84,7 @@ def _ask_rnn_workspace(
     steps: int, batch: int, features: int, hidden: int, gates: int, mode: int, has_biases: bool
 ) -> int:
     # Without grad mode the kernel keeps no workspace.
-    with unset_fake_temporarily(), torch.enable_grad():
+    with _disable_current_modes(), torch.enable_grad():
         weights = [torch.zeros(gates * hidden, size) for size in (features, hidden)]
         weights += [torch.zeros(gates * hidden) for _ in range(2)]
         state = torch.zeros(batch, hidden)
@@ -93,8 +95,31 @@ def _ask_rnn_workspace(
         return int(results[3].numel())
 
 
+def _cudnn_rnn(*args: Any) -> tuple[Tensor, ...]:
+    """torch's fake one leaves out reserve space and packed weights, which backward needs."""
+    output, hidden, cell, _, _ = aten._cudnn_rnn.default(*args)
+    source, weights, train = args[0], args[1], args[12]
+    packed = source.new_empty(sum(weight.numel() for weight in weights))
+    # cuDNN keeps what the gates and cells of each step and layer were, in the input's precision.
+    gates = weights[0].shape[0] // args[7]
+    kept = output.numel() * args[9] * (gates + 2) * source.element_size() if train else 0
+    return output, hidden, cell, source.new_empty(kept, dtype=torch.uint8), packed
+
+
+def _cudnn_rnn_backward(*args: Any) -> tuple[Any, ...]:
+    source, weights, hidden, cell = args[0], args[1], args[4], args[5]
+    return (
+        torch.empty_like(source),
+        torch.empty_like(hidden),
+        None if cell is None else torch.empty_like(cell),
+        [torch.empty_like(weight) for weight in weights],
+    )
+
+
 FAKE_RULES: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
+    aten._cudnn_rnn.default: _cudnn_rnn,
+    aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,
 }

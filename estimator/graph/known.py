@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
@@ -94,6 +94,15 @@ class KnownValues:
         if tensor.numel() <= MOST_ELEMENTS:
             self._note(make, [(0, tensor, None)], assumption)
 
+    def expect_check(self, tensor: Tensor, found: bool) -> None:
+        """Expect a comparison of unknown values to find `found` everywhere, if read as a whole."""
+        tensor._expected_check = (self, found)  # type: ignore[attr-defined]
+
+    def expected_check(self, tensor: Tensor) -> bool | None:
+        """What a comparison is expected to find, None if the tensor is none."""
+        book, found = getattr(tensor, "_expected_check", (None, None))
+        return found if book is self else None
+
     def spoil(self, tensor: Tensor) -> None:
         """Forget a tensor and all that shares its storage: something unknown was written to it."""
         known = self.of(tensor)
@@ -165,14 +174,21 @@ class KnownValues:
         self._steps.append(step)
 
     def _replay(self) -> None:
-        with unset_fake_temporarily(), torch.no_grad():
+        with _disable_current_modes(), torch.no_grad():
             while self._done < len(self._steps):
                 step = self._steps[self._done]
                 result = step.run()
-                results = result if isinstance(result, (tuple, list)) else (result,)
+                results = flat_results(result)
                 for position, known in step.outputs:
                     known.value = results[position]
                 self._done += 1
+
+
+def flat_results(result: Any) -> list[Any]:
+    """What an operator returned as one list; an operator may return a list among others."""
+    if not isinstance(result, (tuple, list)):
+        return [result]
+    return [leaf for item in result for leaf in flat_results(item)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from estimator.errors import StrategyError
+from estimator.graph.costs import family_of
 from estimator.graph.ops import BoundGraph, Op, OpGraph
+from estimator.graph.workspace import workspace_bytes
 from estimator.tensors import TensorSpec
 from estimator.workload import OPTIMIZER_STATE_TENSORS, Strategy, check_optimizer
 
@@ -50,9 +52,9 @@ class PeakMemory:
 
     Each part is that part's own maximum; `total_bytes` is the maximum over time of their sum, which
     is less: gradients grow while activations shrink. `activations_bytes` is the most that
-    activations and temporaries of the graph hold at once. `update_bytes` is what the optimizer
-    needs beyond its state while it updates. `peak_op` is the op at which the total is reached
-    (None: during the update).
+    activations, temporaries of the graph and workspaces of its operators hold at once.
+    `update_bytes` is what the optimizer needs beyond its state while it updates. `peak_op` is the
+    op at which the total is reached (None: during the update).
     """
 
     parameters_bytes: int
@@ -103,32 +105,44 @@ def storages(graph: OpGraph) -> tuple[Storage, ...]:
 def _roots(graph: OpGraph) -> list[int]:
     """For each value, the value that owns its storage."""
     bases = [value.base for value in graph.values]
+    for op in graph.ops:
+        # The schemas of unsafe_split and of views that return lists do not name what they share.
+        if op.inputs and family_of(op.call.target) == "view":
+            for value in op.outputs:
+                if bases[value] is None and graph.values[value].kind == "activation":
+                    bases[value] = op.inputs[0]
+    _share_sums(graph, bases)
+    return [_owner(bases, value) for value in range(len(graph.values))]
+
+
+def _owner(bases: list[int | None], value: int) -> int:
+    while (base := bases[value]) is not None and base != value:
+        value = base
+    return value
+
+
+def _share_sums(graph: OpGraph, bases: list[int | None]) -> None:
+    """Let the sum of two gradients take the place of the first where autograd does so."""
     last_read: dict[int, int] = {}
-
-    def root_of(value: int) -> int:
-        while (base := bases[value]) is not None and base != value:
-            value = base
-        return value
-
     for index, op in enumerate(graph.ops):
         for value in op.inputs:
-            last_read[root_of(value)] = index
+            last_read[_owner(bases, value)] = index
     held = {
-        root_of(parameter.gradient)
+        _owner(bases, parameter.gradient)
         for parameter in graph.parameters
-        if parameter.gradient is not None and parameter.ready_after is not None
+        if parameter.gradient is not None
     }
     for index, op in enumerate(graph.ops):
         if not _accumulates(graph, op):
             continue
-        old = root_of(op.inputs[0])
-        unshared = last_read[old] == index and root_of(op.inputs[1]) != old
+        old = _owner(bases, op.inputs[0])
+        unshared = last_read[old] == index and _owner(bases, op.inputs[1]) != old
         if graph.values[old].kind == "activation" and unshared and old not in held:
-            bases[op.outputs[0]] = old
-            last_read[old] = max(index, last_read.get(op.outputs[0], index))
-            if op.outputs[0] in held:
+            total = op.outputs[0]
+            bases[total] = old
+            last_read[old] = max(index, last_read.get(total, index))
+            if total in held:
                 held.add(old)
-    return [root_of(value) for value in range(len(graph.values))]
 
 
 def _accumulates(graph: OpGraph, op: Op) -> bool:
@@ -148,8 +162,8 @@ def _accumulates(graph: OpGraph, op: Op) -> bool:
 def is_dense(spec: TensorSpec) -> bool:
     """Whether the elements fill their memory without gaps or overlaps, in any order of dims.
 
-    >>> is_dense(TensorSpec((2, 3), "float32", (1, 2))), is_dense(TensorSpec((2, 3), "float32", (0, 1)))
-    (True, False)
+    >>> [is_dense(TensorSpec((2, 3), "float32", strides)) for strides in ((1, 2), (0, 1))]
+    [True, False]
     """
     if spec.strides is None:
         return True
@@ -164,16 +178,42 @@ def is_dense(spec: TensorSpec) -> bool:
 
 
 def _uses(graph: OpGraph, roots: list[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """The op that makes each storage, and the last op that touches it."""
+    """The op that makes each storage, and the last op that touches or holds it."""
     born: dict[int, int] = {}
     last_use: dict[int, int] = {}
+    gathered: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         for value in op.outputs:
             born.setdefault(roots[value], index)
             last_use[roots[value]] = index
         for value in op.inputs:
             last_use[roots[value]] = index
+        if op.phase == "backward":
+            for source in _held_by_node(graph, index, roots, gathered):
+                last_use[source] = index
+        elif op.call.target == "aten.gather.default":
+            gathered[roots[op.inputs[1]]] = roots[op.inputs[0]]
     return born, last_use
+
+
+def _held_by_node(
+    graph: OpGraph, index: int, roots: list[int], gathered: dict[int, int]
+) -> list[int]:
+    """Storages that op `index` does not read but that its autograd node still holds.
+
+    A node releases what it saved once all of its ops have run. The gradient of a product is two
+    products with the same factor, the gradient that came in; that of `gather`, a scatter, saves the
+    gathered tensor for its shape alone (tools/autograd/derivatives.yaml, torch 2.13).
+    """
+    op, before = graph.ops[index], graph.ops[index - 1]
+    held = []
+    if op.call.target == before.call.target == "aten.mul.Tensor" and before.phase == op.phase:
+        incoming = set(op.inputs) & set(before.inputs)
+        if incoming and not set(op.inputs) & set(before.outputs):
+            held = [roots[value] for value in before.inputs]
+    elif op.call.target.startswith("aten.scatter_add"):
+        held = [gathered[roots[value]] for value in op.inputs if roots[value] in gathered]
+    return held
 
 
 def lifetimes(bound: BoundGraph) -> list[Lifetime]:
@@ -189,58 +229,51 @@ def lifetimes(bound: BoundGraph) -> list[Lifetime]:
     ]
 
 
-def peak_memory(bound: BoundGraph, *, optimizer: str, strategy: Strategy, ranks: int) -> PeakMemory:
+def peak_memory(
+    bound: BoundGraph, *, optimizer: str, strategy: Strategy, ranks: int, threads: int = 1
+) -> PeakMemory:
     """The peak of live tensors of one rank over a whole step, in steady state.
 
     Optimizer state exists from the start (any step but the first), gradients are released before
     it (`zero_grad(set_to_none=True)`, the default). DDP's buckets (ranks > 1) are as large as the
-    gradients and always held; as bucket views, gradients live in them.
+    gradients and always held; as bucket views, gradients live in them. `threads` are those that one
+    rank has on a CPU: they decide how convolutions run.
     """
     if ranks < 1:
         raise StrategyError(f"a step runs on at least 1 rank, found {ranks}; use 1 or more")
     graph = bound.graph
-    block_bytes = CUDA_BLOCK_BYTES if graph.target == "cuda" else 1
-    sizes = [_rounded(parameter.spec.nbytes, block_bytes) for parameter in graph.parameters]
+    on_gpu = graph.target == "cuda"
+    rounding = CUDA_BLOCK_BYTES if on_gpu else 1
+    sizes = [_rounded(parameter.spec.nbytes, rounding) for parameter in graph.parameters]
     trained = [
         size
         for size, parameter in zip(sizes, graph.parameters, strict=True)
         if parameter.gradient is not None
     ]
     in_buckets = ranks > 1 and strategy.gradient_as_bucket_view
-    held = {"input": 0, "constant": 0}
-    gradients, activations = _Curve(len(graph.ops)), _Curve(len(graph.ops))
-    every = storages(graph)
-    for life in lifetimes(bound):
-        size, kind = _rounded(life.storage_bytes, block_bytes), every[life.storage].kind
-        if kind in held:
-            held[kind] += size
-        elif kind == "activation":
-            activations.add(life.born, life.dies, size)
-        elif kind == "gradient" and in_buckets:
-            activations.add(life.born, _ready(graph, every[life.storage]), size)
-        elif kind == "gradient":
-            gradients.add(life.born, life.dies, size)
+    held = _Held.of(bound, rounding, threads, gradients_in_buckets=in_buckets)
+    gradients, activations = held.gradients.levels(), held.activations.levels()
+    parameters_bytes = sum(sizes) + graph.frozen_parameter_bytes
+    buffers_bytes = graph.buffer_bytes + held.constants_bytes
     state_bytes = OPTIMIZER_STATE_TENSORS[check_optimizer(optimizer)] * sum(trained)
     bucket_bytes = sum(trained) if ranks > 1 else 0
-    standing_bytes = (
-        sum(sizes) + graph.frozen_parameter_bytes + graph.buffer_bytes + sum(held.values())
-    ) + (state_bytes + bucket_bytes)
-    update_bytes = _update_bytes(trained, optimizer, graph.target == "cuda")
-    step = [a + b for a, b in zip(gradients.levels(), activations.levels(), strict=True)]
-    gradient_bytes = max(gradients.levels(), default=0)
-    most = max(step, default=0)
-    in_update = gradient_bytes + update_bytes > most
+    update_bytes = _update_bytes(trained, optimizer, foreach=on_gpu)
+    in_graph = [a + b for a, b in zip(gradients, activations, strict=True)]
+    most = max(in_graph, default=0)
+    gradients_bytes = max(gradients, default=0)
+    in_update = gradients_bytes + update_bytes
+    standing_bytes = parameters_bytes + buffers_bytes + held.inputs_bytes
     return PeakMemory(
-        parameters_bytes=sum(sizes) + graph.frozen_parameter_bytes,
-        gradients_bytes=bucket_bytes if in_buckets else gradient_bytes,
+        parameters_bytes=parameters_bytes,
+        gradients_bytes=bucket_bytes if in_buckets else gradients_bytes,
         optimizer_state_bytes=state_bytes,
         bucket_bytes=0 if in_buckets else bucket_bytes,
-        buffers_bytes=graph.buffer_bytes + held["constant"],
-        inputs_bytes=held["input"],
-        activations_bytes=max(activations.levels(), default=0),
+        buffers_bytes=buffers_bytes,
+        inputs_bytes=held.inputs_bytes,
+        activations_bytes=max(activations, default=0),
         update_bytes=update_bytes,
-        total_bytes=standing_bytes + max(most, gradient_bytes + update_bytes),
-        peak_op=None if in_update or not step else step.index(most),
+        total_bytes=standing_bytes + state_bytes + bucket_bytes + max(most, in_update),
+        peak_op=None if in_update > most or not in_graph else in_graph.index(most),
     )
 
 
@@ -277,7 +310,42 @@ class _Curve:
         return list(accumulate(self.changes))[: len(self.changes) - 1]
 
 
-def _update_bytes(sizes: list[int], optimizer: str, foreach: bool) -> int:
+@dataclass(slots=True)
+class _Held:
+    """What the graph's own values hold: throughout, and op by op."""
+
+    gradients: _Curve
+    activations: _Curve
+    inputs_bytes: int = 0
+    constants_bytes: int = 0
+
+    @classmethod
+    def of(
+        cls, bound: BoundGraph, rounding: int, threads: int, *, gradients_in_buckets: bool
+    ) -> _Held:
+        """`rounding` is what sizes are rounded up to; gradients in buckets are copied there."""
+        graph, every = bound.graph, storages(bound.graph)
+        held = cls(_Curve(len(graph.ops)), _Curve(len(graph.ops)))
+        for life in lifetimes(bound):
+            storage = every[life.storage]
+            size = _rounded(life.storage_bytes, rounding)
+            if storage.kind == "input":
+                held.inputs_bytes += size
+            elif storage.kind == "constant":
+                held.constants_bytes += size
+            elif storage.kind == "activation":
+                held.activations.add(life.born, life.dies, size)
+            elif storage.kind == "gradient" and gradients_in_buckets:
+                held.activations.add(life.born, _ready(graph, storage), size)
+            elif storage.kind == "gradient":
+                held.gradients.add(life.born, life.dies, size)
+        if graph.target == "cpu":
+            for index, call in enumerate(bound.calls):
+                held.activations.add(index, index, workspace_bytes(call, threads=threads))
+        return held
+
+
+def _update_bytes(sizes: list[int], optimizer: str, *, foreach: bool) -> int:
     """Temporaries of torch's optimizers, torch/optim/adam.py (torch 2.13).
 
     Adam takes the square root of the second moment into a fresh tensor: of every parameter at once

@@ -1,7 +1,7 @@
 """Hold a traced training step as plain values: operators, the tensors between them, parameters.
 
-A graph holds no torch tensors and no torch nodes. Shapes are affine in the batch size: each call and
-each tensor is kept at two batch sizes, and `OpGraph.at` gives them at any other.
+A graph holds no torch tensors and no torch nodes. Shapes are affine in the batch size: each call
+and each tensor is kept at two batch sizes, and `OpGraph.at` gives them at any other.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One tensor of the step. `base` is the value whose storage it shares (views, in-place results)."""
+    """One tensor of the step; `base` is the value whose storage it shares (views, in-place)."""
 
     spec: TensorSpec
     other_spec: TensorSpec

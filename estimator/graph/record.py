@@ -14,17 +14,21 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from estimator.graph.dynamic import assume_choice, resolve
 from estimator.graph.fake_rules import FAKE_RULES
-from estimator.graph.known import KnownValues
+from estimator.graph.known import KnownValues, flat_results
 from estimator.graph.ops import Phase, ValueKind
+from estimator.profile import DeviceKind
 from estimator.tensors import OpCall, TensorSpec
 
 aten = torch.ops.aten
 
+# Fake tensors are asked for their device more often than operators run.
+_DEVICE = torch.ops.prim.device.default
 # What a dispatch mode sees but a step does not run: autograd's shallow copies come past a mode as
 # `detach` (c10/core/TensorImpl.cpp, shallow_copy_and_detach_core), literals as `lift_fresh`.
 _SAME_TENSOR = frozenset(
@@ -83,8 +87,9 @@ class Recorder(TorchDispatchMode):
     created its autograd node, found by the node's sequence number.
     """
 
-    def __init__(self, model: nn.Module, fake_mode: Any) -> None:
+    def __init__(self, model: nn.Module, fake_mode: Any, target: DeviceKind) -> None:
         super().__init__()
+        self.target = target
         self.ops: list[RecordedOp] = []
         self.values: list[RecordedValue] = []
         self.known = KnownValues()
@@ -195,6 +200,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         if not isinstance(func, OpOverload) or func.namespace == "prim":
             return func(*args, **kwargs)
         if func in _SAME_TENSOR:
@@ -228,6 +235,8 @@ class Recorder(TorchDispatchMode):
             return spec
         if isinstance(argument, (list, tuple)):
             return tuple([self._encode(item, tensors) for item in argument])
+        if isinstance(argument, torch.device):
+            return self.target if argument.type == "cpu" else str(argument)
         return encode_argument(argument)
 
     def _pass_through(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -245,18 +254,13 @@ class Recorder(TorchDispatchMode):
         self, result: Any, traits: _Traits, args: Any, kwargs: Any
     ) -> tuple[Any, list[tuple[int, Tensor, int | None, Tensor | None]]]:
         """Each output tensor as (position, tensor, value it shares storage with, that input)."""
-        is_many = isinstance(result, (list, tuple))
-        flat = list(result) if is_many else [result]
+        result = _with_unlike_tensors(result)
+        flat = flat_results(result)
         single = len(traits.shared) == 1
         produced: list[tuple[int, Tensor, int | None, Tensor | None]] = []
-        met: set[int] = set()
         for position, tensor in enumerate(flat):
             if not isinstance(tensor, Tensor):
                 continue
-            if id(tensor) in met:
-                # One fake tensor returned twice (mkldnn_rnn_layer_backward) stands for two.
-                tensor = flat[position] = torch.empty_like(tensor)
-            met.add(id(tensor))
             place = 0 if single else position
             where = traits.shared[place] if place < len(traits.shared) else None
             source = _argument(where, args, kwargs)
@@ -268,7 +272,7 @@ class Recorder(TorchDispatchMode):
             elif (index := self.index_of(tensor)) is not None:
                 base, source = self._root(index), tensor
             produced.append((position, tensor, base, source))
-        return (type(result)(flat) if type(result) in (list, tuple) else result), produced
+        return result, produced
 
     def _follow_values(
         self,
@@ -291,6 +295,19 @@ class Recorder(TorchDispatchMode):
                 if isinstance(tensor, Tensor):
                     self.known.spoil(tensor)
         assume_choice(func, args, kwargs, [tensor for _, tensor, _, _ in produced], self.known)
+
+
+def _with_unlike_tensors(result: Any) -> Any:
+    """One fake tensor returned twice (mkldnn_rnn_layer_backward) stands for two real ones."""
+    if not isinstance(result, tuple) or len({id(item) for item in result}) == len(result):
+        return result
+    met: set[int] = set()
+    unlike = []
+    for item in result:
+        again = isinstance(item, Tensor) and id(item) in met
+        met.add(id(item))
+        unlike.append(torch.empty_like(item) if again else item)
+    return tuple(unlike)
 
 
 def _argument(where: str | int | None, args: Any, kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from estimator.errors import EstimatorError, ModelError, TraceError
+from estimator.graph.cuda_functions import CUDA_ASSUMPTION, CudaFunctions
 from estimator.graph.eager_rules import EagerFunctions
 from estimator.graph.join import join_runs
 from estimator.graph.ops import GraphInput, OpGraph
@@ -137,13 +138,13 @@ class _Look:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        return ()
+        return (CUDA_ASSUMPTION,) if self.target == "cuda" else ()
 
     def run(self, batch: Any) -> _Run:
         """One step at one batch size; the model is put back by the caller and between runs."""
         dtype = _CAST_DTYPES.get(self.precision)
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        recorder = Recorder(self.model, fake_mode)
+        recorder = Recorder(self.model, fake_mode, self.target)
         with kept_as_it_was(self.model), _unlike_tracing(), fake_mode:
             seed_all(0)
             stand_ins = put_stand_ins(self.model, dtype=dtype, device="cpu")
@@ -187,7 +188,8 @@ class _Look:
             advice="check that the model accepts it",
             error=TraceError,
         )
-        with recorder, EagerFunctions(recorder.known), user_code:
+        functions = CudaFunctions if self.target == "cuda" else EagerFunctions
+        with recorder, functions(recorder.known), user_code:
             with self._autocast():
                 if isinstance(batch, Mapping):
                     output = self.model(**batch)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from estimator.errors import ModelError
 from estimator.graph.models import Loaded, suggestion
@@ -72,6 +74,10 @@ def build_transformers_model(
         head, auto_class = _find_head(transformers, config, kind, task)
         _prepare(config, head)
         model = _build(auto_class, config, text, weights=weights)
+        if type(model).forward is torch.nn.Module.forward:
+            raise ModelError(
+                f"transformers' '{kind}' has no head to train; write a function that adds a loss"
+            )
         with UserCode(
             f"no batch is known for {text}", advice="write a function for it", error=ModelError
         ):
@@ -178,10 +184,13 @@ def _default_head(heads: dict[str, Any], config: Any) -> tuple[str, Any]:
 
 def _prepare(config: Any, head: str) -> None:
     """Training settings: no cache, and the token ids without which a loss cannot be formed."""
+    if config.architectures is None:
+        # Read where a type has several classes for one head.
+        config.architectures = []
     for part in _parts(config):
         if getattr(part, "use_cache", None):
             part.use_cache = False
-        if hasattr(part, "vocab_size"):
+        if hasattr(part, "vocab_size") or part is config:
             for name in ("pad_token_id", "decoder_start_token_id"):
                 if getattr(part, name, None) is None:
                     setattr(part, name, 0)
@@ -197,14 +206,15 @@ def _parts(config: Any) -> Iterator[Any]:
 
 def _build(auto_class: Any, config: Any, text: str, *, weights: bool) -> torch.nn.Module:
     advice = "check its settings, or write a function that builds the model"
-    empty: torch.nn.Module | None = None
     failed = UserCode(f"{text} cannot be built", advice=advice, error=ModelError)
+    empty: torch.nn.Module | None = None
     try:
-        with failed, torch.device("meta"):
+        with failed, _WithoutWeights():
             empty = auto_class.from_config(config)
-    except ModelError:
-        # Some constructors read a value, which tensors without memory do not have.
-        empty = None
+    except ModelError as error:
+        # Some constructors compute with weights, which do not have values here.
+        if not isinstance(error.__cause__, (RuntimeError, NotImplementedError)):
+            raise
     if empty is not None:
         size = sum(parameter.nbytes for parameter in empty.parameters())
         if not weights or size > MOST_WEIGHT_BYTES:
@@ -212,6 +222,26 @@ def _build(auto_class: Any, config: Any, text: str, *, weights: bool) -> torch.n
     with failed:
         model: torch.nn.Module = auto_class.from_config(config)
     return model.train()
+
+
+class _WithoutWeights(TorchFunctionMode):
+    """Makes large tensors without memory (on the meta device), small ones for real.
+
+    Constructors read values of small ones (drop-path rates), and forward those of buffers.
+    """
+
+    _FACTORIES = frozenset(
+        (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
+    )
+    _MOST_ELEMENTS = 1 << 14
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._FACTORIES and kwargs.get("device") is None:
+            size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
+            if math.prod(size) > self._MOST_ELEMENTS:
+                kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
 
 
 @contextmanager

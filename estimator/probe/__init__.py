@@ -1,1 +1,1 @@
-"""Measure this machine: links, kernels, memory, host, collectives, updates, and a graph's own ops."""
+"""Measure this machine: links, kernels, memory, host, collectives, updates, a graph's ops."""

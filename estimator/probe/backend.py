@@ -1,4 +1,4 @@
-"""The one seam between CPU and CUDA: timing, caches, allocator facts; the process is pinned already."""
+"""The one seam between CPU and CUDA: timing calls, caches, allocator facts."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ _TOUCH_BLOCK_BYTES = 64 << 20
 _CALLS_PER_FLIGHT = 64
 _HIGHEST_CLOCK_HZ = 2.5e9
 _LONGEST_SPIN_S = 0.5
+# Host time of one operator of a replayed graph, Python included, generously.
+_HOST_ALLOWANCE_S = 40e-6
 
 
 def _nothing(_number: int) -> None:
@@ -50,6 +52,15 @@ class Backend(Protocol):
         before: Callable[[int], object] = _nothing,
     ) -> list[float]:
         """Device seconds of call(0), call(1), …; before(i) runs untimed ahead of each."""
+
+    def time_sequence(
+        self,
+        call: Callable[[int], object],
+        *,
+        count: int,
+        after: Callable[[int], object] = _nothing,
+    ) -> list[float]:
+        """Device seconds of call(0), call(1), … called once each; after(i) runs untimed behind."""
 
     def last_level_cache_bytes(self) -> int:
         """Size of the cache that must be flushed before a read is cold."""
@@ -95,6 +106,21 @@ class CpuBackend:
             del result
         return seconds
 
+    def time_sequence(
+        self,
+        call: Callable[[int], object],
+        *,
+        count: int,
+        after: Callable[[int], object] = _nothing,
+    ) -> list[float]:
+        clock, seconds = self._clock, []
+        for number in range(count):
+            begin = clock()
+            call(number)
+            seconds.append(clock() - begin)
+            after(number)
+        return seconds
+
     def last_level_cache_bytes(self) -> int:
         from estimator.probe.inventory import read_cpu
 
@@ -111,7 +137,7 @@ class CpuBackend:
 
 
 class CudaBackend:
-    """Times calls with CUDA events behind a spinning kernel, so that launch gaps are not counted."""
+    """Times calls with CUDA events behind a spinning kernel, so that launch gaps do not count."""
 
     kind: DeviceKind = "cuda"
 
@@ -150,9 +176,29 @@ class CudaBackend:
         call(0)
         host_s = self._clock() - begin
         self.synchronize()
+        return self._in_flights(call, repeats, host_s, before=before)
+
+    def time_sequence(
+        self,
+        call: Callable[[int], object],
+        *,
+        count: int,
+        after: Callable[[int], object] = _nothing,
+    ) -> list[float]:
+        return self._in_flights(call, count, _HOST_ALLOWANCE_S, after=after)
+
+    def _in_flights(
+        self,
+        call: Callable[[int], object],
+        count: int,
+        host_s: float,
+        *,
+        before: Callable[[int], object] = _nothing,
+        after: Callable[[int], object] = _nothing,
+    ) -> list[float]:
         seconds: list[float] = []
-        for first in range(0, repeats, _CALLS_PER_FLIGHT):
-            flight = range(first, min(repeats, first + _CALLS_PER_FLIGHT))
+        for first in range(0, count, _CALLS_PER_FLIGHT):
+            flight = range(first, min(count, first + _CALLS_PER_FLIGHT))
             spin_s = min(_LONGEST_SPIN_S, 2.0 * host_s * len(flight) + 50e-6)
             self._cuda._sleep(int(spin_s * _HIGHEST_CLOCK_HZ))
             spans = []
@@ -161,6 +207,7 @@ class CudaBackend:
                 begun = self._mark()
                 call(number)
                 spans.append((begun, self._mark()))
+                after(number)
             self.synchronize()
             # Event.elapsed_time is in milliseconds and resolves about 0.5 µs.
             seconds += [max(one.elapsed_time(two) * 1e-3, 1e-9) for one, two in spans]
@@ -234,7 +281,7 @@ def touch_memory(size_bytes: int) -> None:
 
 
 def allocator_name(maps: str | None = None) -> str:
-    """Which malloc this process uses: ``glibc``, ``jemalloc``, ``tcmalloc``, ``mimalloc``, ``musl``."""
+    """Which malloc this process uses: glibc, jemalloc, tcmalloc, mimalloc, musl or unknown."""
     if maps is None:
         try:
             maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")

@@ -21,7 +21,9 @@ def torch_dtype(name: str) -> Any:
 
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise ProbeError(f"this torch has no dtype '{name}'; use the torch the graph was traced with")
+        raise ProbeError(
+            f"this torch has no dtype '{name}'; use the torch the graph was traced with"
+        )
     return found
 
 
@@ -34,7 +36,7 @@ def find_operator(target: str) -> Callable[..., Any]:
         found = getattr(found, name, None)
         if found is None:
             raise ProbeError(f"this torch has no operator '{target}'; trace the model again")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def output_tensors(result: Any) -> list[Any]:

@@ -22,9 +22,9 @@ class GridCall:
     """One call of the grid; its outputs are not described yet.
 
     Integer tensors get values below `index_high`; the tensors numbered in `positive` (in argument
-    order) get positive values, those in `counting` 0, 1, 2, …. `flops` is 0 where moving bytes is all there is. A gradient that needs
-    what only its forward call can make (a library's workspace) `follows` that call, and its uint8
-    argument is then the last tensor that call returned.
+    order) get positive values, those in `counting` 0, 1, 2, …. `flops` is 0 where moving bytes is
+    all there is. A gradient that needs what only its forward call can make (a library's workspace)
+    `follows` that call; its last argument is then the last tensor which that call returned.
     """
 
     call: OpCall
@@ -39,7 +39,9 @@ class GridCall:
         return sum(spec.storage_bytes for spec in self.call.inputs)
 
 
-def tensor(*shape: int, dtype: str = "float32", strides: tuple[int, ...] | None = None) -> TensorSpec:
+def tensor(
+    *shape: int, dtype: str = "float32", strides: tuple[int, ...] | None = None
+) -> TensorSpec:
     """A contiguous tensor of that shape, unless strides are given."""
     return TensorSpec(shape, dtype, strides)
 
@@ -152,5 +154,3 @@ def kernel_grid(kind: DeviceKind, *, thorough: bool = False) -> list[GridCall]:
         return grid
     low = interleave([in_dtype(family, "bfloat16") for family in [*dense, *light[:4]]])
     return interleave([grid, low]) if kind == "cuda" else grid + low
-
-

@@ -1,4 +1,4 @@
-"""Grid families that move whole rows and windows: look-ups, joins, fills, pooling, losses, sorting."""
+"""Grid families that move rows and windows: look-ups, joins, fills, pooling, losses, sorting."""
 
 from __future__ import annotations
 

@@ -19,7 +19,13 @@ def pointwise() -> list[GridCall]:
     """Forward elementwise operators, one operator at a time."""
     calls = []
     binary = ("add.Tensor", "mul.Tensor", "sub.Tensor", "div.Tensor", "maximum.default")
-    unary = ("neg.default", "relu.default", "silu.default", "sigmoid.default", "tanh.default")
+    unary: tuple[str, ...] = (
+        "neg.default",
+        "relu.default",
+        "silu.default",
+        "sigmoid.default",
+        "tanh.default",
+    )
     unary += ("exp.default", "gelu.default", "hardswish.default", "abs.default", "clone.default")
     rare = ("sin.default", "cos.default", "erf.default", "hardsigmoid.default", "softplus.default")
     of_positive = ("sqrt.default", "rsqrt.default", "log.default", "reciprocal.default")
@@ -37,7 +43,9 @@ def pointwise() -> list[GridCall]:
     for target in binary:
         calls += [grid_call(target, tensor(n), tensor(n), positive=(1,)) for n in _sizes(target)]
     for target in (*unary, *rare):
-        calls += [grid_call(target, tensor(n)) for n in _sizes(target)[: 2 if target in rare else 5]]
+        calls += [
+            grid_call(target, tensor(n)) for n in _sizes(target)[: 2 if target in rare else 5]
+        ]
     for target in of_positive:
         calls += [grid_call(target, tensor(n), positive=(0,)) for n in _SIZES]
     for target, number in with_number.items():
@@ -64,7 +72,7 @@ def pointwise() -> list[GridCall]:
 def pointwise_gradients() -> list[GridCall]:
     """Gradients of activation functions and of dropout."""
     calls = []
-    plain = ("gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward")
+    plain: tuple[str, ...] = ("gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward")
     plain += ("hardswish_backward", "hardsigmoid_backward")
     for n in _SIZES:
         grad, x = tensor(n), tensor(n)
@@ -197,6 +205,8 @@ def reductions() -> list[GridCall]:
             grid_call("sum.dim_IntList", x, [0, 2, 3]),
             grid_call("mean.dim", x, [-1, -2], True),
         ]
+    for shape in ((500, 2, 300), (100, 4, 800), (8, 200, 96)):
+        calls += [grid_call(name, tensor(*shape), [1]) for name in ("sum.dim_IntList", "mean.dim")]
     return calls
 
 
@@ -227,7 +237,13 @@ def normalisations() -> list[GridCall]:
                 positive=(3,),
             ),
         ]
-    for batch, channels, side in ((1, 32, 112), (8, 24, 60), (8, 100, 28), (16, 300, 12), (32, 80, 6)):
+    for batch, channels, side in (
+        (1, 32, 112),
+        (8, 24, 60),
+        (8, 100, 28),
+        (16, 300, 12),
+        (32, 80, 6),
+    ):
         x, row = tensor(batch, channels, side, side), tensor(channels)
         calls += [
             grid_call(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.profile import Device
@@ -147,7 +147,8 @@ def _read_numa(system: Path, usable: set[int]) -> dict[int, tuple[int, ...]]:
     first_threads = {
         core
         for core in usable
-        if core == min(
+        if core
+        == min(
             set(parse_core_list(_read(system / f"cpu/cpu{core}/topology/thread_siblings_list")))
             & usable
             or {core}
@@ -214,15 +215,6 @@ def core_groups(cpu: Cpu, devices: int | None = None) -> tuple[Device, ...]:
             )
         )
     return tuple(groups)
-
-
-class Nvml(Protocol):
-    """What is used of nvidia-ml-py's module, so that a test can stand in for it."""
-
-    NVMLError: type[Exception]
-
-    def nvmlInit(self) -> None: ...  # noqa: N802 - NVML's own name
-    def nvmlDeviceGetCount(self) -> int: ...  # noqa: N802 - NVML's own name
 
 
 def import_nvml() -> Any:

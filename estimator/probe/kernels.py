@@ -20,13 +20,17 @@ from estimator.profile import KernelPoint
 from estimator.tensors import OpCall, TensorSpec
 
 _LEAST_REPEATS, _MOST_REPEATS = 5, 300
-_WARM_S, _COLD_S = 0.008, 0.008
-_SLOW_CALL_S = 0.25
-# Below this a call is all dispatch; above that ratio reading cold inputs is under 1 % of the work
-# (a core that does 150 Gflop/s and reads 0.1 ns/byte: 15 flops in the time of one byte).
+# A long call is long compared with what disturbs it: fewer repeats agree as well.
+_FEW_REPEATS, _LONG_CALL_S = 3, 0.008
+_WARM_S, _COLD_S = 0.006, 0.006
+# Below this a call is all dispatch; below that share of its time, reading its bytes from main
+# memory (no device takes longer than this for one) is lost in the noise.
 _NO_COLD_BELOW_BYTES = 16 << 10
-_NO_COLD_ABOVE_FLOPS_PER_BYTE = 1000.0
-_MOST_KEPT_OUTPUTS = 4096
+_COLD_S_PER_BYTE, _COLD_SHARE = 1e-10, 0.02
+# Argument sets that must be made beforehand: integers, masks, tensors to be written to.
+_MOST_SETS = 6
+# Outputs kept beyond the repeats, for the calls that only warm up.
+_SPARE_OUTPUTS = 4
 _CANARY_SIDE = 512
 _TOUCHED_BYTES = 704 << 20
 
@@ -100,7 +104,9 @@ def measure_call(backend: Backend, source: TensorSource, grid_call: GridCall) ->
     """Time one call of the grid warm and, where it makes a difference, cold."""
     import torch
 
-    with torch.no_grad():
+    # Grad mode is on as in training (oneDNN's LSTM runs another primitive without it), but no input
+    # requires a gradient, so nothing is recorded.
+    with torch.enable_grad():
         operator = find_operator(grid_call.call.target)
         grid_call, workspace = _with_workspace(source, grid_call)
 
@@ -116,7 +122,7 @@ def measure_call(backend: Backend, source: TensorSource, grid_call: GridCall) ->
         warm_s = statistics.median(warm)
         written = sum(spec.storage_bytes for spec in outputs)
         cold_s = None
-        if _cold_matters(grid_call, written):
+        if _cold_matters(grid_call, written, warm_s):
             if grid_call.read_bytes + written >= source.block_bytes:
                 cold_s = warm_s  # it does not fit the cache: warm is as cold as it gets
             else:
@@ -137,19 +143,19 @@ def spread_ratio(seconds: list[float]) -> float:
     return (tenths[-1] - tenths[0]) / 2 / statistics.median(seconds)
 
 
-def _cold_matters(grid_call: GridCall, written_bytes: int) -> bool:
+def _cold_matters(grid_call: GridCall, written_bytes: int, warm_s: float) -> bool:
     moved = grid_call.read_bytes + written_bytes
-    return (
-        moved >= _NO_COLD_BELOW_BYTES and grid_call.flops / moved < _NO_COLD_ABOVE_FLOPS_PER_BYTE
-    )
+    return moved >= _NO_COLD_BELOW_BYTES and moved * _COLD_S_PER_BYTE > _COLD_SHARE * warm_s
 
 
 def _repeat(backend: Backend, call: Callable[[int], object], wanted_s: float) -> list[float]:
     one_s = max(backend.time_calls(call, repeats=1)[0], 1e-7)
-    if one_s > _SLOW_CALL_S:
-        return backend.time_calls(call, repeats=3)
-    repeats = min(_MOST_REPEATS, max(_LEAST_REPEATS, math.ceil(wanted_s / one_s)))
-    return backend.time_calls(call, repeats=repeats)
+    return backend.time_calls(call, repeats=_repeats(one_s, wanted_s))
+
+
+def _repeats(one_s: float, wanted_s: float) -> int:
+    least = _LEAST_REPEATS if one_s <= _LONG_CALL_S else _FEW_REPEATS
+    return min(_MOST_REPEATS, max(least, math.ceil(wanted_s / one_s)))
 
 
 def _cold_s(
@@ -163,29 +169,28 @@ def _cold_s(
 ) -> float:
     """Median with every input read from main memory and outputs in memory long left alone.
 
-    A ring of outputs as large as the source's block is kept; the oldest is dropped just before the
-    call, which gets its memory. Results that are views or in-place hold no memory of their own.
+    A ring of outputs is kept; the oldest is dropped just before a call, which gets its memory. The
+    caches are emptied once all are made; from then on each call meets inputs and outputs that were
+    not touched since. Results that are views or in-place hold no memory of their own.
     """
-    written = max(1, sum(spec.storage_bytes for spec in outputs))
-    kept: deque[Any] = deque(
-        _empty_like(outputs, backend)
-        for _ in range(min(_MOST_KEPT_OUTPUTS, 1 + source.block_bytes // written))
-    )
-    copies = source.copies(grid_call)
-    repeats = min(_MOST_REPEATS, max(_LEAST_REPEATS, math.ceil(_COLD_S / warm_s)))
-    # Where sets are dear to make they are made once and walked over; else cut afresh each time.
-    sets = [arguments() for _ in range(copies)] if copies <= _LEAST_REPEATS + 1 else None
+    repeats = _repeats(warm_s, _COLD_S)
+    sets = None
+    if not source.is_cheap(grid_call):
+        repeats = min(repeats, _MOST_SETS)
+        sets = [arguments() for _ in range(repeats)]
+    kept: deque[Any] = deque(_empty_like(outputs, backend) for _ in range(repeats + _SPARE_OUTPUTS))
     ready: list[tuple[list[Any], dict[str, Any]]] = [([], {})]
 
     def before(number: int) -> None:
         kept.popleft()
-        ready[0] = sets[number % copies] if sets else arguments()
+        ready[0] = sets[number] if sets else arguments()
 
     def call(_: int) -> None:
         positional, keywords = ready[0]
         kept.append(operator(*positional, **keywords))
 
-    backend.time_calls(call, repeats=2, before=before)
+    backend.time_calls(call, repeats=1, before=before)
+    source.flush()
     return statistics.median(backend.time_calls(call, repeats=repeats, before=before))
 
 

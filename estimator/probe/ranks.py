@@ -143,7 +143,7 @@ class _Run:
                 if not ready and time.monotonic() >= deadline:
                     raise ProbeError(
                         f"measuring on {len(self.links)} devices did not end within "
-                        f"{timeout_s:.0f} s and was stopped; close other programs or allow longer"
+                        f"{timeout_s:g} s and was stopped; close other programs or allow longer"
                     )
         return [self.found[rank] for rank in range(len(self.links))]
 

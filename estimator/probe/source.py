@@ -12,8 +12,8 @@ from estimator.tensors import ITEM_BYTES, TensorSpec
 _ALIGNMENT_BYTES = 64
 _PATTERN_ELEMENTS = 1 << 20
 _SMALLEST_BLOCK_BYTES = 128 << 20
-# Copies of an integer or private tensor per call: enough that one read does not find the last.
-_MOST_COPIES = 64
+# Caches do not replace strictly the oldest line; this much more than their size empties them.
+_FLUSH_FACTOR = 1.5
 
 
 class TensorSource:
@@ -28,6 +28,7 @@ class TensorSource:
         self.block_bytes = max(4 * backend.last_level_cache_bytes(), _SMALLEST_BLOCK_BYTES)
         self._blocks: dict[tuple[str, bool], Any] = {}
         self._places: dict[tuple[str, bool], int] = {}
+        self._flusher: Any = None
 
     def arguments(self, grid_call: GridCall) -> list[Any]:
         """Fresh tensors for one call, in argument order."""
@@ -43,13 +44,20 @@ class TensorSource:
                 tensors.append(self._whole_numbers(spec, grid_call.index_high))
         return tensors
 
-    def copies(self, grid_call: GridCall) -> int:
-        """How many different argument sets make the inputs of a call cold again."""
-        wanted = 1 + self.block_bytes // max(1, grid_call.read_bytes)
-        cheap = not is_in_place(grid_call.call.target) and all(
+    def is_cheap(self, grid_call: GridCall) -> bool:
+        """Whether arguments are cut out of blocks, cold each time, without writing any memory."""
+        return not is_in_place(grid_call.call.target) and all(
             "float" in spec.dtype for spec in grid_call.call.inputs
         )
-        return wanted if cheap else min(wanted, _MOST_COPIES)
+
+    def flush(self) -> None:
+        """Read more memory than the last-level cache holds, so that nothing else is left in it."""
+        import torch
+
+        if self._flusher is None:
+            elements = int(_FLUSH_FACTOR * self.backend.last_level_cache_bytes()) // 4
+            self._flusher = torch.ones(elements, device=self.backend.device)
+        self._flusher.sum()
 
     def _block(self, dtype: str, positive: bool) -> Any:
         import torch
@@ -73,7 +81,9 @@ class TensorSource:
         key, step = (spec.dtype, positive), _ALIGNMENT_BYTES // ITEM_BYTES[spec.dtype]
         span = span_elements(spec)
         if span > block.numel():
-            plain = torch.randn(spec.shape, device=self.backend.device, dtype=torch_dtype(spec.dtype))
+            plain = torch.randn(
+                spec.shape, device=self.backend.device, dtype=torch_dtype(spec.dtype)
+            )
             return plain.abs_().add_(0.5) if positive else plain
         if self._places[key] + span > block.numel():
             self._places[key] = 0

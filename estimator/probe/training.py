@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from estimator.errors import ProbeError, StrategyError, TrainingError
+from estimator.probe.backend import keep_memory_resident
 from estimator.probe.ranks import run_on_devices
 from estimator.profile import Device
 from estimator.units import MIB
@@ -93,7 +94,7 @@ def train(
             arguments,
             timeout_s=timeout_s,
             world=len(devices) > 1,
-            imported=_transformers_modules(),
+            imported=("estimator.graph.models", "estimator.graph.trace", *_transformers_modules()),
         )
     except ProbeError as error:
         raise TrainingError(f"training {model} for real failed: {error}") from None
@@ -122,6 +123,9 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
     import torch
     import torch.distributed as dist
 
+    # As the probe does; with glibc's defaults whether a tensor meets page faults is chaotic, and
+    # equal runs of small convolutional networks differ by a third.
+    keep_memory_resident()
     canary_s = _time_canary()
     torch.manual_seed(0)
     training = _Training(arguments, world_size)
@@ -263,19 +267,16 @@ def _bucket_cap_mb(strategy: Strategy) -> float | None:
     if not strategy.bucketed:
         # A bucket is closed once it is full: with this cap each gradient fills its own.
         return 1 / MIB
-    if strategy.first_cap_bytes not in (default.first_cap_bytes, strategy.bucket_cap_bytes):
-        if strategy.bucket_cap_bytes != default.bucket_cap_bytes:
-            raise StrategyError(
-                f"DDP cannot run '{strategy}': a first bucket of its own needs the default cap; "
-                "leave out bucket= or first="
-            )
-        # The default of the first bucket is only reachable here (torch 2.10 to 2.13).
-        dist._DEFAULT_FIRST_BUCKET_BYTES = strategy.first_cap_bytes
-        return None
-    is_default = strategy.bucket_cap_bytes == default.bucket_cap_bytes
-    if is_default and strategy.first_cap_bytes == default.first_cap_bytes:
-        return None
-    return strategy.bucket_cap_bytes / MIB
+    if strategy.first_cap_bytes == strategy.bucket_cap_bytes:
+        return strategy.bucket_cap_bytes / MIB
+    if strategy.bucket_cap_bytes != default.bucket_cap_bytes:
+        raise StrategyError(
+            f"DDP cannot run '{strategy}': a first bucket of its own needs the default cap; "
+            "leave out bucket= or first="
+        )
+    # DDP uses this constant together with its default cap, and offers no argument for it.
+    dist._DEFAULT_FIRST_BUCKET_BYTES = strategy.first_cap_bytes
+    return None
 
 
 def _called(model: Any, batch: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +40,7 @@ class Prediction:
     source: str
 
 
-def terms(features: Features) -> tuple[float, ...]:
+def terms(features: Features, *, across: bool = False) -> tuple[float, ...]:
     """The physical terms whose non-negative combination is the time of a call."""
     cost = features.cost
     if features.family == "matmul":
@@ -52,8 +52,14 @@ def terms(features: Features) -> tuple[float, ...]:
             batch * inner * columns,
             batch * rows * columns,
         )
-    if features.family in ("convolution", "attention", "recurrent"):
+    if features.family == "convolution":
+        images, channels_in, channels_out, groups = features.dims[:4]
+        per_image = images * channels_in * channels_out * groups
+        return (1.0, images, cost.flops, cost.read_bytes, cost.written_bytes, per_image)
+    if features.family in ("attention", "recurrent"):
         return (1.0, cost.flops, cost.read_bytes, cost.written_bytes)
+    if features.family == "reduction" and across:
+        return (1.0, 0.0, cost.flops, cost.read_bytes + cost.written_bytes)
     rows = features.dims[0] if features.dims else 1.0
     return (1.0, rows, cost.flops, cost.read_bytes + cost.written_bytes)
 
@@ -68,19 +74,38 @@ def coordinates(features: Features) -> tuple[float, ...]:
     return (moved, 0.5 * (dims[-1] if len(dims) > 1 else 0.0), run)
 
 
-def variant(features: Features) -> str:
-    """Which algorithm a call runs, as far as its shape tells: other variants count as far away.
+def variant(call: OpCall, features: Features, threads: int) -> str:
+    """Which algorithm a call runs, as far as its shape tells; other variants count as far away.
 
-    oneDNN picks convolution kernels by groups, kernel size and whether channels fill its blocks of
-    16 (src/cpu/x64/jit_uni_dw_convolution.cpp, jit_avx512_core_1x1_convolution.cpp, ...).
+    Convolutions on CPU: torch runs a 1×1 kernel as one product per image where one thread and a
+    batch under 16 are all there is (aten/src/ATen/native/Convolution.cpp, `use_mkldnn`); else
+    oneDNN, which tells groups, first layers and channels that fill its blocks of 16 apart.
+    Reductions: over the innermost dimension, or across rows that stay vectors.
     """
-    if features.family != "convolution":
-        return features.layout
-    _, channels_in, channels_out, groups, _, kernel = features.dims[:6]
+    if features.family == "convolution":
+        return _convolution_variant(call, features, threads)
+    if features.family == "reduction" and call.inputs:
+        over = call.arguments[1] if len(call.arguments) > 1 else None
+        last = len(call.inputs[0].shape) - 1
+        if isinstance(over, tuple) and over and last not in over and -1 not in over:
+            return "across"
+        return "along"
+    return features.layout
+
+
+def _convolution_variant(call: OpCall, features: Features, threads: int) -> str:
+    images, channels_in, channels_out, groups, _, kernel, _, stride = features.dims[:8]
+    transposed = any(argument is True for argument in call.arguments[:10])
     if groups > 1:
-        return "depthwise" if channels_in == channels_out == 1 else "grouped"
+        if channels_in == channels_out == 1:
+            return "depthwise" if stride == 1 else "depthwise strided"
+        return "grouped"
+    if transposed:
+        return "transposed"
     if channels_in < 8:
         return "first layer"
+    if kernel == 1 and stride == 1 and images < 16 and threads == 1 and call.dtype == "float32":
+        return "product"
     blocked = "" if channels_in % 16 == 0 and channels_out % 16 == 0 else ", odd channels"
     return ("pointwise" if kernel == 1 else "dense") + blocked
 
@@ -102,66 +127,85 @@ class _Form:
     warm: Array
     cold: Array
 
-    def seconds(self, features: Features) -> tuple[float, float]:
-        row = np.asarray(terms(features))
+    def seconds(self, row: Array) -> tuple[float, float]:
         return max(float(row @ self.warm), 1e-9), max(float(row @ self.cold), 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedCall:
+    """One probed call with what its time depends on."""
+
+    features: Features
+    variant: str
+    warm_s: float
+    cold_s: float
+
+    @property
+    def terms(self) -> tuple[float, ...]:
+        return terms(self.features, across=self.variant == "across")
 
 
 class FamilyFit:
     """All probed calls of one family in one dtype."""
 
-    def __init__(self, points: Sequence[tuple[Features, float, float]]) -> None:
-        self.features = [point[0] for point in points]
-        self.warm = np.array([point[1] for point in points])
-        self.cold = np.array([max(point[2], point[1]) for point in points])
-        self.coordinates = np.array([coordinates(features) for features in self.features])
-        self.targets = np.array([features.target for features in self.features])
-        self.variants = np.array([variant(features) for features in self.features])
-        rows = np.array([terms(features) for features in self.features])
-        self.whole = _Form(nonnegative_fit(rows, self.warm), nonnegative_fit(rows, self.cold))
+    def __init__(self, points: Sequence[ProbedCall]) -> None:
+        self.points = points
+        self.warm = np.array([point.warm_s for point in points])
+        self.cold = np.array([max(point.cold_s, point.warm_s) for point in points])
+        self.coordinates = np.array([coordinates(point.features) for point in points])
+        self.targets = np.array([point.features.target for point in points])
+        self.variants = np.array([point.variant for point in points])
+        self.rows = np.array([point.terms for point in points])
+        self.whole = self._fit(np.ones(len(points), dtype=bool))
         self.forms: dict[tuple[str, str], _Form] = {}
         for target in sorted(set(self.targets.tolist())):
             same = self.targets == target
             for kind in ("", *sorted(set(self.variants[same].tolist()))):
                 mine = same & (self.variants == kind) if kind else same
                 if mine.sum() >= 3:
-                    self.forms[target, kind] = _Form(
-                        nonnegative_fit(rows[mine], self.warm[mine]),
-                        nonnegative_fit(rows[mine], self.cold[mine]),
-                    )
-        based = [self._form(features).seconds(features) for features in self.features]
+                    self.forms[target, kind] = self._fit(mine)
+        based = [self._form(p.features.target, p.variant).seconds(r) for p, r in self._pairs()]
         self.warm_residual = np.log(self.warm / np.array([pair[0] for pair in based]))
         self.cold_residual = np.log(self.cold / np.array([pair[1] for pair in based]))
         self.relative_error = self._leave_one_out_error()
 
-    def _form(self, features: Features) -> _Form:
-        of_target = self.forms.get((features.target, ""), self.whole)
-        return self.forms.get((features.target, variant(features)), of_target)
+    def _pairs(self) -> Iterator[tuple[ProbedCall, Array]]:
+        return zip(self.points, self.rows, strict=True)
 
-    def _weights(self, features: Features) -> Array:
+    def _fit(self, mine: NDArray[np.bool_]) -> _Form:
+        rows = self.rows[mine]
+        return _Form(nonnegative_fit(rows, self.warm[mine]), nonnegative_fit(rows, self.cold[mine]))
+
+    def _form(self, target: str, kind: str) -> _Form:
+        return self.forms.get((target, kind), self.forms.get((target, ""), self.whole))
+
+    def _weights(self, features: Features, kind: str) -> Array:
         gap = self.coordinates - np.array(coordinates(features))
         distance = (gap * gap).sum(axis=1)
         distance = distance + np.where(self.targets == features.target, 0.0, _OTHER_TARGET**2)
-        distance = distance + np.where(self.variants == variant(features), 0.0, _OTHER_VARIANT**2)
+        distance = distance + np.where(self.variants == kind, 0.0, _OTHER_VARIANT**2)
         return np.asarray(np.exp(-distance / (2 * _WIDTH**2)))
 
-    def predict(self, features: Features, *, without: int | None = None) -> tuple[float, float]:
-        """(warm_s, cold_s) of a call; `without` leaves one probed point out."""
-        weights = self._weights(features)
+    def predict(
+        self, features: Features, kind: str, *, without: int | None = None
+    ) -> tuple[float, float]:
+        """(warm_s, cold_s) of a call of variant `kind`; `without` leaves one probed point out."""
+        weights = self._weights(features, kind)
         if without is not None:
             weights[without] = 0.0
-        warm, cold = self._form(features).seconds(features)
+        row = np.asarray(terms(features, across=kind == "across"))
+        warm, cold = self._form(features.target, kind).seconds(row)
         total = weights.sum() + _PRIOR_WEIGHT
         warm *= math.exp(float(weights @ self.warm_residual) / total)
         cold *= math.exp(float(weights @ self.cold_residual) / total)
         return warm, max(cold, warm)
 
     def _leave_one_out_error(self) -> float:
-        if len(self.features) < 3:
+        if len(self.points) < 3:
             return 0.5
         errors = [
-            abs(math.log(self.predict(features, without=index)[0] / self.warm[index]))
-            for index, features in enumerate(self.features)
+            abs(math.log(self.predict(p.features, p.variant, without=i)[0] / p.warm_s))
+            for i, p in enumerate(self.points)
         ]
         return float(np.median(errors))
 
@@ -170,7 +214,8 @@ class KernelFits:
     """Every family of a profile; predicts any call whose cost is known."""
 
     def __init__(self, profile: MachineProfile) -> None:
-        groups: dict[tuple[str, str], list[tuple[Features, float, float]]] = defaultdict(list)
+        self.threads = max(len(profile.devices[0].cores), 1)
+        groups: dict[tuple[str, str], list[ProbedCall]] = defaultdict(list)
         self.exact: dict[OpCall, tuple[float, float]] = {}
         for kernel in profile.kernels:
             for point in kernel.points:
@@ -178,8 +223,11 @@ class KernelFits:
                 cold = point.cold_s if point.cold_s is not None else point.warm_s
                 self.exact[call] = (point.warm_s, max(cold, point.warm_s))
                 features = features_of(call)
-                if features is not None:
-                    groups[features.family, features.dtype].append((features, point.warm_s, cold))
+                if features is None:
+                    continue
+                kind = variant(call, features, self.threads)
+                probed = ProbedCall(features, kind, point.warm_s, cold)
+                groups[features.family, features.dtype].append(probed)
         self.fits = {key: FamilyFit(points) for key, points in groups.items()}
 
     def predict(self, call: OpCall) -> Prediction | None:
@@ -198,5 +246,5 @@ class KernelFits:
                 return None
             fit = self.fits[same_family[0]]
             error = 2.0
-        warm, cold = fit.predict(features)
+        warm, cold = fit.predict(features, variant(call, features, self.threads))
         return Prediction(warm, cold, error * fit.relative_error, "fitted")

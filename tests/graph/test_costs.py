@@ -17,7 +17,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from estimator.graph.costs import features_of, family_of, op_cost
+from estimator.graph.costs import family_of, features_of, op_cost
 from estimator.graph.ops import OpCost
 from estimator.tensors import OpCall, TensorSpec
 
@@ -46,7 +46,7 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.calls: list[OpCall] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         described = as_tuples(tree_map(describe, args))
         keywords = tuple((k, as_tuples(tree_map(describe, v))) for k, v in (kwargs or {}).items())
         result = func(*args, **(kwargs or {}))
@@ -151,7 +151,9 @@ def test_convolution_backward_costs_what_its_output_mask_asks() -> None:
 
     def cost(mask: tuple[bool, bool, bool], outputs: tuple[TensorSpec, ...]) -> OpCost:
         rest = (None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1, mask)
-        call = OpCall("aten.convolution_backward.default", (gradient, image, weight, *rest), (), outputs)
+        call = OpCall(
+            "aten.convolution_backward.default", (gradient, image, weight, *rest), (), outputs
+        )
         return op_cost(call)
 
     both = cost((True, True, False), (image, weight))
@@ -177,7 +179,9 @@ def test_a_grouped_product_shares_its_tokens_among_the_groups() -> None:
     tokens, inner, columns, groups = 64, 16, 32, 4
     offsets = spec(groups, dtype="int32")
     left, right = spec(tokens, inner), spec(groups, inner, columns)
-    forward = OpCall("aten._grouped_mm.default", (left, right, offsets), (), (spec(tokens, columns),))
+    forward = OpCall(
+        "aten._grouped_mm.default", (left, right, offsets), (), (spec(tokens, columns),)
+    )
     assert op_cost(forward).flops == 2 * tokens * inner * columns
     assert features_of(forward).dims == (groups, tokens / groups, columns, inner)
     turned, gradient = spec(inner, tokens, strides=(1, inner)), spec(tokens, columns)
@@ -218,7 +222,9 @@ def test_scatter_in_place_touches_only_what_has_an_index() -> None:
 
 def test_nll_loss_reads_one_score_per_target() -> None:
     scores, targets, loss = spec(32, 1000), spec(32, dtype="int64"), spec()
-    call = OpCall("aten.nll_loss_forward.default", (scores, targets, None, 1, -100), (), (loss, loss))
+    call = OpCall(
+        "aten.nll_loss_forward.default", (scores, targets, None, 1, -100), (), (loss, loss)
+    )
     assert op_cost(call).read_bytes == 32 * (FLOAT_BYTES + INDEX_BYTES)
     assert features_of(call).dims == (32, 1000)
 
@@ -301,3 +307,34 @@ def test_tensors_permuted_alike_are_contiguous() -> None:
     channels_last = spec(2, 3, 4, 4, strides=(48, 1, 12, 3))
     call = OpCall("aten.mul.Tensor", (channels_last, channels_last), (), (channels_last,))
     assert features_of(call).innermost_run == math.prod(channels_last.shape)
+
+
+def convolutional_step() -> Tensor:
+    norm, image = torch.nn.BatchNorm2d(8), torch.randn(2, 3, 16, 16)
+    hidden = F.hardswish(norm(F.conv2d(image, leaf(8, 3, 3, 3), padding=1)))
+    hidden = F.max_pool2d(F.dropout2d(F.group_norm(hidden, 2), 0.1), 2)
+    hidden = torch.cat((F.interpolate(hidden, scale_factor=2.0, mode="bilinear"), image), 1)
+    return F.smooth_l1_loss(F.adaptive_avg_pool2d(F.pad(hidden, (1, 1)), 1), torch.zeros(2, 11, 1, 1))
+
+
+def transformer_step() -> Tensor:
+    tokens, table = torch.randint(0, 30, (2, 6)), leaf(30, 16)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, activation="gelu", batch_first=True)
+    hidden = F.rms_norm(layer(F.embedding(tokens, table)).roll(1, 1), (16,))
+    routed, chosen = (hidden @ leaf(16, 4)).softmax(-1).topk(2, dim=-1)
+    mixed = torch.zeros_like(hidden).scatter_add(2, chosen, routed)
+    return F.cross_entropy((mixed @ table.t()).flatten(0, 1), tokens.flatten())
+
+
+def recommender_step() -> Tensor:
+    indices, table = torch.randint(0, 50, (4, 5)), leaf(50, 8)
+    bags = torch.stack((F.embedding_bag(indices, table), table[indices[:, 0]]), 1)
+    crossed = torch.bmm(bags, bags.transpose(1, 2)).tril().flatten(1)
+    return F.binary_cross_entropy_with_logits(crossed.sum(1), torch.ones(4))
+
+
+@pytest.mark.parametrize("step", [convolutional_step, transformer_step, recommender_step])
+def test_every_operator_of_common_training_steps_has_a_formula(step: Callable[[], Tensor]) -> None:
+    calls = calls_of(step)
+    assert {call.target for call in calls if features_of(call) is None} == set()
+    assert len(calls) > 20

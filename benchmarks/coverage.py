@@ -1,0 +1,270 @@
+"""Trace every timm model and every trainable transformers type, and count the failures (A20).
+
+Run it in an environment of its own: timm needs torchvision, whose wheel does not load beside a CPU
+build of torch unless two schemas are defined first, which this does. Results go to a file as they
+come, so that an interrupted run goes on where it stopped.
+
+    python benchmarks/coverage.py --suite timm --sample 200 --results coverage.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import random
+import resource
+import selectors
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SUITES = ("timm", "transformers")
+BATCH = 2
+MEMORY_BYTES = 14 << 30
+TIMEOUT_S = 300.0
+# A worker is started anew after so many models, because torch and the models' modules keep caches.
+MODELS_PER_WORKER = 25
+
+
+def main() -> None:
+    """Run, or go on with, a coverage run, and print its summary."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--suite", choices=(*SUITES, "all"), default="all")
+    parser.add_argument("--sample", type=int, help="so many models per suite, drawn with --seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=Path("coverage.jsonl"))
+    parser.add_argument("--only", nargs="*", help="only these models, whatever the results hold")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker", choices=SUITES, help=argparse.SUPPRESS)
+    parser.add_argument("--list", choices=SUITES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options.worker)
+    elif options.list:
+        print(json.dumps(names_of(options.list)))
+    else:
+        run(options)
+
+
+# Driver
+
+
+def run(options: argparse.Namespace) -> None:
+    """Trace what the results file lacks, then print the summary."""
+    suites = SUITES if options.suite == "all" else (options.suite,)
+    cases = []
+    for suite in suites:
+        listed = subprocess.run(
+            [sys.executable, __file__, "--list", suite], capture_output=True, text=True, check=True
+        )
+        names = json.loads(listed.stdout.splitlines()[-1])
+        if options.only:
+            names = [name for name in names if name in options.only]
+        elif options.sample and options.sample < len(names):
+            names = sorted(random.Random(options.seed).sample(names, options.sample))
+        found = {} if options.only else read_results(options.results, suite)
+        missing = [name for name in names if name not in found]
+        with options.results.open("a", encoding="utf-8") as log:
+            for case in trace_all(suite, missing):
+                log.write(json.dumps(case) + "\n")
+                log.flush()
+                found[case["model"]] = case
+                line = f"{suite} {case['model']}: {case['status']} {case.get('reason', '')}"
+                print(line[:300], file=sys.stderr)
+        cases += [found[name] for name in names if name in found]
+    if options.json:
+        print(json.dumps({"cases": cases, "summary": summary(cases)}))
+    else:
+        print_summary(cases)
+
+
+def read_results(path: Path, suite: str) -> dict[str, dict[str, Any]]:
+    """What an earlier run found, by model; the last word on a model counts."""
+    if not path.exists():
+        return {}
+    cases = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {case["model"]: case for case in cases if case["suite"] == suite}
+
+
+def trace_all(suite: str, names: list[str]) -> Iterator[dict[str, Any]]:
+    """Trace the models in worker processes; one that hangs or dies is a failure of its model."""
+    waiting = list(names)
+    while waiting:
+        worker = subprocess.Popen(
+            [sys.executable, __file__, "--worker", suite],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        try:
+            for _ in range(min(MODELS_PER_WORKER, len(waiting))):
+                name = waiting.pop(0)
+                case = ask(worker, name)
+                yield {"suite": suite, "model": name, **case}
+                if case.get("died"):
+                    break
+        finally:
+            worker.kill()
+            worker.wait()
+
+
+def ask(worker: subprocess.Popen[str], name: str) -> dict[str, Any]:
+    """One model's result, or why there is none."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdin.write(name + "\n")
+    worker.stdin.flush()
+    with selectors.DefaultSelector() as selector:
+        selector.register(worker.stdout, selectors.EVENT_READ)
+        if not selector.select(TIMEOUT_S):
+            return {"status": "failed", "reason": f"no answer in {TIMEOUT_S:.0f} s", "died": True}
+    answer = worker.stdout.readline()
+    if not answer:
+        code = worker.wait()
+        return {"status": "failed", "reason": f"the process died ({code})", "died": True}
+    found: dict[str, Any] = json.loads(answer)
+    return found
+
+
+def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts per suite: models that can be trained, traced, with a free batch, and failures."""
+    told = {}
+    for suite in SUITES:
+        mine = [case for case in cases if case["suite"] == suite]
+        trainable = [case for case in mine if case["status"] != "no_training_head"]
+        traced = [case for case in trainable if case["status"] == "ok"]
+        if trainable:
+            told[suite] = {
+                "models": len(trainable),
+                "traced": len(traced),
+                "traced_ratio": len(traced) / len(trainable),
+                "batch_free": sum(bool(case["batch_free"]) for case in traced),
+                "no_training_head": len(mine) - len(trainable),
+                "failures": Counter(
+                    case["reason"][:160] for case in trainable if case["status"] != "ok"
+                ),
+            }
+    return told
+
+
+def print_summary(cases: list[dict[str, Any]]) -> None:
+    """The summary for people, failures by model."""
+    for suite, told in summary(cases).items():
+        print(
+            f"{suite}: traced {told['traced']} of {told['models']} "
+            f"({100 * told['traced_ratio']:.1f} %), {told['batch_free']} at every batch size; "
+            f"{told['no_training_head']} without a training head left out"
+        )
+    for case in cases:
+        if case["status"] == "failed":
+            print(f"  {case['suite']} {case['model']}: {case['reason']}")
+
+
+# Worker
+
+
+def define_torchvision_schemas() -> None:
+    """Let torchvision's wheel load beside a CPU torch: at import it registers fakes for these."""
+    import torch
+
+    library = torch.library.Library("torchvision", "DEF")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    globals()["_torchvision_library"] = library  # a library's schemas go when it is collected
+
+
+def names_of(suite: str) -> list[str]:
+    """Every model of a suite, by name."""
+    define_torchvision_schemas()
+    if suite == "timm":
+        import timm
+
+        return list(timm.list_models())
+    from transformers.models.auto import configuration_auto
+
+    return sorted(configuration_auto.CONFIG_MAPPING_NAMES)
+
+
+def work(suite: str) -> None:
+    """Answer each name on stdin with one line of JSON on stdout."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    answers, sys.stdout = sys.stdout, sys.stderr
+    define_torchvision_schemas()
+    import torch
+
+    torch.set_num_threads(1)
+    look = look_at_timm if suite == "timm" else look_at_transformers
+    for line in sys.stdin:
+        began = time.perf_counter()
+        try:
+            case = look(line.strip())
+        except Exception as error:  # noqa: BLE001 - failures of any kind are counted
+            text = " ".join(str(error).split())
+            refused = "raining is not" in text  # transformers' own words: no training yet
+            case = {
+                "status": "no_training_head" if refused else "failed",
+                "reason": f"{type(error).__name__}: {text}"[:600],
+            }
+        case["seconds"] = round(time.perf_counter() - began, 2)
+        print(json.dumps(case), file=answers, flush=True)
+
+
+def look_at_timm(name: str) -> dict[str, Any]:
+    """Trace a timm model, built for real, on a batch of its own input size."""
+    import timm
+    import torch
+
+    model = timm.create_model(name, pretrained=False).train()
+    size = model.default_cfg.get("input_size") or (3, 224, 224)
+    return traced(model, torch.randn(BATCH, *size), name)
+
+
+def look_at_transformers(kind: str) -> dict[str, Any]:
+    """Trace a transformers type with its default head and configuration."""
+    from estimator.errors import ModelError, TraceError
+    from estimator.graph.models import load_model
+
+    try:
+        model, batch, _, name = load_model(f"hf:{kind}", batch=BATCH, weights=False)
+    except ModelError as error:
+        if "has no head to train" in str(error):
+            return {"status": "no_training_head"}
+        raise
+    accepted = inspect.signature(model.forward).parameters
+    trains = ("label", "start_positions", "return_loss", "future_values")
+    if not any(word in parameter for parameter in accepted for word in trains):
+        return {"status": "no_training_head"}
+    try:
+        return traced(model, batch, name)
+    except TraceError:
+        # A model without weights has no values of buffers to branch on: try it with them.
+        if sum(parameter.nbytes for parameter in model.parameters()) > MEMORY_BYTES // 4:
+            raise
+        model, batch, _, name = load_model(f"hf:{kind}", batch=BATCH)
+        return traced(model, batch, name)
+
+
+def traced(model: Any, batch: Any, name: str) -> dict[str, Any]:
+    """What became of one model."""
+    from estimator.graph.trace import trace_graph
+
+    graph = trace_graph(model, batch, name=name)
+    return {
+        "status": "ok",
+        "class": type(model).__name__,
+        "ops": len(graph.ops),
+        "parameters": graph.parameter_count,
+        "batch_free": graph.other_batch is not None,
+        "assumptions": list(graph.assumptions),
+        "unknown_ops": list(graph.unknown_ops),
+    }
+
+
+if __name__ == "__main__":
+    main()

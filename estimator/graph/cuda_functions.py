@@ -1,0 +1,208 @@
+"""Run functions on fake CPU tensors as a CUDA device would: its fused operators, its cast lists.
+
+A CPU build of torch cannot run autograd on fake CUDA tensors (its device guard is missing), so the
+graph of a GPU is traced on fake CPU tensors, with the functions replaced that choose by device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from estimator.graph.eager_rules import EagerFunctions
+from estimator.graph.known import KnownValues
+
+aten = torch.ops.aten
+
+CUDA_ASSUMPTION = (
+    "the GPU runs torch's default operators (flash or memory-efficient attention, cuDNN recurrent "
+    "layers and batch norm, fused dropout), traced without one"
+)
+
+# aten/src/ATen/autocast_mode.h, AT_FORALL_FP32: run in float32 under autocast on CUDA. Products and
+# convolutions, which run in the lower precision, are the same on the CPU and left to its autocast.
+# fmt: off
+_IN_FLOAT32 = frozenset((
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal",
+    "rsqrt", "sinh", "tan", "pow", "__pow__", "__rpow__", "softplus", "layer_norm", "group_norm",
+    "norm", "nuclear_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss",
+    "nll_loss", "cross_entropy", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss",
+    "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "cdist",
+    "renorm", "logsumexp",
+))
+# AT_FORALL_FP32_SET_OPT_DTYPE: give a float32 result.
+_TO_FLOAT32 = frozenset(("prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum"))
+# fmt: on
+
+# torch.backends.cudnn.rnn.get_cudnn_mode
+_CUDNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+# aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_head_dim_size_flash
+_MOST_FLASH_HEAD_DIM = 256
+
+
+class CudaFunctions(EagerFunctions):
+    """Replaces the functions that run other operators on CUDA than on the CPU."""
+
+    def __init__(self, known: KnownValues) -> None:
+        super().__init__(known)
+        self._by_name: dict[str, Callable[..., Any]] = {
+            "dropout": _dropout,
+            "scaled_dot_product_attention": _attention,
+            "multi_head_attention_forward": _multi_head_attention,
+            "batch_norm": _batch_norm,
+            "one_hot": _one_hot,
+            **{name: _recurrent(name) for name in _CUDNN_MODES},
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        rule = self._by_name.get(name)
+        if rule is not None:
+            return rule(*args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            if name in _IN_FLOAT32:
+                args = tuple(_widened(argument) for argument in args)
+                kwargs = {key: _widened(value) for key, value in kwargs.items()}
+            elif name in _TO_FLOAT32 and _is_narrow(args[0]) and kwargs.get("dtype") is None:
+                kwargs = {**kwargs, "dtype": torch.float32}
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _is_narrow(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.dtype in (torch.float16, torch.bfloat16)
+
+
+def _widened(argument: Any) -> Any:
+    return argument.float() if _is_narrow(argument) else argument
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Fused on CUDA where it drops anything (aten/src/ATen/native/Dropout.cpp)."""
+    if inplace or not training or p in (0.0, 1.0):
+        return torch.dropout_(input, p, training) if inplace else torch.dropout(input, p, training)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash attention for half precision without a mask, else the memory-efficient one."""
+    head_dim = query.shape[-1]
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.dim() != 4:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    if _is_narrow(query) and attn_mask is None and head_dim <= _MOST_FLASH_HEAD_DIM:
+        query, key, value = (_padded_head(tensor) for tensor in (query, key, value))
+        output = aten._scaled_dot_product_flash_attention.default(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return output if output.shape[-1] == head_dim else output[..., :head_dim]
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+    bias = None if attn_mask is None else _bias(attn_mask, query, key)
+    needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
+    result: Tensor = aten._scaled_dot_product_efficient_attention.default(
+        query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
+    )[0]
+    return result
+
+
+def _padded_head(tensor: Tensor) -> Tensor:
+    """pad_last_dim of aten/src/ATen/native/transformers/attention.cpp: heads in multiples of 8."""
+    missing = -tensor.shape[-1] % 8
+    return functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        bias = torch.zeros_like(mask, dtype=query.dtype)
+        mask = bias.masked_fill_(mask.logical_not(), -math.inf)
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
+    """Its own Python calls attention and dropout by the names of its module."""
+    kept = functional.scaled_dot_product_attention, functional.dropout
+    functional.scaled_dot_product_attention, functional.dropout = _attention, _dropout  # type: ignore[assignment]
+    try:
+        return functional.multi_head_attention_forward(*args, **kwargs)
+    finally:
+        functional.scaled_dot_product_attention, functional.dropout = kept
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """cuDNN's where use_cudnn of aten/src/ATen/native/Normalization.cpp allows it."""
+    if not training or weight is None or bias is None or input.dim() < 3:
+        return torch.batch_norm(
+            input, weight, bias, running_mean, running_var, training, momentum, eps, True
+        )
+    result: Tensor = torch.cudnn_batch_norm(
+        input, weight, bias, running_mean, running_var, True, momentum, eps
+    )[0]
+    return result
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """On CUDA the range is not checked, which would wait for the device."""
+    if num_classes == -1:
+        num_classes = int(tensor.max().item()) + 1
+    result = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
+    return result.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def _recurrent(name: str) -> Callable[..., Any]:
+    """One cuDNN operator for all layers and steps; packed sequences keep the CPU's operators."""
+    is_lstm = name == "lstm"
+
+    def run(*arguments: Any) -> Any:
+        # A packed sequence comes as (data, batch sizes, state, weights, ...).
+        if isinstance(arguments[3], (list, tuple)):
+            return getattr(torch._VF, name)(*arguments)
+        source, state, weights, biased, layers, dropout, train, both_ways, batch_first = arguments
+        hidden, cell = state if is_lstm else (state, None)
+        if torch.is_autocast_enabled("cpu"):
+            # _cudnn_rnn_cast_reflatten of aten/src/ATen/cudnn/AutocastRNN.cpp.
+            dtype = torch.get_autocast_dtype("cpu")
+            source, hidden = source.to(dtype), hidden.to(dtype)
+            cell = None if cell is None else cell.to(dtype)
+            weights = [weight.to(dtype) for weight in weights]
+        hidden_size = weights[0].shape[0] // {"lstm": 4, "gru": 3}.get(name, 1)
+        projected = hidden.shape[-1] if hidden.shape[-1] != hidden_size else 0
+        per_layer = (4 if biased else 2) + (projected > 0)
+        output, hidden, cell, _, _ = torch._cudnn_rnn(
+            source, weights, per_layer, None, hidden, cell, _CUDNN_MODES[name], hidden_size,
+            projected, layers, batch_first, dropout, train, both_ways, [], None,
+        )  # fmt: skip
+        return (output, hidden, cell) if is_lstm else (output, hidden)
+
+    return run

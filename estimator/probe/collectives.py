@@ -1,0 +1,246 @@
+"""Time collectives over groups of this machine's devices, and the CPU work that they are."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+from estimator.errors import ProbeError
+from estimator.probe.line_fit import fit_line
+from estimator.probe.ranks import report, run_on_devices
+from estimator.profile import CollectiveCost, CollectiveName, Device, Provenance
+from estimator.units import KIB, MIB
+
+SIZES_BYTES = tuple(KIB * 4**power for power in range(9))  # 1 KiB to 64 MiB
+# Gradients are merged by all-reduces; the other collectives matter to fewer strategies.
+_SHARES = {
+    "all_reduce": 0.48,
+    "all_gather": 0.13,
+    "reduce_scatter": 0.13,
+    "broadcast": 0.13,
+    "all_to_all": 0.13,
+}
+_ROUNDS = 2
+_FEWEST_REPEATS, _MOST_REPEATS = 3, 100
+_WARM_UPS = 2
+# A gradient bucket was written a while ago: buffers are used in turn, so that when one comes round
+# again up to this much has passed through the caches.
+_TURNING_BYTES, _MOST_BUFFERS = 64 * MIB, 16
+_START_ALLOWANCE_S = 60.0
+
+Finding = CollectiveCost | str
+
+
+def probe_collectives(
+    devices: Sequence[Device],
+    backend_name: str,
+    *,
+    budget_s: float,
+    report: Callable[[Finding], None] | None = None,
+) -> tuple[CollectiveCost, ...]:
+    """Size → time of every collective over the first 2, 3, … and all devices.
+
+    `report` gets each finding as soon as it is complete, so that an interrupted probe keeps it: a
+    CollectiveCost, or one sentence on what could not be measured and why. A time runs from when the
+    last rank entered to when the last rank left; sizes follow nccl-tests.
+    """
+    costs: list[CollectiveCost] = []
+
+    def keep(finding: Finding) -> None:
+        if isinstance(finding, CollectiveCost):
+            costs.append(finding)
+        if report is not None:
+            report(finding)
+
+    # All devices first: the group that data-parallel training uses most.
+    group_sizes = range(len(devices), 1, -1)
+    for done, group_size in enumerate(group_sizes):
+        # The whole machine gets half the time, where smaller groups are to be measured too.
+        share = 1.0 if len(group_sizes) == 1 else 0.5 if done == 0 else 0.5 / (len(group_sizes) - 1)
+        gathered = _Gathered(backend_name, group_size, keep)
+        try:
+            run_on_devices(
+                devices[:group_size],
+                f"{__name__}:time_rank",
+                {
+                    "ops": list(get_args(CollectiveName)),
+                    "sizes_bytes": list(SIZES_BYTES),
+                    "budget_s": budget_s * share,
+                    "kind": devices[0].kind,
+                },
+                timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
+                world=True,
+                on_report=gathered.take,
+            )
+        except ProbeError as error:
+            keep(f"collectives over {group_size} devices were not measured: {error}")
+    return tuple(costs)
+
+
+class _Gathered:
+    """Collects what the ranks of one group report until a collective is complete."""
+
+    def __init__(self, backend: str, group_size: int, keep: Callable[[Finding], None]) -> None:
+        self.backend, self.group_size, self.keep = backend, group_size, keep
+        self.parts: dict[str, dict[int, dict[str, Any]]] = {}
+
+    def take(self, rank: int, message: dict[str, Any]) -> None:
+        op = message["op"]
+        parts = self.parts.setdefault(op, {})
+        parts[rank] = message
+        if len(parts) < self.group_size:
+            return
+        if "unsupported" in message:
+            self.keep(f"{self.backend} has no {op}: {message['unsupported']}")
+            return
+        ranks = [parts[number]["windows"] for number in range(self.group_size)]
+        cost = collective_cost(op, self.backend, ranks)
+        if cost is None:
+            self.keep(
+                f"{self.backend} {op} over {self.group_size} devices was not measured: "
+                "the time was over; use a larger --budget"
+            )
+        else:
+            self.keep(cost)
+
+
+def collective_cost(
+    op: CollectiveName,
+    backend: str,
+    windows: Sequence[Sequence[Sequence[float]]],
+) -> CollectiveCost | None:
+    """A CollectiveCost from every rank's (bytes, entered, left, CPU seconds), call by call.
+
+    Entered and left are on one clock for all ranks. None if fewer than two sizes were timed.
+    """
+    seconds: dict[float, list[float]] = {}
+    cpu_seconds: dict[float, list[float]] = {}
+    for calls in zip(*windows, strict=True):
+        size = calls[0][0]
+        entered, left = max(call[1] for call in calls), max(call[2] for call in calls)
+        seconds.setdefault(size, []).append(max(left - entered, 1e-9))
+        cpu_seconds.setdefault(size, []).extend(call[3] for call in calls)
+    if len(seconds) < 2:
+        return None
+    points = tuple((size, statistics.median(seconds[size])) for size in sorted(seconds))
+    line = fit_line([size for size, _ in points], [time_s for _, time_s in points])
+    works = {size: statistics.median(cpu_seconds[size]) for size in seconds}
+    busy = {size: work for size, work in works.items() if work > 0}
+    work_line = fit_line(list(busy), list(busy.values())) if len(busy) >= 2 else None
+    return CollectiveCost(
+        op=op,
+        backend=backend,
+        group_size=len(windows),
+        points=points,
+        latency_s=line.latency_s,
+        bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
+        cpu_s=work_line.latency_s if work_line else 0.0,
+        cpu_s_per_byte=1 / work_line.bandwidth_bytes_per_s if work_line else 0.0,
+        provenance=Provenance(
+            source="measured",
+            at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            samples=sum(len(times) for times in seconds.values()),
+            relative_error=line.relative_error,
+            note="median from the last rank's entry to the last rank's end",
+        ),
+    )
+
+
+def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
+    """One rank's share: time every op at every size; called in its own pinned process."""
+    timer = _Timer(world_size, arguments["kind"], arguments["sizes_bytes"])
+    for op in arguments["ops"]:
+        share_s = arguments["budget_s"] * _SHARES[op]
+        try:
+            windows = timer.time_op(op, arguments["sizes_bytes"], share_s)
+        # What torch raises where a backend lacks a collective; all ranks find out alike.
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            report({"op": op, "unsupported": " ".join(str(error).split())[:200]})
+            continue
+        report({"op": op, "windows": windows})
+
+
+class _Timer:
+    """Runs collectives on this rank's device, in step with the other ranks."""
+
+    def __init__(self, world_size: int, kind: str, sizes_bytes: Sequence[int]) -> None:
+        import torch
+        import torch.distributed as torch_distributed
+
+        self.torch: Any = torch
+        self.dist: Any = torch_distributed
+        self.world_size = world_size
+        self.on_cuda = kind == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
+        # Zeros stay zeros under sums; written, so that no page is the kernel's shared zero page.
+        # Buffers smaller than the group have one element per rank, hence the allowance.
+        elements = max(_TURNING_BYTES, *sizes_bytes) // 4 + _MOST_BUFFERS * world_size
+        self.halves = [
+            torch.empty(elements, dtype=torch.float32, device=self.device).fill_(0.0)
+            for _ in range(2)
+        ]
+
+    def time_op(
+        self, op: str, sizes_bytes: Sequence[int], share_s: float
+    ) -> list[tuple[float, float, float, float]]:
+        """(bytes, entered, left, CPU seconds) of every timed call, as far as `share_s` goes."""
+        windows: list[tuple[float, float, float, float]] = []
+        end = time.perf_counter() + share_s
+        call_s: dict[int, float] = {}
+        for done in range(_ROUNDS):
+            for number, size in enumerate(sizes_bytes):
+                calls = self._calls(op, size)
+                if done == 0:
+                    first = [self._time(calls[turn % len(calls)]) for turn in range(_WARM_UPS)]
+                    call_s[size] = first[-1][1] - first[-1][0]
+                # The first round is finished in any case, if only just; the second sharpens it.
+                fewest = _FEWEST_REPEATS if done == 0 else 0
+                slices = (_ROUNDS - done) * len(sizes_bytes) - number
+                slice_s = (end - time.perf_counter()) / slices
+                for turn in range(max(fewest, self._agreed_repeats(call_s[size], slice_s))):
+                    entered, left, work_s = self._time(calls[turn % len(calls)])
+                    windows.append((size, entered, left, work_s))
+        return windows
+
+    def _agreed_repeats(self, call_s: float, slice_s: float) -> int:
+        """The same number on every rank: as often as the slowest can in the least time left."""
+        limits = self.torch.tensor([call_s, -slice_s], dtype=self.torch.float64, device=self.device)
+        self.dist.all_reduce(limits, op=self.dist.ReduceOp.MAX)
+        wanted = math.floor(-float(limits[1]) / max(float(limits[0]), 1e-6))
+        return max(0, min(_MOST_REPEATS, wanted))
+
+    def _time(self, call: Callable[[], object]) -> tuple[float, float, float]:
+        self.dist.barrier()
+        if self.on_cuda:
+            self.torch.cuda.synchronize()
+        work, entered = time.process_time(), time.perf_counter()
+        call()
+        if self.on_cuda:
+            self.torch.cuda.synchronize()
+            # The host only waits: a spinning wait is no work that NCCL needs of it.
+            return entered, time.perf_counter(), 0.0
+        left = time.perf_counter()
+        return entered, left, time.process_time() - work
+
+    def _calls(self, op: str, size: int) -> list[Callable[[], object]]:
+        """The op on buffers that are used in turn; `size` is the whole buffer of one rank."""
+        count = max(1, min(_MOST_BUFFERS, _TURNING_BYTES // size))
+        return [self._call(op, size, turn) for turn in range(count)]
+
+    def _call(self, op: str, size: int, turn: int) -> Callable[[], object]:
+        dist, elements = self.dist, max(1, size // 4 // self.world_size) * self.world_size
+        start = turn * elements
+        whole, other = (half[start : start + elements] for half in self.halves)
+        if op == "all_reduce":
+            return lambda: dist.all_reduce(whole)
+        if op == "broadcast":
+            return lambda: dist.broadcast(whole, src=0)
+        if op == "all_to_all":
+            return lambda: dist.all_to_all_single(other, whole)
+        part = other[: elements // self.world_size]
+        if op == "all_gather":
+            return lambda: dist.all_gather_into_tensor(whole, part)
+        return lambda: dist.reduce_scatter_tensor(part, whole)

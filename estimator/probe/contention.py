@@ -1,0 +1,175 @@
+"""Measure how much slower each device gets when others of the same machine are busy too."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from estimator.probe.backend import keep_memory_resident, open_backend
+from estimator.profile import Contention, Device, DeviceKind, Provenance
+
+Bound = Literal["compute", "memory", "first_touch", "update"]
+
+# Streaming sums beyond any private cache first: if time runs out, those tell the most.
+_ADDED_BYTES = (64 << 20, 4 << 20, 16 << 20, 512 << 10, 192 << 20, 64 << 10)
+_TOUCHED_BYTES = (4 << 20, 32 << 20)
+_UPDATED_PARAMETERS = 4_000_000
+_PRODUCT_SIDE = 512
+_LEAST_CALLS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContentionFindings:
+    """Contentions by bound and number of busy devices, and how unlike equal ranks run."""
+
+    contentions: tuple[Contention, ...] = ()
+    rank_spread_ratio: float | None = None
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+
+def probe_contention(
+    devices: Sequence[Device], *, budget_s: float, at: str = ""
+) -> ContentionFindings:
+    """Time the same calls alone and with 2 and all devices busy; raises ProbeError."""
+    from estimator.probe.ranks import run_on_devices
+
+    if len(devices) < 2:
+        return ContentionFindings()
+    counts = sorted({2, len(devices)})
+    contentions: list[Contention] = []
+    spreads: list[float] = []
+    for count in counts:
+        results = run_on_devices(
+            devices[:count],
+            f"{__name__}:measure_rank",
+            {"budget_s": budget_s / len(counts), "kind": devices[0].kind},
+            timeout_s=60.0 + 4.0 * budget_s,
+            world=True,
+        )
+        contentions += summarise(results, at=at)
+        spreads.append(_rank_spread_ratio(results))
+    return ContentionFindings(contentions=tuple(contentions), rank_spread_ratio=spreads[-1])
+
+
+def summarise(results: Sequence[Sequence[Mapping[str, Any]]], *, at: str = "") -> list[Contention]:
+    """Contentions from what each rank measured: the mean over ranks of busy / alone.
+
+    `results[rank]` lists ``{"bound", "bytes", "alone_s", "busy_s"}``; each rank is
+    compared with itself alone.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    for cases in zip(*results, strict=True):
+        ratio = statistics.fmean(case["busy_s"] / case["alone_s"] for case in cases)
+        found.setdefault(cases[0]["bound"], []).append((float(cases[0]["bytes"]), ratio))
+    return [
+        Contention(
+            bound=bound,  # type: ignore[arg-type]
+            devices_busy=len(results),
+            points=tuple(sorted(points)),
+            provenance=Provenance(source="measured", at=at, samples=len(points)),
+        )
+        for bound, points in found.items()
+    ]
+
+
+def _rank_spread_ratio(results: Sequence[Sequence[Mapping[str, Any]]]) -> float:
+    """Standard deviation of a rank's time over a window of products beside the others, by mean."""
+    windows = [value for cases in results for case in cases for value in case.get("windows_s", ())]
+    return statistics.stdev(windows) / statistics.fmean(windows) if len(windows) > 2 else 0.0
+
+
+def measure_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One rank's part: each case alone, one rank after the other, then all at once; interleaved."""
+    import torch
+    import torch.distributed as torch_distributed
+
+    dist: Any = torch_distributed
+    kind: DeviceKind = arguments["kind"]
+    backend = open_backend(kind, torch.cuda.current_device() if kind == "cuda" else 0)
+    if kind == "cpu":
+        keep_memory_resident()
+    cases = list(_cases(kind, backend.device))
+    rounds = 3
+    window_s = arguments["budget_s"] / (len(cases) * rounds * (world_size + 1))
+    window_s = min(0.08, max(0.004, window_s))
+    found: list[dict[str, Any]] = []
+    end = time.monotonic() + arguments["budget_s"]
+    for bound, size, call in cases:
+        # All ranks stop at the same case.
+        over = torch.tensor([float(bool(found) and time.monotonic() > end)], device=backend.device)
+        dist.all_reduce(over)
+        if over.item():
+            break
+        backend.time_calls(call, repeats=1)
+        alone: list[float] = []
+        busy: list[float] = []
+        windows: list[float] = []
+        for _ in range(rounds):
+            for turn in range(world_size):
+                dist.barrier()
+                if turn == rank:
+                    alone += _window(backend, call, window_s)
+            dist.barrier()
+            together = _window(backend, call, window_s)
+            busy += together
+            windows.append(statistics.fmean(together))
+        entry = {
+            "bound": bound,
+            "bytes": size,
+            "alone_s": statistics.median(alone),
+            "busy_s": statistics.median(busy),
+        }
+        found.append({**entry, "windows_s": windows} if bound == "compute" else entry)
+    return found
+
+
+def _window(backend: Any, call: Callable[[int], object], window_s: float) -> list[float]:
+    """Seconds of each call within a window of time, at least a few."""
+    seconds: list[float] = []
+    end = time.perf_counter() + window_s
+    while len(seconds) < _LEAST_CALLS or time.perf_counter() < end:
+        seconds += backend.time_calls(call, repeats=1 if backend.kind == "cpu" else 20)
+    return seconds
+
+
+def _cases(kind: DeviceKind, device: Any) -> list[tuple[Bound, int, Callable[[int], object]]]:
+    """(bound, bytes touched, call): products, streaming sums, fresh pages, optimizer steps."""
+    import torch
+
+    left = torch.randn(_PRODUCT_SIDE, _PRODUCT_SIDE, device=device)
+    product = torch.empty_like(left)
+    weight = torch.nn.Parameter(torch.ones(_UPDATED_PARAMETERS, device=device))
+    weight.grad = torch.full_like(weight, 0.01)
+    stepper = torch.optim.AdamW([weight], lr=1e-4)
+    stepper.step()
+    cases: list[tuple[Bound, int, Callable[[int], object]]] = [
+        ("compute", 3 * 4 * _PRODUCT_SIDE**2, lambda _: torch.mm(left, left, out=product)),
+        # weight, gradient and two moments in float32
+        ("update", 16 * _UPDATED_PARAMETERS, lambda _: stepper.step()),
+    ]
+    if kind == "cpu":
+        cases += [("first_touch", size, _toucher(size)) for size in _TOUCHED_BYTES]
+    for size in _ADDED_BYTES:
+        a, b, c = (torch.ones(size // 12, device=device) for _ in range(3))
+
+        def add(_: int, a: Any = a, b: Any = b, c: Any = c) -> Any:
+            return torch.add(a, b, out=c)
+
+        cases.append(("memory", size, add))
+    return cases
+
+
+def _toucher(size_bytes: int) -> Callable[[int], object]:
+    def touch(_: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        with mmap.mmap(-1, size_bytes, flags=flags) as block:
+            handle = ctypes.c_char.from_buffer(block)
+            ctypes.memset(ctypes.addressof(handle), 1, size_bytes)
+            del handle
+
+    return touch

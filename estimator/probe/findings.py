@@ -1,0 +1,187 @@
+"""Collect what the parts of a probe find, and turn it into the values of a profile."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from estimator.probe.memory import cache_sizes
+from estimator.probe.updates import fit_update
+from estimator.profile import (
+    CollectiveCost,
+    Contention,
+    Device,
+    HostCost,
+    KernelCost,
+    KernelPoint,
+    Link,
+    MemoryCost,
+    OverlapCost,
+    Provenance,
+    UpdateCost,
+)
+from estimator.tensors import ITEM_BYTES, OpCall
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """Everything found so far; grows while the probe runs, whole at any moment."""
+
+    at: str
+    points: list[KernelPoint] = field(default_factory=list)
+    host: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    updates: list[UpdateCost] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+    collectives: list[CollectiveCost] = field(default_factory=list)
+    overlaps: list[OverlapCost] = field(default_factory=list)
+    contentions: list[Contention] = field(default_factory=list)
+    canary_s: float | None = None
+    rank_spread_ratio: float | None = None
+    memory_resident: bool | None = None
+    missing: list[str] = field(default_factory=list)
+
+    def take(self, part: str, message: Mapping[str, Any]) -> None:
+        """Keep one finding that a job emitted."""
+        if "failed" in message:
+            self.missing.append(f"{part}: {message['failed']}")
+        elif part == "kernels":
+            self._take_kernel(message)
+        elif part == "updates":
+            self._take_update(message)
+        elif part == "host":
+            self.host.update(message)
+        elif part in ("first touch", "cold reads"):
+            self.memory.update(message)
+        elif part == "canary":
+            self.canary_s = message["canary_s"]
+        elif "memory_resident" in message:
+            self.memory_resident = message["memory_resident"]
+
+    def keep(self, finding: Link | CollectiveCost | OverlapCost | str) -> None:
+        """Keep one measured link, collective or overlap, or a sentence on what is missing."""
+        if isinstance(finding, str):
+            self.missing.append(finding)
+        elif isinstance(finding, Link):
+            self.links.append(finding)
+        elif isinstance(finding, CollectiveCost):
+            self.collectives.append(finding)
+        else:
+            self.overlaps.append(finding)
+
+    def _take_kernel(self, message: Mapping[str, Any]) -> None:
+        if "call" in message:
+            self.points.append(KernelPoint(**message))
+            return
+        if message["done"] < message["grid"]:
+            left = message["grid"] - message["done"]
+            self.missing.append(
+                f"kernels: {left} of {message['grid']} calls were not reached in the time"
+            )
+        if message["lacking"]:
+            listed = "; ".join(message["lacking"][:5])
+            self.missing.append(f"kernels: {len(message['lacking'])} calls do not run ({listed})")
+
+    def _take_update(self, message: Mapping[str, Any]) -> None:
+        if "points" not in message:
+            if message["skipped"]:
+                self.missing.append(f"updates: {', '.join(message['skipped'])}")
+            return
+        points = [(float(t), float(p), float(s)) for t, p, s in message["points"]]
+        launch_s, per_tensor_s, per_parameter_s, relative_error = fit_update(points)
+        self.updates.append(
+            UpdateCost(
+                optimizer=message["optimizer"],
+                form=message["form"],
+                device=message["device"],
+                launch_s=launch_s,
+                per_tensor_s=per_tensor_s,
+                per_parameter_s=per_parameter_s,
+                points=tuple(points),
+                provenance=Provenance(
+                    source="measured",
+                    at=self.at,
+                    samples=len(points),
+                    relative_error=relative_error,
+                ),
+            )
+        )
+
+    def kernel_costs(self) -> tuple[KernelCost, ...]:
+        """The points grouped by operator and dtype, in the order in which they were met."""
+        groups: dict[tuple[str, str], list[KernelPoint]] = {}
+        for point in self.points:
+            call = OpCall.decode(dict(point.call))
+            groups.setdefault((call.target, call.dtype), []).append(point)
+        return tuple(
+            KernelCost(
+                target=target,
+                dtype=dtype,
+                points=tuple(points),
+                provenance=Provenance(
+                    source="measured",
+                    at=self.at,
+                    samples=len(points),
+                    relative_error=statistics.median(point.spread_ratio for point in points),
+                    note="" if self.memory_resident is not False else "page faults included",
+                ),
+            )
+            for (target, dtype), points in groups.items()
+        )
+
+    def host_cost(self) -> HostCost | None:
+        """None where the part did not get that far."""
+        if not self.host:
+            return None
+        provenance = Provenance(source="measured", at=self.at, samples=1)
+        return HostCost(**self.host, provenance=provenance)
+
+    def memory_cost(self, hardware: Mapping[str, Any], device: Device) -> MemoryCost | None:
+        """None where neither touching nor reading was measured."""
+        if not self.memory:
+            return None
+        private, shared = cache_sizes(dict(hardware), device)
+        found = {name: value for name, value in self.memory.items() if name != "points"}
+        rates = [seconds / size for size, seconds in self.memory.get("points", ())]
+        middle = statistics.median(rates) if rates else 0.0
+        error = statistics.median(abs(rate / middle - 1) for rate in rates) if rates else None
+        return MemoryCost(
+            **found,
+            private_cache_bytes=private,
+            shared_cache_bytes=shared,
+            provenance=Provenance(
+                source="measured", at=self.at, samples=len(rates), relative_error=error
+            ),
+        )
+
+
+def with_best_rates(devices: Sequence[Device], points: Sequence[KernelPoint]) -> tuple[Device, ...]:
+    """The devices with the best rates seen: matrix products per dtype, and one streaming sum.
+
+    What a datasheet already says of a device stays.
+    """
+    peaks: dict[str, float] = {}
+    bandwidth = 0.0
+    most_moved = 0
+    for point in points:
+        call = OpCall.decode(dict(point.call))
+        if call.target in ("aten.mm.default", "aten.addmm.default"):
+            left, right = call.inputs[-2:]
+            flops = 2.0 * math.prod(left.shape) * right.shape[1]
+            peaks[call.dtype] = max(peaks.get(call.dtype, 0.0), flops / point.warm_s)
+        elif call.target == "aten.add.Tensor" and len(call.inputs) == 2:
+            moved = 3 * call.outputs[0].numel * ITEM_BYTES.get(call.dtype, 4)
+            contiguous = all(spec.strides is None for spec in call.inputs)
+            if moved > most_moved and contiguous:
+                most_moved, bandwidth = moved, moved / point.warm_s
+    return tuple(
+        replace(
+            device,
+            peak_flops_per_s={**peaks, **device.peak_flops_per_s},
+            memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s or bandwidth or None,
+        )
+        for device in devices
+    )

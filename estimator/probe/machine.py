@@ -1,0 +1,300 @@
+"""Probe this machine within a budget of time, the most telling parts first."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from estimator.errors import ProbeError
+from estimator.probe.backend import allocator_text, open_backend
+from estimator.probe.findings import Findings, with_best_rates
+from estimator.probe.inventory import Cpu, core_groups, read_cpu, read_gpus
+from estimator.probe.jobs import Job, run_jobs
+from estimator.profile import Device, DeviceKind, MachineProfile, Provenance
+
+Report = Callable[[str, float], None]
+
+# How many times the budget a thorough probe takes.
+THOROUGH_FACTOR = 5.0
+_JOBS = {
+    "preparing": ("kernels:prepare", 0.02),
+    "canary": ("kernels:measure_canary", 0.01),
+    "host": ("host:measure_host", 0.04),
+    "cold reads": ("memory:measure_cold_read", 0.01),
+    "kernels": ("kernels:measure_kernels", 0.76),
+    "updates": ("updates:measure_updates", 0.16),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of the probe: the share of the budget it may take, and the code that measures it."""
+
+    name: str
+    share: float
+    measure: Callable[[float], None]
+
+
+def probe_machine(
+    *,
+    name: str = "local",
+    devices: int | None = None,
+    budget_s: float = 60.0,
+    thorough: bool = False,
+    report: Report | None = None,
+    kind: DeviceKind | None = None,
+) -> MachineProfile:
+    """Measure this machine; interrupted, or out of time, it returns what it has.
+
+    Without accelerators a device is a fixed group of cores, `devices` of them (by default one per
+    NUMA node, at least two). `thorough` takes 5 × `budget_s`. `report(part, fraction of the budget
+    used)` is called as it goes. What was not measured is listed in `missing`. Raises ProbeError.
+    """
+    budget_s *= THOROUGH_FACTOR if thorough else 1.0
+    cpu = read_cpu()
+    found = choose_devices(cpu, devices=devices, kind=kind)
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    probe = _Probe(found, cpu, budget_s, thorough, Findings(at=at), report or _silent)
+    probe.run()
+    return probe.profile(name)
+
+
+def choose_devices(
+    cpu: Cpu, *, devices: int | None = None, kind: DeviceKind | None = None
+) -> tuple[Device, ...]:
+    """The accelerators if there are any that torch can use, else groups of cores."""
+    gpus = () if kind == "cpu" else read_gpus()
+    if gpus and not _torch_sees_cuda():
+        if kind == "cuda":
+            raise ProbeError("this torch cannot use the GPUs; install a CUDA build of torch")
+        gpus = ()
+    if kind == "cuda" and not gpus:
+        raise ProbeError("this machine has no NVIDIA GPU; probe it without asking for cuda")
+    if not gpus:
+        return core_groups(cpu, devices)
+    if devices is not None and not 1 <= devices <= len(gpus):
+        raise ProbeError(
+            f"{devices} devices were asked for, and this machine has {len(gpus)} GPUs; "
+            f"choose --devices from 1 to {len(gpus)}"
+        )
+    return gpus[:devices]
+
+
+def _torch_sees_cuda() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def _silent(_part: str, _fraction: float) -> None:
+    pass
+
+
+class _Probe:
+    """One run over the parts: their order, their time, what they found."""
+
+    def __init__(
+        self,
+        devices: tuple[Device, ...],
+        cpu: Cpu,
+        budget_s: float,
+        thorough: bool,
+        findings: Findings,
+        report: Report,
+    ) -> None:
+        self.devices, self.cpu, self.findings = devices, cpu, findings
+        self.budget_s, self.thorough, self._report = budget_s, thorough, report
+        self._begun = time.monotonic()
+
+    def run(self) -> None:
+        """Measure part after part; each gets its share of the time that is left."""
+        parts = self._parts()
+        for number, part in enumerate(parts):
+            left_s = self.budget_s - self._used_s()
+            rest = parts[number:]
+            if left_s <= 0:
+                self._skip(rest, "the budget was over")
+                return
+            self.tell(part.name)
+            try:
+                part.measure(left_s * part.share / sum(each.share for each in rest))
+            except KeyboardInterrupt:
+                self._skip(rest, "interrupted")
+                return
+            except (ProbeError, ImportError) as error:
+                self.findings.missing.append(f"{part.name}: {error}")
+
+    def tell(self, part: str) -> None:
+        self._report(part, min(1.0, self._used_s() / self.budget_s))
+
+    def profile(self, name: str) -> MachineProfile:
+        """Everything found, as a profile."""
+        findings, hardware = self.findings, self.cpu.facts()
+        return MachineProfile(
+            name=name,
+            devices=with_best_rates(self.devices, findings.points),
+            links=tuple(findings.links),
+            collectives=tuple(findings.collectives),
+            overlaps=tuple(findings.overlaps),
+            kernels=findings.kernel_costs(),
+            contentions=tuple(findings.contentions),
+            host=findings.host_cost(),
+            memory=findings.memory_cost(hardware, self.devices[0]),
+            updates=tuple(findings.updates),
+            software=software_versions(self.devices[0]),
+            hardware=hardware,
+            canary_s=findings.canary_s,
+            rank_spread_ratio=findings.rank_spread_ratio,
+            missing=tuple(findings.missing),
+            provenance=Provenance(
+                source="measured",
+                at=findings.at,
+                samples=len(findings.points),
+                note=f"probed for {self._used_s():.0f} s",
+            ),
+        )
+
+    def _used_s(self) -> float:
+        return time.monotonic() - self._begun
+
+    def _skip(self, parts: Sequence[_Part], reason: str) -> None:
+        for part in parts:
+            self.findings.missing.append(f"{part.name}: {reason}")
+
+    def _parts(self) -> list[_Part]:
+        """In order of importance; alone on the machine first, then with all devices busy."""
+        parts = [
+            _Part("kernels, host and updates", 0.64, self._one_device),
+            _Part("first touch", 0.02, self._first_touch),
+        ]
+        if len(self.devices) > 1:
+            parts += [
+                _Part("collectives", 0.14, self._collectives),
+                _Part("contention", 0.08, self._contention),
+                _Part("overlap", 0.08, self._overlaps),
+            ]
+        parts.append(_Part("copies", 0.04, self._copies))
+        if self.devices[0].kind == "cuda":
+            parts.append(_Part("updates on the CPU", 0.06, self._updates_on_cpu))
+        return parts
+
+    def _take(self, part: str, message: dict[str, Any]) -> None:
+        self.findings.take(part, message)
+        self.tell(part)
+
+    def _one_device(self, budget_s: float) -> None:
+        """Everything that one process on device 0 can measure."""
+        jobs = [
+            Job(
+                part=part,
+                function=f"estimator.probe.{function}",
+                budget_s=budget_s * share,
+                arguments={"thorough": self.thorough} if part in ("kernels", "updates") else {},
+            )
+            for part, (function, share) in _JOBS.items()
+        ]
+        self._run_jobs(self.devices[0], jobs)
+
+    def _run_jobs(self, device: Device, jobs: Sequence[Job]) -> None:
+        seen: set[str] = set()
+
+        def take(part: str, message: dict[str, Any]) -> None:
+            seen.add(part)
+            self._take(part, message)
+
+        try:
+            run_jobs(device, jobs, take)
+        except (ProbeError, KeyboardInterrupt):
+            unseen = [job.part for job in jobs if job.part not in seen and job.part != "preparing"]
+            self.findings.missing.extend(f"{part}: not reached" for part in unseen)
+            raise
+
+    def _first_touch(self, budget_s: float) -> None:
+        job = Job(
+            part="first touch",
+            function="estimator.probe.memory:measure_first_touch",
+            budget_s=budget_s,
+        )
+        self._run_jobs(self._cpu_device(), [job])
+
+    def _updates_on_cpu(self, budget_s: float) -> None:
+        jobs = [
+            Job(part=part, function=f"estimator.probe.{function}", budget_s=budget_s)
+            for part, (function, _) in _JOBS.items()
+            if part in ("preparing", "updates")
+        ]
+        self._run_jobs(self._cpu_device(), jobs)
+
+    def _cpu_device(self) -> Device:
+        """Device 0 where devices are core groups, else all cores as one."""
+        return self.devices[0] if self.devices[0].cores else core_groups(self.cpu, 1)[0]
+
+    def _contention(self, budget_s: float) -> None:
+        from estimator.probe.contention import probe_contention
+
+        found = probe_contention(self.devices, budget_s=budget_s, at=self.findings.at)
+        self.findings.contentions.extend(found.contentions)
+        self.findings.rank_spread_ratio = found.rank_spread_ratio
+
+    def _collectives(self, budget_s: float) -> None:
+        from estimator.probe.collectives import probe_collectives
+
+        probe_collectives(
+            self.devices, self._communication(), budget_s=budget_s, report=self._keep("collectives")
+        )
+
+    def _overlaps(self, budget_s: float) -> None:
+        from estimator.probe.overlap import probe_overlaps
+
+        probe_overlaps(
+            self.devices, self._communication(), budget_s=budget_s, report=self._keep("overlap")
+        )
+
+    def _copies(self, budget_s: float) -> None:
+        from estimator.probe.copies import probe_copies
+
+        backend = open_backend(self.devices[0].kind, self.devices[0].index)
+        probe_copies(backend, self.devices, budget_s=budget_s, report=self._keep("copies"))
+
+    def _keep(self, part: str) -> Callable[[Any], None]:
+        def keep(finding: Any) -> None:
+            self.findings.keep(finding)
+            self.tell(part)
+
+        return keep
+
+    def _communication(self) -> str:
+        return "nccl" if self.devices[0].kind == "cuda" else "gloo"
+
+
+_SETTINGS = ("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH_", "NCCL_", "GLOO_", "CUDA_")
+
+
+def software_versions(
+    device: Device, environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Versions and settings that change how fast the same machine runs."""
+    environment = os.environ if environment is None else environment
+    versions = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "allocator": allocator_text(environment),
+        "threads": str(max(1, len(device.cores))),
+    }
+    for package in ("torch", "numpy", "nvidia-ml-py"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    settings = [
+        f"{key}={environment[key]}" for key in sorted(environment) if key.startswith(_SETTINGS)
+    ]
+    if settings:
+        versions["settings"] = " ".join(settings)
+    return versions

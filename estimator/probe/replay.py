@@ -1,0 +1,191 @@
+"""Replay a planned step with real tensors, op by op, timing each call, in a pinned process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from estimator.errors import ProbeError
+from estimator.probe.backend import Backend
+from estimator.probe.calls import (
+    find_operator,
+    output_tensors,
+    real_arguments,
+    span_elements,
+    torch_dtype,
+)
+from estimator.probe.jobs import Emit
+from estimator.probe.kernels import spread_ratio
+from estimator.tensors import OpCall, TensorSpec, decode_tree
+
+_WARM_UPS, _LEAST_PASSES, _MOST_PASSES = 2, 5, 15
+# Once there are enough passes, more are made until this share of the time is left.
+_SPARED_SHARE = 0.5
+_MASK_TRUE_RATIO = 0.9
+_REASON_LENGTH = 160
+
+
+def replay(backend: Backend, emit: Emit, *, budget_s: float, plan: Mapping[str, Any]) -> None:
+    """Emit ``timings`` rows [call, seconds, spread] and ``skipped`` rows [call, reason]."""
+    import torch
+
+    end = time.monotonic() + budget_s
+    torch.manual_seed(0)
+    step = _Step(backend, plan, end)
+    # Grad mode on and nothing requiring gradients: what runs below autograd in a training step.
+    with torch.enable_grad():
+        last_s = 0.0
+        for number in range(_WARM_UPS + _MOST_PASSES):
+            left_s = end - time.monotonic()
+            enough = number >= _WARM_UPS + _LEAST_PASSES
+            if enough and left_s < _SPARED_SHARE * budget_s:
+                break
+            if number and left_s < last_s:
+                break
+            begin = time.monotonic()
+            if not step.run():
+                break
+            last_s = time.monotonic() - begin
+            emit({"fraction": (number + 1) / (_WARM_UPS + _MOST_PASSES)})
+    emit({"timings": step.summary(), "skipped": step.skipped()})
+
+
+class _Step:
+    """The tensors and calls of a step, and how long each call took in each pass."""
+
+    def __init__(self, backend: Backend, plan: Mapping[str, Any], end: float) -> None:
+        self.backend, self.end = backend, end
+        self.calls = [OpCall.decode(call) for call in plan["calls"]]
+        self.ops: Sequence[Sequence[Any]] = plan["ops"]
+        self.made = {
+            value: make_tensor(decode_tree(spec), kind, low, high, backend.device)
+            for value, spec, kind, low, high in plan["made"]
+        }
+        self.samples: list[list[float]] = [[] for _ in self.ops]
+        self.failed: dict[int, str] = {}
+        self._operators: list[Callable[..., Any] | None] = []
+        for index, call in enumerate(self.calls):
+            try:
+                self._operators.append(find_operator(call.target))
+            except ProbeError as error:
+                self._operators.append(None)
+                self.failed[index] = str(error)
+
+    def run(self) -> bool:
+        """One pass; False if the time was over before its end."""
+        live: dict[int, Any] = dict(self.made)
+        current: list[Any] = [None]
+        position = 0
+        while position < len(self.ops):
+            if time.monotonic() >= self.end:
+                return False
+            # Between two looks at the clock; a flight of a CUDA device holds no more calls anyway.
+            count = min(64, len(self.ops) - position)
+
+            def call(offset: int, first: int = position) -> None:
+                current[0] = self._call(self.ops[first + offset], live)
+
+            def after(offset: int, first: int = position) -> None:
+                self._settle(self.ops[first + offset], live, current)
+
+            seconds = self.backend.time_sequence(call, count=count, after=after)
+            for offset, each in enumerate(seconds):
+                self.samples[position + offset].append(each)
+            position += count
+        return True
+
+    def _call(self, row: Sequence[Any], live: dict[int, Any]) -> Any:
+        index, _, inputs, _, _ = row
+        if index in self.failed:
+            return None
+        operator = self._operators[index]
+        assert operator is not None
+        tensors = iter([live[value] for value in inputs])
+        positional, keywords = real_arguments(
+            self.calls[index], tensors, device=self.backend.device
+        )
+        try:
+            return operator(*positional, **keywords)
+        # Values that no real batch would hold, or an operator that this device lacks.
+        except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
+            self.failed[index] = str(error).splitlines()[0][:_REASON_LENGTH]
+            return None
+
+    def _settle(self, row: Sequence[Any], live: dict[int, Any], current: list[Any]) -> None:
+        """Name the outputs, make those that did not come, let go what is not read again."""
+        index, _, _, outputs, freed = row
+        found = output_tensors(current[0])
+        current[0] = None
+        specs = self.calls[index].outputs
+        for place, value in enumerate(outputs):
+            if place < len(found):
+                live[value] = found[place]
+            else:
+                live[value] = make_tensor(specs[place], "activation", 0, 0, self.backend.device)
+        for value in freed:
+            live.pop(value, None)
+
+    def summary(self) -> list[list[float]]:
+        """[call, mean over occurrences of the median over passes, mean spread]."""
+        medians: dict[int, list[float]] = {}
+        spreads: dict[int, list[float]] = {}
+        for (index, timed, *_), samples in zip(self.ops, self.samples, strict=True):
+            steady = samples[_WARM_UPS:] or samples
+            if timed < 0 or index in self.failed or not steady:
+                continue
+            medians.setdefault(timed, []).append(statistics.median(steady))
+            spreads.setdefault(timed, []).append(spread_ratio(steady))
+        return [
+            [timed, statistics.fmean(values), statistics.fmean(spreads[timed])]
+            for timed, values in medians.items()
+        ]
+
+    def skipped(self) -> list[list[Any]]:
+        """[call, reason] of those that failed or were not reached."""
+        reasons: dict[int, str] = {}
+        for (index, timed, *_), samples in zip(self.ops, self.samples, strict=True):
+            if timed >= 0 and index in self.failed:
+                reasons[timed] = self.failed[index]
+            elif timed >= 0 and not samples:
+                reasons.setdefault(timed, "the time was over before it was reached")
+        return [[timed, reason] for timed, reason in reasons.items()]
+
+
+def make_tensor(spec: TensorSpec, kind: str, low: int | None, high: int | None, device: Any) -> Any:
+    """A tensor with values such as training has: the time of some operators depends on them.
+
+    Weights are scaled by their fan-in, so that a deep model's activations neither vanish into
+    denormal numbers, which are slow, nor overflow. Buffers are positive, as variances must be.
+    """
+    import torch
+
+    span = max(1, span_elements(spec))
+    dtype = torch_dtype(spec.dtype)
+    if spec.dtype == "bool":
+        flat = torch.rand(span, device=device) < _MASK_TRUE_RATIO
+    elif not (dtype.is_floating_point or dtype.is_complex):
+        # Where nothing is known of an integer, 1 is valid as a divisor and as most indices.
+        low, high = (1, 1) if high is None or low is None else (low, high)
+        flat = torch.randint(low, high + 1, (span,), device=device).to(dtype)
+    elif kind == "parameter":
+        flat = _weights(spec, span, device).to(dtype)
+    elif kind == "buffer":
+        flat = torch.rand(span, device=device).add_(0.5).to(dtype)
+    elif kind == "constant":
+        flat = torch.ones(span, device=device, dtype=dtype)
+    else:
+        flat = torch.randn(span, device=device).to(dtype)
+    if spec.strides is None:
+        return flat[: spec.numel].view(spec.shape)
+    return flat.as_strided(spec.shape, spec.strides)
+
+
+def _weights(spec: TensorSpec, span: int, device: Any) -> Any:
+    import torch
+
+    if len(spec.shape) < 2:  # a bias, or the scale of a normalisation
+        return torch.rand(span, device=device).add_(0.5)
+    fan_in = max(1, spec.numel // max(1, spec.shape[0]))
+    return torch.randn(span, device=device).mul_(fan_in**-0.5)

@@ -1,0 +1,111 @@
+"""Time real torch.optim steps and split their cost into launch, tensors and parameters."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from estimator.probe.backend import Backend
+from estimator.probe.jobs import Emit
+from estimator.profile import DeviceKind
+
+# (tensors, parameters in each): the step's entry, many tensors, in cache, far beyond any cache.
+_SETS = ((1, 64), (100, 64), (100, 10_000), (16, 40_000), (4, 1_000_000), (12, 2_000_000))
+_OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {"lr": 1e-4}),
+    "sgd": ("SGD", {"lr": 1e-4}),
+    "sgd-momentum": ("SGD", {"lr": 1e-4, "momentum": 0.9}),
+    "adam": ("Adam", {"lr": 1e-4}),
+}
+_FORMS: dict[str, dict[str, bool]] = {
+    "loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+_REPEATS, _MOST_S = 9, 0.15
+
+
+def default_form(kind: DeviceKind) -> str:
+    """How torch runs an optimizer that was given no foreach or fused argument."""
+    return "foreach" if kind == "cuda" else "loop"
+
+
+def measure_updates(
+    backend: Backend, emit: Emit, *, budget_s: float, thorough: bool = False
+) -> None:
+    """Emit each optimizer's points, the default form of every one first."""
+    end = time.monotonic() + budget_s
+    skipped: list[str] = []
+    for optimizer, form in _order(backend.kind):
+        if time.monotonic() >= end:
+            skipped.append(f"{optimizer} ({form})")
+            continue
+        try:
+            points = list(_points(backend, optimizer, form, thorough=thorough))
+        except RuntimeError as error:  # a form that this build lacks on this device
+            skipped.append(f"{optimizer} ({form}): {str(error).splitlines()[0]}")
+            continue
+        emit({"optimizer": optimizer, "form": form, "device": backend.kind, "points": points})
+    emit({"skipped": skipped})
+
+
+def _order(kind: DeviceKind) -> Iterator[tuple[str, str]]:
+    first = default_form(kind)
+    for form in (first, *(name for name in _FORMS if name != first)):
+        for optimizer in _OPTIMIZERS:
+            yield optimizer, form
+
+
+def _points(
+    backend: Backend, optimizer: str, form: str, *, thorough: bool
+) -> Iterator[tuple[int, int, float]]:
+    for tensors, elements in _SETS + (((200, 500_000),) if thorough else ()):
+        yield tensors, tensors * elements, _step_s(backend, optimizer, form, tensors, elements)
+
+
+def _step_s(backend: Backend, optimizer: str, form: str, tensors: int, elements: int) -> float:
+    """Median seconds of optimizer.step(), host and device together."""
+    import torch
+
+    weights = [
+        torch.nn.Parameter(torch.full((elements,), 0.1, device=backend.device))
+        for _ in range(tensors)
+    ]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 0.01)
+    name, options = _OPTIMIZERS[optimizer]
+    stepper = getattr(torch.optim, name)(weights, **options, **_FORMS[form])
+    seconds: list[float] = []
+    stepper.step()  # makes the optimizer's state
+    backend.synchronize()
+    while len(seconds) < _REPEATS and (len(seconds) < 3 or sum(seconds) < _MOST_S):
+        begin = time.perf_counter()
+        stepper.step()
+        backend.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def fit_update(
+    points: Sequence[tuple[float, float, float]],
+) -> tuple[float, float, float, float]:
+    """(launch_s, per_tensor_s, per_parameter_s, median relative error), none below zero.
+
+    Least squares on relative errors, since points span six orders of magnitude.
+
+    >>> launch, tensor, parameter, _ = fit_update([(1, 10, 2.1), (9, 10, 10.1), (1, 1000, 12.0)])
+    >>> round(launch, 3), round(tensor, 3), round(parameter, 4)
+    (1.0, 1.0, 0.01)
+    """
+    import numpy as np
+    from scipy.optimize import nnls
+
+    rows = np.array([(1.0, tensors, parameters) for tensors, parameters, _ in points])
+    seconds = np.array([measured for _, _, measured in points])
+    scale = rows.max(axis=0)
+    solution, _ = nnls(rows / scale / seconds[:, None], np.ones(len(points)))
+    costs = solution / scale
+    errors = np.abs(rows @ costs / seconds - 1.0)
+    return float(costs[0]), float(costs[1]), float(costs[2]), float(np.median(errors))

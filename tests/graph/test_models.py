@@ -1,0 +1,137 @@
+"""Check which model a MODEL text names, and what is said of a wrong one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from estimator.errors import ModelError
+from estimator.graph.models import load_model
+from estimator.graph.trace import trace_graph
+
+MODELS = """
+import sys
+import torch
+from torch import nn
+
+def plain(batch=4):
+    return nn.Linear(3, 2), torch.randn(batch, 3)
+
+def with_loss():
+    return nn.Linear(3, 2), torch.randn(4, 3), lambda output, batch: output.sum()
+
+def raises():
+    raise RuntimeError("out of\\nideas")
+
+def leaves():
+    sys.exit(3)
+
+def returns_model():
+    return nn.Linear(3, 2)
+
+def returns_number():
+    return 3, torch.randn(4, 3)
+
+def returns_word_as_loss():
+    return nn.Linear(3, 2), torch.randn(4, 3), "mse"
+
+not_a_function = 5
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    path = tmp_path / "some_models.py"
+    path.write_text(MODELS)
+    return path
+
+
+def test_a_function_of_a_file_gets_the_batch_it_asks_for(models: Path) -> None:
+    model, batch, loss, name = load_model(f"{models}:plain", batch=6)
+    assert isinstance(model, torch.nn.Linear)
+    assert batch.shape == (6, 3)
+    assert (loss, name) == (None, "plain")
+
+
+def test_a_function_without_a_batch_parameter_keeps_its_own(models: Path) -> None:
+    _, batch, loss, _ = load_model(f"{models}:with_loss", batch=6)
+    assert batch.shape == (4, 3)
+    assert loss is not None
+
+
+def test_a_function_of_a_package_is_found(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(models.parent)
+    assert load_model("some_models:plain")[3] == "plain"
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("plan", "did you mean plain"),
+        ("not_a_function", "has no function"),
+        ("raises", r"RuntimeError: out of ideas"),
+        ("leaves", "SystemExit: 3"),
+        ("returns_model", r"returned a Linear; return \(model, batch\)"),
+        ("returns_number", "returned a int as the model"),
+        ("returns_word_as_loss", "returned a str as the loss"),
+    ],
+)
+def test_a_function_that_is_no_model_is_refused_in_one_sentence(
+    models: Path, function: str, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(f"{models}:{function}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gone.py:build", "there is no file gone.py"),
+        ("no_such_package:build", "cannot be imported"),
+        ("resnet", "does not name a model"),
+        ("hf:gtp2", "did you mean gpt2"),
+        ("hf:gpt2:translation", "has no task 'translation'; it has CausalLM"),
+        ("hf:llama,hiden_size=8", "did you mean hidden_size"),
+        ("hf:llama,hidden_size", "is no setting"),
+        ("hf:llama,hidden_size=many", "configuration of 'llama' fails"),
+    ],
+)
+def test_a_wrong_model_text_says_what_to_write(text: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_model(text)
+
+
+def test_a_file_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def (")
+    with pytest.raises(ModelError, match="SyntaxError"):
+        load_model(f"{tmp_path / 'broken.py'}:build")
+
+
+SMALL = {
+    "hf:gpt2,n_layer=1,n_embd=32,n_head=2,vocab_size=100": ("input_ids", (8, 512)),
+    "hf:bert,num_hidden_layers=1,hidden_size=32,num_attention_heads=2": ("input_ids", (8, 512)),
+    "hf:t5,num_layers=1,d_model=32,d_ff=32": ("input_ids", (8, 512)),
+    "hf:vit,num_hidden_layers=1,hidden_size=32,num_attention_heads=2": (
+        "pixel_values",
+        (8, 3, 224, 224),
+    ),
+}
+
+
+@pytest.mark.parametrize("text", SMALL)
+def test_a_transformers_type_comes_with_a_labelled_batch_that_it_can_train_on(text: str) -> None:
+    model, batch, _, _ = load_model(text, weights=False)
+    name, shape = SMALL[text]
+    assert batch[name].shape == shape
+    assert "labels" in batch
+    assert model.training
+    assert trace_graph(model, batch).other_batch == 16
+
+
+def test_batch_and_sequence_length_of_a_transformers_type_can_be_chosen() -> None:
+    text = "hf:llama,num_hidden_layers=1,hidden_size=32,num_attention_heads=2"
+    _, batch, _, _ = load_model(text, batch=3, seq_len=17, weights=False)
+    assert batch["input_ids"].shape == (3, 17)

@@ -1,0 +1,134 @@
+"""Physics as properties: what must hold of every estimate, whatever the machine and the model."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from estimator.api import estimate
+from estimator.estimates import Breakdown, Estimate
+from estimator.graph.ops import OpCost, OpGraph
+from tests.synthetic import Machine, perceptron
+
+amounts = st.floats(min_value=0, max_value=1e18)
+costs = st.builds(OpCost, amounts, amounts, amounts)
+widths = st.lists(st.sampled_from([32, 96, 256, 1000, 2048]), min_size=2, max_size=6)
+graphs = st.builds(perceptron, widths, batch=st.sampled_from([1, 8, 64]))
+machines = st.builds(
+    Machine,
+    flops_per_s=st.floats(1e9, 1e12),
+    memory_bytes_per_s=st.floats(1e9, 1e11),
+    latency_s=st.floats(1e-6, 1e-2),
+    bandwidth_bytes_per_s=st.floats(1e7, 1e11),
+    exposed_ratio=st.floats(0, 3),
+    slowdown_ratio=st.floats(1, 3),
+    memory_contention=st.floats(1, 2),
+    rank_spread_ratio=st.floats(0, 0.05),
+)
+ranks = st.integers(1, 8)
+strategies = st.sampled_from(
+    ["ddp", "ddp:unbucketed", "ddp:bucket=1MiB", "ddp:view", "ddp:bucket=64KiB,first=4KiB,view"]
+)
+growth = st.floats(1.001, 100)
+# Profiles go through fits, whose own rounding is far below this and far above the floats'.
+SLACK = 1 + 1e-6
+
+
+def answer(graph: OpGraph, machine: Machine, ranks: int, **options: Any) -> Estimate:
+    return estimate(graph, f"1x{ranks}:synthetic", profile=machine.profile(), **options)
+
+
+@given(costs, costs, costs)
+def test_costs_add_like_numbers(one: OpCost, two: OpCost, three: OpCost) -> None:
+    def close(left: OpCost, right: OpCost) -> bool:
+        names = [item.name for item in fields(OpCost)]
+        return all(getattr(left, n) == pytest.approx(getattr(right, n), rel=1e-12) for n in names)
+
+    assert close(one + two, two + one)
+    assert close((one + two) + three, one + (two + three))
+    assert close(2 * (one + two), 2 * one + two * 2)
+    assert one + OpCost() == one
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs, machines, ranks, strategies, st.integers(1, 3))
+def test_the_breakdown_sums_to_the_step_and_has_no_negative_part(
+    graph: OpGraph, machine: Machine, ranks: int, strategy: str, accumulation_steps: int
+) -> None:
+    found = answer(graph, machine, ranks, strategy=strategy, accumulation_steps=accumulation_steps)
+    parts = [getattr(found.breakdown, item.name) for item in fields(Breakdown)]
+    assert sum(parts) == pytest.approx(found.step_time_s, rel=1e-9)
+    assert min(parts) >= 0
+    assert found.low_s <= found.step_time_s <= found.high_s
+    assert sum(share for _, _, share, _ in found.provenance) == pytest.approx(1, rel=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs, machines, ranks, strategies, growth)
+def test_step_time_never_rises_with_link_bandwidth(
+    graph: OpGraph, machine: Machine, ranks: int, strategy: str, factor: float
+) -> None:
+    faster = replace(machine, bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s * factor)
+    before = answer(graph, machine, ranks, strategy=strategy).step_time_s
+    assert answer(graph, faster, ranks, strategy=strategy).step_time_s <= before * SLACK
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs, machines, ranks, strategies, growth)
+def test_step_time_never_falls_with_link_latency(
+    graph: OpGraph, machine: Machine, ranks: int, strategy: str, factor: float
+) -> None:
+    slower = replace(machine, latency_s=machine.latency_s * factor)
+    before = answer(graph, machine, ranks, strategy=strategy).step_time_s
+    assert answer(graph, slower, ranks, strategy=strategy).step_time_s >= before / SLACK
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs, machines, ranks, growth, st.sampled_from(["flops_per_s", "memory_bytes_per_s"]))
+def test_step_time_never_rises_with_the_speed_of_kernels(
+    graph: OpGraph, machine: Machine, ranks: int, factor: float, rate: str
+) -> None:
+    faster = replace(machine, **{rate: getattr(machine, rate) * factor})
+    before = answer(graph, machine, ranks).step_time_s
+    assert answer(graph, faster, ranks).step_time_s <= before * SLACK
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs, machines, ranks, strategies)
+def test_more_equal_ranks_never_raise_throughput_per_rank(
+    graph: OpGraph, machine: Machine, ranks: int, strategy: str
+) -> None:
+    few, many = (answer(graph, machine, count, strategy=strategy) for count in (ranks, ranks + 1))
+    assert few.samples_per_s is not None
+    assert many.samples_per_s is not None
+    assert many.samples_per_s / many.ranks <= few.samples_per_s / few.ranks * SLACK
+
+
+@settings(max_examples=20, deadline=None)
+@given(graphs, machines, ranks, st.sampled_from([2, 3, 5]))
+def test_a_larger_batch_never_takes_less_time(
+    graph: OpGraph, machine: Machine, ranks: int, factor: int
+) -> None:
+    assert graph.batch is not None
+    before = answer(graph, machine, ranks).step_time_s
+    larger = answer(graph, machine, ranks, batch_per_gpu=graph.batch * factor)
+    assert larger.step_time_s >= before / SLACK
+
+
+def test_one_product_on_one_device_takes_what_the_machine_says() -> None:
+    # One layer 2048 → 2048 at batch 2048, all shapes in the synthetic grid:
+    # three products of 2·2048³ flops at 50 Gflop/s, 1 µs each to start.
+    graph = perceptron([2048, 2048], batch=2048)
+    found = answer(graph, Machine(), 1)
+    products_s = 3 * (2 * 2048**3 / 5e10 + 1e-6)
+    # relu moves 2, threshold 3, two copies 2 times 16 MiB each, at 10 GB/s.
+    passes_s = (2 + 3 + 2 + 2) * (4 * 2048**2) / 1e10 + 4e-6
+    kernels_s = found.breakdown.forward_s + found.breakdown.backward_s
+    assert kernels_s == pytest.approx(products_s + passes_s, rel=1e-6)
+    # 2 forward and 5 backward ops, one empty step.
+    assert found.breakdown.host_exposed_s == pytest.approx(2 * 4e-6 + 5 * 3e-6 + 2e-5, rel=1e-6)
+    assert found.breakdown.update_s == pytest.approx(1e-5 + 2e-5 + 3e-9 * 2048**2, rel=1e-6)

@@ -1,0 +1,133 @@
+"""Collectives are timed from the last rank's entry to the last rank's end."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from estimator.probe.collectives import Finding, collective_cost, probe_collectives
+from estimator.probe.copies import host_copies, link_from, message_points
+from estimator.probe.overlap import overlap_cost, probe_overlaps
+from estimator.profile import CollectiveCost, Device
+
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+DEVICES = tuple(
+    Device(kind="cpu", index=rank, name="core", memory_bytes=1 << 30, cores=tuple(CORES[rank:][:1]))
+    for rank in range(2)
+)
+
+
+def test_a_collective_takes_from_the_last_entry_to_the_last_end() -> None:
+    # Rank 1 comes 3 s late and rank 0 leaves last: 10 - 3 = 7 s for 100 bytes; 200 bytes take 12 s.
+    rank0 = [(100, 0.0, 10.0, 0.5), (200, 20.0, 32.0, 1.0)]
+    rank1 = [(100, 3.0, 9.0, 0.5), (200, 20.0, 31.0, 1.0)]
+    cost = collective_cost("all_reduce", "gloo", [rank0, rank1])
+    assert cost is not None
+    assert cost.points == ((100, 7.0), (200, 12.0))
+    # The line through both: 5 s per 100 bytes, 2 s at no size. CPU work: 0.5 s per 100 bytes.
+    assert cost.latency_s == pytest.approx(2.0)
+    assert cost.bandwidth_bytes_per_s == pytest.approx(20.0)
+    assert cost.cpu_s == pytest.approx(0.0, abs=1e-6)
+    assert cost.cpu_s_per_byte == pytest.approx(0.005)
+
+
+def test_one_size_alone_is_no_collective_cost() -> None:
+    assert collective_cost("broadcast", "gloo", [[(100, 0.0, 1.0, 0.1)]] * 2) is None
+
+
+def test_every_collective_of_two_core_groups_is_measured_or_named_as_missing() -> None:
+    findings: list[Finding] = []
+    costs = probe_collectives(DEVICES, "gloo", budget_s=0.1, report=findings.append)
+    assert [finding for finding in findings if isinstance(finding, CollectiveCost)] == list(costs)
+    by_op = {cost.op: cost for cost in costs}
+    missing = [finding for finding in findings if isinstance(finding, str)]
+    assert len(by_op) + len(missing) == 5
+    reduced = by_op["all_reduce"]
+    assert reduced.group_size == 2
+    assert [size for size, _ in reduced.points] == [1024 * 4**power for power in range(9)]
+    # Gloo sums on the ranks' own cores: 64 MiB through one core at less than 100 GB/s.
+    assert reduced.cpu_s_per_byte > 1e-11
+    assert reduced.points[-1][1] > (64 << 20) * 1e-11
+
+
+def test_overlap_compares_together_with_apart_round_by_round() -> None:
+    # Compute 10 s, all-reduce 4 s, together 13 s: 3 of the 4 s are exposed; beside compute the
+    # all-reduce takes 8 s instead of 4. The second rank is faster throughout and does not count.
+    slow = {"compute_s": 10.0, "collective_s": 4.0, "both_s": 13.0, "beside_s": 8.0}
+    fast = {"compute_s": 10.0, "collective_s": 3.0, "both_s": 11.0, "beside_s": 5.0}
+    cost = overlap_cost("memory_bound", 1 << 20, 2, "gloo", [[slow] * 3, [fast] * 3])
+    assert cost.exposed_ratio == pytest.approx(0.75)
+    assert cost.collective_slowdown_ratio == pytest.approx(2.0)
+    assert cost.size_bytes == 2 << 20
+    assert cost.group_size == 2
+
+
+def test_every_overlap_case_of_two_core_groups_is_measured() -> None:
+    costs = probe_overlaps(DEVICES, "gloo", budget_s=0.1)
+    assert {(cost.compute, cost.size_bytes >> 20) for cost in costs} == {
+        (bound, size) for bound in ("compute_bound", "memory_bound") for size in (1, 25, 50)
+    }
+
+
+def test_one_device_has_no_overlap() -> None:
+    assert probe_overlaps(DEVICES[:1], "gloo", budget_s=1) == ()
+
+
+def test_a_message_takes_until_the_receiver_has_it() -> None:
+    # The sender is away after 1 s, the receiver came at 2 s and had it at 5 s.
+    assert message_points([[(64, 0.0, 1.0)], [(64, 2.0, 5.0)]]) == [(64, 3.0)]
+
+
+class _SteadyLink:
+    """A device whose copies take 10 µs and 1 s per 4 GB, 8 GB/s out of pinned memory."""
+
+    kind = "cuda"
+    index = 0
+    device = "somewhere"
+
+    def __init__(self) -> None:
+        self.copied: list[tuple[str, str]] = []
+
+    def synchronize(self) -> None: ...
+
+    def time_calls(self, call, *, repeats):  # type: ignore[no-untyped-def]
+        self.copied.clear()
+        call(0)
+        (size, pinned) = self.copied[0]
+        return [10e-6 + size / (8e9 if pinned else 4e9)] * repeats
+
+
+class _FakeTorch:
+    uint8 = "uint8"
+
+    def __init__(self, link: _SteadyLink) -> None:
+        self.link = link
+
+    def ones(self, size, *, dtype, device=None, pin_memory=None):  # type: ignore[no-untyped-def]
+        return _FakeTensor(self.link, size, pin_memory)
+
+
+class _FakeTensor:
+    def __init__(self, link, size, pinned) -> None:  # type: ignore[no-untyped-def]
+        self.link, self.size, self.pinned = link, size, pinned
+
+    def copy_(self, source, *, non_blocking):  # type: ignore[no-untyped-def]
+        assert non_blocking
+        assert (self.pinned is None) != (source.pinned is None), "one end is on the device"
+        self.link.copied.append((self.size, bool(self.pinned or source.pinned)))
+
+
+def test_host_copies_of_a_steady_link_give_its_rates_back() -> None:
+    link = _SteadyLink()
+    met: list[None] = []
+    found = host_copies(link, _FakeTorch(link), meet=lambda: met.append(None), budget_s=0.1)
+    assert len(met) == 4 * 6
+    rates = {
+        (one["kind"], one["pinned"]): link_from("h2d", one["points"], pinned=one["pinned"])
+        for one in found
+    }
+    assert set(rates) == {("h2d", True), ("h2d", False), ("d2h", True), ("d2h", False)}
+    assert rates["h2d", True].bandwidth_bytes_per_s == pytest.approx(8e9, rel=1e-3)
+    assert rates["d2h", False].bandwidth_bytes_per_s == pytest.approx(4e9, rel=1e-3)
+    assert rates["d2h", False].latency_s == pytest.approx(10e-6, rel=1e-3)
