@@ -25,6 +25,8 @@ from typing import Any
 
 SUITES = ("timm", "transformers")
 BATCH = 2
+# Short, because the CPU runs state-space models step by step: 512 steps are 300,000 operators.
+LENGTH = 64
 MEMORY_BYTES = 14 << 30
 TIMEOUT_S = 300.0
 # A worker is started anew after so many models, because torch and the models' modules keep caches.
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="so many models per suite, drawn with --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=Path("coverage.jsonl"))
+    parser.add_argument("--retry", action="store_true", help="trace earlier failures again")
     parser.add_argument("--only", nargs="*", help="only these models, whatever the results hold")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", choices=SUITES, help=argparse.SUPPRESS)
@@ -68,6 +71,8 @@ def run(options: argparse.Namespace) -> None:
         elif options.sample and options.sample < len(names):
             names = sorted(random.Random(options.seed).sample(names, options.sample))
         found = {} if options.only else read_results(options.results, suite)
+        if options.retry:
+            found = {name: case for name, case in found.items() if case["status"] != "failed"}
         missing = [name for name in names if name not in found]
         with options.results.open("a", encoding="utf-8") as log:
             for case in trace_all(suite, missing):
@@ -231,7 +236,7 @@ def look_at_transformers(kind: str) -> dict[str, Any]:
     from estimator.graph.models import load_model
 
     try:
-        model, batch, _, name = load_model(f"hf:{kind}", batch=BATCH, weights=False)
+        model, batch, _, name = load_model(f"hf:{kind}", batch=BATCH, seq_len=LENGTH, weights=False)
     except ModelError as error:
         if "has no head to train" in str(error):
             return {"status": "no_training_head"}
@@ -246,7 +251,7 @@ def look_at_transformers(kind: str) -> dict[str, Any]:
         # A model without weights has no values of buffers to branch on: try it with them.
         if sum(parameter.nbytes for parameter in model.parameters()) > MEMORY_BYTES // 4:
             raise
-        model, batch, _, name = load_model(f"hf:{kind}", batch=BATCH)
+        model, batch, _, name = load_model(f"hf:{kind}", batch=BATCH, seq_len=LENGTH)
         return traced(model, batch, name)
 
 

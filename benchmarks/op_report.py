@@ -97,6 +97,8 @@ def clock_operators(
             begin = time.perf_counter()
             result = func(*args, **named)
             spent_s = time.perf_counter() - begin
+            if func.namespace == "profiler":  # the marks that the optimizer leaves for a profiler
+                return result
             key = (place["phase"], str(func), (*shapes_of(args), *shapes_of(list(named.values()))))
             seen[key][place["step"]].append(spent_s)
             return result

@@ -63,6 +63,8 @@ def join_runs(first: Recorder, second: Recorder | None) -> JoinedRuns:
 
 
 def _difference(first: Recorder, second: Recorder) -> str | None:
+    if first.placed != second.placed:
+        return "it holds tensors for every sample"
     for position, (one, two) in enumerate(zip(first.ops, second.ops, strict=False)):
         if not _alike(one, two):
             where = f" in module '{one.module}'" if one.module else ""

@@ -96,6 +96,7 @@ class Recorder(TorchDispatchMode):
         self.fake_mode = fake_mode
         self.phase: Phase = "forward"
         self.module_calls = 0
+        self.placed = 0
         self._names = {id(module): name for name, module in model.named_modules()}
         self._open: list[str] = []
         self._boundaries: list[int] = [_get_sequence_nr()]
@@ -149,6 +150,7 @@ class Recorder(TorchDispatchMode):
 
     def place(self, tensor: Tensor, kind: ValueKind) -> int:
         """Give a tensor that exists before the step its value."""
+        self.placed += 1
         return self._new_value(tensor, kind, None)
 
     def index_of(self, tensor: Tensor) -> int | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import platform
-from collections import Counter
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from estimator.errors import EstimatorError, ModelError, TraceError
+from estimator.graph.batches import sample_count, tokens_per_sample, value_range, with_samples
 from estimator.graph.cuda_functions import CUDA_ASSUMPTION, CudaFunctions
 from estimator.graph.eager_rules import EagerFunctions
 from estimator.graph.join import join_runs
@@ -70,31 +72,25 @@ def trace_graph(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"{name} has no trainable parameter; there is nothing to train")
     look = _Look(model=model, loss=loss, precision=precision, target=target, name=name)
-    samples = _sample_count(batch, batch_dim or 0)
-    with kept_as_it_was(model):
+    dim = batch_dim or 0
+    samples = sample_count(batch, dim)
+    with kept_as_it_was(model), _quiet_fakes():
         first = look.run(batch)
-        assumptions = dict.fromkeys((*look.assumptions, *first.recorder.known.assumptions))
-        second = None
-        if samples is None:
-            assumptions["the inputs share no leading size, so the batch is fixed"] = None
-        else:
-            try:
-                second = look.run(_with_samples(batch, batch_dim or 0, samples))
-            except EstimatorError as error:
-                assumptions[f"the batch is fixed at {samples}: twice that fails ({error})"] = None
+        second, fixed_because = look.run_at_twice(batch, dim, samples)
     joined = join_runs(first.recorder, None if second is None else second.recorder)
-    if second is not None and joined.difference:
-        assumptions[f"the batch is fixed at {samples}: {joined.difference}"] = None
-    fixed = second is None or joined.difference is not None
-    # A fixed batch keeps its size as `batch` but has no second one to draw a line through.
+    fixed_because = fixed_because or joined.difference
+    assumptions = dict.fromkeys((*look.assumptions, *first.recorder.known.assumptions))
+    if fixed_because is not None:
+        assumptions[f"the batch is fixed as traced: {fixed_because}"] = None
     return OpGraph(
         name=name,
         target=target,
         precision=precision,
         optimizer=optimizer,
         batch=samples,
-        other_batch=None if fixed or samples is None else 2 * samples,
-        tokens_per_sample=_tokens_per_sample(batch, samples),
+        # A fixed batch keeps its size as `batch`, but has no second one to draw a line through.
+        other_batch=None if samples is None or fixed_because is not None else 2 * samples,
+        tokens_per_sample=tokens_per_sample(batch, samples),
         ops=joined.ops,
         values=joined.values,
         parameters=joined.parameters(first.ready),
@@ -157,6 +153,17 @@ class _Look:
             run.ready = gradients.ready()
         return run
 
+    def run_at_twice(
+        self, batch: Any, dim: int, samples: int | None
+    ) -> tuple[_Run | None, str | None]:
+        """The same step at twice the batch, or why there is none."""
+        if samples is None:
+            return None, "its inputs share no size along the batch dimension"
+        try:
+            return self.run(with_samples(batch, dim, samples)), None
+        except EstimatorError as error:
+            return None, f"twice that fails ({error})"
+
     def _place_model(self, run: _Run) -> None:
         for parameter in run.stand_ins.parameters.values():
             run.recorder.place(parameter, "parameter")
@@ -174,7 +181,7 @@ class _Look:
             index = run.recorder.place(fake, "input")
             run.recorder.known.give(fake, real)
             with unset_fake_temporarily():
-                low, high = _value_range(real)
+                low, high = value_range(real)
             inputs.append(GraphInput(name=path, value=index, low=low, high=high))
             return fake
 
@@ -272,24 +279,41 @@ def _module_hooks(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _unlike_tracing() -> Iterator[None]:
-    """Let transformers take the branches of eager training.
-
-    It looks for fake tensors (transformers.utils.import_utils.is_tracing) and then builds masks
-    that eager training skips; the recorder knows the values that the eager branches ask for.
-    """
-    import sys
-
-    module = sys.modules.get("transformers.utils.import_utils")
-    original = getattr(module, "is_fake_tensor", None)
-    if module is None or original is None:
-        yield
-        return
-    module.is_fake_tensor = lambda _tensor: False  # type: ignore[attr-defined]
+def _quiet_fakes() -> Iterator[None]:
+    """torch logs the traceback of an operator that a batch does not fit; we raise a sentence."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        module.is_fake_tensor = original  # type: ignore[attr-defined]
+        logger.disabled = before
+
+
+@contextmanager
+def _unlike_tracing() -> Iterator[None]:
+    """Let code take the branches of eager training although it meets fake tensors.
+
+    transformers looks for them (utils.import_utils.is_tracing) and then builds masks that eager
+    training skips; the recorder knows the values that its eager branches ask for. A module moved to
+    its own device in forward (losses of detection models) keeps its fakes, which torch cannot swap.
+    """
+
+    def swap(one: Tensor, two: Tensor) -> None:
+        if one.dtype != two.dtype or one.shape != two.shape:
+            swap_tensors(one, two)
+
+    swap_tensors = torch.utils.swap_tensors
+    imports: Any = sys.modules.get("transformers.utils.import_utils")
+    is_fake_tensor = getattr(imports, "is_fake_tensor", None)
+    torch.utils.swap_tensors = swap
+    if is_fake_tensor is not None:
+        imports.is_fake_tensor = lambda _tensor: False
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap_tensors
+        if is_fake_tensor is not None:
+            imports.is_fake_tensor = is_fake_tensor
 
 
 def loss_of(output: Any) -> Tensor:
@@ -313,60 +337,6 @@ def loss_of(output: Any) -> Tensor:
     for mean in means[1:]:
         total = total + mean
     return total
-
-
-def _sample_count(batch: Any, dim: int) -> int | None:
-    sizes: Counter[int] = Counter()
-
-    def count(_path: str, tensor: Tensor) -> Tensor:
-        if tensor.dim() > dim:
-            sizes[tensor.shape[dim]] += 1
-        return tensor
-
-    map_tensors(batch, count)
-    if not sizes:
-        return None
-    samples, times = sizes.most_common(1)[0]
-    if times == 1 and len(sizes) > 1:
-        return None
-    return samples
-
-
-def _with_samples(batch: Any, dim: int, samples: int) -> Any:
-    """The batch with every sample twice."""
-
-    def double(_path: str, tensor: Tensor) -> Tensor:
-        if tensor.dim() <= dim or tensor.shape[dim] != samples:
-            return tensor
-        if tensor.device.type == "meta" or tensor.requires_grad:
-            shape = list(tensor.shape)
-            shape[dim] *= 2
-            return torch.empty(shape, dtype=tensor.dtype, device="meta")
-        return torch.cat((tensor, tensor), dim=dim)
-
-    return map_tensors(batch, double)
-
-
-def _value_range(tensor: Tensor) -> tuple[int | None, int | None]:
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.device.type == "meta":
-        return None, None
-    if tensor.dtype == torch.bool or not tensor.numel():
-        return None, None
-    low, high = tensor.aminmax()
-    return int(low), int(high)
-
-
-def _tokens_per_sample(batch: Any, samples: int | None) -> int | None:
-    """The length of the first integer input of shape (samples, length)."""
-    found: list[int] = []
-
-    def look(_path: str, tensor: Tensor) -> Tensor:
-        if tensor.dim() == 2 and tensor.shape[0] == samples and tensor.dtype == torch.int64:
-            found.append(tensor.shape[1])
-        return tensor
-
-    map_tensors(batch, look)
-    return found[0] if found else None
 
 
 def _unknown_ops(ops: Any) -> tuple[str, ...]:

@@ -16,7 +16,15 @@ AUDIO_SAMPLES = 16_000 * 5
 FEATURE_FRAMES = 512
 OBJECTS_PER_IMAGE = 5
 
-_TOKEN_LABELS = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageTextToText", "MultimodalLM")
+_TOKEN_LABELS = (
+    "CausalLM",
+    "Seq2SeqLM",
+    "SpeechSeq2Seq",
+    "MaskedLM",
+    "ImageTextToText",
+    "MultimodalLM",
+    "PreTraining",
+)
 
 
 def make_batch(
@@ -178,7 +186,7 @@ class _Maker:
     def _audio(self) -> Tensor:
         if hasattr(self.config, "num_mel_bins") and hasattr(self.config, "max_length"):
             return self._normal(self.batch, self.config.max_length, self.config.num_mel_bins)
-        return self._normal(self.batch, self.seq_len or AUDIO_SAMPLES)
+        return self._normal(self.batch, AUDIO_SAMPLES)
 
     def _features(self) -> Tensor:
         encoder = getattr(self.config, "encoder_config", self.config)
@@ -198,7 +206,7 @@ class _Maker:
         )
         if self.config.model_type == "whisper":
             return self._normal(self.batch, mel, 2 * self.config.max_source_positions)
-        return self._normal(self.batch, self.seq_len or FEATURE_FRAMES, mel)
+        return self._normal(self.batch, FEATURE_FRAMES, mel)
 
     # Labels
 
@@ -224,11 +232,14 @@ class _Maker:
             return self._normal(self.batch, *self.image_size).abs()
         if self.head == "TokenClassification":
             return self._classes(classes, self.length)
-        if self.head in ("CTC", "SpeechSeq2Seq"):
+        main = getattr(self.model, "main_input_name", "")
+        if self.head in ("CTC", "RNNT", "TDT") or (
+            self.head == "SpeechSeq2Seq" and main != "input_ids"
+        ):
             return self._token_ids((self.batch, 32))
         if self.head in ("VisualQuestionAnswering",):
             return torch.zeros(self.batch, classes)
-        if self.head == "Seq2SeqLM" or self.head in _TOKEN_LABELS or self.head == "PreTraining":
+        if self.head in _TOKEN_LABELS:
             return self._token_ids((self.batch, self.length))
         return self._classes(2 if self.head == "MultipleChoice" else classes)
 

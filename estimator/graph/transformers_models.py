@@ -238,7 +238,8 @@ class _WithoutWeights(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in self._FACTORIES and kwargs.get("device") is None:
-            size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
+            listed = bool(args) and isinstance(args[0], (tuple, list))
+            size = kwargs.get("size", args[0] if listed else args)
             if math.prod(size) > self._MOST_ELEMENTS:
                 kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -183,18 +185,27 @@ def _ddp_costs() -> tuple[float, float]:
     from torch import nn
 
     dist: Any = torch_distributed
-    # One linear layer per bucket: 16 × 16 float32 is 1 KiB, and a cap of 1 byte closes at once.
-    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(_MANY_BUCKETS)])
+
+    def model() -> nn.Module:
+        # 16 × 16 float32 is 1 KiB: one bucket under a cap of 25 MiB, a bucket each under 1 byte.
+        # Every form has its own, since DDP leaves hooks on the parameters it is given.
+        return nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(_MANY_BUCKETS)])
+
     x = torch.ones(1, 16)
+    # As ranks.py does: gloo otherwise looks up the host's own name.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        few = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=25)
-        many = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1e-6)
-        forms = {"bare": model, "few": few, "many": many}
+        wrap = nn.parallel.DistributedDataParallel
+        forms = {
+            "bare": model(),
+            "few": wrap(model(), bucket_cap_mb=25),
+            "many": wrap(model(), bucket_cap_mb=1e-6),
+        }
         seconds: dict[str, list[float]] = {name: [] for name in forms}
         for round_number in range(_ROUNDS + 4):
             for name, form in forms.items():
-                model.zero_grad()
+                form.zero_grad()
                 begin = time.perf_counter()
                 form(x).sum().backward()
                 if round_number >= 4:  # DDP builds its buckets in the first steps

@@ -16,6 +16,8 @@ from estimator.probe.backend import Backend, open_backend
 from estimator.profile import Device
 
 Emit = Callable[[dict[str, Any]], None]
+# The last thing that is heard of a job, failed or not.
+FINISHED: dict[str, Any] = {"finished": True}
 
 _START_ALLOWANCE_S = 60.0
 
@@ -35,8 +37,8 @@ def run_jobs(
 ) -> None:
     """Run `jobs` in order in one process pinned to `device`; `on_finding(part, what)` as it comes.
 
-    A job that fails is a finding ``{"failed": reason}``, and the next one goes on. Raises
-    ProbeError if the process itself dies.
+    A job that fails is a finding ``{"failed": reason}``, and the next one goes on; the last finding
+    of every job is FINISHED. Raises ProbeError if the process itself dies.
     """
     from estimator.probe.ranks import run_on_devices
 
@@ -63,6 +65,7 @@ def work(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> None:
             report({"part": part, **message})
 
         _call(job, backend, emit)
+        emit(FINISHED)
 
 
 def _call(job: Mapping[str, Any], backend: Backend, emit: Emit) -> None:

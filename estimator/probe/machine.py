@@ -15,7 +15,7 @@ from estimator.errors import ProbeError
 from estimator.probe.backend import allocator_text, open_backend
 from estimator.probe.findings import Findings, with_best_rates
 from estimator.probe.inventory import Cpu, core_groups, read_cpu, read_gpus
-from estimator.probe.jobs import Job, run_jobs
+from estimator.probe.jobs import FINISHED, Job, run_jobs
 from estimator.profile import Device, DeviceKind, MachineProfile, Provenance
 
 Report = Callable[[str, float], None]
@@ -34,11 +34,15 @@ _JOBS = {
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of the probe: the share of the budget it may take, and the code that measures it."""
+    """A part of the probe: the share of the budget it may take, and the code that measures it.
+
+    An `itemised` one says itself what it did not measure when it is cut short.
+    """
 
     name: str
     share: float
     measure: Callable[[float], None]
+    itemised: bool = False
 
 
 def probe_machine(
@@ -125,7 +129,7 @@ class _Probe:
             try:
                 part.measure(left_s * part.share / sum(each.share for each in rest))
             except KeyboardInterrupt:
-                self._skip(rest, "interrupted")
+                self._skip(rest[1:] if part.itemised else rest, "interrupted")
                 return
             except (ProbeError, ImportError) as error:
                 self.findings.missing.append(f"{part.name}: {error}")
@@ -170,7 +174,7 @@ class _Probe:
     def _parts(self) -> list[_Part]:
         """In order of importance; alone on the machine first, then with all devices busy."""
         parts = [
-            _Part("kernels, host and updates", 0.64, self._one_device),
+            _Part("kernels, host and updates", 0.64, self._one_device, itemised=True),
             _Part("first touch", 0.02, self._first_touch),
         ]
         if len(self.devices) > 1:
@@ -202,17 +206,23 @@ class _Probe:
         self._run_jobs(self.devices[0], jobs)
 
     def _run_jobs(self, device: Device, jobs: Sequence[Job]) -> None:
-        seen: set[str] = set()
+        begun: set[str] = set()
+        finished: set[str] = set()
 
         def take(part: str, message: dict[str, Any]) -> None:
-            seen.add(part)
-            self._take(part, message)
+            begun.add(part)
+            if message == FINISHED:
+                finished.add(part)
+            else:
+                self._take(part, message)
 
         try:
             run_jobs(device, jobs, take)
         except (ProbeError, KeyboardInterrupt):
-            unseen = [job.part for job in jobs if job.part not in seen and job.part != "preparing"]
-            self.findings.missing.extend(f"{part}: not reached" for part in unseen)
+            for job in jobs:
+                if job.part not in finished and job.part != "preparing":
+                    how = "cut short" if job.part in begun else "not reached"
+                    self.findings.missing.append(f"{job.part}: {how}")
             raise
 
     def _first_touch(self, budget_s: float) -> None:

@@ -29,14 +29,16 @@ class TrainingRun:
     """What one real training run showed, after its warm-up; tuples are in rank order.
 
     `step_s` is the wall time of the whole timed window over its steps, `step_times_s` each step by
-    itself. `faults_per_step` are page faults, `peak_memory_bytes` the most that one rank held
-    (resident memory, or what torch allocated on an accelerator), `canary_s` a fixed matrix product
-    timed just before. `phases_s` are seconds per step by phase, if asked for.
+    itself. `faults_per_step` are page faults and `kernel_s_per_step` the CPU seconds spent in the
+    operating system, mostly on them; `peak_memory_bytes` is the most that one rank held (resident
+    memory, or what torch allocated on an accelerator), `canary_s` a fixed matrix product timed just
+    before. `phases_s` are seconds per step by phase, if asked for.
     """
 
     step_s: tuple[float, ...]
     step_times_s: tuple[tuple[float, ...], ...]
     faults_per_step: tuple[float, ...]
+    kernel_s_per_step: tuple[float, ...]
     peak_memory_bytes: int
     canary_s: float
     unused_parameters: int = 0
@@ -102,6 +104,7 @@ def train(
         step_s=tuple(rank["step_s"] for rank in ranks),
         step_times_s=tuple(tuple(rank["step_times_s"]) for rank in ranks),
         faults_per_step=tuple(rank["faults_per_step"] for rank in ranks),
+        kernel_s_per_step=tuple(rank["kernel_s_per_step"] for rank in ranks),
         peak_memory_bytes=max(rank["peak_memory_bytes"] for rank in ranks),
         canary_s=statistics.median(rank["canary_s"] for rank in ranks),
         unused_parameters=ranks[0]["unused_parameters"],
@@ -138,7 +141,7 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
     if world_size > 1:
         dist.barrier()
     training.synchronize()
-    faults, start = _page_faults(), time.perf_counter()
+    faults, kernel_s, start = _page_faults(), _kernel_s(), time.perf_counter()
     training.mark("start")
     for _ in range(arguments["steps"]):
         training.step()
@@ -148,6 +151,7 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
         "step_s": step_s,
         "step_times_s": training.step_times_s(),
         "faults_per_step": (_page_faults() - faults) / arguments["steps"],
+        "kernel_s_per_step": (_kernel_s() - kernel_s) / arguments["steps"],
         "peak_memory_bytes": _peak_memory_bytes(arguments["kind"]),
         "canary_s": canary_s,
         "unused_parameters": training.unused_parameters,
@@ -328,6 +332,12 @@ def _page_faults() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _kernel_s() -> float:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_stime
 
 
 def _peak_memory_bytes(kind: str) -> int:

@@ -314,7 +314,8 @@ def convolutional_step() -> Tensor:
     hidden = F.hardswish(norm(F.conv2d(image, leaf(8, 3, 3, 3), padding=1)))
     hidden = F.max_pool2d(F.dropout2d(F.group_norm(hidden, 2), 0.1), 2)
     hidden = torch.cat((F.interpolate(hidden, scale_factor=2.0, mode="bilinear"), image), 1)
-    return F.smooth_l1_loss(F.adaptive_avg_pool2d(F.pad(hidden, (1, 1)), 1), torch.zeros(2, 11, 1, 1))
+    pooled = F.adaptive_avg_pool2d(F.pad(hidden, (1, 1)), 1)
+    return F.smooth_l1_loss(pooled, torch.zeros_like(pooled))
 
 
 def transformer_step() -> Tensor:

@@ -12,6 +12,7 @@ from estimator.errors import ProbeError
 from estimator.probe import machine as machine_module
 from estimator.probe.findings import Findings, with_best_rates
 from estimator.probe.grid import grid_call, tensor
+from estimator.probe.jobs import FINISHED
 from estimator.probe.machine import probe_machine, software_versions
 from estimator.profile import Device, KernelPoint, MachineProfile
 from estimator.tensors import OpCall, TensorSpec
@@ -24,6 +25,7 @@ def cut_short(by: type[BaseException]) -> Callable[..., None]:
 
     def run_jobs(_device: Device, _jobs: Any, on_finding: Callable[[str, Any], None]) -> None:
         on_finding("canary", {"canary_s": 0.004})
+        on_finding("canary", FINISHED)
         on_finding("kernels", dict(POINT))
         raise by("the process died")
 
@@ -37,8 +39,10 @@ def test_interrupted_it_keeps_what_it_has_and_names_the_rest(
     profile = probe_machine(devices=1, kind="cpu")
     assert profile.canary_s == 0.004
     assert [cost.target for cost in profile.kernels] == ["aten.relu.default"]
+    assert "kernels: cut short" in profile.missing
     assert "updates: not reached" in profile.missing
     assert "first touch: interrupted" in profile.missing
+    assert not any(part.startswith("canary") for part in profile.missing)
     assert MachineProfile.from_dict(profile.to_dict()) == profile
 
 

@@ -1,0 +1,82 @@
+"""Count the samples of a batch, and make a batch with twice as many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from estimator.graph.stand_ins import map_tensors
+
+
+def sample_count(batch: Any, dim: int) -> int | None:
+    """The size along `dim` that most inputs share; a list counts as one entry per sample."""
+    sizes = Counter(_sizes(batch, dim))
+    if not sizes:
+        return None
+    samples, times = sizes.most_common(1)[0]
+    return None if times == 1 and len(sizes) > 1 else samples
+
+
+def _sizes(batch: Any, dim: int) -> Iterator[int]:
+    for item in _arguments(batch):
+        if isinstance(item, Tensor):
+            if item.dim() > dim:
+                yield item.shape[dim]
+        elif isinstance(item, Mapping):
+            yield from _sizes(item, dim)
+        elif isinstance(item, (list, tuple)) and item:
+            yield len(item)
+
+
+def _arguments(batch: Any) -> Iterable[Any]:
+    if isinstance(batch, Mapping):
+        return batch.values()
+    return batch if isinstance(batch, (tuple, list)) else (batch,)
+
+
+def with_samples(batch: Any, dim: int, samples: int) -> Any:
+    """The batch with every sample twice."""
+
+    def double(item: Any) -> Any:
+        if isinstance(item, Mapping):
+            return {key: double(value) for key, value in item.items()}
+        if isinstance(item, (list, tuple)):
+            return type(item)((*item, *item)) if len(item) == samples else item
+        if not isinstance(item, Tensor) or item.dim() <= dim or item.shape[dim] != samples:
+            return item
+        if item.device.type == "meta" or item.requires_grad:
+            shape = list(item.shape)
+            shape[dim] *= 2
+            return torch.empty(shape, dtype=item.dtype, device="meta")
+        return torch.cat((item, item), dim=dim)
+
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(double(item) for item in batch)
+    return double(batch)
+
+
+def value_range(tensor: Tensor) -> tuple[int | None, int | None]:
+    """The smallest and largest value of an integer tensor, None of any other."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.device.type == "meta":
+        return None, None
+    if tensor.dtype == torch.bool or not tensor.numel():
+        return None, None
+    low, high = tensor.aminmax()
+    return int(low), int(high)
+
+
+def tokens_per_sample(batch: Any, samples: int | None) -> int | None:
+    """The length of the first integer input of shape (samples, length)."""
+    found: list[int] = []
+
+    def look(_path: str, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 2 and tensor.shape[0] == samples and tensor.dtype == torch.int64:
+            found.append(tensor.shape[1])
+        return tensor
+
+    map_tensors(batch, look)
+    return found[0] if found else None
