@@ -133,9 +133,7 @@ def estimate_graph(
         raise WorkloadError(f"accumulation steps must be at least 1, found {accumulation_steps}")
     wanted = _batch_per_gpu(graph, parsed.ranks, batch_per_gpu, global_batch, accumulation_steps)
     bound = graph.at(wanted)
-    coefficients = (
-        calibration.coefficients_for(graph.name, parsed) if calibration else UNCALIBRATED
-    )
+    coefficients = calibration.coefficients_for(graph.name, parsed) if calibration else UNCALIBRATED
     parts = simulate_step(
         bound,
         machine,

@@ -272,6 +272,9 @@ class MemoryCost:
 class UpdateCost:
     """Optimizer step: launch_s + tensors · per_tensor_s + parameters · per_parameter_s.
 
+    `per_idle_parameter_s` comes on top for a parameter whose gradient has always been zero, as in
+    rows of an embedding that no batch has picked: some CPUs take the square root of zero slowly.
+
     `form` is how torch runs it: ``loop`` (one tensor at a time), ``foreach`` or ``fused``.
     `zero_grad` costs are part of the step's host cost.
     """
@@ -283,18 +286,22 @@ class UpdateCost:
     launch_s: float
     per_tensor_s: float
     per_parameter_s: float
+    per_idle_parameter_s: float = 0.0
     points: tuple[tuple[float, float, float], ...] = ()
     provenance: Provenance
 
     def __post_init__(self) -> None:
-        _check_not_negative(self, "launch_s", "per_tensor_s", "per_parameter_s")
+        _check_not_negative(
+            self, "launch_s", "per_tensor_s", "per_parameter_s", "per_idle_parameter_s"
+        )
         for tensors, parameters, seconds in self.points:
             if not (tensors > 0 and parameters > 0 and seconds > 0):
                 raise ValueError("UpdateCost.points must be (tensors, parameters, seconds) > 0")
 
-    def update_time_s(self, *, tensors: int, parameters: int) -> float:
-        """Seconds for one optimizer step over `tensors` tensors of `parameters` elements in all."""
-        return self.launch_s + tensors * self.per_tensor_s + parameters * self.per_parameter_s
+    def update_time_s(self, *, tensors: int, parameters: int, idle: float = 0.0) -> float:
+        """Seconds for a step over `tensors` tensors of `parameters` elements, `idle` of them idle."""
+        busy_s = self.launch_s + tensors * self.per_tensor_s + parameters * self.per_parameter_s
+        return busy_s + idle * self.per_idle_parameter_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

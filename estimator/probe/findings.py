@@ -92,6 +92,8 @@ class Findings:
             return
         points = [(float(t), float(p), float(s)) for t, p, s in message["points"]]
         launch_s, per_tensor_s, per_parameter_s, relative_error = fit_update(points)
+        tensors, parameters, idle_s = message["zero_point"]
+        busy_s = next(s for t, p, s in points if (t, p) == (tensors, parameters))
         self.updates.append(
             UpdateCost(
                 optimizer=message["optimizer"],
@@ -100,6 +102,7 @@ class Findings:
                 launch_s=launch_s,
                 per_tensor_s=per_tensor_s,
                 per_parameter_s=per_parameter_s,
+                per_idle_parameter_s=max(0.0, idle_s - busy_s) / parameters,
                 points=tuple(points),
                 provenance=Provenance(
                     source="measured",

@@ -39,7 +39,14 @@ def lookups() -> list[GridCall]:
                 index_high=height,
                 counting=(2,),
             )
-            calls.append(bags)
+            bags_backward = grid_call(
+                "_embedding_bag_backward.default",
+                *(rows, picked, indices(count), indices(0), indices(count), indices(count)),
+                *(height, False, 0, False, None),
+                index_high=height,
+                counting=(2,),
+            )
+            calls += [bags, bags_backward]
     return calls
 
 

@@ -220,6 +220,9 @@ def softmaxes() -> list[GridCall]:
                 grid_call(f"{name}.default", x, -1, False),
                 grid_call(f"{name}_backward_data.default", x, x, -1, "torch.float32"),
             ]
+    for batch, heads, rows in ((4, 6, 100), (60, 3, 50), (2, 10, 400)):
+        scores = tensor(batch, heads, rows, rows)
+        calls.append(grid_call("_safe_softmax.default", scores, -1))
     return calls
 
 

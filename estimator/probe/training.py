@@ -68,8 +68,9 @@ def train(
     """Train `model` (MODEL text) on `devices`, one fresh process each, DDP if there are several.
 
     A step is zero_grad, forward, loss, backward, update, with the inputs already there; ranks wait
-    for each other before the timed window, not before each step. Raises TrainingError if a rank
-    fails, dies or hangs, ModelError if the model cannot be loaded.
+    for each other before the timed window, not before each step. On glibc a rank keeps the memory
+    it frees (as the probe does, and unlike the default allocator settings of a plain script).
+    Raises TrainingError if a rank fails, dies or hangs, ModelError if the model cannot be loaded.
     """
     if steps < 1 or warmup_steps < 0 or accumulation_steps < 1:
         raise TrainingError(

@@ -11,8 +11,10 @@ from estimator.probe.backend import Backend
 from estimator.probe.jobs import Emit
 from estimator.profile import DeviceKind
 
-# (tensors, parameters in each): the step's entry, many tensors, in cache, far beyond any cache.
-_SETS = ((1, 64), (100, 64), (100, 10_000), (16, 40_000), (4, 1_000_000), (12, 2_000_000))
+# (tensors, parameters in each): the step's entry, many tensors, then sets whose state is far beyond
+# any cache, as that of a model which has run forward and backward in between.
+_SETS = ((1, 64), (100, 64), (100, 60_000), (30, 200_000), (6, 1_000_000), (10, 2_000_000))
+_ZERO_SET = (6, 1_000_000)
 _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {"lr": 1e-4}),
     "sgd": ("SGD", {"lr": 1e-4}),
@@ -47,7 +49,16 @@ def measure_updates(
         except RuntimeError as error:  # a form that this build lacks on this device
             skipped.append(f"{optimizer} ({form}): {str(error).splitlines()[0]}")
             continue
-        emit({"optimizer": optimizer, "form": form, "device": backend.kind, "points": points})
+        zero_s = _step_s(backend, optimizer, form, *_ZERO_SET, gradient=0.0)
+        emit(
+            {
+                "optimizer": optimizer,
+                "form": form,
+                "device": backend.kind,
+                "points": points,
+                "zero_point": (_ZERO_SET[0], _ZERO_SET[0] * _ZERO_SET[1], zero_s),
+            }
+        )
     emit({"skipped": skipped})
 
 
@@ -65,7 +76,15 @@ def _points(
         yield tensors, tensors * elements, _step_s(backend, optimizer, form, tensors, elements)
 
 
-def _step_s(backend: Backend, optimizer: str, form: str, tensors: int, elements: int) -> float:
+def _step_s(
+    backend: Backend,
+    optimizer: str,
+    form: str,
+    tensors: int,
+    elements: int,
+    *,
+    gradient: float = 0.01,
+) -> float:
     """Median seconds of optimizer.step(), host and device together."""
     import torch
 
@@ -74,7 +93,7 @@ def _step_s(backend: Backend, optimizer: str, form: str, tensors: int, elements:
         for _ in range(tensors)
     ]
     for weight in weights:
-        weight.grad = torch.full_like(weight, 0.01)
+        weight.grad = torch.full_like(weight, gradient)
     name, options = _OPTIMIZERS[optimizer]
     stepper = getattr(torch.optim, name)(weights, **options, **_FORMS[form])
     seconds: list[float] = []

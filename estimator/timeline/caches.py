@@ -10,21 +10,24 @@ from numpy.typing import NDArray
 from estimator.graph.memory import Storage, storages
 from estimator.graph.ops import BoundGraph
 
+# Convolutions, fused attention and recurrent layers work through blocked copies of their own, in
+# memory as cold as that of any new tensor.
+_WITH_SCRATCH = ("aten.convolution", "aten._scaled_dot_product", "aten.mkldnn_rnn")
+
 
 def cold_ratios(bound: BoundGraph, cache_bytes: float) -> NDArray[np.float64]:
     """For each op, the share (0–1) of the bytes it touches that must come from main memory.
 
     A least-recently-used cache of `cache_bytes`: an input is cold once the ops since its last use
     have touched more than the cache holds (Mattson et al. 1970, stack distance, approximated by
-    the bytes touched). An output is cold if it lives long: memory that a long-lived tensor gets was
-    freed long ago; a short-lived one reuses memory freed just before.
+    the bytes touched). The memory that a new tensor gets was last used up to a step ago.
     """
     graph = bound.graph
-    if cache_bytes <= 0:
+    if cache_bytes <= 0 or not graph.ops:
         return np.zeros(len(graph.ops))
-    found = storages(graph)
-    size, root, touched = _touches(bound, found)
-    total = float(touched[-1]) if len(touched) else 0.0
+    size, root, touched = _touches(bound, storages(graph))
+    total = float(touched[-1])
+    new_is_cold = _evicted(total, cache_bytes)
     last_touch: dict[int, float] = {}
     cold = np.zeros(len(graph.ops))
     for index, op in enumerate(graph.ops):
@@ -41,11 +44,10 @@ def cold_ratios(bound: BoundGraph, cache_bytes: float) -> NDArray[np.float64]:
         for storage in {root[value] for value in op.outputs}:
             moved += size[storage]
             if storage not in last_touch:
-                cold_bytes += size[storage] * _evicted(
-                    _life_bytes(found[storage], touched), cache_bytes
-                )
+                cold_bytes += size[storage] * new_is_cold
             last_touch[storage] = now
-        cold[index] = cold_bytes / moved if moved else 0.0
+        has_scratch = op.call.target.startswith(_WITH_SCRATCH)
+        cold[index] = new_is_cold if has_scratch else cold_bytes / moved if moved else 0.0
     return cold
 
 
@@ -71,10 +73,3 @@ def _touches(
             storages_touched = {root[value] for value in (*op.inputs, *op.outputs)}
             per_op[index + 1] = sum(size[storage] for storage in storages_touched)
     return size, root, np.cumsum(per_op)
-
-
-def _life_bytes(storage: Storage, touched: NDArray[np.float64]) -> float:
-    """Bytes touched between the birth and the death of a storage."""
-    last = len(touched) - 1
-    born, dies = min(storage.born + 1, last), min(storage.dies, last)
-    return float(touched[dies] - touched[max(born, 0)])

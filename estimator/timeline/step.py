@@ -33,6 +33,7 @@ Array = NDArray[np.float64]
 # ProcessGroupNCCL runs one stream per communicator.
 BACKEND_SLOTS = {"gloo": 2, "nccl": 1}
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_TABLE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_backward")
 UPDATE_FORMS = {"cpu": "loop", "cuda": "foreach"}
 
 
@@ -93,7 +94,7 @@ def simulate_step(
     durations = op_durations(bound, profile, devices_busy=ranks)
     buckets = gradient_buckets(bound, strategy) if ranks > 1 else ()
     model = _all_reduce(profile, ranks) if ranks > 1 else None
-    lane = _lane(bound, profile, durations, buckets, strategy, accumulation_steps, coefficients)
+    lane = _lane(bound, profile, durations, buckets, ranks, accumulation_steps, coefficients)
     ratio = coefficients.communication_ratio
     collective_s = [model.time_s(bucket.size_bytes) * ratio for bucket in buckets] if model else []
     flow = simulate(
@@ -143,16 +144,16 @@ def _lane(
     profile: MachineProfile,
     durations: Durations,
     buckets: tuple[Bucket, ...],
-    strategy: Strategy,
+    ranks: int,
     accumulation_steps: int,
     coefficients: Coefficients,
 ) -> _Lane:
     ratio = coefficients.compute_ratio
     device_s, host_s = durations.device_s * ratio, durations.host_s * ratio
-    ranks_busy = 2 if buckets else 1
+
     copies = np.zeros(len(device_s))
     for bucket in buckets:
-        copies[bucket.ready_after] += _copy_s(profile, bucket.size_bytes, ranks_busy)
+        copies[bucket.ready_after] += _copy_s(profile, bucket.size_bytes, ranks)
         assert profile.host is not None
         host_s = host_s.copy()
         host_s[bucket.ready_after] += (
@@ -168,7 +169,7 @@ def _lane(
     end = join(all_host, all_device + all_copies)
     offset = (accumulation_steps - 1) * len(device_s)
     ready = np.array([end[offset + bucket.ready_after] for bucket in buckets])
-    accumulate_s = (accumulation_steps - 1) * _accumulate_s(bound, profile, ranks_busy)
+    accumulate_s = (accumulation_steps - 1) * _accumulate_s(bound, profile, ranks)
     total = (float(end[-1]) if len(end) else 0.0) + accumulate_s
     return _Lane(
         start_s=end - all_device - all_copies,
@@ -255,7 +256,9 @@ def _update_s(bound: BoundGraph, profile: MachineProfile, ranks: int) -> tuple[f
     trained = [p for p in graph.parameters if p.gradient is not None]
     cost = _update_cost(profile, graph.optimizer, UPDATE_FORMS[graph.target], graph.target)
     seconds = cost.update_time_s(
-        tensors=len(trained), parameters=sum(p.spec.numel for p in trained)
+        tensors=len(trained),
+        parameters=sum(p.spec.numel for p in trained),
+        idle=_idle_parameters(bound),
     )
     moved = sum(p.spec.nbytes for p in trained)
     error = cost.provenance.relative_error
@@ -263,6 +266,21 @@ def _update_s(bound: BoundGraph, profile: MachineProfile, ranks: int) -> tuple[f
         seconds * slowdown_ratio(profile, "update", ranks, float(moved)),
         0.2 if error is None else error,
     )
+
+
+def _idle_parameters(bound: BoundGraph) -> float:
+    """Elements of embedding tables in rows that a batch of uniformly drawn indices never picks."""
+    made_by = {value: index for index, op in enumerate(bound.graph.ops) for value in op.outputs}
+    idle = 0.0
+    for parameter in bound.graph.parameters:
+        if parameter.gradient not in made_by:
+            continue
+        call = bound.calls[made_by[parameter.gradient]]
+        if call.target.split(".")[1] not in _TABLE_GRADIENTS:
+            continue
+        rows, picks = parameter.spec.shape[0], call.inputs[1].numel
+        idle += parameter.spec.numel * (1.0 - 1.0 / rows) ** picks
+    return idle
 
 
 def _update_cost(profile: MachineProfile, optimizer: str, form: str, kind: str) -> UpdateCost:
