@@ -151,6 +151,10 @@ def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
                 "traced_ratio": len(traced) / len(trainable),
                 "batch_free": sum(bool(case["batch_free"]) for case in traced),
                 "no_training_head": len(mine) - len(trainable),
+                # transformers itself cannot build these from their default configuration.
+                "cannot_be_built": sum(
+                    "cannot be built" in case.get("reason", "") for case in trainable
+                ),
                 "failures": Counter(
                     case["reason"][:160] for case in trainable if case["status"] != "ok"
                 ),
@@ -164,7 +168,8 @@ def print_summary(cases: list[dict[str, Any]]) -> None:
         print(
             f"{suite}: traced {told['traced']} of {told['models']} "
             f"({100 * told['traced_ratio']:.1f} %), {told['batch_free']} at every batch size; "
-            f"{told['no_training_head']} without a training head left out"
+            f"{told['no_training_head']} without a training head left out; "
+            f"{told['cannot_be_built']} of the failures cannot be built by transformers itself"
         )
     for case in cases:
         if case["status"] == "failed":

@@ -21,7 +21,6 @@ aten = torch.ops.aten
 
 # Larger tensors are not worth replaying: no model branches on the values of activations.
 MOST_ELEMENTS = 1 << 22
-MOST_FLOATS = 1 << 16
 
 _DRAWN = "random decisions of the model (dropped layers, masked spans) are drawn once"
 
@@ -78,15 +77,13 @@ class KnownValues:
 
     def hold(self, real: Tensor) -> None:
         """Know a real tensor, which the caller keeps alive; it is not marked."""
-        most = MOST_FLOATS if real.is_floating_point() else MOST_ELEMENTS
-        if type(real) is Tensor and real.device.type != "meta" and real.numel() <= most:
+        if type(real) is Tensor and real.device.type != "meta" and real.numel() <= MOST_ELEMENTS:
             known = self._held[id(real)] = Known(book=self, assumption=None)
             self._steps.append(_Step(lambda: real.detach().cpu().clone(), [(0, known)]))
 
     def give(self, tensor: Tensor, real: Tensor) -> None:
         """Know that a stand-in has the value of a real tensor, if that is worth knowing."""
-        most = MOST_FLOATS if real.is_floating_point() else MOST_ELEMENTS
-        if real.device.type != "meta" and real.numel() <= most:
+        if real.device.type != "meta" and real.numel() <= MOST_ELEMENTS:
             self._note(lambda: real.detach().cpu().clone(), [(0, tensor, None)], None)
 
     def assume(self, tensor: Tensor, make: Callable[[], Tensor], assumption: str) -> None:

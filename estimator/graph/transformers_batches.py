@@ -73,6 +73,9 @@ class _Maker:
         always: tuple[str, ...] = by_head.get(self.head, ())
         if main != "input_ids" and self.head in ("ImageTextToText", "CausalLM"):
             always += ("input_ids",)
+        if self.config.model_type == "git":
+            # Its loss skips the image's tokens, whether or not there is an image.
+            always += ("pixel_values",)
         always += ("bbox", "return_loss", "visual_feats", "visual_pos", "input_mask")
         if main == "input_ids":
             always += ("visual_embeds",)

@@ -180,13 +180,15 @@ def _cold_s(
     """
     repeats = _repeats(warm_s, _COLD_S)
     sets = None
+    has_scratch = grid_call.call.target.startswith(_WITH_SCRATCH)
+    if has_scratch:
+        repeats = _LEAST_REPEATS
     if not source.is_cheap(grid_call):
         repeats = min(repeats, _MOST_SETS)
         sets = [arguments() for _ in range(repeats)]
     kept: deque[Any] = deque(_empty_like(outputs, backend) for _ in range(repeats + _SPARE_OUTPUTS))
     ready: list[tuple[list[Any], dict[str, Any]]] = [([], {})]
 
-    has_scratch = grid_call.call.target.startswith(_WITH_SCRATCH)
 
     def before(number: int) -> None:
         if has_scratch:

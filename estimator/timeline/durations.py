@@ -197,6 +197,9 @@ def _host_seconds(bound: BoundGraph, host: HostCost) -> Array:
         ("backward", True): 0.5 * host.forward_view_s,
     }
     per_op = np.array([seconds[op.phase, op.is_view] for op in graph.ops])
+    for parameter in graph.parameters:
+        if parameter.ready_after is not None:  # autograd hands the gradient to the parameter
+            per_op[parameter.ready_after] += host.backward_op_s
     if len(per_op):
         per_op[0] += host.step_s + graph.module_calls * host.module_call_s
     return per_op
