@@ -34,8 +34,10 @@ _WITH_SCRATCH = ("aten.convolution", "aten._scaled_dot_product", "aten.mkldnn_rn
 _MOST_SETS = 6
 # Outputs kept beyond the repeats, for the calls that only warm up.
 _SPARE_OUTPUTS = 4
+# The ring of outputs stays within memory that was touched when the process began.
+_RING_BYTES = 192 << 20
 _CANARY_SIDE = 512
-_TOUCHED_BYTES = 704 << 20
+_TOUCHED_BYTES = 896 << 20
 
 
 def prepare(backend: Backend, emit: Emit, *, budget_s: float) -> None:
@@ -182,11 +184,13 @@ def _cold_s(
     sets = None
     has_scratch = grid_call.call.target.startswith(_WITH_SCRATCH)
     if has_scratch:
-        repeats = _LEAST_REPEATS
+        repeats = _FEW_REPEATS
+    written = max(1, sum(spec.storage_bytes for spec in outputs))
+    repeats = max(_FEW_REPEATS, min(repeats, _RING_BYTES // written - _SPARE_OUTPUTS))
     if not source.is_cheap(grid_call):
         repeats = min(repeats, _MOST_SETS)
         sets = [arguments() for _ in range(repeats)]
-    kept: deque[Any] = deque(_empty_like(outputs, backend) for _ in range(repeats + _SPARE_OUTPUTS))
+    kept: deque[Any] = deque(_touched_like(outputs, backend) for _ in range(repeats + _SPARE_OUTPUTS))
     ready: list[tuple[list[Any], dict[str, Any]]] = [([], {})]
 
 
@@ -205,13 +209,14 @@ def _cold_s(
     return statistics.median(backend.time_calls(call, repeats=repeats, before=before))
 
 
-def _empty_like(specs: list[TensorSpec], backend: Backend) -> list[Any]:
+def _touched_like(specs: list[TensorSpec], backend: Backend) -> list[Any]:
     import torch
 
     from estimator.probe.calls import torch_dtype
 
+    # Written once, or the first call to get this memory would pay for fresh pages.
     return [
-        torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=backend.device)
+        torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=backend.device)
         for spec in specs
     ]
 
