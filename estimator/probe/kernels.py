@@ -190,9 +190,9 @@ def _cold_s(
     if not source.is_cheap(grid_call):
         repeats = min(repeats, _MOST_SETS)
         sets = [arguments() for _ in range(repeats)]
-    kept: deque[Any] = deque(_touched_like(outputs, backend) for _ in range(repeats + _SPARE_OUTPUTS))
+    ring = repeats + _SPARE_OUTPUTS
+    kept: deque[Any] = deque(_touched_like(outputs, backend) for _ in range(ring))
     ready: list[tuple[list[Any], dict[str, Any]]] = [([], {})]
-
 
     def before(number: int) -> None:
         if has_scratch:
