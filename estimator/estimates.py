@@ -28,6 +28,7 @@ _MODEL_ERROR = 0.05
 # How far the exposed part of an all-reduce is off: two threads, one core and a scheduler between.
 _OVERLAP_ERROR = 0.3
 _NOT_FIT_MARGIN_RATIO = 0.05
+_MOST_NAMED_OPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,17 +348,23 @@ def _assumptions(
     for index, op in enumerate(graph.ops):
         if parts.durations.sources[index] == "assumed":
             assumed[op.call.target] += float(parts.durations.device_s[index])
-    for target, seconds in sorted(assumed.items(), key=lambda item: -item[1]):
+    worst = sorted(assumed.items(), key=lambda item: -item[1])
+    for target, seconds in worst[:_MOST_NAMED_OPS]:
         found.append(
-            f"{target} has no cost formula: charged as a copy of its bytes, "
+            f"{target} has no cost formula or probed relative: charged as a copy of its bytes, "
             f"{format_ratio(seconds / total)} of the kernel time"
+        )
+    if rest := worst[_MOST_NAMED_OPS:]:
+        share = sum(seconds for _, seconds in rest) / total
+        found.append(
+            f"{len(rest)} more operators likewise, {format_ratio(share)} of the kernel time"
         )
     device = machine.devices[0]
     if device.kind == "cpu":
         cores = len(device.cores)
         plural = "s" if cores > 1 else ""
         found.append(f"a device is {cores} CPU core{plural}, pinned, with as many threads")
-        found.append(_memory_assumption(machine, parts))
+        found.append(_memory_assumption(machine))
     if ranks > 1 and not machine.overlaps:
         found.append("communication is assumed to overlap compute perfectly: not probed")
     if graph.timings and bound.batch != graph.batch:
@@ -366,8 +373,7 @@ def _assumptions(
     return tuple(found)
 
 
-def _memory_assumption(machine: MachineProfile, parts: StepParts) -> str:
-    del parts
+def _memory_assumption(machine: MachineProfile) -> str:
     text = "the process keeps freed memory (MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_ high)"
     touch = machine.memory.first_touch_s_per_byte if machine.memory else 0.0
     if not touch:

@@ -41,7 +41,9 @@ _SAME_TENSOR = frozenset(
     }
 )
 # Shares its input's storage although its schema does not say so.
-_HIDDEN_VIEWS = frozenset({aten._unsafe_view.default})
+_HIDDEN_VIEWS = frozenset(
+    {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default}
+)
 
 
 class RecordedValue(NamedTuple):
@@ -335,16 +337,21 @@ def _read_traits(func: Any) -> _Traits:
         return _Traits(shared=(0,), written=(), is_view=True)
     owners: dict[str, str | int] = {}
     written: list[str | int] = []
+    list_owner: str | int | None = None
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None:
             where = argument.name if argument.kwarg_only else position
             owners.update(dict.fromkeys(argument.alias_info.before_set, where))
+            # A list of views of one argument, as split gives: ``Tensor(a -> *) self``.
+            if "*" in argument.alias_info.after_set and not argument.alias_info.is_write:
+                list_owner = where
             if argument.alias_info.is_write:
                 written.append(where)
     shared: list[str | int | None] = []
     for returned in func._schema.returns:
         names = returned.alias_info.before_set if returned.alias_info is not None else ()
-        shared.append(next((owners[name] for name in names if name in owners), None))
+        of_list = list_owner if returned.alias_info is not None and not names else None
+        shared.append(next((owners[name] for name in names if name in owners), of_list))
     is_view = not written and any(where is not None for where in shared)
     return _Traits(shared=tuple(shared), written=tuple(written), is_view=is_view)
 

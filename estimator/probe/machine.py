@@ -22,6 +22,8 @@ Report = Callable[[str, float], None]
 
 # How many times the budget a thorough probe takes.
 THOROUGH_FACTOR = 5.0
+# Of the budget, what is planned for measuring; processes take the rest to start and end.
+_PLANNED_RATIO = 0.95
 _JOBS = {
     "preparing": ("kernels:prepare", 0.02),
     "canary": ("kernels:measure_canary", 0.01),
@@ -120,7 +122,7 @@ class _Probe:
         """Measure part after part; each gets its share of the time that is left."""
         parts = self._parts()
         for number, part in enumerate(parts):
-            left_s = self.budget_s - self._used_s()
+            left_s = _PLANNED_RATIO * self.budget_s - self._used_s()
             rest = parts[number:]
             if left_s <= 0:
                 self._skip(rest, "the budget was over")

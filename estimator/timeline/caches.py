@@ -35,13 +35,14 @@ def cold_ratios(bound: BoundGraph, cache_bytes: float) -> NDArray[np.float64]:
             continue
         now = float(touched[index])
         moved = cold_bytes = 0.0
-        for storage in {root[value] for value in op.inputs}:
+        read = {root[value] for value in op.inputs}
+        for storage in read:
             # First use in the step: parameters, buffers and inputs were last used a step ago.
             distance = now - last_touch.get(storage, now - total)
             moved += size[storage]
             cold_bytes += size[storage] * _evicted(distance + size[storage], cache_bytes)
             last_touch[storage] = now
-        for storage in {root[value] for value in op.outputs}:
+        for storage in {root[value] for value in op.outputs} - read:
             moved += size[storage]
             if storage not in last_touch:
                 cold_bytes += size[storage] * new_is_cold

@@ -139,9 +139,13 @@ class _Timer:
         tensors = (*call.inputs, *call.outputs)
         elements = max(sum(spec.storage_bytes for spec in tensors) // 8, 1)
         spec = TensorSpec((elements,))
-        copy = OpCall("aten.clone.default", (spec,), (), (spec,))
-        prediction = self.predict(copy)
-        return self.blend(prediction, cold) if prediction else 0.0
+        prediction = self.predict(OpCall("aten.clone.default", (spec,), (), (spec,)))
+        if prediction is None:
+            raise ProfileError(
+                f"profile '{self.profile.name}' has no times for {call.target} nor for copies; run "
+                "'estimator probe' with a larger --budget"
+            )
+        return self.blend(prediction, cold)
 
     def slowdown(self, call: OpCall) -> float:
         """How much slower the call runs because other devices of the machine are busy too."""

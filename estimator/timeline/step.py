@@ -103,7 +103,7 @@ def simulate_step(
         slots=BACKEND_SLOTS[BACKENDS[bound.graph.target]],
         overlap=_overlap(profile, ranks),
     )
-    sync_s = _buffer_broadcast_s(bound, profile, ranks, accumulation_steps) * ratio
+    sync_s = _buffer_broadcast_s(bound, profile, ranks) * ratio
     update_s, update_error = _update_s(bound, profile, ranks)
     update_s *= coefficients.update_ratio
     copy_back_s = _copy_back_s(bound, profile, buckets, strategy, ranks)
@@ -150,35 +150,39 @@ def _lane(
 ) -> _Lane:
     ratio = coefficients.compute_ratio
     device_s, host_s = durations.device_s * ratio, durations.host_s * ratio
-
-    copies = np.zeros(len(device_s))
-    for bucket in buckets:
-        copies[bucket.ready_after] += _copy_s(profile, bucket.size_bytes, ranks)
-        assert profile.host is not None
-        host_s = host_s.copy()
-        host_s[bucket.ready_after] += (
-            profile.host.ddp_bucket_s + bucket.tensors * profile.host.backward_op_s
-        )
-    if buckets and profile.host is not None:
-        host_s[0] += profile.host.ddp_step_s
-    repeats = [device_s] * accumulation_steps
-    all_device = np.concatenate(repeats)
-    all_host = np.concatenate([host_s] * accumulation_steps)
-    all_copies = np.concatenate([np.zeros(len(copies))] * (accumulation_steps - 1) + [copies])
+    copies_s, merging_s = _ddp_costs(bound, profile, buckets, ranks)
+    # Only the last micro-batch merges gradients.
+    before = accumulation_steps - 1
+    all_device = np.concatenate([device_s] * before + [device_s + copies_s])
+    all_host = np.concatenate([host_s] * before + [host_s + merging_s])
     join = one_lane if bound.graph.target == "cpu" else two_lanes
-    end = join(all_host, all_device + all_copies)
-    offset = (accumulation_steps - 1) * len(device_s)
+    end = join(all_host, all_device)
+    offset = before * len(device_s)
     ready = np.array([end[offset + bucket.ready_after] for bucket in buckets])
-    accumulate_s = (accumulation_steps - 1) * _accumulate_s(bound, profile, ranks)
-    total = (float(end[-1]) if len(end) else 0.0) + accumulate_s
+    accumulate_s = before * _accumulate_s(bound, profile, ranks)
     return _Lane(
-        start_s=end - all_device - all_copies,
+        start_s=end - all_device,
         end_s=end,
         ready_s=ready + accumulate_s,
-        total_s=total,
+        total_s=(float(end[-1]) if len(end) else 0.0) + accumulate_s,
         kernels_s=device_s,
-        copies_s=float(copies.sum()) + accumulate_s,
+        copies_s=float(copies_s.sum()) + accumulate_s,
     )
+
+
+def _ddp_costs(
+    bound: BoundGraph, profile: MachineProfile, buckets: tuple[Bucket, ...], ranks: int
+) -> tuple[Array, Array]:
+    """Seconds that DDP adds to each op: copies into buckets, and its own host work."""
+    copies_s, host_s = np.zeros(len(bound.calls)), np.zeros(len(bound.calls))
+    host = profile.host
+    if not buckets or host is None:
+        return copies_s, host_s
+    host_s[0] = host.ddp_step_s
+    for bucket in buckets:
+        copies_s[bucket.ready_after] += _copy_s(profile, bucket.size_bytes, ranks)
+        host_s[bucket.ready_after] += host.ddp_bucket_s + bucket.tensors * host.backward_op_s
+    return copies_s, host_s
 
 
 def _compute_parts(
@@ -194,8 +198,7 @@ def _compute_parts(
 def _stream_s(profile: MachineProfile, target: str, elements: int, busy: int) -> float:
     """Seconds of one elementwise pass over cold float32 memory, with `busy` devices busy."""
     spec = TensorSpec((max(elements, 1),))
-    inputs = (spec, spec) if target != "aten.mul.Scalar" else (spec, 0.5)
-    prediction = kernel_fits(profile).predict(OpCall(target, inputs, (), (spec,)))
+    prediction = kernel_fits(profile).predict(OpCall(target, (spec, spec), (), (spec,)))
     if prediction is None:
         return 0.0
     return prediction.cold_s * slowdown_ratio(profile, "memory", busy, 8.0 * elements)
@@ -225,9 +228,7 @@ def _copy_back_s(
     return sum(_copy_s(profile, bucket.size_bytes, ranks) for bucket in buckets)
 
 
-def _buffer_broadcast_s(
-    bound: BoundGraph, profile: MachineProfile, ranks: int, accumulation_steps: int
-) -> float:
+def _buffer_broadcast_s(bound: BoundGraph, profile: MachineProfile, ranks: int) -> float:
     """DDP broadcasts the buffers of rank 0 before a forward pass that will synchronise."""
     if ranks <= 1 or not bound.graph.buffer_bytes:
         return 0.0

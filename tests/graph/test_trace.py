@@ -412,3 +412,19 @@ def test_under_autocast_cuda_normalises_in_float32_and_the_cpu_does_not() -> Non
     assert (on_cpu["addmm"], on_cuda["addmm"]) == ("bfloat16", "bfloat16")
     assert (on_cpu["native_layer_norm"], on_cuda["native_layer_norm"]) == ("bfloat16", "float32")
     assert on_cuda["_softmax"] == "float32"
+
+
+def test_the_pieces_of_a_split_are_views_of_what_was_split() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            left, right = self.layer(x).split(4, dim=-1)
+            return left * right
+
+    graph = trace_graph(Halves(), torch.randn(3, 4))
+    split = next(op for op in graph.ops if op.call.target == "aten.split.Tensor")
+    assert split.is_view
+    assert [graph.values[value].base for value in split.outputs] == [split.inputs[0]] * 2

@@ -1,0 +1,58 @@
+"""Collective costs from measured points."""
+
+from __future__ import annotations
+
+import pytest
+
+from estimator.profile import CollectiveCost, Device, MachineProfile, Provenance
+from estimator.timeline.collectives import collective_model, monotone
+
+MEASURED = Provenance(source="measured", relative_error=0.05)
+
+
+def _profile(*points: tuple[float, float]) -> MachineProfile:
+    cost = CollectiveCost(
+        op="all_reduce",
+        backend="gloo",
+        group_size=2,
+        points=points,
+        latency_s=1e-4,
+        bandwidth_bytes_per_s=1e9,
+        provenance=MEASURED,
+    )
+    device = Device(kind="cpu", index=0, name="c", memory_bytes=1 << 30)
+    return MachineProfile(name="m", devices=(device,), collectives=(cost,), provenance=MEASURED)
+
+
+def test_a_measured_size_takes_what_was_measured() -> None:
+    model = collective_model(_profile((1e3, 1e-4), (1e6, 1e-3)), "all_reduce", 2)
+    assert model is not None
+    assert model.time_s(1e6) == pytest.approx(1e-3)
+
+
+def test_between_sizes_time_is_interpolated_on_logarithms() -> None:
+    model = collective_model(_profile((1e4, 1e-4), (1e6, 1e-2)), "all_reduce", 2)
+    assert model is not None
+    assert model.time_s(1e5) == pytest.approx(1e-3)
+
+
+def test_beyond_the_largest_size_time_grows_in_proportion() -> None:
+    model = collective_model(_profile((1e6, 1e-3), (1e7, 1e-2)), "all_reduce", 2)
+    assert model is not None
+    assert model.time_s(4e7) == pytest.approx(4e-2)
+
+
+def test_a_larger_message_never_takes_less_time() -> None:
+    assert monotone([(4, 2.0), (1, 3.0), (8, 5.0)]) == ((1, 3.0), (4, 3.0), (8, 5.0))
+
+
+def test_an_unmeasured_group_is_scaled_as_a_ring() -> None:
+    # 2 → 4 ranks: bytes on the wire 1 → 1.5 buffers, rounds of latency 2 → 6.
+    model = collective_model(_profile((1e8, 0.1001)), "all_reduce", 4)
+    assert model is not None
+    assert model.source == "fitted"
+    assert model.time_s(1e8) == pytest.approx(6 / 2 * 1e-4 + 0.1 * 1.5)
+
+
+def test_what_was_never_measured_has_no_cost() -> None:
+    assert collective_model(_profile((1e6, 1e-3)), "broadcast", 2) is None

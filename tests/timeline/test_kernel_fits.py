@@ -1,0 +1,96 @@
+"""Kernel fits recover known machines and tell algorithms apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from estimator.graph.costs import features_of
+from estimator.profile import Device, KernelCost, KernelPoint, MachineProfile, Provenance
+from estimator.tensors import OpCall, TensorSpec
+from estimator.timeline.kernel_fits import KernelFits, nonnegative_fit, variant
+
+MEASURED = Provenance(source="measured")
+
+
+def _mm(rows: int, inner: int, columns: int) -> OpCall:
+    return OpCall(
+        "aten.mm.default",
+        (TensorSpec((rows, inner)), TensorSpec((inner, columns))),
+        (),
+        (TensorSpec((rows, columns)),),
+    )
+
+
+def _pointwise(batch: int, channels: int, filters: int, side: int) -> OpCall:
+    return OpCall(
+        "aten.convolution.default",
+        (
+            TensorSpec((batch, channels, side, side)),
+            TensorSpec((filters, channels, 1, 1)),
+            None,
+            (1, 1),
+            (0, 0),
+            (1, 1),
+            False,
+            (0, 0),
+            1,
+        ),
+        (),
+        (TensorSpec((batch, filters, side, side)),),
+    )
+
+
+def _profile(calls: list[tuple[OpCall, float]]) -> MachineProfile:
+    points = tuple(KernelPoint(call=call.encode(), warm_s=s, cold_s=2 * s) for call, s in calls)
+    kernel = KernelCost(
+        target="aten.mm.default", dtype="float32", points=points, provenance=MEASURED
+    )
+    device = Device(kind="cpu", index=0, name="c", memory_bytes=1 << 30, cores=(0,))
+    return MachineProfile(name="m", devices=(device,), kernels=(kernel,), provenance=MEASURED)
+
+
+def test_a_machine_of_constant_rate_is_recovered_between_and_beyond_its_points() -> None:
+    def seconds(call: OpCall) -> float:
+        (rows, inner), (_, columns) = call.inputs[0].shape, call.inputs[1].shape
+        return 2e-6 + 2.0 * rows * inner * columns / 1e11
+
+    sizes = [(a, b, c) for a in (16, 128, 1024) for b in (64, 512) for c in (64, 512)]
+    fits = KernelFits(_profile([(_mm(*size), seconds(_mm(*size))) for size in sizes]))
+    for asked in ((200, 300, 400), (4096, 512, 2048)):
+        found = fits.predict(_mm(*asked))
+        assert found is not None
+        assert found.source == "fitted"
+        assert found.warm_s == pytest.approx(seconds(_mm(*asked)), rel=0.02)
+        assert found.cold_s == pytest.approx(2 * seconds(_mm(*asked)), rel=0.02)
+
+
+def test_a_call_of_the_grid_takes_exactly_what_was_measured() -> None:
+    fits = KernelFits(_profile([(_mm(n, n, n), n * 1e-6) for n in (8, 64, 512)]))
+    found = fits.predict(_mm(64, 64, 64))
+    assert found is not None
+    assert (found.warm_s, found.source) == (64e-6, "measured")
+
+
+def test_an_operator_whose_family_was_not_probed_has_no_prediction() -> None:
+    fits = KernelFits(_profile([(_mm(n, n, n), n * 1e-6) for n in (8, 64, 512)]))
+    assert fits.predict(_pointwise(1, 8, 8, 4)) is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "threads", "expected"),
+    [(8, 1, "product"), (16, 1, "pointwise"), (8, 4, "pointwise")],
+)
+def test_small_batches_on_one_thread_run_pointwise_convolutions_as_products(
+    batch: int, threads: int, expected: str
+) -> None:
+    call = _pointwise(batch, 64, 64, 14)
+    features = features_of(call)
+    assert features is not None
+    assert variant(call, features, threads) == expected
+
+
+def test_fitted_coefficients_are_never_negative() -> None:
+    rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    found = nonnegative_fit(rows, np.array([3.0, 2.0, 1.0]))
+    assert (found >= 0).all()
