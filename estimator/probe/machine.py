@@ -182,8 +182,8 @@ class _Probe:
         if len(self.devices) > 1:
             parts += [
                 _Part("collectives", 0.14, self._collectives),
-                _Part("contention", 0.08, self._contention),
-                _Part("overlap", 0.08, self._overlaps),
+                _Part("contention", 0.06, self._contention),
+                _Part("overlap", 0.06, self._overlaps),
             ]
         parts.append(_Part("copies", 0.04, self._copies))
         if self.devices[0].kind == "cuda":
