@@ -29,8 +29,8 @@ _JOBS = {
     "canary": ("kernels:measure_canary", 0.01),
     "host": ("host:measure_host", 0.04),
     "cold reads": ("memory:measure_cold_read", 0.01),
-    "kernels": ("kernels:measure_kernels", 0.76),
-    "updates": ("updates:measure_updates", 0.16),
+    "kernels": ("kernels:measure_kernels", 0.80),
+    "updates": ("updates:measure_updates", 0.12),
 }
 
 
@@ -176,12 +176,12 @@ class _Probe:
     def _parts(self) -> list[_Part]:
         """In order of importance; alone on the machine first, then with all devices busy."""
         parts = [
-            _Part("kernels, host and updates", 0.64, self._one_device, itemised=True),
+            _Part("kernels, host and updates", 0.76, self._one_device, itemised=True),
             _Part("first touch", 0.02, self._first_touch),
         ]
         if len(self.devices) > 1:
             parts += [
-                _Part("collectives", 0.14, self._collectives),
+                _Part("collectives", 0.10, self._collectives),
                 _Part("contention", 0.06, self._contention),
                 _Part("overlap", 0.06, self._overlaps),
             ]
