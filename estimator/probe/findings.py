@@ -162,7 +162,7 @@ class Findings:
 
 
 def with_best_rates(devices: Sequence[Device], points: Sequence[KernelPoint]) -> tuple[Device, ...]:
-    """The devices with the best rates seen: matrix products per dtype, and one streaming sum.
+    """The devices with the best rates seen: products and convolutions by dtype, a streaming sum.
 
     What a datasheet already says of a device stays.
     """
@@ -174,6 +174,10 @@ def with_best_rates(devices: Sequence[Device], points: Sequence[KernelPoint]) ->
         if call.target in ("aten.mm.default", "aten.addmm.default"):
             left, right = call.inputs[-2:]
             flops = 2.0 * math.prod(left.shape) * right.shape[1]
+            peaks[call.dtype] = max(peaks.get(call.dtype, 0.0), flops / point.warm_s)
+        elif call.target == "aten.convolution.default" and call.arguments[6] is False:
+            weight, out = call.inputs[1], call.outputs[0]
+            flops = 2.0 * out.numel * math.prod(weight.shape[1:])
             peaks[call.dtype] = max(peaks.get(call.dtype, 0.0), flops / point.warm_s)
         elif call.target == "aten.add.Tensor" and len(call.inputs) == 2:
             moved = 3 * call.outputs[0].numel * ITEM_BYTES.get(call.dtype, 4)

@@ -23,6 +23,8 @@ Array = NDArray[np.float64]
 # Flops per byte from which a kernel is limited by arithmetic rather than by memory, for choosing
 # between the two measured contentions: a core computes some tens of flops per byte it streams.
 _COMPUTE_BOUND_FLOPS_PER_BYTE = 20.0
+# For a profile that says nothing of memory: slower than any machine that trains models.
+_SLOW_MEMORY_BYTES_PER_S = 5e9
 # What an op without any formula or probed relative is assumed to miss by.
 _UNKNOWN_ERROR = 1.0
 
@@ -141,10 +143,8 @@ class _Timer:
         spec = TensorSpec((elements,))
         prediction = self.predict(OpCall("aten.clone.default", (spec,), (), (spec,)))
         if prediction is None:
-            raise ProfileError(
-                f"profile '{self.profile.name}' has no times for {call.target} nor for copies; run "
-                "'estimator probe' with a larger --budget"
-            )
+            rate = self.profile.devices[0].memory_bandwidth_bytes_per_s
+            return 8.0 * elements / (rate or _SLOW_MEMORY_BYTES_PER_S)
         return self.blend(prediction, cold)
 
     def slowdown(self, call: OpCall) -> float:

@@ -26,6 +26,11 @@ Array = NDArray[np.float64]
 _WIDTH = 0.8
 _OTHER_TARGET = 1.5
 _OTHER_VARIANT = 1.5
+# Emptying all caches before a call that works through blocked copies also evicts what a training
+# step keeps warm (the library's own code and tables): such a call is charged at most reading its
+# tensors and their copies from main memory on top of its time with everything in cache.
+_WITH_SCRATCH = ("convolution", "attention", "recurrent")
+_SCRATCH_PASSES = 2.0
 # Weight of "no correction" among the neighbours: far from every point the physical form stands.
 _PRIOR_WEIGHT = 0.2
 
@@ -215,6 +220,8 @@ class KernelFits:
 
     def __init__(self, profile: MachineProfile) -> None:
         self.threads = max(len(profile.devices[0].cores), 1)
+        memory = profile.memory
+        cold_read_s_per_byte = memory.cold_read_s_per_byte if memory else math.inf
         groups: dict[tuple[str, str], list[ProbedCall]] = defaultdict(list)
         self.exact: dict[OpCall, tuple[float, float]] = {}
         for kernel in profile.kernels:
@@ -226,6 +233,9 @@ class KernelFits:
                 if features is None:
                     continue
                 kind = variant(call, features, self.threads)
+                if features.family in _WITH_SCRATCH:
+                    most = _SCRATCH_PASSES * features.cost.moved_bytes * cold_read_s_per_byte
+                    cold = min(cold, point.warm_s + most)
                 probed = ProbedCall(features, kind, point.warm_s, cold)
                 groups[features.family, features.dtype].append(probed)
         self.fits = {key: FamilyFit(points) for key, points in groups.items()}
