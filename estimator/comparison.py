@@ -57,8 +57,8 @@ def _quantities(profile: MachineProfile) -> Iterator[tuple[str, str, Unit, float
         yield "memory", "cold read of a byte", "s", profile.memory.cold_read_s_per_byte
     for link in profile.links:
         yield from _link_quantities(link, "link")
-    if profile.network is not None:
-        yield from _link_quantities(profile.network, "network")
+    for link in profile.network:
+        yield from _link_quantities(link, "network")
     for collective in profile.collectives:
         yield from _collective_quantities(collective)
     for update in profile.updates:
@@ -80,13 +80,14 @@ def _device_quantities(profile: MachineProfile) -> Iterator[tuple[str, str, Unit
 
 
 def _link_quantities(link: Link, group: str) -> Iterator[tuple[str, str, Unit, float]]:
-    name = f"{link.kind}{', pinned' if link.pinned else ''}, {link.streams} at once"
+    pinned = ", pinned" if link.pinned else ""
+    name = f"{link.kind}{pinned}, {link.reach.replace('_', ' ')}, {link.streams} at once"
     yield group, f"{name}, latency", "s", link.latency_s
     yield group, f"{name}, bandwidth", "bytes_per_s", link.bandwidth_bytes_per_s
 
 
 def _collective_quantities(cost: CollectiveCost) -> Iterator[tuple[str, str, Unit, float]]:
-    across = ", across nodes" if cost.spans_nodes else ""
+    across = f", {cost.nodes} nodes" if cost.spans_nodes else ""
     name = f"{_spaced(cost.op)}, {cost.backend}, {cost.group_size} ranks{across}"
     yield "collective", f"{name}, latency", "s", cost.latency_s
     yield "collective", f"{name}, bandwidth", "bytes_per_s", cost.bandwidth_bytes_per_s

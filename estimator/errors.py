@@ -4,6 +4,7 @@ EstimatorError
 ├── ProfileError        a profile is damaged, impossible or lacks what was asked (ValueError)
 ├── UnknownMachineError no profile goes by that name (LookupError)
 ├── AllocationError     an allocation cannot be read, or asks for what does not exist (ValueError)
+├── TopologyError       a cluster file cannot be read, or describes no tree (ValueError)
 ├── StrategyError       a parallel strategy, optimizer or precision is unknown (ValueError)
 ├── WorkloadError       a batch size or sample count does not fit the model (ValueError)
 ├── ModelError          a model cannot be built, called or found (ValueError)
@@ -31,6 +32,10 @@ class UnknownMachineError(EstimatorError, LookupError):
 
 class AllocationError(EstimatorError, ValueError):
     """An allocation cannot be read, or asks for devices that do not exist."""
+
+
+class TopologyError(EstimatorError, ValueError):
+    """A cluster file cannot be read, or its switches are not a tree."""
 
 
 class StrategyError(EstimatorError, ValueError):

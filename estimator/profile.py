@@ -26,6 +26,8 @@ DeviceKind = Literal["cpu", "cuda"]
 Source = Literal["measured", "imported", "fitted", "datasheet"]
 LinkKind = Literal["h2d", "d2h", "d2d", "pcie", "nvlink", "roce", "infiniband", "tcp", "loopback"]
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
+# How far apart the two ends of a link are, nearest first.
+Reach = Literal["device_switch", "socket", "node", "rack", "cluster"]
 
 
 def _check_positive(owner: object, *names: str) -> None:
@@ -85,11 +87,14 @@ class Device:
 class Link:
     """One direction of one connection; n bytes take latency_s + n / bandwidth_bytes_per_s.
 
-    `streams` devices used such links at once when it was measured, and the rate is what one of
-    them got. `points` are the measured (bytes, seconds), kept beside the fit.
+    `reach` says how far apart its ends are: behind one device switch, on one socket, in one node,
+    in nodes of one rack, in other racks. `streams` such links were in use at once when it was
+    measured (between nodes: flows through one NIC), and the rate is what one of them got. `points`
+    are the measured (bytes, seconds), kept beside the fit.
     """
 
     kind: LinkKind
+    reach: Reach = "node"
     latency_s: float
     bandwidth_bytes_per_s: float
     pinned: bool = False
@@ -123,12 +128,15 @@ class CollectiveCost:
     `size_bytes` follows nccl-tests: the whole buffer of one rank (for all-gather and
     reduce-scatter the gathered size). `cpu_s_per_byte` and `cpu_s` are the CPU seconds that one
     rank's own cores spend on it (gloo), charged to compute where compute runs on those cores.
+    The group has `group_size` ranks on `nodes` nodes; `hosts` names the node of every rank, in rank
+    order, where it was measured on a cluster.
     """
 
     op: CollectiveName
     backend: str
     group_size: int
-    spans_nodes: bool = False
+    nodes: int = 1
+    hosts: tuple[str, ...] = ()
     points: tuple[tuple[float, float], ...]
     latency_s: float
     bandwidth_bytes_per_s: float
@@ -139,7 +147,43 @@ class CollectiveCost:
     def __post_init__(self) -> None:
         _check_points(self, self.points)
         _check_not_negative(self, "latency_s", "cpu_s", "cpu_s_per_byte")
-        _check_positive(self, "bandwidth_bytes_per_s", "group_size")
+        _check_positive(self, "bandwidth_bytes_per_s", "group_size", "nodes")
+        if self.nodes > self.group_size:
+            raise ValueError(
+                f"CollectiveCost of {self.group_size} ranks cannot span {self.nodes} nodes"
+            )
+        if self.hosts and len(self.hosts) != self.group_size:
+            raise ValueError(
+                f"CollectiveCost.hosts names {len(self.hosts)} nodes for {self.group_size} ranks"
+            )
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether the group crosses the network."""
+        return self.nodes > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairMatrix:
+    """Latency and bandwidth between every two nodes, one flow at a time.
+
+    Row i, column j is what node `hosts[i]` sends to node `hosts[j]`; None where it was not measured
+    and on the diagonal.
+    """
+
+    hosts: tuple[str, ...]
+    latency_s: tuple[tuple[float | None, ...], ...]
+    bandwidth_bytes_per_s: tuple[tuple[float | None, ...], ...]
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        for name in ("latency_s", "bandwidth_bytes_per_s"):
+            rows = getattr(self, name)
+            if len(rows) != len(self.hosts) or any(len(row) != len(self.hosts) for row in rows):
+                raise ValueError(f"PairMatrix.{name} must be square, one row per host")
+            for value in (cell for row in rows for cell in row if cell is not None):
+                if not (math.isfinite(value) and value > 0):
+                    raise ValueError(f"PairMatrix.{name} must be positive, found {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,12 +350,17 @@ class UpdateCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineProfile:
-    """Everything known of one machine type: one node with `devices`."""
+    """Everything known of one machine type: one node with `devices`.
+
+    `network` are the links that leave the node, by reach and by flows through the NIC at once;
+    `pairs` holds the single links of the very cluster that was probed.
+    """
 
     name: str
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
-    network: Link | None = None
+    network: tuple[Link, ...] = ()
+    pairs: PairMatrix | None = None
     collectives: tuple[CollectiveCost, ...] = ()
     overlaps: tuple[OverlapCost, ...] = ()
     kernels: tuple[KernelCost, ...] = ()

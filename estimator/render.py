@@ -24,7 +24,7 @@ from estimator.units import (
 
 if TYPE_CHECKING:
     from estimator.estimates import Estimate
-    from estimator.profile import CollectiveCost, MachineProfile, Provenance
+    from estimator.profile import CollectiveCost, Link, MachineProfile, Provenance
     from estimator.validation import Validation
 
 BAR_WIDTH = 32
@@ -296,11 +296,10 @@ def _kernels_table(profile: MachineProfile) -> Table | None:
 
 def _links_table(profile: MachineProfile) -> Table | None:
     table = _grid("links", "link", "streams", "latency", "bandwidth", "fit error", numbers=4)
-    network = () if profile.network is None else (profile.network,)
-    for link in (*profile.links, *network):
+    for link in (*profile.links, *profile.network):
         error = link.provenance.relative_error
         table.add_row(
-            f"{link.kind}{', pinned' if link.pinned else ''}",
+            _link_name(link),
             str(link.streams),
             format_seconds(link.latency_s),
             format_bandwidth(link.bandwidth_bytes_per_s),
@@ -309,8 +308,21 @@ def _links_table(profile: MachineProfile) -> Table | None:
     return table if table.row_count else None
 
 
+_REACH_WORDS = {
+    "device_switch": ", behind one switch",
+    "socket": ", in one socket",
+    "node": "",
+    "rack": ", between nodes",
+    "cluster": ", between racks",
+}
+
+
+def _link_name(link: Link) -> str:
+    return f"{link.kind}{', pinned' if link.pinned else ''}{_REACH_WORDS[link.reach]}"
+
+
 def _collective_name(cost: CollectiveCost) -> str:
-    across = ", across nodes" if cost.spans_nodes else ""
+    across = f", {cost.nodes} nodes" if cost.spans_nodes else ""
     return f"{cost.op.replace('_', '-')}, {cost.backend}{across}"
 
 

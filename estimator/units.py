@@ -39,6 +39,32 @@ def parse_size_bytes(text: str) -> int:
     return round(float(match.group(1)) * _SIZE_FACTORS[match.group(2).lower()])
 
 
+_RATE_FACTORS = {
+    "bit/s": 1 / 8,
+    "kbit/s": 1e3 / 8,
+    "mbit/s": 1e6 / 8,
+    "gbit/s": 1e9 / 8,
+    "tbit/s": 1e12 / 8,
+    "b/s": 1.0,
+    "kb/s": 1e3,
+    "mb/s": 1e6,
+    "gb/s": 1e9,
+}
+_RATE_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+/s)\s*")
+
+
+def parse_bandwidth_bytes_per_s(text: str) -> float:
+    """Read a rate such as ``10 Gbit/s`` or ``12.5 GB/s``; raises ValueError.
+
+    >>> parse_bandwidth_bytes_per_s("10 Gbit/s")
+    1250000000.0
+    """
+    match = _RATE_PATTERN.fullmatch(text)
+    if match is None or match.group(2).lower() not in _RATE_FACTORS:
+        raise ValueError(f"'{text}' is not a rate; write a number and a unit such as 10 Gbit/s")
+    return float(match.group(1)) * _RATE_FACTORS[match.group(2).lower()]
+
+
 def _three_digits(value: float) -> str:
     if value == 0:
         return "0"

@@ -209,7 +209,7 @@ def _build(auto_class: Any, config: Any, text: str, *, weights: bool) -> torch.n
     failed = UserCode(f"{text} cannot be built", advice=advice, error=ModelError)
     empty: torch.nn.Module | None = None
     try:
-        with failed, _WithoutWeights():
+        with failed, WithoutWeights():
             empty = auto_class.from_config(config)
     except ModelError as error:
         # Some constructors compute with weights, which do not have values here.
@@ -224,7 +224,7 @@ def _build(auto_class: Any, config: Any, text: str, *, weights: bool) -> torch.n
     return model.train()
 
 
-class _WithoutWeights(TorchFunctionMode):
+class WithoutWeights(TorchFunctionMode):
     """Makes large tensors without memory (on the meta device), small ones for real.
 
     Constructors read values of small ones (drop-path rates), and forward those of buffers.

@@ -1,0 +1,268 @@
+"""Describe a cluster: its nodes, the tree of switches that joins them, and their line rates."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from estimator.errors import TopologyError
+from estimator.units import parse_bandwidth_bytes_per_s
+
+Transport = Literal["tcp", "roce", "infiniband"]
+
+# Payload of a full-sized packet over its bytes on the wire. TCP at MTU 1500: 1448 of 1514 bytes
+# (20 IP, 32 TCP with timestamps, 14 Ethernet). RoCE v2 at MTU 4096: 4096 of 4168 (14 Ethernet, 20
+# IP, 8 UDP, 12 BTH, 4 ICRC, plus 14 of VLAN tag, frame check and RETH on first packets). InfiniBand
+# at MTU 4096: 4096 of 4126 (8 LRH, 12 BTH, 4 ICRC, 2 VCRC, rounded up).
+PAYLOAD_RATIOS: dict[Transport, float] = {
+    "tcp": 1448 / 1514,
+    "roce": 4096 / 4168,
+    "infiniband": 4096 / 4126,
+}
+_RANGE = re.compile(r"\[([\d,\-]+)\]")
+_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
+MOST_NODES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """A switch; `uplink_bytes_per_s` is the line rate to `parent`, each way (None: no limit)."""
+
+    parent: str | None = None
+    uplink_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_rate(self.uplink_bytes_per_s, "a switch's uplink")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A node of the cluster: its machine type, where it is plugged in, and its own state.
+
+    `uplink_bytes_per_s` is the line rate of all its NICs together, each way; None takes what the
+    machine's profile says. A node with `slowdown_ratio` 1.2 computes 1.2 times as long.
+    """
+
+    machine: str
+    switch: str | None = None
+    uplink_bytes_per_s: float | None = None
+    slowdown_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_rate(self.uplink_bytes_per_s, "a node's uplink")
+        if not (math.isfinite(self.slowdown_ratio) and self.slowdown_ratio > 0):
+            raise TopologyError(
+                f"a node's slowdown must be a positive number, found {self.slowdown_ratio}; "
+                "1.0 is the speed of its profile"
+            )
+
+
+def _check_rate(rate: float | None, what: str) -> None:
+    if rate is not None and not (math.isfinite(rate) and rate > 0):
+        raise TopologyError(f"{what} must have a positive rate, found {rate}; write '10 Gbit/s'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes by name, in the order of the file, and the switches between them.
+
+    >>> rack = {"r1": Switch()}
+    >>> nodes = {"a1": Node(machine="h100", switch="r1"), "a2": Node(machine="h100", switch="r1")}
+    >>> Cluster(nodes=nodes, switches=rack).hosts_of("h100")
+    ('a1', 'a2')
+    """
+
+    nodes: Mapping[str, Node]
+    switches: Mapping[str, Switch] = field(default_factory=dict)
+    transport: Transport = "tcp"
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise TopologyError("the cluster has no nodes; add one such as [nodes.a1]")
+        for name, switch in self.switches.items():
+            if switch.parent is not None and switch.parent not in self.switches:
+                raise TopologyError(
+                    f"switch '{name}' hangs on '{switch.parent}', which is not in the file; add "
+                    f"[switches.{switch.parent}]"
+                )
+        for name, node in self.nodes.items():
+            if node.switch is not None and node.switch not in self.switches:
+                raise TopologyError(
+                    f"node '{name}' is plugged into '{node.switch}', which is not in the file; add "
+                    f"[switches.{node.switch}]"
+                )
+        for name in self.switches:
+            self._ancestors(name)
+
+    def hosts_of(self, machine: str) -> tuple[str, ...]:
+        """Names of the nodes of one machine type, in the order of the file."""
+        return self._by_machine.get(machine, ())
+
+    def switches_above(self, host: str) -> tuple[str, ...]:
+        """The switches from a node up to the root."""
+        return self._above.get(host, ())
+
+    def payload_bytes_per_s(self, line_rate_bytes_per_s: float) -> float:
+        """What a line rate carries after packet headers."""
+        return line_rate_bytes_per_s * PAYLOAD_RATIOS[self.transport]
+
+    @cached_property
+    def _by_machine(self) -> dict[str, tuple[str, ...]]:
+        found: dict[str, list[str]] = {}
+        for name, node in self.nodes.items():
+            found.setdefault(node.machine, []).append(name)
+        return {machine: tuple(names) for machine, names in found.items()}
+
+    @cached_property
+    def _above(self) -> dict[str, tuple[str, ...]]:
+        above = {name: self._ancestors(name) for name in self.switches}
+        return {
+            host: above[node.switch] for host, node in self.nodes.items() if node.switch is not None
+        }
+
+    def _ancestors(self, name: str) -> tuple[str, ...]:
+        path = [name]
+        while (parent := self.switches[path[-1]].parent) is not None:
+            if parent in path:
+                raise TopologyError(
+                    f"switches {' → '.join([*path, parent])} form a loop; the switches must be a "
+                    "tree"
+                )
+            path.append(parent)
+        return tuple(path)
+
+    @classmethod
+    def from_dict(cls, data: Any, *, origin: str = "cluster file") -> Cluster:
+        """Build a cluster from the values of its file; raises TopologyError naming `origin`."""
+        if not isinstance(data, Mapping):
+            raise TopologyError(f"{origin} is not a table; write [nodes.a1] and [switches.r1]")
+        _check_keys(data, {"nodes", "switches", "transport"}, origin, "the top level")
+        transport = data.get("transport", "tcp")
+        if transport not in PAYLOAD_RATIOS:
+            raise TopologyError(
+                f"{origin}: transport '{transport}' is unknown; use {', '.join(PAYLOAD_RATIOS)}"
+            )
+        try:
+            switches = {
+                name: Switch(parent=entry.get("parent"), uplink_bytes_per_s=_rate(entry))
+                for name, entry in _entries(data, "switches", {"parent", "uplink"}, origin)
+            }
+            known = {"machine", "switch", "uplink", "slowdown"}
+            nodes = {name: _node(entry) for name, entry in _entries(data, "nodes", known, origin)}
+            return cls(nodes=nodes, switches=switches, transport=transport)
+        except TopologyError as error:
+            raise TopologyError(f"{origin}: {error}") from None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Cluster:
+        """Read a cluster file (TOML); raises TopologyError.
+
+        ``[nodes."a[1-4]"]`` describes four nodes alike; keys of a node are `machine`, `switch`,
+        `uplink` (as in "25 Gbit/s") and `slowdown`, of a switch `parent` and `uplink`.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TopologyError(
+                f"cannot read cluster file {path} ({error}); check --cluster"
+            ) from None
+        try:
+            data = tomllib.loads(text)
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
+            raise TopologyError(f"{path} is not TOML ({error}); correct that line") from None
+        return cls.from_dict(data, origin=str(path))
+
+
+def _node(entry: Mapping[str, Any]) -> Node:
+    machine = entry.get("machine")
+    if not isinstance(machine, str):
+        raise TopologyError('a node has no machine; write machine = "h100-sxm"')
+    slowdown = entry.get("slowdown", 1.0)
+    if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)):
+        raise TopologyError(f"a node's slowdown must be a number, found {slowdown!r}")
+    return Node(
+        machine=machine,
+        switch=entry.get("switch"),
+        uplink_bytes_per_s=_rate(entry),
+        slowdown_ratio=float(slowdown),
+    )
+
+
+def _rate(entry: Mapping[str, Any]) -> float | None:
+    text = entry.get("uplink")
+    if text is None:
+        return None
+    try:
+        return parse_bandwidth_bytes_per_s(str(text))
+    except ValueError as error:
+        raise TopologyError(str(error)) from None
+
+
+def _entries(
+    data: Mapping[str, Any], section: str, known: set[str], origin: str
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    table = data.get(section, {})
+    if not isinstance(table, Mapping):
+        raise TopologyError(f"'{section}' is not a table; write [{section}.NAME]")
+    seen: set[str] = set()
+    for pattern, entry in table.items():
+        if not isinstance(entry, Mapping):
+            raise TopologyError(f"'{section}.{pattern}' is not a table; write [{section}.NAME]")
+        _check_keys(entry, known, origin, f"{section}.{pattern}")
+        for key in ("machine", "switch", "parent"):
+            if key in entry and not isinstance(entry[key], str):
+                raise TopologyError(f"{key} of '{pattern}' must be text, found {entry[key]!r}")
+        for name in expand_hosts(pattern):
+            if name in seen:
+                raise TopologyError(f"'{name}' is described twice; describe each once")
+            seen.add(name)
+            yield name, entry
+
+
+def _check_keys(entry: Mapping[str, Any], known: set[str], origin: str, where: str) -> None:
+    unknown = sorted(set(entry) - known)
+    if unknown:
+        raise TopologyError(
+            f"{origin}: '{unknown[0]}' is no key of {where}; use {', '.join(sorted(known))}"
+        )
+
+
+def expand_hosts(pattern: str) -> Iterator[str]:
+    """Names in a host list such as ``a[1-3,7]``, as Slurm writes them; raises TopologyError.
+
+    >>> list(expand_hosts("a[1-3,7]"))
+    ['a1', 'a2', 'a3', 'a7']
+    """
+    pieces = _RANGE.split(pattern)
+    choices: list[list[str]] = []
+    count = 1
+    for number, piece in enumerate(pieces):
+        choices.append(list(_range(piece, pattern)) if number % 2 else [piece])
+        count *= len(choices[-1])
+    if count > MOST_NODES:
+        raise TopologyError(f"'{pattern}' names {count} nodes; at most {MOST_NODES} are supported")
+    for parts in product(*choices):
+        name = "".join(parts)
+        if not _NAME.fullmatch(name):
+            raise TopologyError(f"'{name}' is no node name; use letters, digits, '.', '-', '_'")
+        yield name
+
+
+def _range(text: str, pattern: str) -> Iterator[str]:
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or len(first + last) > 14:
+            raise TopologyError(f"'{pattern}' is no host list; write a[1-4] or a[1,3]")
+        end = int(last) if dash else int(first)
+        if end < int(first) or end - int(first) > MOST_NODES:
+            raise TopologyError(f"'{pattern}' counts from {first} to {end}; write a[1-4]")
+        for number in range(int(first), end + 1):
+            yield str(number).zfill(len(first))
