@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from estimator.estimates import Estimate, estimate_graph
 from estimator.profile import DeviceKind, MachineProfile, load_profile
+from estimator.topology import Cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +79,7 @@ def estimate(
     global_batch: int | None = None,
     accumulation_steps: int = 1,
     strategy: str | Strategy = "ddp",
+    cluster: Cluster | str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
     *,
     batch: Any = None,
@@ -86,8 +89,10 @@ def estimate(
 
     A graph is estimated as it is; a module is traced first, with `batch`. `batch_per_gpu` is
     samples per device and micro-batch, by default what was traced; `global_batch` is that times
-    ranks times `accumulation_steps`. `profile` stands in for the machine that the allocation names.
-    Raises AllocationError, WorkloadError, ProfileError, UnknownMachineError, StrategyError.
+    ranks times `accumulation_steps`. `cluster` (or its file) names nodes and the switches between
+    them; without one, nodes hang on one switch. `profile` stands in for the machine that the
+    allocation names. Raises AllocationError, WorkloadError, ProfileError, UnknownMachineError,
+    StrategyError, TopologyError.
     """
     from estimator.graph.ops import OpGraph
 
@@ -103,6 +108,7 @@ def estimate(
         global_batch=global_batch,
         accumulation_steps=accumulation_steps,
         strategy=strategy,
+        cluster=Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster,
         calibration=calibration,
         profile=profile,
     )

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from estimator.allocation import Allocation
-from estimator.coefficients import UNCALIBRATED, Calibration, Coefficients
-from estimator.errors import AllocationError, WorkloadError
-from estimator.graph.memory import PeakMemory, peak_memory
-from estimator.graph.ops import BoundGraph, OpGraph
-from estimator.profile import MachineProfile, load_profile
+from estimator.coefficients import UNCALIBRATED, Calibration
+from estimator.errors import WorkloadError
+from estimator.graph.memory import PeakMemory
+from estimator.graph.ops import OpGraph
+from estimator.placement import Placement, place
+from estimator.profile import MachineProfile
+from estimator.timeline.fastpath import StepParts, StepPlan, step_parts, step_plan
+from estimator.timeline.program import COPIES_ERROR, MEDIAN_TO_SIGMA, StepProgram, step_program
 from estimator.timeline.spans import Timeline
-from estimator.timeline.step import StepParts, simulate_step
+from estimator.timeline.step import timeline_of
+from estimator.topology import Cluster
 from estimator.units import format_bytes, format_ratio
 from estimator.workload import Strategy
 
@@ -53,8 +56,7 @@ class Breakdown:
 class Estimate:
     """A predicted training step: what it takes, between which bounds, and where that comes from.
 
-    The interval [low_s, high_s] is meant to hold the true step time in 8 of 10 cases. `provenance`
-    lists (part, source, share of the step, relative error); the shares add up to 1.
+    The interval [low_s, high_s] is meant to hold the true step time in 8 of 10 cases.
     """
 
     model: str
@@ -77,10 +79,23 @@ class Estimate:
     fits: Literal["yes", "no", "uncertain"]
     breakdown: Breakdown
     bottleneck: str
-    assumptions: tuple[str, ...]
-    provenance: tuple[tuple[str, str, float, float | None], ...]
     op_time_in_grid_ratio: float
-    timeline: Timeline
+    plan: StepPlan
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the answer takes for granted, one sentence each."""
+        return _assumptions(self.plan, self.ranks)
+
+    @property
+    def provenance(self) -> tuple[tuple[str, str, float, float | None], ...]:
+        """(part, source, share of the step, relative error) of every part; the shares add to 1."""
+        return _provenance(self.plan, self.breakdown)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The spans of the step, played as events."""
+        return timeline_of(self.plan)
 
     def duration_s(self, *, samples: float | None = None, tokens: float | None = None) -> float:
         """Seconds to train on a number of samples or of tokens; raises WorkloadError."""
@@ -98,7 +113,7 @@ class Estimate:
         plain = {
             item.name: getattr(self, item.name)
             for item in fields(self)
-            if item.name not in ("timeline", "allocation", "breakdown", "memory")
+            if item.name not in ("plan", "allocation", "breakdown", "memory")
         }
         plain["allocation"] = str(self.allocation)
         plain["breakdown"] = asdict(self.breakdown)
@@ -119,60 +134,46 @@ def estimate_graph(
     global_batch: int | None = None,
     accumulation_steps: int = 1,
     strategy: str | Strategy = "ddp",
+    cluster: Cluster | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
 ) -> Estimate:
     """Predict the step of a traced graph on an allocation; see `estimator.estimate`."""
-    parsed = Allocation.parse(allocation)
+    placement = place(allocation, cluster=cluster, profile=profile)
     plan = Strategy.parse(strategy)
-    machine = machine_of(parsed, profile)
-    if graph.target != machine.kind:
-        raise WorkloadError(
-            f"{graph.name} was traced for {graph.target} but '{parsed}' has {machine.kind} "
-            f"devices; trace it with target='{machine.kind}'"
-        )
+    for site in placement.sites:
+        if graph.target != site.profile.kind:
+            raise WorkloadError(
+                f"{graph.name} was traced for {graph.target} but '{placement.allocation}' has "
+                f"{site.profile.kind} devices; trace it with target='{site.profile.kind}'"
+            )
     if accumulation_steps < 1:
         raise WorkloadError(f"accumulation steps must be at least 1, found {accumulation_steps}")
-    wanted = _batch_per_gpu(graph, parsed.ranks, batch_per_gpu, global_batch, accumulation_steps)
-    bound = graph.at(wanted)
-    coefficients = calibration.coefficients_for(graph.name, parsed) if calibration else UNCALIBRATED
-    parts = simulate_step(
-        bound,
-        machine,
-        ranks=parsed.ranks,
-        strategy=plan,
-        accumulation_steps=accumulation_steps,
-        coefficients=coefficients,
+    wanted = _batch_per_gpu(graph, placement.ranks, batch_per_gpu, global_batch, accumulation_steps)
+    programs = [
+        step_program(
+            graph,
+            site.profile,
+            batch=wanted,
+            busy=busy,
+            merging=placement.ranks > 1,
+            strategy=plan,
+            accumulation_steps=accumulation_steps,
+        )
+        for site, busy in zip(placement.sites, placement.busy, strict=True)
+    ]
+    coefficients = (
+        calibration.coefficients_for(graph.name, placement.allocation)
+        if calibration
+        else UNCALIBRATED
     )
-    memory = peak_memory(bound, optimizer=graph.optimizer, strategy=plan, ranks=parsed.ranks)
-    return _answer(bound, machine, parsed, plan, accumulation_steps, parts, memory, coefficients)
-
-
-def machine_of(allocation: Allocation, profile: MachineProfile | None = None) -> MachineProfile:
-    """The one machine of the allocation, checked to have the devices asked for.
-
-    `profile` stands in for the one that the allocation names. Raises AllocationError,
-    UnknownMachineError, ProfileError.
-    """
-    if allocation.nodes > 1:
-        raise AllocationError(
-            f"'{allocation}' spans {allocation.nodes} nodes, but no network between nodes has been "
-            "measured; ask for devices of one node, as in 1x2:local"
-        )
-    group = allocation.groups[0]
-    if profile is None:
-        if group.machine is None:
-            raise AllocationError(
-                f"'{group}' names a host, whose machine type is not known; write "
-                f"1x{group.devices_per_node}:MACHINE"
-            )
-        profile = load_profile(group.machine)
-    if group.devices_per_node > len(profile.devices):
-        raise AllocationError(
-            f"'{allocation}' asks for {group.devices_per_node} devices of '{profile.name}', which "
-            f"has {len(profile.devices)}; ask for at most {len(profile.devices)}"
-        )
-    return profile
+    return _answer(
+        step_plan(placement, programs, coefficients),
+        placement,
+        plan,
+        accumulation_steps,
+        coefficients.relative_error,
+    )
 
 
 def _batch_per_gpu(
@@ -198,28 +199,33 @@ def _batch_per_gpu(
 
 
 def _answer(
-    bound: BoundGraph,
-    machine: MachineProfile,
-    allocation: Allocation,
+    plan: StepPlan,
+    placement: Placement,
     strategy: Strategy,
     accumulation_steps: int,
-    parts: StepParts,
-    memory: PeakMemory,
-    coefficients: Coefficients,
+    relative_error: float | None,
 ) -> Estimate:
-    graph, ranks = bound.graph, allocation.ranks
-    names = [item.name for item in fields(Breakdown)]
-    breakdown = Breakdown(**{name: getattr(parts, name) for name in names})
-    step = breakdown.total_s
-    provenance = _provenance(bound, machine, parts, step)
-    spread = math.exp(_Z_80 * (coefficients.relative_error or _relative_error(provenance)))
-    batch = bound.batch
+    parts = step_parts(plan)
+    program, ranks = parts.slowest.program, placement.ranks
+    graph, step = program.bound.graph, parts.step_s
+    breakdown = Breakdown(
+        forward_s=parts.forward_s,
+        backward_s=parts.backward_s,
+        host_exposed_s=parts.host_exposed_s,
+        communication_exposed_s=parts.communication_exposed_s,
+        straggler_s=parts.straggler_s,
+        update_s=parts.update_s,
+        copies_exposed_s=parts.copies_exposed_s,
+        idle_s=parts.idle_s,
+    )
+    spread = math.exp(_Z_80 * (relative_error or _relative_error(plan, parts, step)))
+    batch = program.bound.batch
     global_batch = batch * ranks * accumulation_steps if batch is not None else None
     samples_per_s = global_batch / step if global_batch is not None else None
     tokens = graph.tokens_per_sample
     return Estimate(
         model=graph.name,
-        allocation=allocation,
+        allocation=placement.allocation,
         ranks=ranks,
         batch_per_gpu=batch,
         global_batch=global_batch,
@@ -232,122 +238,136 @@ def _answer(
         high_s=step * spread,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
-        mfu_ratio=_mfu(bound, machine, accumulation_steps, step),
-        peak_memory_bytes=memory.total_bytes,
-        memory=memory,
-        fits=_fits(memory.total_bytes, machine.devices[0].memory_bytes),
+        mfu_ratio=_mfu(program, accumulation_steps, step),
+        peak_memory_bytes=program.memory.total_bytes,
+        memory=program.memory,
+        fits=_fits(plan),
         breakdown=breakdown,
-        bottleneck=_bottleneck(breakdown, machine, ranks),
-        assumptions=_assumptions(bound, machine, parts, ranks),
-        provenance=provenance,
-        op_time_in_grid_ratio=_in_grid_ratio(parts),
-        timeline=parts.timeline,
+        bottleneck=_bottleneck(breakdown, plan),
+        op_time_in_grid_ratio=program.in_grid_ratio,
+        plan=plan,
     )
 
 
-def _in_grid_ratio(parts: StepParts) -> float:
-    device_s = parts.durations.device_s
-    total = float(device_s.sum())
-    return float(device_s[parts.durations.in_grid].sum()) / total if total else 0.0
-
-
 def _provenance(
-    bound: BoundGraph, machine: MachineProfile, parts: StepParts, step: float
+    plan: StepPlan, breakdown: Breakdown
 ) -> tuple[tuple[str, str, float, float | None], ...]:
     """Shares of the step by where their numbers come from; they add up to 1."""
-    from estimator.graph.costs import family_of
-
-    seconds: dict[tuple[str, str], float] = defaultdict(float)
-    errors: dict[tuple[str, str], float] = defaultdict(float)
-    durations = parts.durations
-    kernels = parts.forward_s + parts.backward_s
-    scale = kernels / float(durations.device_s.sum()) if kernels else 0.0
-    for index, op in enumerate(bound.graph.ops):
-        source = durations.sources[index]
-        if source == "view":
-            continue
-        key = (family_of(op.call.target), source)
-        seconds[key] += float(durations.device_s[index]) * scale
-        errors[key] += float(durations.device_s[index] * durations.relative_errors[index]) * scale
+    program = step_parts(plan).slowest.program
+    step = breakdown.total_s
+    kernels_s = sum(seconds for seconds, _ in program.kernels.values())
+    scale = (breakdown.forward_s + breakdown.backward_s) / kernels_s if kernels_s else 0.0
     rows: list[tuple[str, str, float, float | None]] = [
-        (family, source, spent / step, errors[family, source] / spent if spent else None)
-        for (family, source), spent in seconds.items()
+        (family, source, seconds * scale / step, error_s / seconds if seconds else None)
+        for (family, source), (seconds, error_s) in program.kernels.items()
     ]
-    model = parts.communication
-    host_error = machine.host.provenance.relative_error if machine.host else None
+    host, reduce = program.profile.host, plan.reduce
+    waiting_s = breakdown.communication_exposed_s + breakdown.straggler_s + breakdown.idle_s
     rows += [
-        ("host", "measured", parts.host_exposed_s / step, host_error),
-        ("update", "measured", parts.update_s / step, parts.update_error),
-        ("bucket copies", "fitted", parts.copies_exposed_s / step, 0.2),
+        (
+            "host",
+            "measured",
+            breakdown.host_exposed_s / step,
+            host.provenance.relative_error if host else None,
+        ),
+        ("update", "measured", breakdown.update_s / step, program.update_error),
+        ("bucket copies", "fitted", breakdown.copies_exposed_s / step, COPIES_ERROR),
         (
             "communication",
-            model.source if model else "measured",
-            (parts.communication_exposed_s + parts.straggler_s + parts.idle_s) / step,
-            max(model.relative_error, _OVERLAP_ERROR) if model else None,
+            reduce.source if reduce else "measured",
+            waiting_s / step,
+            max(reduce.relative_error, _OVERLAP_ERROR) if reduce else None,
         ),
     ]
     return tuple(sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2]))
 
 
-def _relative_error(provenance: tuple[tuple[str, str, float, float | None], ...]) -> float:
+def _relative_error(plan: StepPlan, parts: StepParts, step: float) -> float:
     """One standard deviation of log(measured / predicted): parts err independently."""
-    # A median absolute error is 0.6745 standard deviations of a normal error.
-    squares = sum((share * (error or 0.0) / 0.6745) ** 2 for _, _, share, error in provenance)
-    return math.sqrt(squares + _MODEL_ERROR**2)
+    slowest, reduce = parts.slowest, plan.reduce
+    program = slowest.program
+    host = program.profile.host
+    host_error = (host.provenance.relative_error or 0.0) if host else 0.0
+    waiting_s = parts.communication_exposed_s + parts.straggler_s + parts.idle_s
+    waiting_error = max(reduce.relative_error, _OVERLAP_ERROR) if reduce else 0.0
+    squares = (
+        (host_error * parts.host_exposed_s) ** 2
+        + (program.update_error * parts.update_s) ** 2
+        + (COPIES_ERROR * parts.copies_exposed_s) ** 2
+        + (waiting_error * waiting_s) ** 2
+    )
+    scale = slowest.slowdown_ratio * plan.compute_ratio
+    variance_s2 = program.kernels_variance_s2 * scale**2 + MEDIAN_TO_SIGMA**2 * squares
+    return math.sqrt(variance_s2 / step**2 + _MODEL_ERROR**2)
 
 
-def _mfu(
-    bound: BoundGraph, machine: MachineProfile, accumulation_steps: int, step: float
-) -> float | None:
+def _mfu(program: StepProgram, accumulation_steps: int, step: float) -> float | None:
     """Model flops of forward and backward over what the devices could do at their dense peak."""
-    from estimator.graph.costs import op_cost
-
-    dtype = {"fp32": "float32", "tf32": "tfloat32"}.get(bound.graph.precision)
+    precision = program.bound.graph.precision
+    dtype = {"fp32": "float32", "tf32": "tfloat32"}.get(precision)
     if dtype is None:
-        dtype = "bfloat16" if bound.graph.precision.startswith("bf16") else "float16"
-    peak = machine.devices[0].peak_flops_per_s.get(dtype)
-    if not peak:
-        return None
-    costs = (op_cost(call) for call in bound.calls)
-    flops = sum(cost.flops for cost in costs if cost is not None)
-    return flops * accumulation_steps / (peak * step)
+        dtype = "bfloat16" if precision.startswith("bf16") else "float16"
+    peak = program.profile.devices[0].peak_flops_per_s.get(dtype)
+    return program.flops * accumulation_steps / (peak * step) if peak else None
 
 
-def _fits(needed_bytes: int, memory_bytes: int) -> Literal["yes", "no", "uncertain"]:
-    if needed_bytes <= memory_bytes * (1 - 2 * _NOT_FIT_MARGIN_RATIO):
+def _fits(plan: StepPlan) -> Literal["yes", "no", "uncertain"]:
+    """Whether every class of ranks has the memory it needs."""
+    used = max(
+        each.program.memory.total_bytes / each.program.profile.devices[0].memory_bytes
+        for each in plan.classes
+    )
+    if used <= 1 - 2 * _NOT_FIT_MARGIN_RATIO:
         return "yes"
-    return "no" if needed_bytes > memory_bytes * (1 + _NOT_FIT_MARGIN_RATIO) else "uncertain"
+    return "no" if used > 1 + _NOT_FIT_MARGIN_RATIO else "uncertain"
 
 
-def _bottleneck(breakdown: Breakdown, machine: MachineProfile, ranks: int) -> str:
-    step = breakdown.total_s
-    words: Mapping[str, tuple[float, str]] = {
-        "compute": (
+def _bottleneck(breakdown: Breakdown, plan: StepPlan) -> str:
+    step, ring = breakdown.total_s, plan.ring
+    over = f" over {ring.link}" if ring.link else ""
+    seconds, text = max(
+        (
             breakdown.forward_s + breakdown.backward_s,
-            f"computing on the {machine.kind} device",
+            f"computing on the {plan.classes[0].program.profile.kind} device",
         ),
-        "host": (breakdown.host_exposed_s, "issuing operators from the host"),
-        "communication": (
+        (breakdown.host_exposed_s, "issuing operators from the host"),
+        (
             breakdown.communication_exposed_s + breakdown.copies_exposed_s,
-            f"merging gradients of {ranks} ranks",
+            f"merging gradients of {ring.ranks} ranks{over}",
         ),
-        "update": (breakdown.update_s, "the optimizer's update"),
-        "stragglers": (breakdown.straggler_s + breakdown.idle_s, "waiting for the slowest rank"),
-    }
-    seconds, text = max(words.values())
+        (breakdown.update_s, "the optimizer's update"),
+        (breakdown.straggler_s + breakdown.idle_s, "waiting for the slowest rank"),
+    )
     return f"{text} ({format_ratio(seconds / step)} of the step)"
 
 
-def _assumptions(
-    bound: BoundGraph, machine: MachineProfile, parts: StepParts, ranks: int
-) -> tuple[str, ...]:
-    graph = bound.graph
-    found = list(graph.assumptions)
-    total = float(parts.durations.device_s.sum()) or 1.0
+def _assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
+    found: list[str] = []
+    for number, each in enumerate(plan.classes):
+        rows = _class_assumptions(each.program, graph_too=number == 0)
+        found.extend(row for row in rows if row not in found)
+    profiles = [each.program.profile for each in plan.classes]
+    if ranks > 1 and not any(profile.overlaps for profile in profiles):
+        found.append("communication is assumed to overlap compute perfectly: not probed")
+    if plan.ring.nodes > 1 and plan.reduce is not None and plan.reduce.source != "measured":
+        found.append(
+            f"all-reduce over {plan.ring.ranks} ranks on {plan.ring.nodes} nodes was not measured: "
+            "a ring over the slowest link, corrected by the nearest measured group if there is one"
+        )
+    if plan.ring.nodes > 1 and len({profile.name for profile in profiles}) > 1:
+        found.append(f"unlike machines are joined at {plan.ring.link or 'the slower network'}")
+    return tuple(found)
+
+
+def _class_assumptions(program: StepProgram, *, graph_too: bool) -> list[str]:
+    graph, machine = program.bound.graph, program.profile
+    found = list(graph.assumptions) if graph_too else []
+    durations = program.durations
+    total = float(durations.device_s.sum()) or 1.0
     assumed: dict[str, float] = defaultdict(float)
     for index, op in enumerate(graph.ops):
-        if parts.durations.sources[index] == "assumed":
-            assumed[op.call.target] += float(parts.durations.device_s[index])
+        if durations.sources[index] == "assumed":
+            assumed[op.call.target] += float(durations.device_s[index])
     worst = sorted(assumed.items(), key=lambda item: -item[1])
     for target, seconds in worst[:_MOST_NAMED_OPS]:
         found.append(
@@ -365,12 +385,11 @@ def _assumptions(
         plural = "s" if cores > 1 else ""
         found.append(f"a device is {cores} CPU core{plural}, pinned, with as many threads")
         found.append(_memory_assumption(machine))
-    if ranks > 1 and not machine.overlaps:
-        found.append("communication is assumed to overlap compute perfectly: not probed")
-    if graph.timings and bound.batch != graph.batch:
-        found.append(f"ops were timed at batch {graph.batch} and scaled to batch {bound.batch}")
+    batch = program.bound.batch
+    if graph.timings and batch != graph.batch:
+        found.append(f"ops were timed at batch {graph.batch} and scaled to batch {batch}")
     found.extend(f"not probed: {part}" for part in machine.missing)
-    return tuple(found)
+    return found
 
 
 def _memory_assumption(machine: MachineProfile) -> str:

@@ -198,6 +198,7 @@ class OverlapCost:
     compute: Literal["compute_bound", "memory_bound"]
     backend: str
     group_size: int
+    nodes: int = 1
     size_bytes: int
     exposed_ratio: float
     collective_slowdown_ratio: float

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from estimator.allocation import Allocation
-from estimator.errors import ModelError
+from estimator.errors import AllocationError, ModelError
+from estimator.topology import Cluster
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class Request:
     optimizer: str | None = None
     precision: str | None = None
     strategy: str = "ddp"
+    cluster: Cluster | None = None
     measure: bool = False
 
     def graph(
@@ -40,10 +41,10 @@ class Request:
         Allocations and strategy are checked first, since building a model can take long. `report`
         is told what is being measured and how far that is, from 0 to 1.
         """
-        from estimator.estimates import machine_of
+        from estimator.placement import place
 
         Strategy.parse(self.strategy)
-        machines = [machine_of(Allocation.parse(text)) for text in allocations]
+        machines = [place(text, cluster=self.cluster).sites[0].profile for text in allocations]
         from estimator.graph.files import is_saved_graph
         from estimator.graph.models import load_model
         from estimator.graph.ops import OpGraph
@@ -94,17 +95,24 @@ class Request:
             global_batch=self.global_batch,
             accumulation_steps=self.accumulation,
             strategy=self.strategy,
+            cluster=self.cluster,
         )
 
     def trainer(
         self, graph: OpGraph, *, steps: int, warmup_steps: int
     ) -> Callable[[Estimate], float]:
         """A function that trains as an estimate assumed: the slowest rank's seconds per step."""
-        from estimator.estimates import machine_of
+        from estimator.placement import place
         from estimator.probe.training import train
 
         def run(predicted: Estimate) -> float:
-            devices = machine_of(predicted.allocation).devices[: predicted.ranks]
+            placement = place(predicted.allocation)
+            if placement.nodes > 1:
+                raise AllocationError(
+                    f"'{predicted.allocation}' spans {placement.nodes} nodes, but this command "
+                    "trains on one; validate an allocation such as 1x2:local"
+                )
+            devices = placement.sites[0].profile.devices[: predicted.ranks]
             training = train(
                 self.model,
                 devices,

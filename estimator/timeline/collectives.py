@@ -1,47 +1,93 @@
-"""Cost one collective over one group of devices, from measured points or from link rates."""
+"""Cost one collective over any group of devices: measured points, carried over by formulas.
+
+A formula gives α·rounds + bytes over the busiest link. Where the profile has measured the same
+collective over some group, the ratio of what was measured to what the formula says of that group,
+size by size, corrects the formula for every other group.
+"""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.placement import nic_of
 from estimator.profile import CollectiveCost, CollectiveName, MachineProfile
+from estimator.timeline.rings import Ring, ring_between
+
+Array = NDArray[np.float64]
+
+# Bytes that cross the busiest link of a ring, as a share of the buffer, for n ranks; rounds of
+# latency (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication in MPICH, 2005).
+# gloo takes the ring for an all-reduce of any size (gloo/allreduce.cc, UNSPECIFIED → RING).
+RING_SHARE: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "all_to_all": lambda n: (n - 1) / n,
+}
+RING_ROUNDS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1),
+    "all_gather": lambda n: n - 1,
+    "reduce_scatter": lambda n: n - 1,
+    "broadcast": lambda n: math.ceil(math.log2(n)),
+    "all_to_all": lambda n: n - 1,
+}
+# What a formula misses by where nothing of its kind was measured, and per factor of e between the
+# measured group and the one asked for.
+_FORMULA_ERROR = 0.3
+_ERROR_PER_E = 0.2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Corrections:
+    """Measured over formula at the logarithms of the sizes that were measured, sizes rising."""
+
+    log_sizes: Array
+    log_ratios: Array
+
+    def at(self, sizes_bytes: Array) -> Array:
+        """Interpolated on logarithms, constant beyond both ends."""
+        logs = np.interp(np.log(sizes_bytes), self.log_sizes, self.log_ratios)
+        return np.asarray(np.exp(logs))
+
+
+NO_CORRECTIONS = Corrections(np.zeros(1), np.zeros(1))
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveModel:
-    """Seconds of one collective by size, with where it comes from and how wrong it may be."""
+    """Seconds of one collective by size: a line, times a correction that depends on the size."""
 
     op: CollectiveName
-    group_size: int
-    points: tuple[tuple[float, float], ...]
-    latency_s: float
-    bandwidth_bytes_per_s: float
+    alpha_s: float
+    beta_s_per_byte: float
+    corrections: Corrections
     source: str
     relative_error: float
 
+    def times_s(self, sizes_bytes: Array) -> Array:
+        """Seconds for buffers of these sizes (positive bytes)."""
+        lines_s = self.alpha_s + self.beta_s_per_byte * sizes_bytes
+        return np.asarray(lines_s * self.corrections.at(sizes_bytes))
+
     def time_s(self, size_bytes: float) -> float:
-        """Log–log interpolation between measured sizes, the fitted rate beyond the largest."""
-        if size_bytes <= 0:
-            return 0.0
-        if not self.points:
-            return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
-        return _interpolate(self.points, size_bytes)
+        """Seconds for a buffer of `size_bytes` bytes; 0 for none."""
+        return float(self.times_s(np.array([size_bytes]))[0]) if size_bytes > 0 else 0.0
 
 
-def _interpolate(points: Sequence[tuple[float, float]], size: float) -> float:
-    sizes = [point[0] for point in points]
-    if size <= sizes[0] or len(points) == 1:
-        return points[0][1]
-    index = min(bisect_right(sizes, size), len(points) - 1)
-    (x0, y0), (x1, y1) = points[index - 1], points[index]
-    slope = math.log(y1 / y0) / math.log(x1 / x0)
-    if size > sizes[-1]:
-        slope = min(max(slope, 0.0), 1.0) if slope < 0.5 else 1.0
-        x0, y0 = x1, y1
-    return y0 * math.exp(slope * math.log(size / x0))
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What one measured group says of a collective: how far the formula is off at each size."""
+
+    cost: CollectiveCost
+    corrections: Corrections
+    relative_error: float
 
 
 def monotone(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
@@ -55,70 +101,120 @@ def monotone(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float]
     return tuple(result)
 
 
-# Bytes that cross the busiest link of a ring, as a share of the buffer, for n ranks; rounds of
-# latency (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication in MPICH, 2005).
-_RING_SHARE: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "all_to_all": lambda n: (n - 1) / n,
-}
-_RING_ROUNDS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1),
-    "all_gather": lambda n: n - 1,
-    "reduce_scatter": lambda n: n - 1,
-    "broadcast": lambda n: math.ceil(math.log2(n)),
-    "all_to_all": lambda n: n - 1,
-}
-
-
 def collective_model(
-    profile: MachineProfile, op: CollectiveName, group_size: int
+    profile: MachineProfile, op: CollectiveName, ring: Ring
 ) -> CollectiveModel | None:
-    """The cost of `op` over `group_size` devices of one node of `profile`.
+    """The cost of `op` over the ranks of `ring`, by what `profile` has measured.
 
-    A measured group of that size wins; else the nearest measured group size is scaled by the
-    ring's share of bytes and rounds. None where the profile has no such collective.
+    None where the profile has no such collective and no network to derive it from.
     """
-    if group_size <= 1:
-        return CollectiveModel(op, group_size, (), 0.0, math.inf, "none needed", 0.0)
-    measured = [cost for cost in profile.collectives if cost.op == op and not cost.spans_nodes]
-    if not measured:
+    if ring.ranks <= 1:
+        return CollectiveModel(op, 0.0, 0.0, NO_CORRECTIONS, "none needed", 0.0)
+    links = _links_of(profile, op)
+    if links is None and ring.nodes == 1:
         return None
-    nearest = min(measured, key=lambda cost: abs(math.log(cost.group_size / group_size)))
-    error = nearest.provenance.relative_error or 0.1
-    if nearest.group_size == group_size:
-        return CollectiveModel(
-            op,
-            group_size,
-            monotone(nearest.points),
-            nearest.latency_s,
-            nearest.bandwidth_bytes_per_s,
-            nearest.provenance.source,
-            error,
-        )
-    return _scaled(nearest, group_size, error)
-
-
-def _scaled(measured: CollectiveCost, group_size: int, error: float) -> CollectiveModel:
-    share, rounds = _RING_SHARE[measured.op], _RING_ROUNDS[measured.op]
-    bytes_ratio = share(group_size) / share(measured.group_size)
-    rounds_ratio = rounds(group_size) / rounds(measured.group_size)
-    points = tuple(
-        (
-            size,
-            measured.latency_s * rounds_ratio
-            + max(seconds - measured.latency_s, 0.1 * seconds) * bytes_ratio,
-        )
-        for size, seconds in measured.points
+    alpha_s, beta = line(op, ring, links)
+    reference = _nearest(profile, op, ring)
+    if reference is None:
+        return CollectiveModel(op, alpha_s, beta, NO_CORRECTIONS, "fitted", _FORMULA_ERROR)
+    same = reference.cost.group_size == ring.ranks and reference.cost.nodes == ring.nodes
+    distance = abs(math.log(reference.cost.group_size / ring.ranks)) + abs(
+        math.log(reference.cost.nodes / ring.nodes)
     )
     return CollectiveModel(
-        measured.op,
-        group_size,
-        monotone(points),
-        measured.latency_s * rounds_ratio,
-        measured.bandwidth_bytes_per_s / bytes_ratio,
-        "fitted",
-        error + 0.2 * abs(math.log(group_size / measured.group_size)),
+        op,
+        alpha_s,
+        beta,
+        reference.corrections,
+        reference.cost.provenance.source if same else "fitted",
+        reference.relative_error + _ERROR_PER_E * distance,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class InnerLinks:
+    """One hop of a ring within a node: its latency and rate."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+def line(op: CollectiveName, ring: Ring, inner: InnerLinks | None) -> tuple[float, float]:
+    """(α, β) of a ring: seconds = α + β · bytes. The slowest hop sets the pace of every round."""
+    latency_s, rate = ring.latency_s, ring.bytes_per_s
+    if inner is not None and ring.per_node > 1:
+        latency_s, rate = max(latency_s, inner.latency_s), min(rate, inner.bytes_per_s)
+    return RING_ROUNDS[op](ring.ranks) * latency_s, RING_SHARE[op](ring.ranks) / rate
+
+
+_of_profile: OrderedDict[
+    tuple[int, str], tuple[MachineProfile, InnerLinks | None, tuple[Reference, ...]]
+] = OrderedDict()
+
+
+def _known(
+    profile: MachineProfile, op: CollectiveName
+) -> tuple[InnerLinks | None, tuple[Reference, ...]]:
+    """What a profile says of one collective, worked out once for the last profiles used."""
+    key = (id(profile), op)
+    found = _of_profile.get(key)
+    if found is None:
+        costs = [cost for cost in profile.collectives if cost.op == op and cost.points]
+        inner = _inner_links(costs, profile)
+        references = tuple(_reference(profile, cost, inner) for cost in costs)
+        found = _of_profile[key] = (profile, inner, references)
+        while len(_of_profile) > 64:
+            _of_profile.popitem(last=False)
+    return found[1], found[2]
+
+
+def _links_of(profile: MachineProfile, op: CollectiveName) -> InnerLinks | None:
+    return _known(profile, op)[0]
+
+
+def _inner_links(costs: Sequence[CollectiveCost], profile: MachineProfile) -> InnerLinks | None:
+    """Hops within a node, from the smallest measured group of one node, else from a d2d link."""
+    local = [cost for cost in costs if not cost.spans_nodes and cost.group_size > 1]
+    if local:
+        cost = min(local, key=lambda item: item.group_size)
+        share, rounds = RING_SHARE[cost.op], RING_ROUNDS[cost.op]
+        return InnerLinks(
+            latency_s=cost.latency_s / rounds(cost.group_size),
+            bytes_per_s=cost.bandwidth_bytes_per_s * share(cost.group_size),
+        )
+    direct = [link for link in profile.links if link.kind in ("d2d", "nvlink", "pcie")]
+    if not direct:
+        return None
+    best = max(direct, key=lambda link: link.bandwidth_bytes_per_s)
+    return InnerLinks(best.latency_s, best.bandwidth_bytes_per_s)
+
+
+def _reference(
+    profile: MachineProfile, cost: CollectiveCost, inner: InnerLinks | None
+) -> Reference:
+    """Measured over formula, size by size; the formula sees the links as the profile has them."""
+    network = network_latency_s(profile)
+    nic = nic_of(profile)
+    ring = ring_between(cost, network, nic, profile.pairs)
+    alpha_s, beta = line(cost.op, ring, inner)
+    sizes, seconds = np.array(monotone(cost.points)).T
+    corrections = Corrections(np.log(sizes), np.log(seconds / (alpha_s + beta * sizes)))
+    return Reference(cost, corrections, cost.provenance.relative_error or 0.1)
+
+
+def network_latency_s(profile: MachineProfile) -> float:
+    """One-way seconds between neighbouring nodes: the nearest reach measured; 0 if unknown."""
+    return min((link.latency_s for link in profile.network if link.streams == 1), default=0.0)
+
+
+def _nearest(profile: MachineProfile, op: CollectiveName, ring: Ring) -> Reference | None:
+    """The measured group most like this one; groups on one node and across nodes don't mix."""
+    alike = [r for r in _known(profile, op)[1] if r.cost.spans_nodes == (ring.nodes > 1)]
+    if not alike:
+        return None
+    return min(
+        alike,
+        key=lambda r: (
+            abs(math.log(r.cost.group_size / ring.ranks)) + abs(math.log(r.cost.nodes / ring.nodes))
+        ),
     )

@@ -18,12 +18,11 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeLane:
-    """When the ops of one class of ranks end if no collective disturbs them.
+    """When one class of ranks has its buckets and its end if no collective disturbs it.
 
-    `end_s` is per op, `ready_s` per bucket: the lane time at which the bucket can be reduced.
+    `ready_s` is per bucket: the lane time at which the bucket can be reduced.
     """
 
-    end_s: Array
     ready_s: Array
     total_s: float
 
@@ -56,21 +55,6 @@ class Flow:
     collectives: tuple[tuple[float, float], ...]
     compute_end_s: tuple[float, ...]
     end_s: float
-
-
-def one_lane(host_s: Array, device_s: Array) -> Array:
-    """End of each op where host and compute are the same cores."""
-    return np.cumsum(host_s + device_s)
-
-
-def two_lanes(host_s: Array, device_s: Array) -> Array:
-    """End of each op on the device: in order, never before the host has issued it.
-
-    end_i = max(end_{i−1}, issued_i) + device_i, written as a running maximum.
-    """
-    issued = np.cumsum(host_s)
-    done = np.cumsum(device_s)
-    return np.asarray(np.maximum.accumulate(issued - (done - device_s)) + done)
 
 
 def simulate(
@@ -178,12 +162,3 @@ class _State:
             compute_end_s=tuple(self.compute_end),
             end_s=self.now,
         )
-
-
-def expected_maximum(ranks: int) -> float:
-    """Expected maximum of `ranks` standard normal values (Blom 1958 approximation)."""
-    from statistics import NormalDist
-
-    if ranks <= 1:
-        return 0.0
-    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))

@@ -7,17 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from estimator.timeline.schedule import (
-    ComputeLane,
-    Overlap,
-    expected_maximum,
-    simulate,
-    two_lanes,
-)
+from estimator.timeline.fastpath import expected_maximum, exposed_s
+from estimator.timeline.lanes import two_lanes
+from estimator.timeline.schedule import ComputeLane, Overlap, simulate
 
 
 def _lane(*ready_s: float, total_s: float) -> ComputeLane:
-    return ComputeLane(end_s=np.array([total_s]), ready_s=np.array(ready_s), total_s=total_s)
+    return ComputeLane(ready_s=np.array(ready_s), total_s=total_s)
 
 
 def test_perfect_overlap_exposes_only_what_comes_after_the_last_op() -> None:
@@ -74,7 +70,7 @@ def test_no_work_is_lost_or_done_twice(
     work: list[float], cost: list[float], slots: int, exposed: float, slowdown: float
 ) -> None:
     ready = np.cumsum(work)
-    lane = ComputeLane(end_s=ready, ready_s=ready, total_s=float(ready[-1]))
+    lane = ComputeLane(ready_s=ready, total_s=float(ready[-1]))
     overlap = Overlap(exposed_ratio=exposed, collective_slowdown_ratio=slowdown)
     costs = cost[: len(work)]
     flow = simulate([lane], costs, slots=slots, overlap=overlap)
@@ -83,6 +79,38 @@ def test_no_work_is_lost_or_done_twice(
     assert flow.end_s <= most * (1 + 1e-9)
     starts = [start for start, _ in flow.collectives]
     assert starts == sorted(starts)
+
+
+@given(
+    work=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8),
+    tail=st.floats(0.0, 1.0),
+    cost=st.lists(st.floats(1e-6, 2.0), min_size=8, max_size=8),
+    slots=st.integers(1, 3),
+    exposed=st.floats(0.0, 3.0),
+    slowdown=st.floats(1.0, 4.0),
+    others=st.lists(st.floats(0.3, 2.0), max_size=3),
+)
+def test_the_closed_form_equals_the_event_simulation(
+    work: list[float],
+    tail: float,
+    cost: list[float],
+    slots: int,
+    exposed: float,
+    slowdown: float,
+    others: list[float],
+) -> None:
+    overlap = Overlap(exposed_ratio=exposed, collective_slowdown_ratio=slowdown)
+    ready, costs = np.cumsum(work), np.array(cost[: len(work)])
+    speeds = [1.0, *others]
+    lanes = [
+        ComputeLane(ready_s=ready * speed, total_s=float(ready[-1] + tail) * speed)
+        for speed in speeds
+    ]
+    flow = simulate(lanes, costs.tolist(), slots=slots, overlap=overlap)
+    slowest = max(speeds)
+    lane_s = float(ready[-1] + tail) * slowest
+    closed_s = lane_s + exposed_s(ready * slowest, lane_s, costs, overlap)
+    assert closed_s == pytest.approx(flow.end_s, rel=1e-9)
 
 
 def test_the_expected_maximum_of_two_standard_normals_is_known() -> None:

@@ -1,0 +1,264 @@
+"""Compile one rank's step into a compact program: lane times, buckets, update, and their errors.
+
+A program belongs to a graph at one batch size, a machine type, a number of busy devices and a
+strategy. It holds no allocation: what the network costs is added where the step is answered.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.errors import ProfileError
+from estimator.graph.costs import family_of, op_cost
+from estimator.graph.memory import PeakMemory, peak_memory
+from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.profile import MachineProfile, UpdateCost
+from estimator.tensors import OpCall, TensorSpec
+from estimator.timeline.buckets import Bucket, gradient_buckets
+from estimator.timeline.durations import Durations, kernel_fits, op_durations, slowdown_ratio
+from estimator.timeline.lanes import one_lane, two_lanes
+from estimator.workload import Strategy
+
+Array = NDArray[np.float64]
+
+_TABLE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_backward")
+UPDATE_FORMS = {"cpu": "loop", "cuda": "foreach"}
+# What a copy costs is fitted from copies of other sizes.
+COPIES_ERROR = 0.2
+# A median absolute error is 0.6745 standard deviations of a normal error.
+MEDIAN_TO_SIGMA = 1 / 0.6745
+_MOST_PROGRAMS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProgram:
+    """Seconds of one class of ranks: alone on its lane, and what comes after the last collective.
+
+    `ready_s[k]` is the lane time at which bucket k may be reduced, `lane_s` the lane's end. The
+    lane is `forward_s + backward_s + host_s + copies_s`. `kernels_variance_s2` is the sum of the
+    squared errors (one standard deviation) of the kernel families, in s². `flops` are those of a
+    micro-batch; `in_grid_ratio` is the share of kernel time whose exact call the probe has timed.
+    """
+
+    bound: BoundGraph
+    profile: MachineProfile
+    buckets: tuple[Bucket, ...]
+    bucket_bytes: Array
+    ready_s: Array
+    lane_s: float
+    forward_s: float
+    backward_s: float
+    host_s: float
+    copies_s: float
+    copy_back_s: float
+    update_s: float
+    update_error: float
+    kernels_variance_s2: float
+    kernels: Mapping[tuple[str, str], tuple[float, float]]
+    memory: PeakMemory
+    flops: float
+    in_grid_ratio: float
+    durations: Durations
+    start_s: Array
+    end_s: Array
+
+
+_programs: OrderedDict[tuple[object, ...], tuple[OpGraph, MachineProfile, StepProgram]] = (
+    OrderedDict()
+)
+_bounds: OrderedDict[tuple[int, int | None], tuple[OpGraph, BoundGraph]] = OrderedDict()
+
+
+def step_program(
+    graph: OpGraph,
+    profile: MachineProfile,
+    *,
+    batch: int | None,
+    busy: int,
+    merging: bool,
+    strategy: Strategy,
+    accumulation_steps: int = 1,
+) -> StepProgram:
+    """The program of a rank on a node where `busy` ranks compute, compiled once and kept.
+
+    `merging` says whether there are other ranks to merge gradients with. Raises ProfileError,
+    WorkloadError.
+    """
+    key = (id(graph), id(profile), batch, busy, merging, strategy, accumulation_steps)
+    found = _programs.get(key)
+    if found is not None:
+        return found[2]
+    bound = _bound(graph, batch)
+    program = _compile(bound, profile, busy, merging, strategy, accumulation_steps)
+    _programs[key] = (graph, profile, program)
+    while len(_programs) > _MOST_PROGRAMS:
+        _programs.popitem(last=False)
+    return program
+
+
+def _bound(graph: OpGraph, batch: int | None) -> BoundGraph:
+    key = (id(graph), batch)
+    if key not in _bounds:
+        _bounds[key] = (graph, graph.at(batch))
+        while len(_bounds) > 32:
+            _bounds.popitem(last=False)
+    return _bounds[key][1]
+
+
+def _compile(
+    bound: BoundGraph,
+    profile: MachineProfile,
+    busy: int,
+    merging: bool,
+    strategy: Strategy,
+    accumulation_steps: int,
+) -> StepProgram:
+    durations = op_durations(bound, profile, devices_busy=busy)
+    buckets = gradient_buckets(bound, strategy) if merging else ()
+    copies_s, merging_s = _ddp_costs(bound, profile, buckets, busy)
+    # Only the last micro-batch merges gradients; the ones before add theirs up.
+    before = accumulation_steps - 1
+    device_s = np.concatenate([durations.device_s] * before + [durations.device_s + copies_s])
+    host_s = np.concatenate([durations.host_s] * before + [durations.host_s + merging_s])
+    end = (one_lane if bound.graph.target == "cpu" else two_lanes)(host_s, device_s)
+    accumulate_s = before * _accumulate_s(bound, profile, busy)
+    offset = before * len(bound.calls)
+    lane_s = (float(end[-1]) if len(end) else 0.0) + accumulate_s
+    forward = np.array([op.phase == "forward" for op in bound.graph.ops], dtype=bool)
+    forward_s = float(durations.device_s[forward].sum()) * accumulation_steps
+    backward_s = float(durations.device_s[~forward].sum()) * accumulation_steps
+    kernels = _kernel_seconds(bound, durations)
+    kernels_s = float(durations.device_s.sum()) or 1.0
+    copied_s = float(copies_s.sum()) + accumulate_s
+    update_s, update_error = _update(bound, profile, busy)
+    view = strategy.gradient_as_bucket_view
+    copy_back_s = 0.0 if view else sum(_copy_s(profile, b.size_bytes, busy) for b in buckets)
+    return StepProgram(
+        bound=bound,
+        profile=profile,
+        buckets=buckets,
+        bucket_bytes=np.array([float(bucket.size_bytes) for bucket in buckets]),
+        ready_s=np.array([end[offset + b.ready_after] for b in buckets]) + accumulate_s,
+        lane_s=lane_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        host_s=max(lane_s - copied_s - forward_s - backward_s, 0.0),
+        copies_s=copied_s,
+        copy_back_s=copy_back_s,
+        update_s=update_s,
+        update_error=update_error,
+        kernels_variance_s2=_variance(kernels) * accumulation_steps**2,
+        kernels=kernels,
+        memory=peak_memory(
+            bound, optimizer=bound.graph.optimizer, strategy=strategy, ranks=2 if merging else 1
+        ),
+        flops=sum(cost.flops for cost in map(op_cost, bound.calls) if cost is not None),
+        in_grid_ratio=float(durations.device_s[durations.in_grid].sum()) / kernels_s,
+        durations=durations,
+        start_s=end - device_s,
+        end_s=end,
+    )
+
+
+def _kernel_seconds(
+    bound: BoundGraph, durations: Durations
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """(family, source) → seconds of one micro-batch and the error on them, in seconds."""
+    found: dict[tuple[str, str], tuple[float, float]] = {}
+    for index, op in enumerate(bound.graph.ops):
+        source = durations.sources[index]
+        if source == "view":
+            continue
+        key = (family_of(op.call.target), source)
+        seconds, error_s = found.get(key, (0.0, 0.0))
+        spent = float(durations.device_s[index])
+        found[key] = (seconds + spent, error_s + spent * float(durations.relative_errors[index]))
+    return found
+
+
+def _variance(kernels: Mapping[tuple[str, str], tuple[float, float]]) -> float:
+    """Families err independently, ops of one family together."""
+    return sum((MEDIAN_TO_SIGMA * error_s) ** 2 for _, error_s in kernels.values())
+
+
+def _ddp_costs(
+    bound: BoundGraph, profile: MachineProfile, buckets: tuple[Bucket, ...], busy: int
+) -> tuple[Array, Array]:
+    """Seconds that DDP adds to each op: copies into buckets, and its own host work."""
+    copies_s, host_s = np.zeros(len(bound.calls)), np.zeros(len(bound.calls))
+    host = profile.host
+    if not buckets or host is None:
+        return copies_s, host_s
+    host_s[0] = host.ddp_step_s
+    for bucket in buckets:
+        copies_s[bucket.ready_after] += _copy_s(profile, bucket.size_bytes, busy)
+        host_s[bucket.ready_after] += host.ddp_bucket_s + bucket.tensors * host.backward_op_s
+    return copies_s, host_s
+
+
+def _stream_s(profile: MachineProfile, target: str, elements: int, busy: int) -> float:
+    """Seconds of one elementwise pass over cold float32 memory, with `busy` devices busy."""
+    spec = TensorSpec((max(elements, 1),))
+    prediction = kernel_fits(profile).predict(OpCall(target, (spec, spec), (), (spec,)))
+    if prediction is None:
+        return 0.0
+    return prediction.cold_s * slowdown_ratio(profile, "memory", busy, 8.0 * elements)
+
+
+def _copy_s(profile: MachineProfile, size_bytes: int, busy: int) -> float:
+    """DDP scales gradients by 1/world while it copies them into their bucket, one pass."""
+    return _stream_s(profile, "aten.copy_.default", size_bytes // 4, busy)
+
+
+def _accumulate_s(bound: BoundGraph, profile: MachineProfile, busy: int) -> float:
+    """Adding one micro-batch's gradients to those of the ones before it, in place."""
+    elements = sum(p.spec.nbytes // 4 for p in bound.graph.parameters if p.gradient is not None)
+    return _stream_s(profile, "aten.add_.Tensor", elements, busy) if elements else 0.0
+
+
+def _update(bound: BoundGraph, profile: MachineProfile, busy: int) -> tuple[float, float]:
+    """(seconds, relative error) of the optimizer step over the trained parameters."""
+    graph = bound.graph
+    trained = [p for p in graph.parameters if p.gradient is not None]
+    cost = _update_cost(profile, graph.optimizer, UPDATE_FORMS[graph.target], graph.target)
+    seconds = cost.update_time_s(
+        tensors=len(trained),
+        parameters=sum(p.spec.numel for p in trained),
+        idle=_idle_parameters(bound),
+    )
+    moved = sum(p.spec.nbytes for p in trained)
+    error = cost.provenance.relative_error
+    return (
+        seconds * slowdown_ratio(profile, "update", busy, float(moved)),
+        0.2 if error is None else error,
+    )
+
+
+def _idle_parameters(bound: BoundGraph) -> float:
+    """Elements of embedding tables in rows that a batch of uniformly drawn indices never picks."""
+    made_by = {value: index for index, op in enumerate(bound.graph.ops) for value in op.outputs}
+    idle = 0.0
+    for parameter in bound.graph.parameters:
+        if parameter.gradient not in made_by:
+            continue
+        call = bound.calls[made_by[parameter.gradient]]
+        if call.target.split(".")[1] not in _TABLE_GRADIENTS:
+            continue
+        rows, picks = parameter.spec.shape[0], call.inputs[1].numel
+        idle += parameter.spec.numel * (1.0 - 1.0 / rows) ** picks
+    return idle
+
+
+def _update_cost(profile: MachineProfile, optimizer: str, form: str, kind: str) -> UpdateCost:
+    same = [u for u in profile.updates if u.optimizer == optimizer and u.device == kind]
+    if not same:
+        raise ProfileError(
+            f"profile '{profile.name}' has no update cost of {optimizer}; run 'estimator probe' "
+            "with a larger --budget"
+        )
+    return next((cost for cost in same if cost.form == form), same[0])
