@@ -57,7 +57,7 @@ def place(
     the cluster file. Raises AllocationError, UnknownMachineError, ProfileError.
     """
     parsed = Allocation.parse(allocation)
-    if profile is not None and len({group.machine for group in parsed.groups}) > 1:
+    if profile is not None and len({group.machine for group in parsed.groups} - {None}) > 1:
         raise AllocationError(
             f"'{parsed}' names several machine types, but one profile was given; leave it out"
         )

@@ -23,6 +23,8 @@ from estimator.units import (
 )
 
 if TYPE_CHECKING:
+    from estimator.advise.scaling import Scaling
+    from estimator.advise.sweeps import SweepRow
     from estimator.estimates import Estimate
     from estimator.profile import CollectiveCost, Link, MachineProfile, Provenance
     from estimator.validation import Validation
@@ -82,7 +84,9 @@ def _part_name(field_name: str) -> str:
     return field_name.removesuffix("_s").replace("_", " ")
 
 
-def estimate_report(answer: Estimate, *, duration_s: float | None = None) -> Group:
+def estimate_report(
+    answer: Estimate, *, duration_s: float | None = None, scaling: Scaling | None = None
+) -> Group:
     """Everything a person wants of one estimate, the time first."""
     rows = [("step time", format_interval(answer))]
     if answer.samples_per_s is not None:
@@ -100,6 +104,8 @@ def estimate_report(answer: Estimate, *, duration_s: float | None = None) -> Gro
         rows.append(("MFU", format_ratio(answer.mfu_ratio)))
     if duration_s is not None:
         rows.append(("duration", format_seconds(duration_s)))
+    if scaling is not None:
+        rows.append(("scaling", _scaling_words(scaling)))
     heading = f"{answer.model} on {answer.allocation}, {_trained_how(answer)}"
     return _stacked(
         Group(Text(heading, style="bold"), _facts(rows)),
@@ -107,6 +113,51 @@ def estimate_report(answer: Estimate, *, duration_s: float | None = None) -> Gro
         _provenance_table(answer),
         _listed("assumptions", answer.assumptions),
     )
+
+
+def _scaling_words(scaling: Scaling) -> str:
+    words = f"{format_ratio(scaling.efficiency_ratio)} of linear"
+    if not scaling.link or scaling.link_bytes_per_s is None:
+        return words
+    wanted = format_ratio(scaling.wanted_ratio)
+    rate = f"{scaling.link}, {format_bandwidth(scaling.link_bytes_per_s)}"
+    if scaling.efficiency_ratio >= scaling.wanted_ratio:
+        return f"{words}; the slowest link is {rate}"
+    if scaling.needed_bytes_per_s is None:
+        return f"{words}; no faster link alone gives {wanted} (the slowest is {rate})"
+    needed = format_bandwidth(scaling.needed_bytes_per_s)
+    return f"{words}, held back by {rate}; {wanted} needs {needed}"
+
+
+def sweep_report(rows: Sequence[SweepRow]) -> Group:
+    """One row an allocation: step, throughput, efficiency and what holds it back."""
+    first = next(row.answer for row in rows if row.answer is not None)
+    table = _grid(
+        f"{first.model}, {first.strategy}, {first.optimizer}, {first.precision}",
+        "allocation",
+        "bottleneck",
+        "ranks",
+        "step",
+        "samples/s",
+        "of linear",
+        numbers=4,
+    )
+    for row in rows:
+        if row.answer is None:
+            continue
+        answer = row.answer
+        table.add_row(
+            row.allocation,
+            answer.bottleneck if answer.fits != "no" else "does not fit",
+            str(answer.ranks),
+            format_interval(answer),
+            format_count(answer.samples_per_s).strip() if answer.samples_per_s else "",
+            "" if row.efficiency_ratio is None else format_ratio(row.efficiency_ratio),
+        )
+    refused = [row for row in rows if row.answer is None]
+    reasons = dict.fromkeys(row.refusal for row in refused)
+    lines = [f"{len(refused)} allocations do not exist, such as: {next(iter(reasons))}"]
+    return _stacked(table, _listed("left out", lines) if refused else None)
 
 
 def _trained_how(answer: Estimate) -> str:

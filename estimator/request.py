@@ -11,6 +11,7 @@ from estimator.topology import Cluster
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
+    from estimator.advise.scaling import Scaling
     from estimator.estimates import Estimate
     from estimator.graph.ops import OpGraph
 
@@ -97,6 +98,22 @@ class Request:
             strategy=self.strategy,
             cluster=self.cluster,
         )
+
+    def exists(self, allocation: str) -> bool:
+        """Whether the allocation names machines and devices that there are."""
+        from estimator.placement import place
+
+        try:
+            place(allocation, cluster=self.cluster)
+        except AllocationError:
+            return False
+        return True
+
+    def scaling(self, graph: OpGraph, answer: Estimate) -> Scaling | None:
+        """How an estimate on several ranks scales; None for one rank."""
+        from estimator.advise.scaling import scaling_of
+
+        return scaling_of(graph, answer, cluster=self.cluster) if answer.ranks > 1 else None
 
     def trainer(
         self, graph: OpGraph, *, steps: int, warmup_steps: int

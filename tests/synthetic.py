@@ -16,6 +16,7 @@ from estimator.profile import (
     HostCost,
     KernelCost,
     KernelPoint,
+    Link,
     MachineProfile,
     MemoryCost,
     OverlapCost,
@@ -40,6 +41,8 @@ class Machine:
     slowdown_ratio: float = 1.3
     memory_contention: float = 1.0
     rank_spread_ratio: float = 0.01
+    network_latency_s: float = 2e-4
+    network_bytes_per_s: float = 1e8
 
     def profile(self) -> MachineProfile:
         """A profile measured without error, group size 2."""
@@ -55,6 +58,15 @@ class Machine:
                     cores=(index,),
                 )
                 for index in range(self.devices)
+            ),
+            network=(
+                Link(
+                    kind="tcp",
+                    reach="rack",
+                    latency_s=self.network_latency_s,
+                    bandwidth_bytes_per_s=self.network_bytes_per_s,
+                    provenance=CHOSEN,
+                ),
             ),
             collectives=tuple(self._collective(op) for op in ("all_reduce", "broadcast")),
             overlaps=(self._overlap(),),

@@ -147,10 +147,8 @@ _CONVOLUTIONS = (
     (16, 200, 28, 200, 3, 1, 200),
     (32, 480, 10, 480, 3, 1, 480),
     (8, 120, 60, 120, 3, 2, 120),
-    (16, 400, 16, 400, 5, 1, 400),
     (8, 64, 48, 64, 5, 2, 64),
-    (4, 80, 56, 80, 7, 1, 80),
-    (16, 160, 24, 160, 7, 1, 160),
+    (8, 240, 14, 240, 5, 1, 240),
     (16, 640, 7, 640, 7, 1, 640),
     (8, 160, 28, 160, 3, 1, 32),
     (16, 320, 12, 320, 3, 1, 32),
@@ -193,8 +191,38 @@ _CONVOLUTIONS = (
     (16, 384, 14, 384, 3, 1, 384),
     (20, 576, 7, 576, 3, 1, 576),
     (20, 576, 15, 576, 3, 2, 576),
+    (12, 80, 15, 80, 3, 2, 80),
+    (10, 240, 9, 240, 3, 2, 240),
+    (8, 400, 7, 400, 3, 2, 400),
+    (10, 160, 14, 160, 3, 1, 160),
+    (8, 640, 4, 640, 3, 1, 640),
+    (10, 24, 18, 120, 1, 1, 1),
+    (8, 120, 18, 24, 1, 1, 1),
+    (10, 56, 9, 320, 1, 1, 1),
+    (20, 24, 18, 120, 1, 1, 1),
+    (24, 160, 9, 40, 1, 1, 1),
     (6, 96, 30, 96, 7, 1, 96),
     (6, 384, 8, 384, 7, 1, 384),
+)
+# The same for images whose channels lie innermost, as blocks that end in a linear layer leave them.
+_CHANNELS_LAST = (
+    (8, 3, 96, 32, 3, 2, 1),
+    (8, 64, 28, 64, 3, 1, 1),
+    (4, 128, 14, 256, 3, 2, 1),
+    (4, 40, 48, 80, 2, 2, 1),
+    (8, 80, 20, 160, 2, 2, 1),
+    (5, 240, 10, 480, 2, 2, 1),
+    (8, 64, 28, 256, 1, 1, 1),
+    (20, 320, 8, 80, 1, 1, 1),
+    (8, 144, 28, 144, 3, 1, 144),
+    (16, 96, 30, 96, 3, 2, 96),
+    (10, 288, 7, 288, 3, 1, 288),
+    (8, 240, 15, 240, 5, 1, 240),
+    (2, 64, 30, 64, 7, 1, 64),
+    (4, 80, 56, 80, 7, 1, 80),
+    (16, 160, 24, 160, 7, 1, 160),
+    (4, 320, 12, 320, 7, 1, 320),
+    (6, 640, 5, 640, 7, 1, 640),
 )
 # (batch, channels in, side, channels out) of 2×2 stride-2 transposed convolutions.
 _TRANSPOSED = (
@@ -207,12 +235,19 @@ _TRANSPOSED = (
 )
 
 
-def _convolution(shape: tuple[int, ...], *, gradient: bool, bias: bool) -> GridCall:
+def _images(batch: int, channels: int, side: int, *, channels_last: bool) -> TensorSpec:
+    strides = (channels * side * side, 1, side * channels, channels) if channels_last else None
+    return tensor(batch, channels, side, side, strides=strides)
+
+
+def _convolution(
+    shape: tuple[int, ...], *, gradient: bool, bias: bool, channels_last: bool = False
+) -> GridCall:
     batch, channels, side, filters, kernel, stride, groups = shape
     padding = 0 if stride == kernel else kernel // 2
     out = (side + 2 * padding - kernel) // stride + 1
     flops = 2.0 * batch * filters * out * out * (channels // groups) * kernel * kernel
-    x = tensor(batch, channels, side, side)
+    x = _images(batch, channels, side, channels_last=channels_last)
     weight = tensor(filters, channels // groups, kernel, kernel)
     tail = ([stride, stride], [padding, padding], [1, 1], False, [0, 0], groups)
     if not gradient:
@@ -221,7 +256,7 @@ def _convolution(shape: tuple[int, ...], *, gradient: bool, bias: bool) -> GridC
     # The first layer of a network has no use for the gradient of its input.
     mask = [channels > 3, True, bias]
     sizes = [filters] if bias else [0]
-    grad = tensor(batch, filters, out, out)
+    grad = _images(batch, filters, out, channels_last=channels_last)
     return grid_call(
         "convolution_backward.default",
         *(grad, x, weight, sizes if bias else None, *tail, mask),
@@ -254,7 +289,11 @@ def convolutions() -> list[GridCall]:
         _convolution(shape, gradient=False, bias=_has_bias(number))
         for number, shape in enumerate(_CONVOLUTIONS)
     ]
-    return plain + [_upward(shape, gradient=False) for shape in _TRANSPOSED]
+    last = [
+        _convolution(shape, gradient=False, bias=_has_bias(number), channels_last=True)
+        for number, shape in enumerate(_CHANNELS_LAST)
+    ]
+    return plain + last + [_upward(shape, gradient=False) for shape in _TRANSPOSED]
 
 
 def convolution_gradients() -> list[GridCall]:
@@ -263,7 +302,11 @@ def convolution_gradients() -> list[GridCall]:
         _convolution(shape, gradient=True, bias=_has_bias(number))
         for number, shape in enumerate(_CONVOLUTIONS)
     ]
-    return plain + [_upward(shape, gradient=True) for shape in _TRANSPOSED]
+    last = [
+        _convolution(shape, gradient=True, bias=_has_bias(number), channels_last=True)
+        for number, shape in enumerate(_CHANNELS_LAST)
+    ]
+    return plain + last + [_upward(shape, gradient=True) for shape in _TRANSPOSED]
 
 
 # (batch, heads, length, head width, causal)

@@ -246,6 +246,10 @@ def normalisations() -> list[GridCall]:
         (8, 100, 28),
         (16, 300, 12),
         (32, 80, 6),
+        (8, 40, 15),
+        (10, 200, 8),
+        (8, 400, 4),
+        (24, 640, 5),
     ):
         x, row = tensor(batch, channels, side, side), tensor(channels)
         calls += [

@@ -9,18 +9,20 @@ from numpy.typing import NDArray
 
 from estimator.graph.memory import Storage, storages
 from estimator.graph.ops import BoundGraph
+from estimator.graph.workspace import workspace_bytes
+from estimator.tensors import OpCall
 
-# Convolutions, fused attention and recurrent layers work through blocked copies of their own, in
-# memory as cold as that of any new tensor.
-_WITH_SCRATCH = ("aten.convolution", "aten._scaled_dot_product", "aten.mkldnn_rnn")
+# These work through copies of their own, of unknown size, in memory as cold as any new tensor's.
+_UNSIZED_SCRATCH = ("aten._scaled_dot_product", "aten.mkldnn_rnn")
 
 
-def cold_ratios(bound: BoundGraph, cache_bytes: float) -> NDArray[np.float64]:
+def cold_ratios(bound: BoundGraph, cache_bytes: float, *, threads: int = 1) -> NDArray[np.float64]:
     """For each op, the share (0–1) of the bytes it touches that must come from main memory.
 
     A least-recently-used cache of `cache_bytes`: an input is cold once the ops since its last use
     have touched more than the cache holds (Mattson et al. 1970, stack distance, approximated by
-    the bytes touched). The memory that a new tensor gets was last used up to a step ago.
+    the bytes touched). The memory that a new tensor gets was last used up to a step ago; so was
+    that of the blocked copies that a convolution on `threads` threads makes.
     """
     graph = bound.graph
     if cache_bytes <= 0 or not graph.ops:
@@ -47,9 +49,19 @@ def cold_ratios(bound: BoundGraph, cache_bytes: float) -> NDArray[np.float64]:
             if storage not in last_touch:
                 cold_bytes += size[storage] * new_is_cold
             last_touch[storage] = now
-        has_scratch = op.call.target.startswith(_WITH_SCRATCH)
-        cold[index] = new_is_cold if has_scratch else cold_bytes / moved if moved else 0.0
+        scratch_bytes = workspace_bytes(bound.calls[index], threads=threads)
+        moved += scratch_bytes
+        cold_bytes += scratch_bytes * new_is_cold
+        unsized = _has_unsized_scratch(bound.calls[index], graph.target)
+        cold[index] = new_is_cold if unsized else cold_bytes / moved if moved else 0.0
     return cold
+
+
+def _has_unsized_scratch(call: OpCall, target: str) -> bool:
+    if call.target.startswith("aten.convolution"):
+        transposed = any(argument is True for argument in call.arguments[:10])
+        return transposed or target != "cpu"
+    return call.target.startswith(_UNSIZED_SCRATCH)
 
 
 def _evicted(distance_bytes: float, cache_bytes: float) -> float:

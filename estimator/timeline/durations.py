@@ -99,7 +99,7 @@ class _Timer:
         self.fits = kernel_fits(profile)
         # Devices share the last-level cache, busy or not: virtual machines have neighbours.
         cache = profile.memory.shared_cache_bytes if profile.memory else 0
-        self.cold = cold_ratios(bound, cache / len(profile.devices))
+        self.cold = cold_ratios(bound, cache / len(profile.devices), threads=self.fits.threads)
         self.contentions = {
             bound_by: _contention(profile.contentions, bound_by, devices_busy)
             for bound_by in ("compute", "memory")

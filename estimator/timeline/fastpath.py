@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -45,12 +45,13 @@ class RankClass:
 class StepPlan:
     """All that decides a step: the classes of ranks, the collectives' costs, how both disturb.
 
-    `reduce` merges one bucket, `broadcast` sends the buffers of rank 0 before the forward pass;
+    `network` is the profile whose collectives were used; `reduce` merges one bucket, `broadcast` sends the buffers of rank 0 before the forward pass;
     None where there is nothing to merge or send.
     """
 
     classes: tuple[RankClass, ...]
     ring: Ring
+    network: MachineProfile | None
     reduce: CollectiveModel | None
     collective_s: Array
     broadcast_s: float
@@ -103,6 +104,7 @@ def step_plan(
         return StepPlan(
             classes=classes,
             ring=ring,
+            network=None,
             reduce=None,
             collective_s=np.zeros(0),
             broadcast_s=0.0,
@@ -126,6 +128,7 @@ def step_plan(
     return StepPlan(
         classes=classes,
         ring=ring,
+        network=profile,
         reduce=reduce,
         collective_s=collective_s,
         broadcast_s=_broadcast_s(program, profile, ring) * ratio,
@@ -133,6 +136,30 @@ def step_plan(
         spread_ratio=max(site.profile.rank_spread_ratio or 0.0 for site in placement.sites),
         update_ratio=coefficients.update_ratio,
         compute_ratio=coefficients.compute_ratio,
+    )
+
+
+def at_link_rate(plan: StepPlan, factor: float) -> StepPlan:
+    """The same plan with the slowest link `factor` times as fast (and the next one then slowest).
+
+    Other links are taken as never slower: an upper bound of what the faster link brings.
+    """
+    if plan.network is None or plan.reduce is None:
+        return plan
+    ring = replace(plan.ring, bytes_per_s=plan.ring.bytes_per_s * factor)
+    faster = collective_model(plan.network, plan.reduce.op, ring)
+    if faster is None:
+        return plan
+    program = plan.classes[0].program
+    faster_s = faster.times_s(program.bucket_bytes)
+    learnt = plan.collective_s / plan.reduce.times_s(program.bucket_bytes)
+    return replace(
+        plan,
+        ring=ring,
+        reduce=faster,
+        collective_s=faster_s * learnt,
+        broadcast_s=_broadcast_s(program, plan.network, ring) * float(learnt.mean()),
+        overlap=overlap_of(plan.network, ring, faster, float(program.bucket_bytes.sum())),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from estimator.graph.trace import trace_graph
 from estimator.timeline.caches import cold_ratios
 from tests.synthetic import perceptron
 
@@ -25,3 +26,19 @@ def test_a_smaller_cache_never_makes_an_op_warmer() -> None:
     large, small = cold_ratios(bound, 8e6), cold_ratios(bound, 2e6)
     assert (small >= large - 1e-12).all()
     assert small.sum() > large.sum()
+
+
+def test_blocked_copies_are_cold_where_the_tensors_themselves_are_not() -> None:
+    import torch
+
+    # On one thread a batch of 8 runs as products without copies, on two it runs in blocks.
+    layers = [torch.nn.Conv2d(16, 16, 1, bias=False) for _ in range(12)]
+    bound = trace_graph(torch.nn.Sequential(*layers), torch.zeros(8, 16, 16, 16)).at()
+    image_bytes = 8 * 16 * 16 * 16 * 4
+    later = [op.call.target for op in bound.graph.ops].index("aten.convolution.default") + 1
+    assert bound.calls[later].target == "aten.convolution.default"
+    products, blocked = (cold_ratios(bound, 8.0 * image_bytes, threads=n) for n in (1, 2))
+    # Its input was just written, its output is new: half the bytes, but for the small weight.
+    assert products[later] == pytest.approx(0.5, abs=0.01)
+    # The copies are as new as the output, so a larger share is cold.
+    assert blocked[later] > products[later] + 0.1

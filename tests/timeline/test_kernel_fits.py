@@ -8,7 +8,7 @@ import pytest
 from estimator.graph.costs import features_of
 from estimator.profile import Device, KernelCost, KernelPoint, MachineProfile, Provenance
 from estimator.tensors import OpCall, TensorSpec
-from estimator.timeline.kernel_fits import KernelFits, nonnegative_fit, variant
+from estimator.timeline.kernel_fits import KernelFits, nonnegative_fit, terms, variant
 
 MEASURED = Provenance(source="measured")
 
@@ -88,6 +88,48 @@ def test_small_batches_on_one_thread_run_pointwise_convolutions_as_products(
     features = features_of(call)
     assert features is not None
     assert variant(call, features, threads) == expected
+
+
+def _gradient(
+    channels: int, kernel: int, *, groups: int = 1, channels_last: bool = False
+) -> OpCall:
+    strides = (channels * 100, 1, channels * 10, channels) if channels_last else None
+    image = TensorSpec((16, channels, 10, 10), "float32", strides)
+    weight = TensorSpec((channels, channels // groups, kernel, kernel))
+    side = kernel // 2
+    tail = ((1, 1), (side, side), (1, 1), False, (0, 0), groups, (True, True, False))
+    return OpCall(
+        "aten.convolution_backward.default",
+        (image, image, weight, None, *tail),
+        (),
+        (image, weight),
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (_gradient(64, 3, groups=64), "depthwise"),
+        (_gradient(64, 5, groups=64), "depthwise wide"),
+        (_gradient(64, 3), "dense"),
+        (_gradient(64, 3, channels_last=True), "dense, channels last"),
+    ],
+)
+def test_filter_width_and_layout_choose_the_algorithm_of_a_gradient(
+    call: OpCall, expected: str
+) -> None:
+    features = features_of(call)
+    assert features is not None
+    assert variant(call, features, 1) == expected
+
+
+def test_channels_beyond_a_block_cost_a_whole_further_block() -> None:
+    features = features_of(_gradient(24, 3))
+    assert features is not None
+    as_they_are, filled = terms(features, "product"), terms(features, "dense")
+    # 24 channels take two blocks of 16, in and out: (32 / 24)² of the work, 32 / 24 of the bytes.
+    assert filled[2] == pytest.approx(as_they_are[2] * 16 / 9)
+    assert filled[3] == pytest.approx(as_they_are[3] * 4 / 3)
 
 
 def test_fitted_coefficients_are_never_negative() -> None:

@@ -1,0 +1,100 @@
+"""Say how well a job scales, which link holds it back, and how fast that link would have to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from estimator.allocation import Allocation, DeviceGroup
+from estimator.estimates import Estimate, estimate_graph
+from estimator.graph.ops import OpGraph
+from estimator.timeline.fastpath import at_link_rate, step_parts
+from estimator.topology import Cluster
+from estimator.workload import Strategy
+
+# Efficiency that people ask for when they size a network (Goyal et al. 2017 report about 90 %).
+WANTED_EFFICIENCY_RATIO = 0.9
+_FASTEST_FACTOR = 2.0**40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """Efficiency of an allocation against one device of its slowest kind, and its slowest link.
+
+    `needed_bytes_per_s` is the payload rate of `link` from which the efficiency would reach
+    `wanted_ratio`; None where no rate would do, or nothing is sent between nodes.
+    """
+
+    efficiency_ratio: float
+    wanted_ratio: float
+    link: str
+    link_bytes_per_s: float | None
+    needed_bytes_per_s: float | None
+
+
+def scaling_of(
+    graph: OpGraph,
+    answer: Estimate,
+    *,
+    cluster: Cluster | None = None,
+    wanted_ratio: float = WANTED_EFFICIENCY_RATIO,
+) -> Scaling:
+    """The scaling of an estimate of `graph`, at its batch per device and accumulation."""
+    alone_s = max(
+        estimate_graph(
+            graph,
+            single,
+            batch_per_gpu=answer.batch_per_gpu,
+            accumulation_steps=answer.accumulation_steps,
+            strategy=Strategy(),
+            cluster=cluster,
+            profile=None if named else answer.plan.classes[0].program.profile,
+        ).step_time_s
+        for single, named in _singles(answer.allocation, cluster)
+    )
+    ring = answer.plan.ring
+    across = ring.nodes > 1
+    return Scaling(
+        efficiency_ratio=alone_s / answer.step_time_s,
+        wanted_ratio=wanted_ratio,
+        link=ring.link,
+        link_bytes_per_s=ring.bytes_per_s if across else None,
+        needed_bytes_per_s=_needed(answer, alone_s / wanted_ratio) if across else None,
+    )
+
+
+def _singles(allocation: Allocation, cluster: Cluster | None) -> list[tuple[Allocation, bool]]:
+    """One device of each group, and whether its machine must be looked up by its name."""
+    kinds = {group.machine or group.host: group for group in allocation.groups}
+    return [
+        (
+            Allocation(
+                (
+                    DeviceGroup(
+                        nodes=1,
+                        devices_per_node=1,
+                        machine=group.machine,
+                        host=group.host,
+                        devices=group.devices[:1],
+                    ),
+                )
+            ),
+            cluster is not None or len(kinds) > 1,
+        )
+        for group in kinds.values()
+    ]
+
+
+def _needed(answer: Estimate, step_s: float) -> float | None:
+    """The rate of the slowest link at which the step takes `step_s`, by bisection."""
+    rate = answer.plan.ring.bytes_per_s
+
+    def reached(factor: float) -> bool:
+        return step_parts(at_link_rate(answer.plan, factor)).step_s <= step_s
+
+    if not reached(_FASTEST_FACTOR):
+        return None
+    low, high = 1.0 / _FASTEST_FACTOR, _FASTEST_FACTOR
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return rate * high

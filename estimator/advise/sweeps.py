@@ -1,0 +1,135 @@
+"""Estimate a model on a whole pattern of allocations, such as ``1..8x1..8:local``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from estimator.errors import AllocationError
+from estimator.estimates import Estimate
+
+_COUNT = r"(\d+)(?:\.\.(\d+))?"
+_PATTERN = re.compile(rf"{_COUNT}x{_COUNT}:([A-Za-z0-9][\w.\-]*)")
+_MOST_ROWS = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRow:
+    """One allocation of a sweep: its estimate, or why there is none.
+
+    `efficiency_ratio` is throughput per rank over that of the sweep's smallest allocation.
+    """
+
+    allocation: str
+    answer: Estimate | None
+    refusal: str = ""
+    efficiency_ratio: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values in base units."""
+        row: dict[str, Any] = {"allocation": self.allocation, "refusal": self.refusal or None}
+        if self.answer is not None:
+            row |= {
+                "ranks": self.answer.ranks,
+                "step_time_s": self.answer.step_time_s,
+                "low_s": self.answer.low_s,
+                "high_s": self.answer.high_s,
+                "samples_per_s": self.answer.samples_per_s,
+                "efficiency_ratio": self.efficiency_ratio,
+                "peak_memory_bytes": self.answer.peak_memory_bytes,
+                "fits": self.answer.fits,
+                "bottleneck": self.answer.bottleneck,
+            }
+        return row
+
+
+def expand_pattern(pattern: str) -> Iterator[str]:
+    """Every allocation of a pattern, whose counts are numbers or ranges with both ends.
+
+    Parts joined by ``+`` combine freely. Raises AllocationError.
+
+    >>> list(expand_pattern("1..2x1..2:local"))
+    ['1x1:local', '1x2:local', '2x1:local', '2x2:local']
+    """
+    choices: list[list[str]] = []
+    rows = 1
+    for part in pattern.split("+"):
+        match = _PATTERN.fullmatch(part.strip())
+        if match is None:
+            choices.append([part.strip()])
+            continue
+        first, last, low, high, machine = match.groups()
+        nodes, devices = _range(first, last, pattern), _range(low, high, pattern)
+        rows *= len(nodes) * len(devices)
+        if rows > _MOST_ROWS:
+            raise AllocationError(
+                f"'{pattern}' names more than {_MOST_ROWS} allocations; write narrower ranges or "
+                "call estimate_many"
+            )
+        choices.append([f"{n}x{d}:{machine}" for n in nodes for d in devices])
+    for parts in product(*choices):
+        yield "+".join(parts)
+
+
+def _range(first: str, last: str | None, pattern: str) -> range:
+    low, high = int(first), int(last or first)
+    if len(first) > 7 or len(last or "") > 7 or high < low:
+        raise AllocationError(
+            f"'{pattern}' counts from {first} to {last or first}; write a range such as 1..8"
+        )
+    return range(low, high + 1)
+
+
+def existing(patterns: Sequence[str], exists: Callable[[str], bool]) -> list[str]:
+    """The allocations of the patterns that exist, or the first of all if none does."""
+    texts = [text for pattern in patterns for text in expand_pattern(pattern)]
+    return [text for text in texts if exists(text)] or texts[:1]
+
+
+def sweep(patterns: Sequence[str], answer_of: Callable[[str], Estimate]) -> list[SweepRow]:
+    """Estimate every allocation of the patterns; those that do not exist keep their reason.
+
+    Raises AllocationError if none of them exists.
+    """
+    rows: list[SweepRow] = []
+    for pattern in patterns:
+        for text in expand_pattern(pattern):
+            try:
+                rows.append(SweepRow(allocation=text, answer=answer_of(text)))
+            except AllocationError as error:
+                rows.append(SweepRow(allocation=text, answer=None, refusal=str(error)))
+    answers = [row.answer for row in rows if row.answer is not None]
+    if not answers:
+        raise AllocationError(rows[0].refusal if rows else "the sweep names no allocation")
+    smallest = min(answers, key=lambda answer: answer.ranks)
+    return [
+        SweepRow(
+            allocation=row.allocation,
+            answer=row.answer,
+            refusal=row.refusal,
+            efficiency_ratio=None if row.answer is None else _efficiency(row.answer, smallest),
+        )
+        for row in rows
+    ]
+
+
+def _efficiency(answer: Estimate, smallest: Estimate) -> float | None:
+    if answer.samples_per_s is None or not smallest.samples_per_s:
+        return None
+    return (answer.samples_per_s / answer.ranks) / (smallest.samples_per_s / smallest.ranks)
+
+
+def sweep_csv(rows: Sequence[SweepRow]) -> str:
+    """The rows as comma-separated values in base units, with a heading."""
+    tables = [row.to_dict() for row in rows]
+    names = max(tables, key=len)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(names), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(tables)
+    return text.getvalue()

@@ -1,0 +1,40 @@
+"""Which link holds a job back, and how fast it would have to be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from estimator.advise.scaling import scaling_of
+from estimator.estimates import estimate_graph
+from tests.synthetic import Machine, perceptron
+
+GRAPH = perceptron([1000, 2048, 1000], batch=512)
+MACHINE = Machine(devices=1, latency_s=1e-6, network_latency_s=1e-6, network_bytes_per_s=1e8)
+
+
+def test_the_needed_bandwidth_gives_the_wanted_efficiency() -> None:
+    answer = estimate_graph(GRAPH, "4x1:m", profile=MACHINE.profile())
+    found = scaling_of(GRAPH, answer)
+    assert found.efficiency_ratio < 0.9
+    assert found.link == "the network of 'synthetic'"
+    assert found.link_bytes_per_s == 1e8
+    assert found.needed_bytes_per_s is not None
+    enough = replace(MACHINE, network_bytes_per_s=found.needed_bytes_per_s).profile()
+    again = scaling_of(GRAPH, estimate_graph(GRAPH, "4x1:m", profile=enough))
+    assert again.efficiency_ratio == pytest.approx(0.9, rel=1e-3)
+
+
+def test_where_latency_holds_a_job_back_no_bandwidth_is_named() -> None:
+    slow = replace(MACHINE, network_latency_s=0.5).profile()
+    found = scaling_of(GRAPH, estimate_graph(GRAPH, "4x1:m", profile=slow))
+    assert found.needed_bytes_per_s is None
+
+
+def test_ranks_of_one_node_have_no_guilty_link() -> None:
+    profile = Machine(devices=2).profile()
+    found = scaling_of(GRAPH, estimate_graph(GRAPH, "1x2:m", profile=profile))
+    assert found.link == ""
+    assert found.needed_bytes_per_s is None
+    assert found.efficiency_ratio < 1
