@@ -12,8 +12,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import click
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from estimator.estimates import Estimate
     from estimator.graph.ops import OpGraph
     from estimator.profile import MachineProfile
+    from estimator.topology import Cluster
 
 ANSWER_IS_NO, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 # Wide enough that tables do not wrap in a file.
@@ -141,8 +143,8 @@ def _print_json(content: Any) -> None:
 # probe and profile
 
 
-def _machine_name(context: click.Context, option: click.Parameter, name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name):
+def _machine_name(context: click.Context, option: click.Parameter, name: str | None) -> str | None:
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name):
         raise click.BadParameter(
             f"'{name}' cannot stand in an allocation; use letters, digits, '.', '_' and '-'"
         )
@@ -156,13 +158,32 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str) ->
 @click.option("--budget", type=click.FloatRange(min=1), default=60.0, help="Seconds to spend.")
 @click.option("--thorough", is_flag=True, help="Measure more sizes; takes several budgets.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
+@click.option(
+    "--launch",
+    type=click.Choice(["slurm", "mpi", "k8s"]),
+    help="Print what starts a probe of several nodes instead.",
+)
+@click.option("--nodes", type=click.IntRange(min=1), help="Nodes, each with --devices ranks.")
 def probe(
-    name: str, devices: int | None, out: Path | None, budget: float, thorough: bool, as_json: bool
+    name: str,
+    devices: int | None,
+    out: Path | None,
+    budget: float,
+    thorough: bool,
+    as_json: bool,
+    launch: Literal["slurm", "mpi", "k8s"] | None,
+    nodes: int | None,
 ) -> None:
     """Measure this machine and keep the profile under its name.
 
-    Interrupted by Ctrl-C it keeps what it has and says what is missing.
+    Interrupted by Ctrl-C it keeps what it has and says what is missing. Several nodes are probed
+    together by 'torchrun -m estimator.probe' on each, or by what --launch prints.
     """
+    if launch is not None:
+        _print_launch(launch, name, nodes, devices, out, budget, as_json)
+        return
+    if nodes is not None:
+        raise click.UsageError("--nodes goes with --launch; alone this command probes one machine")
     from estimator.profile import home
 
     path = out or home() / "machines" / f"{name}.json"
@@ -188,9 +209,30 @@ def probe(
         click.echo(f"{path}: {len(profile.devices)} x {profile.devices[0].name}")
 
 
+def _print_launch(
+    launch: Literal["slurm", "mpi", "k8s"],
+    name: str,
+    nodes: int | None,
+    devices: int | None,
+    out: Path | None,
+    budget: float,
+    as_json: bool,
+) -> None:
+    if nodes is None or devices is None:
+        raise click.UsageError("--launch needs --nodes and --devices, as in --nodes 4 --devices 8")
+    from estimator.probe.launchers import launch_text
+
+    options = ["--name", name, "--budget", f"{budget:g}"]
+    options += ["--out", str(out)] if out else []
+    options += ["--json"] if as_json else []
+    # 'local-cpu' means cores, whatever else the nodes have.
+    on_gpus = name != "local-cpu"
+    click.echo(launch_text(launch, nodes=nodes, devices=devices, on_gpus=on_gpus, options=options))
+
+
 @commands.group("profile")
 def profiles() -> None:
-    """List, show and compare machine profiles."""
+    """List, show, compare, merge and import machine profiles."""
 
 
 @profiles.command("list")
@@ -234,7 +276,83 @@ def compare(first: str, second: str) -> None:
     _print(comparison_report(rows, first=first, second=second))
 
 
+_files_argument = click.argument(
+    "files",
+    nargs=-1,
+    required=True,
+    metavar="FILE...",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+)
+
+
+@profiles.command("import")
+@_files_argument
+@click.option("--into", metavar="NAME", help="Add to this machine's profile.")
+@click.option("--name", callback=_machine_name, help="What to call a new machine.")
+@click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
+def import_profile(
+    files: tuple[Path, ...], into: str | None, name: str | None, out: Path | None
+) -> None:
+    """Read what other tools measured: nvbandwidth --json, nccl-tests (text or -J), perftest,
+    NCCL_TOPO_DUMP_FILE, nvidia-smi topo -m, Slurm topology.conf and topology.yaml.
+
+    Measured numbers of a profile stay. A Slurm topology becomes a cluster file, printed or written
+    to --out, whose nodes are machines called --name.
+    """
+    from estimator.merging import add_imports, profile_of_imports
+    from estimator.probe.imports.files import read_imports
+    from estimator.profile import home, known_machines, load_profile, write_text_atomically
+    from estimator.topology import cluster_toml
+
+    if out is not None:
+        _check_writable(out)
+    found = read_imports(files, machine=name or "local")
+    if found.cluster is not None:
+        text = cluster_toml(found.cluster)
+        if out is None:
+            click.echo(text, nl=False)
+            return
+        write_text_atomically(out, text)
+        click.echo(f"{out}: {len(found.cluster.nodes)} nodes of '{name or 'local'}'")
+        return
+    if (into is None) == (name is None):
+        raise click.UsageError("say --into NAME to add to a profile, or --name NAME for a new one")
+    if into is not None:
+        profile = add_imports(load_profile(into), found)
+        default = home() / "machines" / f"{into}.json" if into in known_machines() else Path(into)
+    else:
+        if out is None and name in known_machines():
+            raise click.UsageError(f"'{name}' is known already; use --into {name}, or --out FILE")
+        profile = profile_of_imports(found, name=name or "")
+        default = home() / "machines" / f"{name}.json"
+    profile.save(out or default)
+    click.echo(f"{out or default}: {', '.join(dict.fromkeys(found.formats))}")
+
+
+@profiles.command()
+@_files_argument
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write.")
+def merge(files: tuple[Path, ...], out: Path) -> None:
+    """Join profile FILEs of one machine type: later files add what earlier ones lack.
+
+    Of two measurements of the same thing the better source wins, then the newer one.
+    """
+    from estimator.merging import merge_profiles
+    from estimator.profile import load_profile
+
+    _check_writable(out)
+    profile = merge_profiles([load_profile(str(path.absolute())) for path in files])
+    profile.save(out)
+    click.echo(f"{out}: {len(files)} profiles of {profile.devices[0].name}")
+
+
 # estimate, validate, check
+
+
+def _cluster(context: click.Context, option: click.Parameter, path: str | None) -> Cluster | None:
+    from estimator.topology import Cluster
+
+    return None if path is None else Cluster.load(path)
 
 
 def _workload_options(command: Command) -> Command:
@@ -242,6 +360,12 @@ def _workload_options(command: Command) -> Command:
     positive = click.IntRange(min=1)
     for option in (
         click.option("--measure", is_flag=True, help="Time this model's own operators first."),
+        click.option(
+            "--cluster",
+            callback=_cluster,
+            metavar="FILE",
+            help="Nodes and the switches between them (TOML).",
+        ),
         click.option("--strategy", default="ddp", help="Such as ddp or ddp:bucket=5MiB,view."),
         click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32."),
         click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Default adamw."),
@@ -289,14 +413,60 @@ def estimate(
         duration_s = answer.duration_s(samples=samples, tokens=tokens)
     if trace is not None:
         _write_trace(answer, trace)
+    scaling = request.scaling(graph, answer)
     if as_json:
-        _print_json(answer.to_dict() | {"duration_s": duration_s})
+        more = {"duration_s": duration_s, "scaling": asdict(scaling) if scaling else None}
+        _print_json(answer.to_dict() | more)
     else:
         from estimator.render import estimate_report
 
-        _print(estimate_report(answer, duration_s=duration_s))
+        _print(estimate_report(answer, duration_s=duration_s, scaling=scaling))
     if answer.fits == "no":
         raise click.exceptions.Exit(ANSWER_IS_NO)
+
+
+@commands.command()
+@_workload_options
+@click.option(
+    "--on",
+    "patterns",
+    required=True,
+    multiple=True,
+    metavar="PATTERN",
+    help="Such as 1..8x1..8:local; repeat.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated base units.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
+def sweep(
+    patterns: tuple[str, ...], as_json: bool, as_csv: bool, picture: Path | None, **options: Any
+) -> None:
+    """Predict MODEL on every allocation of a PATTERN and print how it scales.
+
+    Ranges such as 1..8 stand where an allocation has a number of nodes or devices.
+    """
+    from estimator.advise.sweeps import existing, sweep_csv
+    from estimator.advise.sweeps import sweep as run_all
+
+    if as_json and as_csv:
+        raise click.UsageError("give --json or --csv, not both")
+    request = Request(**options)
+    if picture is not None:
+        _check_writable(picture)
+    graph = _traced(request, existing(patterns, request.exists)[:1])
+    rows = run_all(patterns, lambda text: request.estimate(graph, text))
+    if picture is not None:
+        from estimator.report.scaling import draw_scaling
+
+        draw_scaling(rows, picture)
+    if as_json:
+        _print_json([row.to_dict() for row in rows])
+    elif as_csv:
+        click.echo(sweep_csv(rows), nl=False)
+    else:
+        from estimator.render import sweep_report
+
+        _print(sweep_report(rows))
 
 
 @commands.command()

@@ -3,6 +3,7 @@
 EstimatorError
 ├── ProfileError        a profile is damaged, impossible or lacks what was asked (ValueError)
 ├── UnknownMachineError no profile goes by that name (LookupError)
+├── ImportedFileError   a file of another tool is unknown, cut off or contradictory (ValueError)
 ├── AllocationError     an allocation cannot be read, or asks for what does not exist (ValueError)
 ├── TopologyError       a cluster file cannot be read, or describes no tree (ValueError)
 ├── StrategyError       a parallel strategy, optimizer or precision is unknown (ValueError)
@@ -28,6 +29,10 @@ class ProfileError(EstimatorError, ValueError):
 
 class UnknownMachineError(EstimatorError, LookupError):
     """No machine profile goes by that name."""
+
+
+class ImportedFileError(EstimatorError, ValueError):
+    """A file of another tool is in no known format, cut off, or contradicts another."""
 
 
 class AllocationError(EstimatorError, ValueError):

@@ -16,6 +16,7 @@ from estimator.placement import Placement, place
 from estimator.profile import MachineProfile
 from estimator.timeline.fastpath import StepParts, StepPlan, step_parts, step_plan
 from estimator.timeline.program import COPIES_ERROR, MEDIAN_TO_SIGMA, StepProgram, step_program
+from estimator.timeline.sharding import sharded_memory
 from estimator.timeline.spans import Timeline
 from estimator.timeline.step import timeline_of
 from estimator.topology import Cluster
@@ -24,13 +25,13 @@ from estimator.workload import Strategy
 
 # The stated interval holds the truth in 8 of 10 cases.
 INTERVAL_COVERAGE = 0.80
-_Z_80 = 1.2816
+Z_80 = 1.2816
 # What the physical model itself misses even with perfect kernel times: caches, allocator, overlap.
 # One standard deviation of log(measured / predicted), from benchmarks/local_accuracy.py.
-_MODEL_ERROR = 0.05
+MODEL_ERROR = 0.05
 # How far the exposed part of an all-reduce is off: two threads, one core and a scheduler between.
-_OVERLAP_ERROR = 0.3
-_NOT_FIT_MARGIN_RATIO = 0.05
+OVERLAP_ERROR = 0.3
+NOT_FIT_MARGIN_RATIO = 0.05
 _MOST_NAMED_OPS = 5
 
 
@@ -218,7 +219,8 @@ def _answer(
         copies_exposed_s=parts.copies_exposed_s,
         idle_s=parts.idle_s,
     )
-    spread = math.exp(_Z_80 * (relative_error or _relative_error(plan, parts, step)))
+    memory = sharded_memory(program, ranks)
+    spread = math.exp(Z_80 * (relative_error or _relative_error(plan, parts, step)))
     batch = program.bound.batch
     global_batch = batch * ranks * accumulation_steps if batch is not None else None
     samples_per_s = global_batch / step if global_batch is not None else None
@@ -239,8 +241,8 @@ def _answer(
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
         mfu_ratio=_mfu(program, accumulation_steps, step),
-        peak_memory_bytes=program.memory.total_bytes,
-        memory=program.memory,
+        peak_memory_bytes=memory.total_bytes,
+        memory=memory,
         fits=_fits(plan),
         breakdown=breakdown,
         bottleneck=_bottleneck(breakdown, plan),
@@ -276,7 +278,7 @@ def _provenance(
             "communication",
             reduce.source if reduce else "measured",
             waiting_s / step,
-            max(reduce.relative_error, _OVERLAP_ERROR) if reduce else None,
+            max(reduce.relative_error, OVERLAP_ERROR) if reduce else None,
         ),
     ]
     return tuple(sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2]))
@@ -289,7 +291,7 @@ def _relative_error(plan: StepPlan, parts: StepParts, step: float) -> float:
     host = program.profile.host
     host_error = (host.provenance.relative_error or 0.0) if host else 0.0
     waiting_s = parts.communication_exposed_s + parts.straggler_s + parts.idle_s
-    waiting_error = max(reduce.relative_error, _OVERLAP_ERROR) if reduce else 0.0
+    waiting_error = max(reduce.relative_error, OVERLAP_ERROR) if reduce else 0.0
     squares = (
         (host_error * parts.host_exposed_s) ** 2
         + (program.update_error * parts.update_s) ** 2
@@ -298,28 +300,25 @@ def _relative_error(plan: StepPlan, parts: StepParts, step: float) -> float:
     )
     scale = slowest.slowdown_ratio * plan.compute_ratio
     variance_s2 = program.kernels_variance_s2 * scale**2 + MEDIAN_TO_SIGMA**2 * squares
-    return math.sqrt(variance_s2 / step**2 + _MODEL_ERROR**2)
+    return math.sqrt(variance_s2 / step**2 + MODEL_ERROR**2)
 
 
 def _mfu(program: StepProgram, accumulation_steps: int, step: float) -> float | None:
     """Model flops of forward and backward over what the devices could do at their dense peak."""
-    precision = program.bound.graph.precision
-    dtype = {"fp32": "float32", "tf32": "tfloat32"}.get(precision)
-    if dtype is None:
-        dtype = "bfloat16" if precision.startswith("bf16") else "float16"
-    peak = program.profile.devices[0].peak_flops_per_s.get(dtype)
+    peak = program.peak_flops_per_s
     return program.flops * accumulation_steps / (peak * step) if peak else None
 
 
 def _fits(plan: StepPlan) -> Literal["yes", "no", "uncertain"]:
     """Whether every class of ranks has the memory it needs."""
     used = max(
-        each.program.memory.total_bytes / each.program.profile.devices[0].memory_bytes
+        sharded_memory(each.program, plan.ring.ranks).total_bytes
+        / each.program.profile.devices[0].memory_bytes
         for each in plan.classes
     )
-    if used <= 1 - 2 * _NOT_FIT_MARGIN_RATIO:
+    if used <= 1 - 2 * NOT_FIT_MARGIN_RATIO:
         return "yes"
-    return "no" if used > 1 + _NOT_FIT_MARGIN_RATIO else "uncertain"
+    return "no" if used > 1 + NOT_FIT_MARGIN_RATIO else "uncertain"
 
 
 def _bottleneck(breakdown: Breakdown, plan: StepPlan) -> str:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import tempfile
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -129,7 +130,8 @@ class CollectiveCost:
     reduce-scatter the gathered size). `cpu_s_per_byte` and `cpu_s` are the CPU seconds that one
     rank's own cores spend on it (gloo), charged to compute where compute runs on those cores.
     The group has `group_size` ranks on `nodes` nodes; `hosts` names the node of every rank, in rank
-    order, where it was measured on a cluster.
+    order, where it was measured on a cluster. `pair_ratio` are (bytes, seconds of two such
+    collectives at once / seconds of one).
     """
 
     op: CollectiveName
@@ -142,10 +144,12 @@ class CollectiveCost:
     bandwidth_bytes_per_s: float
     cpu_s: float = 0.0
     cpu_s_per_byte: float = 0.0
+    pair_ratio: tuple[tuple[float, float], ...] = ()
     provenance: Provenance
 
     def __post_init__(self) -> None:
         _check_points(self, self.points)
+        _check_points(self, self.pair_ratio)
         _check_not_negative(self, "latency_s", "cpu_s", "cpu_s_per_byte")
         _check_positive(self, "bandwidth_bytes_per_s", "group_size", "nodes")
         if self.nodes > self.group_size:
@@ -192,7 +196,7 @@ class OverlapCost:
 
     `exposed_ratio` = (compute and collective together − compute alone) / collective alone: 0 is
     perfect overlap, 1 is none, above 1 they get in each other's way. `collective_slowdown_ratio` =
-    time of a collective beside compute / alone (≥ 0).
+    time of a collective beside compute / alone (≥ 0). The group spans `nodes` nodes.
     """
 
     compute: Literal["compute_bound", "memory_bound"]
@@ -206,7 +210,7 @@ class OverlapCost:
 
     def __post_init__(self) -> None:
         _check_not_negative(self, "exposed_ratio", "collective_slowdown_ratio")
-        _check_positive(self, "group_size", "size_bytes")
+        _check_positive(self, "group_size", "nodes", "size_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +269,8 @@ class HostCost:
     backward node beyond its kernels; bare_op_s: the bare call of the smallest kernel;
     module_call_s: one `nn.Module.__call__`; step_s: an empty training step (zero_grad, backward
     entry, update entry). ddp_step_s / ddp_bucket_s: what DDP adds per step and per bucket.
+    shard_unit_s: what FSDP adds per step and unit that it gathers; shard_update_tensor_s: what an
+    update adds per sharded tensor.
     """
 
     forward_op_s: float
@@ -275,6 +281,8 @@ class HostCost:
     step_s: float = 0.0
     ddp_step_s: float = 0.0
     ddp_bucket_s: float = 0.0
+    shard_unit_s: float = 0.0
+    shard_update_tensor_s: float = 0.0
     provenance: Provenance
 
     def __post_init__(self) -> None:
@@ -465,16 +473,26 @@ def home() -> Path:
     chosen = os.environ.get("ESTIMATOR_HOME")
     if chosen:
         return Path(chosen)
+    return _platform_home(os.environ.get("XDG_DATA_HOME"), os.environ.get("HOME"))
+
+
+@lru_cache(maxsize=8)
+def _platform_home(*_environment: str | None) -> Path:
     from platformdirs import user_data_path
 
     return user_data_path("throughput-estimator", appauthor=False)
 
 
-def machine_folders() -> tuple[Path, ...]:
-    """Where machines are looked up by name: the user's store first, then the shipped catalogue."""
+@lru_cache(maxsize=1)
+def _shipped_machines() -> Path:
     packaged = Path(str(resources.files("estimator"))) / "data" / "machines"
     checkout = Path(__file__).resolve().parent.parent / "data" / "machines"
-    return (home() / "machines", packaged if packaged.is_dir() else checkout)
+    return packaged if packaged.is_dir() else checkout
+
+
+def machine_folders() -> tuple[Path, ...]:
+    """Where machines are looked up by name: the user's store first, then the shipped catalogue."""
+    return (home() / "machines", _shipped_machines())
 
 
 def known_machines() -> dict[str, Path]:
@@ -486,21 +504,54 @@ def known_machines() -> dict[str, Path]:
     return found
 
 
+# (modification time, size, inode) of a file's last version, and what it held.
+_FileState = tuple[int, int, int]
+_loaded: OrderedDict[str, tuple[_FileState, MachineProfile]] = OrderedDict()
+_MOST_LOADED = 256
+
+
 def load_profile(name_or_path: str | os.PathLike[str]) -> MachineProfile:
     """Load a profile by machine name (user's store, then shipped catalogue) or by path.
 
-    Raises UnknownMachineError if nothing goes by that name, ProfileError if the file is damaged.
+    A file is read again only once it has changed. Raises UnknownMachineError if nothing goes by
+    that name, ProfileError if the file is damaged.
     """
-    text = os.fspath(name_or_path)
-    machines = known_machines()
-    if text in machines:
-        path = machines[text]
-    elif text.endswith(".json") or os.sep in text:
-        path = Path(text)
-    else:
-        known = ", ".join(machines) or "none yet"
-        hint = "run 'estimator probe' first" if text.startswith("local") else f"known: {known}"
-        raise UnknownMachineError(f"no machine profile is called '{text}'; {hint}")
+    path, state = _find_profile(os.fspath(name_or_path))
+    known = _loaded.get(path)
+    if known is not None and known[0] == state:
+        return known[1]
+    profile = _read_profile(Path(path))
+    if state is not None:
+        _loaded[path] = (state, profile)
+        while len(_loaded) > _MOST_LOADED:
+            _loaded.popitem(last=False)
+    return profile
+
+
+def _find_profile(text: str) -> tuple[str, _FileState | None]:
+    """(path, state) of a profile's file; the state is None where there is no such file."""
+    if os.sep not in text:
+        for folder in machine_folders():
+            path = f"{folder}{os.sep}{text}.json"
+            state = _file_state(path)
+            if state is not None:
+                return path, state
+    if text.endswith(".json") or os.sep in text:
+        return text, _file_state(text)
+    known = ", ".join(known_machines()) or "none yet"
+    hint = "run 'estimator probe' first" if text.startswith("local") else f"known: {known}"
+    raise UnknownMachineError(f"no machine profile is called '{text}'; {hint}")
+
+
+def _file_state(path: str) -> _FileState | None:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _read_profile(path: Path) -> MachineProfile:
     try:
         content = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -266,3 +266,67 @@ def _range(text: str, pattern: str) -> Iterator[str]:
             raise TopologyError(f"'{pattern}' counts from {first} to {end}; write a[1-4]")
         for number in range(int(first), end + 1):
             yield str(number).zfill(len(first))
+
+
+def cluster_toml(cluster: Cluster) -> str:
+    """The cluster as the text of its file; `Cluster.from_dict` of what TOML reads is the inverse.
+
+    >>> print(cluster_toml(Cluster(nodes={f"a{i}": Node(machine="h100") for i in (1, 2)})))
+    transport = "tcp"
+    <BLANKLINE>
+    [nodes."a[1-2]"]
+    machine = "h100"
+    <BLANKLINE>
+    """
+    lines = [f'transport = "{cluster.transport}"', ""]
+    for name, switch in cluster.switches.items():
+        lines.append(f'[switches."{name}"]')
+        if switch.parent is not None:
+            lines.append(f'parent = "{switch.parent}"')
+        lines += [*_uplink_lines(switch.uplink_bytes_per_s), ""]
+    for names, node in _runs_of_alike(cluster):
+        lines += [f'[nodes."{_host_list(names)}"]', f'machine = "{node.machine}"']
+        if node.switch is not None:
+            lines.append(f'switch = "{node.switch}"')
+        lines += _uplink_lines(node.uplink_bytes_per_s)
+        if node.slowdown_ratio != 1.0:
+            lines.append(f"slowdown = {node.slowdown_ratio!r}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _uplink_lines(rate: float | None) -> list[str]:
+    if rate is None:
+        return []
+    gigabits = f"{rate * 8 / 1e9:f}".rstrip("0").rstrip(".")
+    exact = float(gigabits) * 1e9 / 8 == rate
+    return [f'uplink = "{gigabits} Gbit/s"' if exact else f'uplink = "{rate:.6f} B/s"']
+
+
+def _runs_of_alike(cluster: Cluster) -> Iterator[tuple[list[str], Node]]:
+    """Nodes alike whose names count upwards, in the order of the file."""
+    run: list[str] = []
+    for name, node in cluster.nodes.items():
+        if run and not (node == cluster.nodes[run[-1]] and _follows(run[-1], name)):
+            yield run, cluster.nodes[run[-1]]
+            run = []
+        run.append(name)
+    yield run, cluster.nodes[run[-1]]
+
+
+def _follows(name: str, following: str) -> bool:
+    (stem, digits), (next_stem, next_digits) = _numbered(name), _numbered(following)
+    if stem != next_stem or not digits or not next_digits:
+        return False
+    return next_digits == str(int(digits) + 1).zfill(len(digits))
+
+
+def _numbered(name: str) -> tuple[str, str]:
+    """A name and the number at its end, short enough for a host list."""
+    stem = name.rstrip("0123456789")
+    return (stem, name[len(stem) :]) if len(name) - len(stem) <= 7 else (name, "")
+
+
+def _host_list(names: list[str]) -> str:
+    (stem, first), (_, last) = _numbered(names[0]), _numbered(names[-1])
+    return names[0] if len(names) == 1 else f"{stem}[{first}-{last}]"

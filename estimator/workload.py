@@ -36,24 +36,41 @@ def check_precision(text: str) -> str:
     return text
 
 
+StrategyKind = Literal["ddp", "zero1", "zero2", "fsdp", "ps"]
+# Who holds what between steps: shares of optimizer state, gradients and parameters.
+_KINDS: tuple[StrategyKind, ...] = ("ddp", "zero1", "zero2", "fsdp", "ps")
+_ALIASES: dict[str, StrategyKind] = {"zero3": "fsdp"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """How ranks divide the work and merge gradients; the defaults are PyTorch DDP's own.
+    """How ranks divide the work and merge gradients; the defaults are PyTorch's own.
+
+    ``ddp`` merges gradients by all-reduce and updates everywhere; ``zero1`` updates a share on each
+    rank and broadcasts it (ZeroRedundancyOptimizer); ``zero2`` reduce-scatters gradients, updates
+    its share and gathers parameters; ``fsdp`` (``zero3``) holds shares of parameters too and
+    gathers each unit before it computes (`fully_shard` on every repeated block and on the rest);
+    ``ps`` has `servers` parameter servers that update, each on a node of its own, synchronous
+    unless `asynchronous`.
 
     `first_bucket_bytes` None means: 1 MiB under the default cap, the cap itself under an explicit
-    one, as DDP does. `bucketed=False` is one all-reduce per gradient tensor.
+    one, as DDP does. `bucketed=False` is one collective per gradient tensor.
     """
 
-    kind: Literal["ddp"] = "ddp"
+    kind: StrategyKind = "ddp"
     bucket_cap_bytes: int = DEFAULT_BUCKET_CAP_BYTES
     first_bucket_bytes: int | None = None
     gradient_as_bucket_view: bool = False
     bucketed: bool = True
+    servers: int = 0
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
         for value in (self.bucket_cap_bytes, self.first_bucket_bytes):
             if value is not None and value < 1:
                 raise StrategyError("a bucket holds at least 1 byte; write a size such as 25MiB")
+        if self.kind == "ps" and self.servers < 1:
+            raise StrategyError("a parameter-server job has at least 1 server; write ps:1")
 
     @property
     def first_cap_bytes(self) -> int:
@@ -65,6 +82,10 @@ class Strategy:
 
     def __str__(self) -> str:
         knobs = []
+        if self.kind == "ps":
+            knobs.append(str(self.servers))
+        if self.asynchronous:
+            knobs.append("async")
         if not self.bucketed:
             knobs.append("unbucketed")
         if self.bucket_cap_bytes != DEFAULT_BUCKET_CAP_BYTES:
@@ -77,32 +98,52 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str | Strategy) -> Strategy:
-        """Read ``ddp``, ``ddp:bucket=5MiB,first=1MiB,view`` or ``ddp:unbucketed``.
+        """Read ``ddp``, ``ddp:bucket=5MiB,view``, ``zero1``, ``fsdp``, ``ps:2`` or ``ps:2,async``.
 
         >>> Strategy.parse("ddp:bucket=5MiB").first_cap_bytes
         5242880
         """
         if isinstance(text, Strategy):
             return text
-        kind, _, knobs = text.strip().partition(":")
-        if kind != "ddp":
-            raise StrategyError(f"strategy '{text}' is unknown; write ddp or ddp:bucket=5MiB,view")
-        options: dict[str, int | bool] = {}
+        name, _, knobs = text.strip().partition(":")
+        kind = _ALIASES.get(name, name)
+        if kind not in _KINDS:
+            raise StrategyError(
+                f"strategy '{text}' is unknown; write one of {', '.join(_KINDS)}, or with knobs as "
+                "in ddp:bucket=5MiB,view"
+            )
+        options: dict[str, object] = {"kind": kind}
         for knob in filter(None, (part.strip() for part in knobs.split(","))):
-            name, _, value = knob.partition("=")
             try:
-                if name == "bucket":
-                    options["bucket_cap_bytes"] = parse_size_bytes(value)
-                elif name == "first":
-                    options["first_bucket_bytes"] = parse_size_bytes(value)
-                elif knob == "view":
-                    options["gradient_as_bucket_view"] = True
-                elif knob == "unbucketed":
-                    options["bucketed"] = False
-                else:
-                    raise ValueError(
-                        f"'{knob}' is no knob of ddp; use bucket=, first=, view, unbucketed"
-                    )
+                options |= _read_knob(kind, knob)
             except ValueError as error:
                 raise StrategyError(f"strategy '{text}': {error}") from None
-        return cls(**options)  # type: ignore[arg-type]
+        try:
+            return cls(**options)  # type: ignore[arg-type]
+        except StrategyError as error:
+            raise StrategyError(f"strategy '{text}': {error}") from None
+
+
+def _read_knob(kind: str, knob: str) -> dict[str, object]:
+    name, _, value = knob.partition("=")
+    buckets = kind in ("ddp", "zero1", "zero2", "ps")
+    if buckets and name == "bucket":
+        return {"bucket_cap_bytes": parse_size_bytes(value)}
+    if buckets and name == "first":
+        return {"first_bucket_bytes": parse_size_bytes(value)}
+    if kind in ("ddp", "zero1") and knob == "view":
+        return {"gradient_as_bucket_view": True}
+    if buckets and knob == "unbucketed":
+        return {"bucketed": False}
+    if kind == "ps" and knob == "async":
+        return {"asynchronous": True}
+    if kind == "ps" and knob.isdigit() and len(knob) < 7:
+        return {"servers": int(knob)}
+    known = {
+        "ddp": "bucket=, first=, view, unbucketed",
+        "zero1": "bucket=, first=, view, unbucketed",
+        "zero2": "bucket=, first=, unbucketed",
+        "fsdp": "none",
+        "ps": "a number of servers, async, bucket=, first=, unbucketed",
+    }[kind]
+    raise ValueError(f"'{knob}' is no knob of {kind}; its knobs are {known}")

@@ -11,6 +11,7 @@ from typing import Any
 
 from estimator.probe.backend import Backend
 from estimator.probe.jobs import Emit
+from estimator.probe.shard_costs import shard_costs
 
 _SHORT, _LONG = 20, 220
 _ROUNDS = 31
@@ -40,8 +41,11 @@ def measure_host(backend: Backend, emit: Emit, *, budget_s: float) -> None:
     }
     emit(found)
     if time.monotonic() < end and backend.kind == "cpu":
-        ddp_step_s, ddp_bucket_s = _ddp_costs()
-        emit({**found, "ddp_step_s": ddp_step_s, "ddp_bucket_s": ddp_bucket_s})
+        found["ddp_step_s"], found["ddp_bucket_s"] = _ddp_costs()
+        emit(found)
+    if time.monotonic() < end and backend.kind == "cpu":
+        found["shard_unit_s"], found["shard_update_tensor_s"] = shard_costs()
+        emit(found)
 
 
 def _host_s(backend: Backend, call: Callable[[], object], *, rounds: int = _ROUNDS) -> float:

@@ -8,7 +8,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ def train(
             arguments,
             timeout_s=timeout_s,
             world=len(devices) > 1,
-            imported=("estimator.graph.models", "estimator.graph.trace", *_transformers_modules()),
+            imported=("estimator.graph.models", "estimator.graph.trace", *transformers_modules()),
         )
     except ProbeError as error:
         raise TrainingError(f"training {model} for real failed: {error}") from None
@@ -113,7 +113,7 @@ def train(
     )
 
 
-def _transformers_modules() -> tuple[str, ...]:
+def transformers_modules() -> tuple[str, ...]:
     """The transformers models that this process has imported: each costs every rank a second."""
     return tuple(
         name
@@ -125,14 +125,20 @@ def _transformers_modules() -> tuple[str, ...]:
 def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """One rank of a training run; called in its own pinned process."""
     import torch
-    import torch.distributed as dist
 
     # As the probe does; with glibc's defaults whether a tensor meets page faults is chaotic, and
     # equal runs of small convolutional networks differ by a third.
     keep_memory_resident()
     canary_s = _time_canary()
     torch.manual_seed(0)
-    training = _Training(arguments, world_size)
+    training = Training(arguments, world_size)
+    return {"canary_s": canary_s, **time_steps(training, arguments, world_size)}
+
+
+def time_steps(training: Training, arguments: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """What one rank of a training run shows in its timed window, after the warm-up."""
+    import torch.distributed as dist
+
     # A forked rank owns a page only once it has written to it, and the first full collection
     # writes to every object: outside the timed window, please.
     gc.collect()
@@ -154,14 +160,16 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
         "faults_per_step": (_page_faults() - faults) / arguments["steps"],
         "kernel_s_per_step": (_kernel_s() - kernel_s) / arguments["steps"],
         "peak_memory_bytes": _peak_memory_bytes(arguments["kind"]),
-        "canary_s": canary_s,
         "unused_parameters": training.unused_parameters,
         "phases_s": training.phases_s(arguments["steps"]),
     }
 
 
-class _Training:
-    """A model with its optimizer and batch on one device, ready to step."""
+class Training:
+    """A model with its optimizer and batch on one device, ready to step.
+
+    With `merges_gradients` False no micro-batch synchronises (DDP's no_sync).
+    """
 
     def __init__(self, arguments: Mapping[str, Any], world_size: int) -> None:
         import torch
@@ -175,6 +183,7 @@ class _Training:
         self.all_marks = arguments["phases"]
         self.autocast_dtype = _AUTOCAST.get(arguments["precision"])
         self.unused_parameters = 0
+        self.merges_gradients = True
         self.marks: list[tuple[str, Any]] = []
         model, batch, loss, _ = load_model(
             arguments["model"], batch=arguments["batch"], seq_len=arguments["seq_len"]
@@ -187,16 +196,24 @@ class _Training:
         self.model: Any = model.to(device=device, dtype=dtype)
         self.batch = _moved(batch, device, dtype)
         self.loss = loss or (lambda output, _batch: loss_of(output))
-        self.optimizer = _optimizer(arguments["optimizer"], self.model)
-        if world_size > 1:
-            self._distribute(Strategy(**arguments["strategy"]))
+        strategy = Strategy(**arguments["strategy"])
+        if world_size > 1 and strategy.kind == "fsdp":
+            _shard(self.model)
+        elif world_size > 1:
+            self._wrap(strategy)
+        shares_update = world_size > 1 and strategy.kind == "zero1"
+        self.optimizer = _optimizer(arguments["optimizer"], self.model, shared=shares_update)
 
-    def _distribute(self, strategy: Strategy) -> None:
+    def _wrap(self, strategy: Strategy) -> None:
         """Wrap the model in DDP; parameters without a gradient need find_unused_parameters."""
+        if strategy.kind not in ("ddp", "zero1"):
+            raise StrategyError(
+                f"PyTorch has no '{strategy}' to train with; choose of ddp, zero1 and fsdp"
+            )
         self._micro_batch()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.unused_parameters = sum(parameter.grad is None for parameter in parameters)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         self.model = self.torch.nn.parallel.DistributedDataParallel(
             self.model,
             bucket_cap_mb=_bucket_cap_mb(strategy),
@@ -207,9 +224,9 @@ class _Training:
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         for number in range(self.accumulation_steps):
-            is_last = number == self.accumulation_steps - 1
+            merges = self.merges_gradients and number == self.accumulation_steps - 1
             no_sync = getattr(self.model, "no_sync", contextlib.nullcontext)
-            with contextlib.nullcontext() if is_last else no_sync():
+            with contextlib.nullcontext() if merges else no_sync():
                 self._micro_batch()
         self.optimizer.step()
         self.mark("update")
@@ -300,19 +317,38 @@ def _moved(batch: Any, device: Any, dtype: Any) -> Any:
     return map_tensors(batch, move)
 
 
-def _optimizer(name: str, model: Any) -> Any:
+def _shard(model: Any) -> None:
+    """FSDP2 on every unit that `shard_units` names, and on the rest."""
+    from torch.distributed.fsdp import fully_shard
+
+    from estimator.graph.shards import unit_path
+
+    for path, module in list(model.named_modules()):
+        if path and unit_path(path) == path and any(True for _ in module.parameters()):
+            fully_shard(module)
+    fully_shard(model)
+
+
+def _optimizer(name: str, model: Any, *, shared: bool = False) -> Any:
+    """The optimizer; `shared` among the ranks as ZeRO-1 does."""
     import torch
 
     # So small a rate that no weight leaves the range in which arithmetic has its usual speed.
     rate = 1e-5
     parameters = [p for p in model.parameters() if p.requires_grad]
-    forms: dict[str, Callable[[], Any]] = {
-        "sgd": lambda: torch.optim.SGD(parameters, lr=rate),
-        "sgd-momentum": lambda: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
-        "adam": lambda: torch.optim.Adam(parameters, lr=rate),
-        "adamw": lambda: torch.optim.AdamW(parameters, lr=rate),
+    forms: dict[str, tuple[Any, dict[str, float]]] = {
+        "sgd": (torch.optim.SGD, {}),
+        "sgd-momentum": (torch.optim.SGD, {"momentum": 0.9}),
+        "adam": (torch.optim.Adam, {}),
+        "adamw": (torch.optim.AdamW, {}),
     }
-    return forms[name]()
+    form, options = forms[name]
+    if not shared:
+        return form(parameters, lr=rate, **options)
+    from torch.distributed import optim as distributed_optim
+
+    sharing: Any = distributed_optim
+    return sharing.ZeroRedundancyOptimizer(parameters, optimizer_class=form, lr=rate, **options)
 
 
 def _time_canary() -> float:

@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,24 +25,25 @@ Array = NDArray[np.float64]
 # Bytes that cross the busiest link of a ring, as a share of the buffer, for n ranks; rounds of
 # latency (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication in MPICH, 2005).
 # gloo takes the ring for an all-reduce of any size (gloo/allreduce.cc, UNSPECIFIED → RING).
-RING_SHARE: dict[str, Callable[[int], float]] = {
+# Each holds for one n and for an array of them.
+RING_SHARE: dict[str, Callable[[Any], Any]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1.0,
     "all_to_all": lambda n: (n - 1) / n,
 }
-RING_ROUNDS: dict[str, Callable[[int], float]] = {
+RING_ROUNDS: dict[str, Callable[[Any], Any]] = {
     "all_reduce": lambda n: 2 * (n - 1),
     "all_gather": lambda n: n - 1,
     "reduce_scatter": lambda n: n - 1,
-    "broadcast": lambda n: math.ceil(math.log2(n)),
+    "broadcast": lambda n: np.frexp(n - 1)[1],  # the logarithm to base 2, rounded up
     "all_to_all": lambda n: n - 1,
 }
 # What a formula misses by where nothing of its kind was measured, and per factor of e between the
 # measured group and the one asked for.
-_FORMULA_ERROR = 0.3
-_ERROR_PER_E = 0.2
+FORMULA_ERROR = 0.3
+ERROR_PER_E = 0.2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,25 +112,32 @@ def collective_model(
     """
     if ring.ranks <= 1:
         return CollectiveModel(op, 0.0, 0.0, NO_CORRECTIONS, "none needed", 0.0)
-    links = _links_of(profile, op)
+    links, references = known_of(profile, op)
     if links is None and ring.nodes == 1:
         return None
     alpha_s, beta = line(op, ring, links)
-    reference = _nearest(profile, op, ring)
-    if reference is None:
-        return CollectiveModel(op, alpha_s, beta, NO_CORRECTIONS, "fitted", _FORMULA_ERROR)
-    same = reference.cost.group_size == ring.ranks and reference.cost.nodes == ring.nodes
-    distance = abs(math.log(reference.cost.group_size / ring.ranks)) + abs(
-        math.log(reference.cost.nodes / ring.nodes)
+    # Groups on one node and groups across nodes do not stand in for each other.
+    alike = [r for r in references if r.cost.spans_nodes == (ring.nodes > 1)]
+    if not alike:
+        return CollectiveModel(op, alpha_s, beta, NO_CORRECTIONS, "fitted", FORMULA_ERROR)
+    factor, reference = min(
+        ((_unlike_factor(r, ring), r) for r in alike), key=lambda candidate: candidate[0]
     )
     return CollectiveModel(
         op,
         alpha_s,
         beta,
         reference.corrections,
-        reference.cost.provenance.source if same else "fitted",
-        reference.relative_error + _ERROR_PER_E * distance,
+        reference.cost.provenance.source if factor == 1.0 else "fitted",
+        reference.relative_error + ERROR_PER_E * math.log(factor),
     )
+
+
+def _unlike_factor(reference: Reference, ring: Ring) -> float:
+    """By what factor the ranks and the nodes of two groups differ, multiplied; 1 if alike."""
+    ranks, nodes = reference.cost.group_size, reference.cost.nodes
+    larger = max(ranks, ring.ranks) * max(nodes, ring.nodes)
+    return larger / (min(ranks, ring.ranks) * min(nodes, ring.nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +161,7 @@ _of_profile: OrderedDict[
 ] = OrderedDict()
 
 
-def _known(
+def known_of(
     profile: MachineProfile, op: CollectiveName
 ) -> tuple[InnerLinks | None, tuple[Reference, ...]]:
     """What a profile says of one collective, worked out once for the last profiles used."""
@@ -166,10 +175,6 @@ def _known(
         while len(_of_profile) > 64:
             _of_profile.popitem(last=False)
     return found[1], found[2]
-
-
-def _links_of(profile: MachineProfile, op: CollectiveName) -> InnerLinks | None:
-    return _known(profile, op)[0]
 
 
 def _inner_links(costs: Sequence[CollectiveCost], profile: MachineProfile) -> InnerLinks | None:
@@ -205,16 +210,3 @@ def _reference(
 def network_latency_s(profile: MachineProfile) -> float:
     """One-way seconds between neighbouring nodes: the nearest reach measured; 0 if unknown."""
     return min((link.latency_s for link in profile.network if link.streams == 1), default=0.0)
-
-
-def _nearest(profile: MachineProfile, op: CollectiveName, ring: Ring) -> Reference | None:
-    """The measured group most like this one; groups on one node and across nodes don't mix."""
-    alike = [r for r in _known(profile, op)[1] if r.cost.spans_nodes == (ring.nodes > 1)]
-    if not alike:
-        return None
-    return min(
-        alike,
-        key=lambda r: (
-            abs(math.log(r.cost.group_size / ring.ranks)) + abs(math.log(r.cost.nodes / ring.nodes))
-        ),
-    )

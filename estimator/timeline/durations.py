@@ -168,10 +168,15 @@ def slowdown_ratio(
 def _contention(
     contentions: Sequence[Contention], bound: str, devices_busy: int
 ) -> tuple[tuple[float, float], ...]:
-    """(bytes, slowdown) points for the nearest measured number of busy devices."""
-    if devices_busy <= 1:
-        return ()
-    measured = [item for item in contentions if item.bound == bound and item.points]
+    """(bytes, slowdown) points for the nearest measured number of busy devices.
+
+    One busy device is slowed only where neighbours outside the job were measured.
+    """
+    measured = [
+        item
+        for item in contentions
+        if item.bound == bound and item.points and (item.devices_busy == 1 or devices_busy > 1)
+    ]
     if not measured:
         return ()
     nearest = min(measured, key=lambda item: abs(item.devices_busy - devices_busy))

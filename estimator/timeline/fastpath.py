@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
 from estimator.coefficients import UNCALIBRATED, Coefficients
-from estimator.errors import ProfileError
 from estimator.placement import Placement
 from estimator.profile import MachineProfile
 from estimator.timeline.collectives import CollectiveModel, collective_model
+from estimator.timeline.overlaps import overlap_of
 from estimator.timeline.program import StepProgram
 from estimator.timeline.rings import Ring, ring_of
 from estimator.timeline.schedule import Overlap
+from estimator.timeline.sharding import Sharding, reduce_model, sharding_of
 
 Array = NDArray[np.float64]
 
@@ -45,8 +46,8 @@ class RankClass:
 class StepPlan:
     """All that decides a step: the classes of ranks, the collectives' costs, how both disturb.
 
-    `network` is the profile whose collectives were used; `reduce` merges one bucket, `broadcast` sends the buffers of rank 0 before the forward pass;
-    None where there is nothing to merge or send.
+    `network` is the profile whose collectives were used; `reduce` merges one bucket; None where
+    there is nothing to merge. `broadcast_s` sends the buffers of rank 0 before the forward pass.
     """
 
     classes: tuple[RankClass, ...]
@@ -57,8 +58,10 @@ class StepPlan:
     broadcast_s: float
     overlap: Overlap
     spread_ratio: float
+    sharding: Sharding = field(default_factory=Sharding)
     update_ratio: float = 1.0
     compute_ratio: float = 1.0
+    communication_ratio: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +99,7 @@ def step_plan(
 ) -> StepPlan:
     """Join the programs of an allocation's sites (in its order) with what its network costs.
 
-    Raises ProfileError where the profile has no all-reduce.
+    Raises ProfileError where the profile lacks a collective that the strategy needs.
     """
     ring = ring_of(placement)
     classes = _classes(placement, programs)
@@ -112,16 +115,12 @@ def step_plan(
             spread_ratio=0.0,
             update_ratio=coefficients.update_ratio,
             compute_ratio=coefficients.compute_ratio,
+            communication_ratio=coefficients.communication_ratio,
         )
     profile = min(
         placement.sites, key=lambda site: (site.nic_bytes_per_s or math.inf, -site.per_node)
     ).profile
-    reduce = collective_model(profile, "all_reduce", ring)
-    if reduce is None:
-        raise ProfileError(
-            f"profile '{profile.name}' has no all-reduce costs; run 'estimator probe' with a "
-            "larger --budget"
-        )
+    reduce = reduce_model(programs[0], profile, ring)
     ratio = coefficients.communication_ratio
     program = programs[0]
     collective_s = reduce.times_s(program.bucket_bytes) * ratio
@@ -134,8 +133,10 @@ def step_plan(
         broadcast_s=_broadcast_s(program, profile, ring) * ratio,
         overlap=overlap_of(profile, ring, reduce, float(program.bucket_bytes.sum())),
         spread_ratio=max(site.profile.rank_spread_ratio or 0.0 for site in placement.sites),
+        sharding=sharding_of(program, profile, ring, ratio),
         update_ratio=coefficients.update_ratio,
         compute_ratio=coefficients.compute_ratio,
+        communication_ratio=ratio,
     )
 
 
@@ -147,19 +148,16 @@ def at_link_rate(plan: StepPlan, factor: float) -> StepPlan:
     if plan.network is None or plan.reduce is None:
         return plan
     ring = replace(plan.ring, bytes_per_s=plan.ring.bytes_per_s * factor)
-    faster = collective_model(plan.network, plan.reduce.op, ring)
-    if faster is None:
-        return plan
     program = plan.classes[0].program
-    faster_s = faster.times_s(program.bucket_bytes)
-    learnt = plan.collective_s / plan.reduce.times_s(program.bucket_bytes)
+    faster = reduce_model(program, plan.network, ring)
     return replace(
         plan,
         ring=ring,
         reduce=faster,
-        collective_s=faster_s * learnt,
-        broadcast_s=_broadcast_s(program, plan.network, ring) * float(learnt.mean()),
+        collective_s=faster.times_s(program.bucket_bytes) * plan.communication_ratio,
+        broadcast_s=_broadcast_s(program, plan.network, ring) * plan.communication_ratio,
         overlap=overlap_of(plan.network, ring, faster, float(program.bucket_bytes.sum())),
+        sharding=sharding_of(program, plan.network, ring, plan.communication_ratio),
     )
 
 
@@ -182,40 +180,6 @@ def _broadcast_s(program: StepProgram, profile: MachineProfile, ring: Ring) -> f
     size = program.bound.graph.buffer_bytes
     model = collective_model(profile, "broadcast", ring) if size else None
     return model.time_s(size) if model else 0.0
-
-
-def overlap_of(
-    profile: MachineProfile, ring: Ring, reduce: CollectiveModel, size_bytes: float
-) -> Overlap:
-    """How compute and collectives of a group disturb each other.
-
-    Measured for groups on one node or across nodes where the profile has either. What was measured
-    on one node carries over to the network as the same seconds of work: over a slower link they
-    are a smaller share of the collective.
-    """
-    across = ring.nodes > 1
-    measured = [item for item in profile.overlaps if (item.nodes > 1) == across]
-    found = measured or profile.overlaps
-    if not found:
-        return Overlap()
-    nearest = min({item.group_size for item in found}, key=lambda size: abs(size - ring.ranks))
-    near = [item for item in found if item.group_size == nearest]
-    exposed = float(np.median([item.exposed_ratio for item in near]))
-    slowdown = float(np.median([item.collective_slowdown_ratio for item in near]))
-    share = 1.0 if measured else _share_of_work(profile, nearest, reduce, size_bytes)
-    return Overlap(
-        exposed_ratio=exposed * share,
-        collective_slowdown_ratio=1.0 + max(slowdown - 1.0, 0.0) * share,
-    )
-
-
-def _share_of_work(
-    profile: MachineProfile, ranks: int, reduce: CollectiveModel, size_bytes: float
-) -> float:
-    local = collective_model(profile, "all_reduce", Ring(ranks, 1, ranks, math.inf, 0.0))
-    if local is None or size_bytes <= 0:
-        return 1.0
-    return min(local.time_s(size_bytes) / reduce.time_s(size_bytes), 1.0)
 
 
 def step_parts(plan: StepPlan) -> StepParts:
@@ -241,13 +205,15 @@ def step_parts(plan: StepPlan) -> StepParts:
 
 def _communication_s(plan: StepPlan, lane_s: float) -> float:
     waited_s = exposed_s(_ready_s(plan), lane_s, plan.collective_s, plan.overlap)
-    return waited_s + plan.broadcast_s
+    return waited_s + plan.broadcast_s + plan.sharding.gathers_s + plan.sharding.after_s
 
 
 def _after_s(plan: StepPlan, ranks: RankClass) -> tuple[float, float]:
     """(copying reduced buckets back, update) of a class, after the last all-reduce."""
     program, slow = ranks.program, ranks.slowdown_ratio
-    return program.copy_back_s * slow, program.update_s * slow * plan.update_ratio
+    shared_s = (program.update_s - program.update_launch_s) * plan.sharding.update_share
+    update_s = program.update_launch_s + shared_s
+    return program.copy_back_s * slow, update_s * slow * plan.update_ratio
 
 
 def exposed_s(ready_s: Array, lane_s: float, collective_s: Array, overlap: Overlap) -> float:

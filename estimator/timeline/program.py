@@ -17,6 +17,7 @@ from estimator.errors import ProfileError
 from estimator.graph.costs import family_of, op_cost
 from estimator.graph.memory import PeakMemory, peak_memory
 from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.shards import shard_units, unit_path
 from estimator.profile import MachineProfile, UpdateCost
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.buckets import Bucket, gradient_buckets
@@ -35,18 +36,31 @@ MEDIAN_TO_SIGMA = 1 / 0.6745
 _MOST_PROGRAMS = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class LaneUnit:
+    """One unit that FSDP gathers, with its seconds of compute in either phase."""
+
+    parameter_bytes: int
+    forward_s: float
+    backward_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgram:
     """Seconds of one class of ranks: alone on its lane, and what comes after the last collective.
 
     `ready_s[k]` is the lane time at which bucket k may be reduced, `lane_s` the lane's end. The
-    lane is `forward_s + backward_s + host_s + copies_s`. `kernels_variance_s2` is the sum of the
-    squared errors (one standard deviation) of the kernel families, in s². `flops` are those of a
-    micro-batch; `in_grid_ratio` is the share of kernel time whose exact call the probe has timed.
+    lane is `forward_s + backward_s + host_s + copies_s`. `update_launch_s` is the part of the
+    update that sharding does not shorten; `units` are those that FSDP gathers, the rest of the
+    model first. `kernels_variance_s2` is the sum of the squared errors (one standard deviation) of
+    the kernel families, in s². `flops` are those of a micro-batch; `in_grid_ratio` is the share of
+    kernel time whose exact call the probe has timed.
     """
 
     bound: BoundGraph
     profile: MachineProfile
+    strategy: Strategy
+    units: tuple[LaneUnit, ...]
     buckets: tuple[Bucket, ...]
     bucket_bytes: Array
     ready_s: Array
@@ -57,6 +71,7 @@ class StepProgram:
     copies_s: float
     copy_back_s: float
     update_s: float
+    update_launch_s: float
     update_error: float
     kernels_variance_s2: float
     kernels: Mapping[tuple[str, str], tuple[float, float]]
@@ -66,6 +81,15 @@ class StepProgram:
     durations: Durations
     start_s: Array
     end_s: Array
+
+    @property
+    def peak_flops_per_s(self) -> float | None:
+        """The device's dense peak in the dtype that the model computes in."""
+        precision = self.bound.graph.precision
+        dtype = {"fp32": "float32", "tf32": "tfloat32"}.get(precision)
+        if dtype is None:
+            dtype = "bfloat16" if precision.startswith("bf16") else "float16"
+        return self.profile.devices[0].peak_flops_per_s.get(dtype)
 
 
 _programs: OrderedDict[tuple[object, ...], tuple[OpGraph, MachineProfile, StepProgram]] = (
@@ -119,8 +143,11 @@ def _compile(
     accumulation_steps: int,
 ) -> StepProgram:
     durations = op_durations(bound, profile, devices_busy=busy)
-    buckets = gradient_buckets(bound, strategy) if merging else ()
+    sharding = merging and strategy.kind == "fsdp"
+    buckets = gradient_buckets(bound, strategy) if merging and not sharding else ()
     copies_s, merging_s = _ddp_costs(bound, profile, buckets, busy)
+    if sharding:
+        copies_s, merging_s = _shard_costs(bound, profile, busy)
     # Only the last micro-batch merges gradients; the ones before add theirs up.
     before = accumulation_steps - 1
     device_s = np.concatenate([durations.device_s] * before + [durations.device_s + copies_s])
@@ -135,12 +162,14 @@ def _compile(
     kernels = _kernel_seconds(bound, durations)
     kernels_s = float(durations.device_s.sum()) or 1.0
     copied_s = float(copies_s.sum()) + accumulate_s
-    update_s, update_error = _update(bound, profile, busy)
+    update_s, launch_s, update_error = _update(bound, profile, busy, sharding)
     view = strategy.gradient_as_bucket_view
     copy_back_s = 0.0 if view else sum(_copy_s(profile, b.size_bytes, busy) for b in buckets)
     return StepProgram(
         bound=bound,
         profile=profile,
+        strategy=strategy,
+        units=_lane_units(bound, durations) if sharding else (),
         buckets=buckets,
         bucket_bytes=np.array([float(bucket.size_bytes) for bucket in buckets]),
         ready_s=np.array([end[offset + b.ready_after] for b in buckets]) + accumulate_s,
@@ -151,6 +180,7 @@ def _compile(
         copies_s=copied_s,
         copy_back_s=copy_back_s,
         update_s=update_s,
+        update_launch_s=launch_s,
         update_error=update_error,
         kernels_variance_s2=_variance(kernels) * accumulation_steps**2,
         kernels=kernels,
@@ -221,8 +251,43 @@ def _accumulate_s(bound: BoundGraph, profile: MachineProfile, busy: int) -> floa
     return _stream_s(profile, "aten.add_.Tensor", elements, busy) if elements else 0.0
 
 
-def _update(bound: BoundGraph, profile: MachineProfile, busy: int) -> tuple[float, float]:
-    """(seconds, relative error) of the optimizer step over the trained parameters."""
+def _shard_costs(bound: BoundGraph, profile: MachineProfile, busy: int) -> tuple[Array, Array]:
+    """Seconds that FSDP adds to each op: copies out of gathered and into scattered buffers, hooks.
+
+    Every unit is copied out once per gathering (the rest, gathered once, is kept for the backward
+    pass) and its gradients are copied in once.
+    """
+    copies_s, host_s = np.zeros(len(bound.calls)), np.zeros(len(bound.calls))
+    for unit in shard_units(bound.graph):
+        copy_s = _copy_s(profile, unit.parameter_bytes, busy)
+        forward = unit.forward or 0
+        backward = forward if unit.backward is None else unit.backward
+        copies_s[forward] += copy_s
+        copies_s[backward] += copy_s if unit.path == "" else 2 * copy_s
+        if profile.host is not None:
+            host_s[forward] += profile.host.shard_unit_s
+    return copies_s, host_s
+
+
+def _lane_units(bound: BoundGraph, durations: Durations) -> tuple[LaneUnit, ...]:
+    """The units with the compute between their first op and that of the next unit."""
+    lane_s = durations.device_s + durations.host_s
+    forward: dict[str, float] = {}
+    backward: dict[str, float] = {}
+    for op, seconds in zip(bound.graph.ops, lane_s.tolist(), strict=True):
+        spent = forward if op.phase == "forward" else backward
+        path = unit_path(op.module)
+        spent[path] = spent.get(path, 0.0) + seconds
+    return tuple(
+        LaneUnit(unit.parameter_bytes, forward.get(unit.path, 0.0), backward.get(unit.path, 0.0))
+        for unit in shard_units(bound.graph)
+    )
+
+
+def _update(
+    bound: BoundGraph, profile: MachineProfile, busy: int, sharding: bool
+) -> tuple[float, float, float]:
+    """(seconds, seconds that no sharding shortens, relative error) of the optimizer step."""
     graph = bound.graph
     trained = [p for p in graph.parameters if p.gradient is not None]
     cost = _update_cost(profile, graph.optimizer, UPDATE_FORMS[graph.target], graph.target)
@@ -233,10 +298,14 @@ def _update(bound: BoundGraph, profile: MachineProfile, busy: int) -> tuple[floa
     )
     moved = sum(p.spec.nbytes for p in trained)
     error = cost.provenance.relative_error
-    return (
-        seconds * slowdown_ratio(profile, "update", busy, float(moved)),
-        0.2 if error is None else error,
-    )
+    slowdown = slowdown_ratio(profile, "update", busy, float(moved))
+    fixed_s = cost.launch_s
+    if sharding:
+        # Every rank updates a part of each tensor; under ZeRO-1 and 2 it updates whole tensors.
+        hooks_s = profile.host.shard_update_tensor_s if profile.host else 0.0
+        fixed_s += len(trained) * (cost.per_tensor_s + hooks_s)
+        seconds += len(trained) * hooks_s
+    return seconds * slowdown, fixed_s * slowdown, 0.2 if error is None else error
 
 
 def _idle_parameters(bound: BoundGraph) -> float:

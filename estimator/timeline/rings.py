@@ -37,11 +37,11 @@ def ring_of(placement: Placement) -> Ring:
     for candidate, name in _limits(placement):
         if candidate < rate:
             rate, link = candidate, name
-    latency_s = max(_latency_s(site.profile, placement.cluster) for site in placement.sites)
+    latency_s = max(hop_latency_s(site.profile, placement.cluster) for site in placement.sites)
     return Ring(placement.ranks, placement.nodes, per_node, rate, latency_s, link)
 
 
-def _latency_s(profile: MachineProfile, cluster: Cluster | None) -> float:
+def hop_latency_s(profile: MachineProfile, cluster: Cluster | None) -> float:
     """One-way seconds of a hop: racks count as soon as the cluster has more than one switch."""
     reach = "cluster" if cluster is not None and len(cluster.switches) > 1 else "rack"
     singles = [link for link in profile.network if link.streams == 1]

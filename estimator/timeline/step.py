@@ -31,7 +31,9 @@ def timeline_of(plan: StepPlan) -> Timeline:
     """The spans of one step; every rank of a class is listed as its first rank."""
     flow = simulated_flow(plan)
     parts = step_parts(plan)
-    finished = flow.end_s + plan.broadcast_s
+    gathers_s, last_s = plan.sharding.gathers_s, plan.sharding.after_s
+    gathering = flow.end_s + plan.broadcast_s
+    finished = gathering + gathers_s
     after_s = parts.straggler_s + parts.copies_exposed_s - _copies_s(plan, parts.slowest)
     spans: list[Span] = []
     like = [0] * plan.ring.ranks
@@ -41,13 +43,18 @@ def timeline_of(plan: StepPlan) -> Timeline:
             like[rank] = first
         spans += _compute_spans(plan, ranks, flow.wall_at[number])
         spans += _network_spans(plan, first, flow)
+        if gathers_s > 0:
+            # Listed as one: where each unit waits depends on what the others gather.
+            spans.append(Span("gather, scatter units", first, "network", gathering, gathers_s))
         if after_s > 0:
             spans.append(Span("wait, copy back", first, "compute", finished, after_s))
-        spans.append(
-            Span("update", first, "compute", finished + after_s, parts.update_s, "", "update")
-        )
+        updating = finished + after_s
+        spans.append(Span("update", first, "compute", updating, parts.update_s, "", "update"))
+        if last_s > 0:
+            updated = updating + parts.update_s
+            spans.append(Span("send parameters", first, "network", updated, last_s))
     return Timeline(
-        step_time_s=finished + after_s + parts.update_s,
+        step_time_s=finished + after_s + parts.update_s + last_s,
         spans=tuple(spans),
         ranks_like=tuple(like),
     )

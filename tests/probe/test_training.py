@@ -111,7 +111,15 @@ def test_parameters_without_a_gradient_are_found_and_do_not_stop_the_ranks(model
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp:unbucketed", "ddp:bucket=1MiB,view", "ddp:first=2MiB", "ddp:bucket=1MiB"]
+    "strategy",
+    [
+        "ddp:unbucketed",
+        "ddp:bucket=1MiB,view",
+        "ddp:first=2MiB",
+        "ddp:bucket=1MiB",
+        "zero1",
+        "fsdp",
+    ],
 )
 def test_every_strategy_trains(models: str, strategy: str) -> None:
     assert train(f"{models}:own_loss", DEVICES, strategy=strategy, steps=3).slowest_step_s > 0

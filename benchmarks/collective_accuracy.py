@@ -1,0 +1,225 @@
+"""Predict published collectives from half of their sizes, and larger groups from smaller ones.
+
+``python benchmarks/collective_accuracy.py [--data DIR] [--json]`` reads ``collectives.csv`` in DIR
+(by default ``shared/data`` beside the checkout). Splits: ``sizes`` fits every other size of a group
+and predicts the rest; ``devices`` predicts a group from groups with fewer devices on each of as
+many nodes; ``nodes`` predicts a group from groups on fewer nodes that span at least two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from records import now, say
+from summary import SummaryRow, format_table, summarise
+
+from estimator.probe.line_fit import fit_line
+from estimator.profile import (
+    CollectiveCost,
+    CollectiveName,
+    Device,
+    Link,
+    MachineProfile,
+    Provenance,
+)
+from estimator.timeline.collectives import RING_ROUNDS, RING_SHARE, collective_model
+from estimator.timeline.rings import ring_between
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+# Goals for the median error of a system.
+GOALS = {"sizes": 0.15, "devices": 0.30, "nodes": 0.30}
+# The same cluster goes by a name for each of its groups.
+_GROUP_IN_NAME = re.compile(r"^\d+x (?=DGX A100$|AWS)|^\d+ node x \d+ GPU | \(\d+ GPUs\)$")
+IMPORTED = Provenance(source="imported", relative_error=0.05)
+
+Points = dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What was published of one collective over one group shape: seconds by bytes."""
+
+    source: str
+    system: str
+    op: CollectiveName
+    dtype: str
+    nodes: int
+    ranks: int
+    points: Points
+
+    @property
+    def per_node(self) -> int:
+        return -(-self.ranks // self.nodes)
+
+    @property
+    def name(self) -> str:
+        return f"{self.system}, {self.op} {self.dtype}, {self.nodes}x{self.per_node}"
+
+
+def main() -> None:
+    """Predict, compare, print; exit code 1 where a system misses its goal."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data", type=Path, default=CHECKOUT.parent / "shared" / "data")
+    parser.add_argument("--json", action="store_true", help="one object with every case")
+    options = parser.parse_args()
+    path = options.data / "collectives.csv"
+    if not path.is_file():
+        sys.exit(f"collective_accuracy: there is no {path}; say --data DIR")
+    groups = read_groups(path)
+    cases = [case for split in GOALS for case in cases_of(split, groups)]
+    say(f"{len(groups)} groups, {len(cases)} predictions")
+    rows = summarise(cases, by=("split", "system"))
+    if options.json:
+        print(json.dumps({"machine": "published", "at": now(), "cases": cases}, allow_nan=False))
+    else:
+        print(table(rows))
+    if any(row.median_ratio > GOALS[row.group["split"]] for row in rows):
+        sys.exit(1)
+
+
+def table(rows: Sequence[SummaryRow]) -> str:
+    """Errors of every split and system beside the goal for the median."""
+    lines = [["system", "split", "cases", "median", "p90", "worst", "bias", "goal"]]
+    for row in rows:
+        ratios = (row.median_ratio, row.p90_ratio, row.worst_ratio, row.bias_ratio or 0.0)
+        goal = GOALS[row.group["split"]]
+        lines.append(
+            [
+                row.group["system"],
+                row.group["split"],
+                str(row.cases),
+                *(f"{100 * ratio:.1f} %" for ratio in ratios),
+                f"{100 * goal:.0f} %" + ("" if row.median_ratio <= goal else " missed"),
+            ]
+        )
+    return format_table(lines)
+
+
+def read_groups(path: Path) -> list[Group]:
+    """Every group of the table whose collective a profile can hold."""
+    points: dict[tuple[str, str, str, str, int, int], Points] = defaultdict(dict)
+    with path.open(encoding="utf-8", newline="") as stream:
+        for row in csv.DictReader(stream):
+            if row["collective"] in RING_SHARE and float(row["time_us"]) > 0:
+                system = _GROUP_IN_NAME.sub("", row["system"])
+                shape = int(row["nodes"]), int(row["ranks"])
+                key = (row["source"], system, row["collective"], row["dtype"], *shape)
+                points[key][int(row["size_bytes"])] = float(row["time_us"]) * 1e-6
+    return [Group(*key, found) for key, found in points.items()]  # type: ignore[arg-type]
+
+
+def cases_of(split: str, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """Predictions of one split beside what was measured."""
+    for target in groups:
+        if split == "sizes":
+            sizes = sorted(target.points)
+            odd = {size: target.points[size] for size in sizes[::2]}
+            known = [Group(*_identity(target), odd)]
+            asked: Iterable[int] = sizes[1::2]
+        else:
+            known = [group for group in groups if teaches(split, group, target)]
+            asked = sorted(target.points)
+        if known:
+            yield from _cases(split, target, known, asked)
+
+
+def _identity(group: Group) -> tuple[Any, ...]:
+    return group.source, group.system, group.op, group.dtype, group.nodes, group.ranks
+
+
+def teaches(split: str, group: Group, target: Group) -> bool:
+    """Whether a split may learn from `group` to predict `target`."""
+    if _identity(group)[:4] != _identity(target)[:4]:
+        return False
+    if split == "devices":
+        return group.nodes == target.nodes and group.per_node < target.per_node
+    return 1 < group.nodes < target.nodes and group.per_node <= target.per_node
+
+
+def _cases(
+    split: str, target: Group, known: Sequence[Group], asked: Iterable[int]
+) -> Iterator[dict[str, Any]]:
+    profile = profile_of(known)
+    wanted = cost_of(target)
+    nic = max((link.bandwidth_bytes_per_s for link in profile.network), default=None)
+    latency_s = max((link.latency_s for link in profile.network), default=0.0)
+    model = collective_model(profile, target.op, ring_between(wanted, latency_s, nic, None))
+    for size in asked:
+        predicted_s = None if model is None else model.time_s(size)
+        yield {
+            "id": f"{split}: {target.name}, {size} B",
+            "split": split,
+            "system": target.system,
+            "source": target.source,
+            "model": target.op,
+            "ranks": target.ranks,
+            "nodes": target.nodes,
+            "size_bytes": size,
+            "method": "probe",
+            "predicted_s": predicted_s,
+            "measured_s": target.points[size],
+            "noise_ratio": None,
+            "global_batch": None,
+            "low_s": None,
+            "high_s": None,
+            "status": "ok" if model is not None else "no_prediction",
+        }
+
+
+def profile_of(known: Sequence[Group]) -> MachineProfile:
+    """A profile with the known groups, and a network whose rate the slimmest of them shows."""
+    costs = tuple(cost_of(group) for group in known)
+    across = [cost for cost in costs if cost.spans_nodes]
+    network: tuple[Link, ...] = ()
+    if across:
+        slim = min(across, key=lambda cost: cost.group_size)
+        network = (
+            Link(
+                kind="tcp",
+                reach="rack",
+                latency_s=slim.latency_s / RING_ROUNDS[slim.op](slim.group_size),
+                bandwidth_bytes_per_s=slim.bandwidth_bytes_per_s
+                * RING_SHARE[slim.op](slim.group_size),
+                provenance=IMPORTED,
+            ),
+        )
+    devices = tuple(
+        Device(kind="cuda", index=index, name="gpu", memory_bytes=1 << 34)
+        for index in range(max(group.per_node for group in known))
+    )
+    return MachineProfile(
+        name="published",
+        devices=devices,
+        network=network,
+        collectives=costs,
+        provenance=IMPORTED,
+    )
+
+
+def cost_of(group: Group) -> CollectiveCost:
+    """The group as a profile holds it."""
+    sizes = sorted(group.points)
+    line = fit_line(sizes, [group.points[size] for size in sizes])
+    return CollectiveCost(
+        op=group.op,
+        backend="nccl",
+        group_size=group.ranks,
+        nodes=group.nodes,
+        points=tuple((float(size), group.points[size]) for size in sizes),
+        latency_s=line.latency_s,
+        bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
+        provenance=IMPORTED,
+    )
+
+
+if __name__ == "__main__":
+    main()

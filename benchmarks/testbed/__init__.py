@@ -1,0 +1,31 @@
+"""A real cluster on one Linux machine: network namespaces joined by links of set rates.
+
+Needs root, iproute2 and util-linux. A testbed is described in a small TOML file::
+
+    [racks.r1]                  # a switch with an uplink to the spine; may be left out
+    uplink = "1 Gbit/s"
+    [nodes.n0]
+    devices = 2
+    uplink = "500 Mbit/s"       # line rate each way; TCP carries 1448/1514 of it
+    rack = "r1"                 # without it the node hangs on the spine
+    slowdown = 1.5              # computes 1.5 times as long; 1 if left out
+    [nodes.n1]
+    devices = 1
+    uplink = "500 Mbit/s"
+
+On the command line, from the root of the repository::
+
+    python -m benchmarks.testbed up FILE.toml          # holds it up until Ctrl-C
+    python -m benchmarks.testbed run FILE.toml --on 'n0[0,1]+n1[0]' -- python -m estimator.probe
+    python -m benchmarks.testbed train FILE.toml --on 'n0[0,1]+n1[0]' paced:big_last
+    python -m benchmarks.testbed clean                 # what testbeds that crashed left behind
+
+and from Python::
+
+    bed_description = TestbedDescription.uniform(nodes=4, devices=2, uplink="500 Mbit/s")
+    with testbed(bed_description) as bed:
+        outputs = launch(bed, "n0[0]+n1[0]", [sys.executable, "-m", "estimator.probe"])
+        run = measure(bed, "paced:few_big", "n0[0,1]+n1[0]", strategy="ddp:view")
+
+The sum of all uplinks should stay below 8 Gbit/s: beyond, two cores measure themselves.
+"""

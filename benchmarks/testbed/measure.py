@@ -1,0 +1,179 @@
+"""Train models for real on an allocation of a testbed, and time their steps."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from estimator.allocation import Allocation
+from estimator.errors import ProbeError, TrainingError
+from estimator.probe.ranks import run_on_devices
+from estimator.probe.training import Training, time_steps, transformers_modules
+from estimator.profile import Device
+from estimator.workload import Strategy, check_optimizer
+
+from . import slow
+from .launch import place
+from .network import Testbed
+
+_PACED = "paced:"
+# sched.h
+_CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestbedRun:
+    """What one real run showed after its warm-up; tuples are in rank order.
+
+    `lateness_s` is how far behind its declared times a paced rank was, at worst in its median step:
+    much more than a millisecond says that the cores could not keep up. `kernel_s_per_step` are CPU
+    seconds in the operating system, mostly for the network.
+    """
+
+    __test__ = False
+
+    step_times_s: tuple[tuple[float, ...], ...]
+    kernel_s_per_step: tuple[float, ...]
+    lateness_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The median step of the slowest rank."""
+        return max(statistics.median(times) for times in self.step_times_s)
+
+    @property
+    def spread_ratio(self) -> float:
+        """Half the 10–90 % range of the slowest rank's steps, over their median."""
+        slowest = max(self.step_times_s, key=statistics.median)
+        tenths = statistics.quantiles(slowest, n=10, method="inclusive")
+        return (tenths[-1] - tenths[0]) / 2 / statistics.median(slowest)
+
+
+def measure(
+    bed: Testbed,
+    model: str,
+    allocation: str | Allocation,
+    *,
+    batch: int | None = None,
+    strategy: str | Strategy = "ddp",
+    optimizer: str = "sgd",
+    accumulation_steps: int = 1,
+    merges_gradients: bool = True,
+    steps: int = 15,
+    warmup_steps: int = 3,
+    timeout_s: float = 600.0,
+) -> TestbedRun:
+    """Train `model` in fresh processes on an allocation such as ``n0[0,1]+n1[0]``.
+
+    `model` is ``paced:NAME`` or any MODEL text; up to as many computing ranks as there are cores
+    have a core each. Without `merges_gradients` every micro-batch runs under DDP's no_sync, which
+    leaves the step without its communication. Raises TrainingError if a rank fails, dies or hangs.
+    """
+    is_paced = model.startswith(_PACED)
+    placed = place(bed, allocation)
+    ratios = [bed.description.by_name[rank.node].slowdown_ratio for rank in placed]
+    cores = os.cpu_count() or 1
+    if not is_paced and len(placed) > cores:
+        raise TrainingError(
+            f"{len(placed)} ranks that compute do not fit on {cores} cores; use a paced model"
+        )
+    pace_module = f"{__package__}.paced"
+    arguments = {
+        "model": model.replace(_PACED, f"{pace_module}:") if is_paced else model,
+        "batch": batch,
+        "seq_len": None,
+        "kind": "cpu",
+        "optimizer": check_optimizer(optimizer),
+        "precision": "fp32",
+        "strategy": asdict(Strategy.parse(strategy)),
+        "steps": steps,
+        "warmup_steps": warmup_steps,
+        "accumulation_steps": accumulation_steps,
+        "phases": False,
+        "merges_gradients": merges_gradients,
+        "timeout_s": timeout_s,
+        "is_paced": is_paced,
+        "slowdown_ratios": ratios,
+        "namespaces": [bed.namespace(rank.node) for rank in placed],
+        "hosts": [rank.node for rank in placed],
+        "environments": [dict(rank.environment) for rank in placed],
+    }
+    devices = [
+        Device(kind="cpu", index=rank, name="testbed", memory_bytes=1, cores=())
+        if is_paced
+        else Device(kind="cpu", index=rank, name="testbed", memory_bytes=1, cores=(rank,))
+        for rank in range(len(placed))
+    ]
+    rations = [1.0] * len(ratios) if is_paced else ratios
+    try:
+        with slow.rationed(bed.prefix, rations) as groups:
+            found = run_on_devices(
+                devices,
+                f"{__name__}:train_rank",
+                {**arguments, "groups": groups},
+                timeout_s=timeout_s,
+                imported=(pace_module, __name__, *transformers_modules()),
+            )
+    except ProbeError as error:
+        raise TrainingError(f"training {model} on {allocation} failed: {error}") from None
+    return TestbedRun(
+        step_times_s=tuple(tuple(rank["step_times_s"]) for rank in found),
+        kernel_s_per_step=tuple(rank["kernel_s_per_step"] for rank in found),
+        lateness_s=max(rank["lateness_s"] for rank in found),
+    )
+
+
+def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """One rank, in its own process: enter the node, join the others, train."""
+    import torch
+    import torch.distributed as torch_distributed
+
+    from estimator.probe.backend import keep_memory_resident
+
+    from . import paced
+
+    dist: Any = torch_distributed
+    enter_node(arguments["namespaces"][rank], arguments["hosts"][rank])
+    os.environ.update(arguments["environments"][rank])
+    slow.join(arguments["groups"][rank])
+    if arguments["is_paced"]:
+        paced.pace.slowdown_ratio = arguments["slowdown_ratios"][rank]
+    keep_memory_resident()
+    torch.manual_seed(0)
+    if world_size > 1:
+        from datetime import timedelta
+
+        limit = timedelta(seconds=arguments["timeout_s"])
+        dist.init_process_group("gloo", timeout=limit)
+    training = Training(arguments, world_size)
+    training.merges_gradients = arguments["merges_gradients"]
+    if arguments["is_paced"]:
+        training.optimizer = paced.PacedUpdate(training.model)
+    result = time_steps(training, arguments, world_size)
+    if world_size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    lateness_s = paced.pace.lateness_s[-arguments["steps"] :]
+    return {**result, "lateness_s": statistics.median(lateness_s)}
+
+
+def enter_node(namespace: str, host: str) -> None:
+    """Move this process into a node's network namespace, under the node's name.
+
+    As ``ip netns exec`` and ``unshare --uts`` do, but for a process that already runs.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    try:
+        failed = library.setns(descriptor, _CLONE_NEWNET) or library.unshare(_CLONE_NEWUTS)
+    finally:
+        os.close(descriptor)
+    if failed:
+        code = ctypes.get_errno()
+        raise ProbeError(f"cannot enter node '{host}' ({os.strerror(code)}); run as root")
+    socket.sethostname(host)

@@ -1,0 +1,264 @@
+"""Models that train for real but wait a set time per layer instead of computing.
+
+Parameters, gradients, DDP and its traffic are real; forward, backward and update leave the cores
+alone, so that sixteen ranks fit on two cores. Every function of `ALL` returns ``(model, batch)``.
+To the engine such a model is a graph whose ops were timed (`paced_graph`) on a machine with nothing
+but its network to it (`paced_machine`).
+
+Layer k of a step ends a set time after layer k−1 was due to end: the chain starts with zero_grad
+and knows no drift, so that what else a layer's thread does (Python, DDP's copies into buckets)
+costs nothing unless it takes longer than the layer, and no spinning at the end of a sleep is
+needed. `pace.lateness_s` tells how far behind its times a rank was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from estimator.graph.ops import OpGraph, OpTiming
+from estimator.graph.trace import trace_graph
+from estimator.profile import (
+    Device,
+    HostCost,
+    KernelCost,
+    KernelPoint,
+    MachineProfile,
+    Provenance,
+    UpdateCost,
+)
+from estimator.tensors import OpCall, TensorSpec
+
+# What a paced update waits for: once, and for each parameter.
+UPDATE_S, UPDATE_S_PER_PARAMETER = 1e-3, 1e-9
+_FEATURES = 16
+_DECLARED = Provenance(source="datasheet", relative_error=0.0, note="declared, not measured")
+
+
+class Pace:
+    """When the work of this process is due: each piece a set time after the one before."""
+
+    def __init__(self) -> None:
+        # A slow node takes this many times as long.
+        self.slowdown_ratio = 1.0
+        # How far behind its times each step was at worst.
+        self.lateness_s = [0.0]
+        self._due = 0.0
+
+    def begin_step(self) -> None:
+        """Start the clock of a step."""
+        self.lateness_s.append(0.0)
+        self.restart()
+
+    def restart(self) -> None:
+        """Let the next piece begin now."""
+        self._due = time.perf_counter()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the next piece of work is done."""
+        self._due += seconds * self.slowdown_ratio
+        left_s = self._due - time.perf_counter()
+        self.lateness_s[-1] = max(self.lateness_s[-1], -left_s)
+        if left_s > 0:
+            time.sleep(left_s)
+
+
+pace = Pace()
+
+
+@torch.library.custom_op("paced::forward", mutates_args=())
+def paced_forward(
+    x: Tensor, weights: Sequence[Tensor], seconds: float, backward_seconds: float
+) -> Tensor:
+    """A layer's forward pass: `seconds` per sample of `x`."""
+    pace.wait(seconds * x.shape[0])
+    return torch.zeros_like(x)
+
+
+@torch.library.custom_op("paced::backward", mutates_args=())
+def paced_backward(gradient: Tensor, weights: Sequence[Tensor], seconds: float) -> list[Tensor]:
+    """A layer's backward pass: gradients of its input and of its weights, `seconds` per sample."""
+    pace.wait(seconds * gradient.shape[0])
+    return [torch.zeros_like(gradient), *(_zero_gradient(weight) for weight in weights)]
+
+
+@paced_forward.register_fake
+def _(x: Tensor, weights: Sequence[Tensor], seconds: float, backward_seconds: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@paced_backward.register_fake
+def _(gradient: Tensor, weights: Sequence[Tensor], seconds: float) -> list[Tensor]:
+    return [torch.empty_like(gradient), *(torch.empty_like(weight) for weight in weights)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, weights, _, ctx.seconds = inputs
+    ctx.save_for_backward(*weights)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    first, *rest = paced_backward(gradient, list(ctx.saved_tensors), ctx.seconds)
+    return first, rest, None, None
+
+
+paced_forward.register_autograd(_backward, setup_context=_setup_context)
+
+_gradients: dict[tuple[int, torch.Size], Tensor] = {}
+
+
+def _zero_gradient(weight: Tensor) -> Tensor:
+    """A new tensor on the same zeros every time: autograd takes it over without a copy."""
+    key = (weight.data_ptr(), weight.shape)
+    if key not in _gradients:
+        _gradients[key] = torch.zeros_like(weight)
+    return _gradients[key].detach()
+
+
+class PacedLayer(nn.Module):
+    """Real parameters, and a forward and backward pass that wait."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], seconds: float, ratio: float) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+        self.forward_s, self.backward_s = seconds, ratio * seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Wait; nothing is computed."""
+        return paced_forward(x, list(self.weights), self.forward_s, self.backward_s)
+
+
+class PacedModel(nn.Sequential):
+    """Layers that wait one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop what an earlier micro-batch left: adding gradients up is work, too."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
+class PacedUpdate:
+    """In place of an optimizer: a step that waits, and a zero_grad with which a step begins."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        count = sum(parameter.numel() for parameter in self.parameters)
+        self.seconds = UPDATE_S + UPDATE_S_PER_PARAMETER * count
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients and start the clock of the next step."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        pace.begin_step()
+
+    def step(self) -> None:
+        """Wait, from now on: an update follows the last all-reduce."""
+        pace.restart()
+        pace.wait(self.seconds)
+
+
+Built = tuple[PacedModel, Tensor]
+
+
+def _model(layers: Sequence[PacedLayer], batch: int) -> Built:
+    return PacedModel(*layers), torch.zeros(batch, _FEATURES)
+
+
+def few_big(batch: int = 8) -> Built:
+    """Four layers of 6 MB: 24 MB, 0.36 s at batch 8."""
+    return _model([PacedLayer([(1500, 1000)], 3.75e-3, 2.0) for _ in range(4)], batch)
+
+
+def many_small(batch: int = 8) -> Built:
+    """Forty layers of 0.25 MB in two tensors: 10 MB, 0.24 s at batch 8."""
+    shapes = [(244, 256), (256,)]
+    return _model([PacedLayer(shapes, 0.25e-3, 2.0) for _ in range(40)], batch)
+
+
+def big_last(batch: int = 8) -> Built:
+    """Ten layers of convolution-like weights, then a classifier of 24 MB: 41 MB, 0.65 s.
+
+    As in VGG, nearly all the time is in the layers with few parameters; the classifier's gradient
+    is ready first, and its all-reduce has the whole backward pass to hide in.
+    """
+    convolutions = [PacedLayer([(64 * k, 1200), (64 * k,)], 2.5e-3, 2.0) for k in range(1, 11)]
+    return _model([*convolutions, PacedLayer([(3000, 2000), (3000,)], 2e-3, 2.0)], batch)
+
+
+def big_first(batch: int = 8) -> Built:
+    """An embedding of 16 MB, then six layers of 2 MB: 28 MB, 0.5 s; its gradient comes last."""
+    embedding = PacedLayer([(4000, 1000)], 0.8e-3, 2.0)
+    return _model([embedding, *(PacedLayer([(500, 1000)], 3.3e-3, 2.0) for _ in range(6))], batch)
+
+
+def transformer(batch: int = 8) -> Built:
+    """Twelve even blocks of four matrices, four vectors each: 48 MB, 0.98 s at batch 8."""
+    shapes = [(288, 864), (864,), (288, 288), (288,), (288, 1152), (1152,), (1152, 288), (288,)]
+    return _model([PacedLayer(shapes, 3.4e-3, 2.0) for _ in range(12)], batch)
+
+
+ALL = (few_big, many_small, big_last, big_first, transformer)
+
+
+def paced_graph(name: str, batch: int = 8) -> OpGraph:
+    """What the engine knows of a paced model: its graph, with the waiting as measured times."""
+    function = {function.__name__: function for function in ALL}[name]
+    model, inputs = function(batch)
+    graph = trace_graph(model, inputs, optimizer="sgd")
+    timings = {
+        op.call: OpTiming(_seconds_argument(op.call) * batch)
+        for op in graph.ops
+        if op.call.target.startswith("paced.")
+    }
+    return dataclasses.replace(graph, name=name, timings=timings, timed_on="paced")
+
+
+def _seconds_argument(call: OpCall) -> float:
+    arguments = (*call.arguments, *(value for _, value in call.keywords))
+    return float(next(value for value in arguments if isinstance(value, float)))
+
+
+def paced_machine(network: MachineProfile, devices: int) -> MachineProfile:
+    """The machine a paced rank runs on: `network`'s links and collectives, and waiting.
+
+    All that is not waiting is hidden behind it, so host costs and copies count as nothing.
+    """
+    spec = TensorSpec((1 << 20,))
+    free = KernelPoint(
+        call=OpCall("aten.clone.default", (spec,), (), (spec,)).encode(), warm_s=1e-9
+    )
+    update = UpdateCost(
+        optimizer="sgd",
+        form="loop",
+        device="cpu",
+        launch_s=UPDATE_S,
+        per_tensor_s=0.0,
+        per_parameter_s=UPDATE_S_PER_PARAMETER,
+        provenance=_DECLARED,
+    )
+    host = {item.name: 0.0 for item in dataclasses.fields(HostCost) if item.name != "provenance"}
+    first = network.devices[0]
+    return dataclasses.replace(
+        network,
+        name="paced",
+        devices=tuple(
+            Device(kind="cpu", index=index, name="paced", memory_bytes=first.memory_bytes)
+            for index in range(devices)
+        ),
+        kernels=(
+            KernelCost(
+                target="aten.clone.default", dtype="float32", points=(free,), provenance=_DECLARED
+            ),
+        ),
+        host=HostCost(**host, provenance=_DECLARED),
+        overlaps=(),
+        contentions=(),
+        updates=(update,),
+        rank_spread_ratio=0.0,
+    )

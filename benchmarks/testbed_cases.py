@@ -1,0 +1,138 @@
+"""The testbeds and the cases that `testbed_accuracy` predicts and then measures on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from testbed.description import TestbedDescription, TestbedNode
+
+from estimator.allocation import Allocation
+from estimator.units import parse_bandwidth_bytes_per_s
+
+COMPUTING = ("gpt2", "resnet", "llama", "convnext", "t5", "lstm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One thing to train on one testbed; a paced model unless its name is in `COMPUTING`."""
+
+    bed: str
+    model: str
+    allocation: str
+    strategy: str = "ddp"
+    accumulation_steps: int = 1
+    batch: int | None = None
+    title: str = ""
+
+    @property
+    def is_paced(self) -> bool:
+        return self.model not in COMPUTING
+
+    @property
+    def key(self) -> str:
+        parts = [self.bed, self.model, self.allocation, self.strategy]
+        parts += [f"a{self.accumulation_steps}"] if self.accumulation_steps > 1 else []
+        return " ".join([*parts, *([f"b{self.batch}"] if self.batch else [])])
+
+    @property
+    def ranks(self) -> int:
+        return Allocation.parse(self.allocation).ranks
+
+    @property
+    def nodes(self) -> int:
+        return len({group.host for group in Allocation.parse(self.allocation).groups})
+
+    def row(self, batch: int) -> dict[str, Any]:
+        """What a scaling form knows of a case."""
+        return {
+            "ranks": self.ranks,
+            "nodes": self.nodes,
+            "batch": batch,
+            "accumulation": self.accumulation_steps,
+        }
+
+
+def _node(name: str, uplink: str, devices: int = 2, **options: Any) -> TestbedNode:
+    rate = parse_bandwidth_bytes_per_s(uplink)
+    return TestbedNode(name=name, devices=devices, uplink_bytes_per_s=rate, **options)
+
+
+def beds() -> dict[str, TestbedDescription]:
+    """The testbeds by name; the sum of uplinks stays below 8 Gbit/s but for `fast`."""
+    uniform = TestbedDescription.uniform
+    even = uniform(nodes=4, devices=2, uplink="1 Gbit/s")
+    return {
+        "even": even,
+        "uneven": TestbedDescription(
+            nodes=(
+                _node("n0", "2 Gbit/s", devices=3),
+                _node("n1", "2 Gbit/s"),
+                _node("n2", "500 Mbit/s"),
+                _node("n3", "300 Mbit/s"),
+            ),
+            racks=(),
+        ),
+        "racks": uniform(nodes=4, devices=2, uplink="1 Gbit/s", racks=2, rack_uplink="600 Mbit/s"),
+        "large": uniform(nodes=8, devices=2, uplink="800 Mbit/s"),
+        "slow": replace(
+            even,
+            nodes=tuple(
+                replace(node, slowdown_ratio=1.5) if node.name == "n3" else node
+                for node in even.nodes
+            ),
+        ),
+        "thin": uniform(nodes=2, devices=2, uplink="100 Mbit/s"),
+        "pair": uniform(nodes=2, devices=1, uplink="1 Gbit/s"),
+        "pair2": uniform(nodes=2, devices=1, uplink="2 Gbit/s"),
+        "fast": uniform(nodes=2, devices=1, uplink="10 Gbit/s"),
+    }
+
+
+def _case(bed: str, model: str, allocation: str, *rest: Any, **options: Any) -> Case:
+    # Paced ranks have no core to copy reduced buckets back on.
+    strategy = rest[0] if rest else "ddp" if model in COMPUTING else "ddp:view"
+    return Case(bed=bed, model=model, allocation=allocation, strategy=strategy, **options)
+
+
+def cases() -> list[Case]:
+    """All cases, those of one bed together."""
+    return [
+        # 2 in a node against 3 over 2 nodes, and more of both.
+        _case("even", "few_big", "n0[0,1]", title="2 in a node"),
+        _case("even", "few_big", "n0[0,1]+n1[0]", title="3 over 2 nodes"),
+        _case("even", "few_big", "n0[0,1]+n1[0,1]+n2[0,1]+n3[0,1]"),
+        _case("even", "many_small", "n0[0]+n1[0]+n2[0]", "ddp:bucket=2MiB,view"),
+        _case("even", "many_small", "n0[0,1]+n1[0,1]+n2[0,1]+n3[0,1]"),
+        _case("even", "transformer", "n0[0,1]+n1[0,1]", "ddp:bucket=5MiB,view"),
+        _case("even", "few_big", "n0[0]+n1[0]+n2[0]+n3[0]", accumulation_steps=2),
+        _case("uneven", "few_big", "n0[0,1,2]+n1[0]", title="uneven, fast links"),
+        _case("uneven", "few_big", "n0[0,1]+n2[0,1]"),
+        _case("uneven", "many_small", "n0[0,1,2]+n1[0,1]+n2[0]+n3[0]"),
+        _case("uneven", "big_first", "n0[0,1,2]+n1[0,1]"),
+        _case("uneven", "big_first", "n1[0,1]+n3[0,1]", accumulation_steps=2),
+        _case("racks", "few_big", "n0[0,1]+n1[0,1]", title="4 in one rack"),
+        _case("racks", "few_big", "n0[0,1]+n2[0,1]", title="4 over two racks"),
+        _case("racks", "few_big", "n0[0]+n2[0]+n1[0]+n3[0]", title="zigzag between racks"),
+        _case("racks", "few_big", "n0[0]+n1[0]+n2[0]+n3[0]", title="in order of racks"),
+        _case("racks", "many_small", "n0[0,1]+n1[0,1]+n2[0,1]+n3[0,1]", "ddp:bucket=2MiB,view"),
+        _case("large", "few_big", "+".join(f"n{i}[0,1]" for i in range(8)), "ddp:bucket=6MiB,view"),
+        _case("large", "few_big", "+".join(f"n{i}[0]" for i in range(8))),
+        _case(
+            "large", "many_small", "+".join(f"n{i}[0]" for i in range(5)), "ddp:bucket=4MiB,view"
+        ),
+        _case("slow", "many_small", "n0[0,1]+n3[0,1]", title="with the slow node"),
+        _case("slow", "many_small", "n0[0,1]+n1[0,1]", title="without the slow node"),
+        _case("slow", "few_big", "n0[0]+n1[0]+n2[0]+n3[0]"),
+        _case("thin", "many_small", "n0[0]+n1[0]"),
+        _case("thin", "many_small", "n0[0,1]+n1[0]", accumulation_steps=4),
+        _case("pair", "gpt2", "n0[0]+n1[0]"),
+        _case("pair", "resnet", "n0[0]+n1[0]"),
+        _case("pair", "t5", "n0[0]+n1[0]", "ddp:bucket=5MiB"),
+        _case("pair2", "llama", "n0[0]+n1[0]"),
+        _case("pair2", "convnext", "n0[0]+n1[0]", "ddp:bucket=2MiB"),
+        _case("pair2", "lstm", "n0[0]+n1[0]", accumulation_steps=2),
+        _case("fast", "gpt2", "n0[0]+n1[0]"),
+        _case("fast", "resnet", "n0[0]+n1[0]"),
+        _case("fast", "few_big", "n0[0]+n1[0]"),
+    ]

@@ -1,0 +1,193 @@
+"""Read the XML that NCCL writes to ``NCCL_TOPO_DUMP_FILE``: devices, NVLinks, PCIe tree and NICs.
+
+Its rates are line rates, so links from it count as datasheet figures.
+"""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from xml.etree.ElementTree import Element
+
+from estimator.errors import ImportedFileError
+from estimator.probe.imports.findings import Fact, Imported, Route, routes_fact
+from estimator.profile import Link, Provenance
+from estimator.topology import PAYLOAD_RATIOS, Transport
+
+FORMAT = "NCCL topology"
+# Bytes per second of one NVLink, one way, by the lowest compute capability that has it
+# (NVIDIA/nccl, src/graph/topo.h, SM60_NVLINK_BW and following).
+_NVLINK_BYTES_PER_S = {60: 18e9, 70: 20e9, 80: 20e9, 86: 12e9, 90: 20.6e9, 100: 40.1e9}
+_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
+# PCI class codes: bridge of another kind (an NVSwitch), InfiniBand controller.
+_SWITCH_CLASS, _INFINIBAND_CLASS = "0x0680", "0x0207"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A GPU or a NIC with the elements above it, outermost first."""
+
+    element: Element
+    above: tuple[Element, ...]
+
+    @property
+    def busid(self) -> str:
+        return self.above[-1].get("busid", "")
+
+    @property
+    def index(self) -> int:
+        return int(self.element.get("dev", ""))
+
+
+def read_nccl_topology(text: str) -> Imported:
+    """Facts and line rates of one node; raises ImportedFileError if the XML is cut off."""
+    try:
+        root = ElementTree.fromstring(text)
+        parts = list(_parts(root, ()))
+        gpus = [part for part in parts if part.element.tag == "gpu"]
+        nets = [part for part in parts if part.element.tag == "net"]
+        _check_one_node(root, gpus)
+        facts = {gpu.index: _facts(gpu, gpus, nets) for gpu in gpus}
+        links = (*_nvlinks(gpus),)
+        network = (*_network(nets),)
+    except (ElementTree.ParseError, ValueError) as error:
+        if isinstance(error, ImportedFileError):
+            raise
+        raise ImportedFileError(
+            f"the NCCL topology is cut off or damaged ({error}); let NCCL write it again"
+        ) from None
+    return Imported(
+        formats=(FORMAT,),
+        device_facts=facts,
+        numa_nodes={
+            gpu.index: int(gpu.above[1].get("numaid", "0"), 0)
+            for gpu in gpus
+            if gpu.above[1].tag == "cpu"
+        },
+        links=links,
+        network=network,
+        hardware={"network_cards": len({net.element.get("name") for net in nets})} if nets else {},
+    )
+
+
+def _parts(element: Element, above: tuple[Element, ...]) -> Iterator[_Part]:
+    if element.tag in ("gpu", "net"):
+        yield _Part(element, above)
+    for child in element:
+        yield from _parts(child, (*above, element))
+
+
+def _check_one_node(root: Element, gpus: Sequence[_Part]) -> None:
+    if root.tag != "system" or not gpus:
+        raise ImportedFileError(
+            f"the XML describes no GPU ('{root.tag}' on top); give what NCCL_TOPO_DUMP_FILE wrote"
+        )
+    hosts = {cpu.get("host_hash") for cpu in root.iter("cpu")}
+    if len(hosts) > 1 or len({gpu.index for gpu in gpus}) < len(gpus):
+        raise ImportedFileError(
+            "the NCCL topology describes several nodes; let NCCL write it in a run on one node"
+        )
+
+
+def _facts(gpu: _Part, gpus: Sequence[_Part], nets: Sequence[_Part]) -> dict[str, Fact]:
+    peers: dict[int | str, Route] = {
+        other.index: _peer_path(gpu, other) for other in gpus if other is not gpu
+    }
+    near: dict[int | str, Route] = {
+        net.element.get("name", "nic"): _pcie_path(gpu, net) for net in nets
+    }
+    capability = gpu.element.get("sm", "")
+    facts: dict[str, Fact] = {
+        "compute_capability": f"{capability[:-1]}.{capability[-1:]}" if capability else None,
+        "peer_links": routes_fact(peers),
+        "nics": routes_fact(near),
+        "nvlink_links": sum(int(link.get("count", "1")) for link in gpu.element.iter("nvlink")),
+    }
+    width, speed = int(gpu.above[-1].get("link_width", "0")), _transfers(gpu.above[-1])
+    if width and speed:
+        facts |= {"pcie_width": width, "pcie_generation": _GENERATIONS.get(speed)}
+    return {name: value for name, value in facts.items() if value not in (None, "")}
+
+
+def _transfers(pci: Element) -> float:
+    found = re.match(r"([\d.]+) GT/s", pci.get("link_speed", ""))
+    return float(found[1]) if found else 0.0
+
+
+def _peer_path(gpu: _Part, other: _Part) -> Route:
+    direct = {link.get("target"): link for link in gpu.element.iter("nvlink")}
+    if other.busid in direct:
+        count = int(direct[other.busid].get("count", "1"))
+        return Route("nvlink", "device_switch", count)
+    switched = [_to_switch(part) for part in (gpu, other)]
+    if all(switched):
+        return Route("nvlink", "device_switch", min(switched))
+    return _pcie_path(gpu, other)
+
+
+def _to_switch(gpu: _Part) -> int:
+    return sum(
+        int(link.get("count", "1"))
+        for link in gpu.element.iter("nvlink")
+        if link.get("tclass", "").startswith(_SWITCH_CLASS)
+    )
+
+
+def _pcie_path(first: _Part, second: _Part) -> Route:
+    shared = [a for a, b in zip(first.above, second.above, strict=False) if a is b]
+    if any(element.tag == "pci" for element in shared):
+        return Route("pcie", "device_switch")
+    if any(element.tag == "cpu" for element in shared):
+        return Route("pcie", "socket")
+    return Route("pcie", "node")
+
+
+def _nvlinks(gpus: Sequence[_Part]) -> Iterator[Link]:
+    """What one device gets towards its best-joined peer, for the worst-off device."""
+    most = []
+    for gpu in gpus:
+        paths = [_peer_path(gpu, other) for other in gpus if other is not gpu]
+        counts = [path.links for path in paths if path.kind == "nvlink"]
+        if not counts:
+            return
+        known = [sm for sm in _NVLINK_BYTES_PER_S if sm <= int(gpu.element.get("sm", "60"))]
+        most.append(max(counts) * _NVLINK_BYTES_PER_S[max(known, default=60)])
+    yield Link(
+        kind="nvlink",
+        reach="device_switch",
+        latency_s=0.0,
+        bandwidth_bytes_per_s=min(most),
+        provenance=Provenance(source="datasheet", note=f"{FORMAT}: line rate, latency not known"),
+    )
+
+
+def _network(nets: Sequence[_Part]) -> Iterator[Link]:
+    """The fastest NIC of each kind, one flow through it."""
+    best: dict[Transport, float] = {}
+    for net in nets:
+        # Megabits per second, as in /sys/class/net/NAME/speed.
+        rate = float(net.element.get("speed", "0")) * 1e6 / 8
+        kind = _transport(net)
+        best[kind] = max(best.get(kind, 0.0), rate * PAYLOAD_RATIOS[kind])
+    for kind, rate in best.items():
+        if rate > 0:
+            yield Link(
+                kind=kind,
+                reach="rack",
+                latency_s=0.0,
+                bandwidth_bytes_per_s=rate,
+                provenance=Provenance(
+                    source="datasheet", note=f"{FORMAT}: line rate, latency not known"
+                ),
+            )
+
+
+def _transport(net: _Part) -> Transport:
+    # NCCL's socket transport has no hardware address to give.
+    if int(net.element.get("guid", "0"), 0) == 0:
+        return "tcp"
+    pci = next((element for element in reversed(net.above) if element.tag == "pci"), None)
+    is_infiniband = pci is not None and pci.get("class", "").startswith(_INFINIBAND_CLASS)
+    return "infiniband" if is_infiniband else "roce"

@@ -1,0 +1,62 @@
+"""Measure what sharding costs the host: FSDP's hooks per unit, and updating sharded tensors."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+_UNITS, _ROUNDS, _WARMUP = 12, 15, 3
+
+
+def shard_costs() -> tuple[float, float]:
+    """Seconds per unit of a step, and per tensor of an update, in a world of one rank over gloo.
+
+    The unit's figure contains its three collectives among one rank, which move next to nothing.
+    """
+    import torch
+    import torch.distributed as torch_distributed
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    dist: Any = torch_distributed
+
+    def model() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(_UNITS)])
+
+    x = torch.ones(1, 16)
+    # As ranks.py does: gloo otherwise looks up the host's own name.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        whole, sharded = model(), model()
+        for layer in list(sharded.children()):
+            fully_shard(layer)
+        fully_shard(sharded)
+        forms = (whole, sharded)
+        optimizers = [torch.optim.AdamW(form.parameters(), lr=0.0) for form in forms]
+        steps = [_medians(form, x, o.step) for form, o in zip(forms, optimizers, strict=True)]
+    finally:
+        dist.destroy_process_group()
+    (whole_s, whole_update_s), (sharded_s, sharded_update_s) = steps
+    return (
+        max(0.0, sharded_s - whole_s) / _UNITS,
+        max(0.0, sharded_update_s - whole_update_s) / _UNITS,
+    )
+
+
+def _medians(form: Any, x: Any, update: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of forward and backward, and of the update."""
+    passes, updates = [], []
+    for _ in range(_WARMUP + _ROUNDS):
+        form.zero_grad()
+        begin = time.perf_counter()
+        form(x).sum().backward()
+        middle = time.perf_counter()
+        update()
+        updates.append(time.perf_counter() - middle)
+        passes.append(middle - begin)
+    return statistics.median(passes[_WARMUP:]), statistics.median(updates[_WARMUP:])

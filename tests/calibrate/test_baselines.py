@@ -1,0 +1,57 @@
+"""The forms of other systems recover the coefficients that made their own data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from estimator.calibrate.baselines import LinearScaling, OptimusForm, PolluxForm
+from estimator.errors import WorkloadError
+
+ROWS = np.array(
+    [
+        (ranks, nodes, batch, accumulation)
+        for ranks, nodes in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (8, 2), (16, 4))
+        for batch in (8, 32, 128)
+        for accumulation in (1, 3)
+    ],
+    dtype=float,
+)
+
+
+def test_linear_scaling_recovers_its_line_from_one_rank_alone() -> None:
+    truth = 0.05 + 0.002 * ROWS[:, 2] * ROWS[:, 3]
+    seen = np.where(ROWS[:, 0] == 1, truth, 3 * truth)
+    fitted = LinearScaling().fit(ROWS, seen)
+    assert fitted.coefficients_ == pytest.approx([0.002, 0.05])
+    assert fitted.predict([(64, 8, 32, 1)]) == pytest.approx([0.114])
+
+
+def test_the_optimus_form_recovers_its_coefficients() -> None:
+    truth = 0.002 * ROWS[:, 2] * ROWS[:, 3] + 0.05 + 0.01 * ROWS[:, 0]
+    fitted = OptimusForm().fit(ROWS, truth)
+    assert fitted.coefficients_ == pytest.approx([0.002, 0.05, 0.01])
+
+
+def test_the_pollux_form_recovers_steps_that_it_made() -> None:
+    alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma = 0.03, 0.002, 0.2, 0.02, 0.05, 0.01, 2
+    ranks, nodes, batch, accumulation = ROWS.T
+    gradient = alpha_c + beta_c * batch
+    extra = np.maximum(ranks - 2, 0)
+    sync = np.where(nodes > 1, alpha_n + beta_n * extra, alpha_r + beta_r * extra)
+    sync[ranks == 1] = 0
+    truth = (accumulation - 1) * gradient + (gradient**gamma + sync**gamma) ** (1 / gamma)
+    fitted = PolluxForm().fit(ROWS, truth)
+    assert fitted.predict(ROWS) == pytest.approx(truth, rel=1e-3)
+    assert fitted.parameters_ == pytest.approx(
+        [alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma], rel=0.05
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "times"),
+    [([(0, 1, 8, 1)], [1.0]), ([(1, 1, 8, 1)], [-1.0]), ([(1, 1, 8, 1)], [1.0, 2.0]), ([], [])],
+)
+def test_a_senseless_table_is_refused(rows: list[tuple[int, ...]], times: list[float]) -> None:
+    with pytest.raises(WorkloadError):
+        OptimusForm().fit(rows, times)

@@ -1,0 +1,26 @@
+"""NCCL's collectives cost a start and a hop per round, over a ring or a tree."""
+
+from __future__ import annotations
+
+import pytest
+
+from estimator.timeline.nccl import START_ROUNDS, nccl_rounds
+
+
+def test_small_messages_on_one_node_grow_as_published() -> None:
+    # aiconfigurator, a100_sxm, fp16, 512 bytes, µs over 2, 4 and 8 GPUs.
+    for op, times in (("all_reduce", (10.0, 14.5, 22.6)), ("all_gather", (9.0, 10.8, 15.6))):
+        for ranks, time_us in zip((4, 8), times[1:], strict=True):
+            predicted = times[0] * nccl_rounds(op, ranks, 1) / nccl_rounds(op, 2, 1)
+            assert predicted == pytest.approx(time_us, rel=0.1)
+
+
+def test_across_many_nodes_an_all_reduce_takes_the_tree() -> None:
+    # 64 nodes of 8: up and down 7 hops in a node and 6 between nodes; the ring would take 1022.
+    assert nccl_rounds("all_reduce", 512, 64) == START_ROUNDS + 2 * (7 + 6)
+    # 4 nodes of 1: the tree's 4 hops against the ring's 6.
+    assert nccl_rounds("all_reduce", 4, 4) == START_ROUNDS + 4
+
+
+def test_other_collectives_go_around_the_ring() -> None:
+    assert nccl_rounds("all_gather", 16, 2) == START_ROUNDS + 15
