@@ -31,7 +31,7 @@ from estimator.profile import (
     MachineProfile,
     Provenance,
 )
-from estimator.timeline.collectives import RING_ROUNDS, RING_SHARE, collective_model
+from estimator.timeline.collectives import RING_SHARE, collective_model, rounds_of
 from estimator.timeline.rings import ring_between
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -186,7 +186,7 @@ def profile_of(known: Sequence[Group]) -> MachineProfile:
             Link(
                 kind="tcp",
                 reach="rack",
-                latency_s=slim.latency_s / RING_ROUNDS[slim.op](slim.group_size),
+                latency_s=slim.latency_s / rounds_of(slim.op, slim.group_size, slim.nodes, "cuda"),
                 bandwidth_bytes_per_s=slim.bandwidth_bytes_per_s
                 * RING_SHARE[slim.op](slim.group_size),
                 provenance=IMPORTED,

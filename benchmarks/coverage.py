@@ -13,6 +13,7 @@ import argparse
 import inspect
 import json
 import random
+import re
 import resource
 import selectors
 import subprocess
@@ -27,7 +28,7 @@ SUITES = ("timm", "transformers")
 BATCH = 2
 # Short, because the CPU runs state-space models step by step: 512 steps are 300,000 operators.
 LENGTH = 64
-MEMORY_BYTES = 14 << 30
+MEMORY_BYTES = 8 << 30
 TIMEOUT_S = 300.0
 # A worker is started anew after so many models, because torch and the models' modules keep caches.
 MODELS_PER_WORKER = 25
@@ -138,42 +139,74 @@ def ask(worker: subprocess.Popen[str], name: str) -> dict[str, Any]:
 
 
 def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts per suite: models that can be trained, traced, with a free batch, and failures."""
+    """Counts per suite; the ratio of those that can be built here leaves the others out."""
     told = {}
     for suite in SUITES:
         mine = [case for case in cases if case["suite"] == suite]
         trainable = [case for case in mine if case["status"] != "no_training_head"]
         traced = [case for case in trainable if case["status"] == "ok"]
+        failed = [case for case in trainable if case["status"] != "ok"]
+        buildable = len(traced) + sum(not beyond_us(case["reason"]) for case in failed)
         if trainable:
             told[suite] = {
                 "models": len(trainable),
                 "traced": len(traced),
                 "traced_ratio": len(traced) / len(trainable),
+                "buildable": buildable,
+                "traced_of_buildable_ratio": len(traced) / buildable if buildable else None,
                 "batch_free": sum(bool(case["batch_free"]) for case in traced),
+                "completed": sum(bool(case.get("completed")) for case in traced),
+                "text_alone": sum(bool(case.get("text_alone")) for case in traced),
                 "no_training_head": len(mine) - len(trainable),
-                # transformers itself cannot build these from their default configuration.
-                "cannot_be_built": sum(
-                    "cannot be built" in case.get("reason", "") for case in trainable
-                ),
-                "failures": Counter(
-                    case["reason"][:160] for case in trainable if case["status"] != "ok"
-                ),
+                "failures": Counter(cause_of(case["reason"]) for case in failed),
             }
     return told
 
 
+CANNOT_BUILD = "transformers cannot build its own default configuration"
+
+
+def cause_of(reason: str) -> str:
+    """The kind of a failure, for counting."""
+    library = re.search(r"requires the (\S+) library", reason)
+    if library:
+        return f"needs library {library[1]}"
+    for words, cause in (
+        ("cannot be built", CANNOT_BUILD),
+        ("the configuration of", CANNOT_BUILD),
+        ("needs the value", "shapes or branches depend on weights"),
+        ("no answer in", "out of time"),
+        ("the process died", "out of memory"),
+        ("allocate memory", "out of memory"),
+        ("no batch is known", "no batch is known"),
+        ("cannot run on this batch", "does not run on the batch made for it"),
+    ):
+        if words in reason:
+            return cause
+    return "other"
+
+
+def beyond_us(reason: str) -> bool:
+    """Whether the model cannot be built here at all, with or without this package."""
+    return cause_of(reason).startswith((CANNOT_BUILD, "needs library"))
+
+
 def print_summary(cases: list[dict[str, Any]]) -> None:
-    """The summary for people, failures by model."""
+    """The summary for people, failures by cause and model."""
     for suite, told in summary(cases).items():
         print(
             f"{suite}: traced {told['traced']} of {told['models']} "
-            f"({100 * told['traced_ratio']:.1f} %), {told['batch_free']} at every batch size; "
-            f"{told['no_training_head']} without a training head left out; "
-            f"{told['cannot_be_built']} of the failures cannot be built by transformers itself"
+            f"({100 * told['traced_ratio']:.1f} %), {told['traced']} of the {told['buildable']} "
+            f"that can be built here ({100 * (told['traced_of_buildable_ratio'] or 0):.1f} %); "
+            f"{told['batch_free']} at every batch size, {told['completed']} after completing "
+            f"their default configuration, {told['text_alone']} on text without images; "
+            f"{told['no_training_head']} without a training head left out"
         )
+        for cause, count in told["failures"].most_common():
+            print(f"  {count} {cause}")
     for case in cases:
         if case["status"] == "failed":
-            print(f"  {case['suite']} {case['model']}: {case['reason']}")
+            print(f"{case['suite']} {case['model']}: {case['reason']}")
 
 
 # Worker
@@ -201,6 +234,9 @@ def names_of(suite: str) -> list[str]:
     return sorted(configuration_auto.CONFIG_MAPPING_NAMES)
 
 
+_NOT_YET = r"raining\b.* is not (yet )?(supported|implemented)|does not support training"
+
+
 def work(suite: str) -> None:
     """Answer each name on stdin with one line of JSON on stdout."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -216,7 +252,9 @@ def work(suite: str) -> None:
             case = look(line.strip())
         except Exception as error:  # noqa: BLE001 - failures of any kind are counted
             text = " ".join(str(error).split())
-            refused = "raining is not" in text  # transformers' own words: no training yet
+            refused = re.search(
+                "[Tt]raining is not|not support training", text
+            )  # transformers' own words: no training yet
             case = {
                 "status": "no_training_head" if refused else "failed",
                 "reason": f"{type(error).__name__}: {text}"[:600],
@@ -226,11 +264,17 @@ def work(suite: str) -> None:
 
 
 def look_at_timm(name: str) -> dict[str, Any]:
-    """Trace a timm model, built for real, on a batch of its own input size."""
+    """Trace a timm model, without weights if it can be built so, on its own input size."""
     import timm
     import torch
 
-    model = timm.create_model(name, pretrained=False).train()
+    from estimator.graph.transformers_models import WithoutWeights
+
+    try:
+        with WithoutWeights():
+            model = timm.create_model(name, pretrained=False).train()
+    except (RuntimeError, NotImplementedError):  # a constructor that computes with weights
+        model = timm.create_model(name, pretrained=False).train()
     size = model.default_cfg.get("input_size") or (3, 224, 224)
     return traced(model, torch.randn(BATCH, *size), name)
 
@@ -240,8 +284,9 @@ def look_at_transformers(kind: str) -> dict[str, Any]:
     from estimator.errors import ModelError, TraceError
     from estimator.graph.models import load_model
 
+    length = min(LENGTH, positions_of(kind))
     try:
-        model, batch, _, name = load_model(f"hf:{kind}", batch=BATCH, seq_len=LENGTH, weights=False)
+        model, batch, _, name = load_model(f"hf:{kind}", batch=BATCH, seq_len=length, weights=False)
     except ModelError as error:
         if "has no head to train" in str(error):
             return {"status": "no_training_head"}
@@ -251,13 +296,30 @@ def look_at_transformers(kind: str) -> dict[str, Any]:
     if not any(word in parameter for parameter in accepted for word in trains):
         return {"status": "no_training_head"}
     try:
-        return traced(model, batch, name)
+        return {**traced(model, batch, name), **how_named(name)}
     except TraceError:
         # A model without weights has no values of buffers to branch on: try it with them.
         if sum(parameter.nbytes for parameter in model.parameters()) > MEMORY_BYTES // 4:
             raise
-        model, batch, _, name = load_model(f"hf:{kind}", batch=BATCH, seq_len=LENGTH)
-        return traced(model, batch, name)
+        model, batch, _, name = load_model(f"hf:{kind}", batch=BATCH, seq_len=length)
+        return {**traced(model, batch, name), **how_named(name)}
+
+
+def positions_of(kind: str) -> int:
+    """The longest text of a type, `LENGTH` where its configuration does not say."""
+    from transformers.models.auto import configuration_auto
+
+    try:
+        text = configuration_auto.CONFIG_MAPPING[kind]().get_text_config()
+    except Exception:  # noqa: BLE001 - building the model says what is wrong
+        return LENGTH
+    found = getattr(text, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else LENGTH
+
+
+def how_named(name: str) -> dict[str, bool]:
+    """What a model's name tells of the way it was built."""
+    return {"completed": "," in name, "text_alone": "text alone" in name}
 
 
 def traced(model: Any, batch: Any, name: str) -> dict[str, Any]:

@@ -29,12 +29,13 @@ from summary import noise_ratio, summarise
 
 from estimator.errors import EstimatorError, ModelError
 from estimator.profile import MachineProfile, load_profile
+from estimator.workload import Strategy
 
 QUICK_MODELS = ("gpt2", "resnet", "lstm", "recommender")
 REPEATS, QUICK_REPEATS = 7, 3
 MODELS = Path(__file__).with_name("local_models.py")
 LONG_STEP_S = 1.0
-OPTIMIZER, PRECISION, STRATEGY = "adamw", "fp32", "ddp"
+OPTIMIZER, PRECISION = "adamw", "fp32"
 PREDICTION_LIMIT_S = 900.0
 
 
@@ -46,10 +47,12 @@ class Case:
     model: str
     batch: int
     ranks: int
+    strategy: str = "ddp"
 
     @property
     def key(self) -> str:
-        return f"{self.model}-b{self.batch}-r{self.ranks}"
+        how = "" if self.strategy == "ddp" else f"-{self.strategy}"
+        return f"{self.model}-b{self.batch}-r{self.ranks}{how}"
 
     @property
     def model_text(self) -> str:
@@ -74,7 +77,13 @@ def read_cases(options: argparse.Namespace) -> list[Case]:
     if not functions or unknown:
         raise SystemExit(f"{path} has no {', '.join(sorted(unknown)) or 'list ALL'}; check names")
     return [
-        Case(file=os.path.relpath(path), model=function.__name__, batch=batch, ranks=ranks)
+        Case(
+            file=os.path.relpath(path),
+            model=function.__name__,
+            batch=batch,
+            ranks=ranks,
+            strategy=str(Strategy.parse(options.strategy)),
+        )
         for function in functions
         if not only or function.__name__ in only
         for batch in batch_sizes(function, default_only=options.quick)
@@ -130,7 +139,7 @@ def predict(case: Case, method: str, rank_counts: Sequence[int]) -> list[Record]
     look_s = time.perf_counter() - begun
     records = []
     for ranks in rank_counts:
-        answer = estimator.estimate(graph, f"1x{ranks}:local", strategy=STRATEGY)
+        answer = estimator.estimate(graph, f"1x{ranks}:local", strategy=case.strategy)
         records.append(
             {
                 "ranks": ranks,
@@ -244,7 +253,7 @@ def measure(
         batch=case.batch or None,
         optimizer=OPTIMIZER,
         precision=PRECISION,
-        strategy=STRATEGY,
+        strategy=case.strategy,
         steps=max(5, options.steps // 3) if is_long else options.steps,
         warmup_steps=options.warmup_steps,
         phases=options.phases,
@@ -294,7 +303,7 @@ def assemble_case(case: Case, method: str, profile: MachineProfile, records: Rec
         "allocation": case.allocation,
         "ranks": case.ranks,
         "nodes": 1,
-        "strategy": STRATEGY,
+        "strategy": case.strategy,
         "precision": PRECISION,
         "optimizer": OPTIMIZER,
         "batch_per_gpu": prediction.get("batch_per_gpu", case.batch or None),
@@ -369,6 +378,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--only", type=comma_list, help="names of models, joined by commas")
     add("--methods", type=comma_list, default=["probe", "measured"], help="of probe,measured")
     add("--ranks", type=comma_list, default=["1", "2"], help="numbers of devices")
+    add("--strategy", default="ddp", help="such as ddp, zero1 or fsdp")
     add("--repeats", type=int, help=f"fresh processes per case (7; {QUICK_REPEATS} if --quick)")
     add("--steps", type=int, default=15, help="timed steps in each process")
     add("--warmup-steps", type=int, default=3)

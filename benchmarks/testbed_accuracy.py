@@ -62,13 +62,17 @@ class Bench:
             return
         self.cluster_path.write_text(self.description.cluster_toml(MACHINE))
         with testbed(self.description) as bed:
-            if not self.network_path.exists():
-                self._probe(bed)
-            for case in self.cases:
-                if not self.records.of("prediction", case.key) or self.options.repredict:
-                    self._predict(case)
+            self.prepare(bed)
             if not self.options.predict_only:
                 self._measure(bed)
+
+    def prepare(self, bed: Testbed) -> None:
+        """Probe the network and write predictions down, where either is missing."""
+        if not self.network_path.exists():
+            self._probe(bed)
+        for case in self.cases:
+            if not self.records.of("prediction", case.key) or self.options.repredict:
+                self._predict(case)
 
     def _runs(self, case: Case) -> int:
         return len(self.records.of("measurement", case.key))

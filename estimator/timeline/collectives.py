@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.placement import nic_of
-from estimator.profile import CollectiveCost, CollectiveName, MachineProfile
+from estimator.profile import CollectiveCost, CollectiveName, DeviceKind, MachineProfile
+from estimator.timeline.nccl import nccl_rounds
 from estimator.timeline.rings import Ring, ring_between
 
 Array = NDArray[np.float64]
@@ -93,14 +94,15 @@ class Reference:
 
 
 def monotone(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Measured points sorted by size, each raised to at least the time of the smaller ones."""
+    """Measured points sorted by size, each lowered to at most the time of the larger ones.
+
+    What disturbs a measurement makes it longer, and a larger message that took less shows it.
+    """
     result: list[tuple[float, float]] = []
-    for size, seconds in sorted(points):
-        if size <= 0:
-            continue
-        floor = result[-1][1] if result else 0.0
-        result.append((size, max(seconds, floor)))
-    return tuple(result)
+    for size, seconds in sorted(points, reverse=True):
+        if size > 0:
+            result.append((size, min(seconds, result[-1][1]) if result else seconds))
+    return tuple(reversed(result))
 
 
 def collective_model(
@@ -115,7 +117,7 @@ def collective_model(
     links, references = known_of(profile, op)
     if links is None and ring.nodes == 1:
         return None
-    alpha_s, beta = line(op, ring, links)
+    alpha_s, beta = line(op, ring, links, profile.kind)
     # Groups on one node and groups across nodes do not stand in for each other.
     alike = [r for r in references if r.cost.spans_nodes == (ring.nodes > 1)]
     if not alike:
@@ -148,12 +150,20 @@ class InnerLinks:
     bytes_per_s: float
 
 
-def line(op: CollectiveName, ring: Ring, inner: InnerLinks | None) -> tuple[float, float]:
+def line(
+    op: CollectiveName, ring: Ring, inner: InnerLinks | None, kind: DeviceKind
+) -> tuple[float, float]:
     """(α, β) of a ring: seconds = α + β · bytes. The slowest hop sets the pace of every round."""
     latency_s, rate = ring.latency_s, ring.bytes_per_s
     if inner is not None and ring.per_node > 1:
         latency_s, rate = max(latency_s, inner.latency_s), min(rate, inner.bytes_per_s)
-    return RING_ROUNDS[op](ring.ranks) * latency_s, RING_SHARE[op](ring.ranks) / rate
+    rounds = rounds_of(op, ring.ranks, ring.nodes, kind)
+    return rounds * latency_s, RING_SHARE[op](ring.ranks) / rate
+
+
+def rounds_of(op: CollectiveName, ranks: int, nodes: int, kind: DeviceKind) -> float:
+    """Rounds of latency: gloo's (ring) on CPUs, NCCL's on GPUs."""
+    return float(nccl_rounds(op, ranks, nodes)) if kind == "cuda" else RING_ROUNDS[op](ranks)
 
 
 _of_profile: OrderedDict[
@@ -182,10 +192,9 @@ def _inner_links(costs: Sequence[CollectiveCost], profile: MachineProfile) -> In
     local = [cost for cost in costs if not cost.spans_nodes and cost.group_size > 1]
     if local:
         cost = min(local, key=lambda item: item.group_size)
-        share, rounds = RING_SHARE[cost.op], RING_ROUNDS[cost.op]
         return InnerLinks(
-            latency_s=cost.latency_s / rounds(cost.group_size),
-            bytes_per_s=cost.bandwidth_bytes_per_s * share(cost.group_size),
+            latency_s=cost.latency_s / rounds_of(cost.op, cost.group_size, 1, profile.kind),
+            bytes_per_s=cost.bandwidth_bytes_per_s * RING_SHARE[cost.op](cost.group_size),
         )
     direct = [link for link in profile.links if link.kind in ("d2d", "nvlink", "pcie")]
     if not direct:
@@ -201,7 +210,7 @@ def _reference(
     network = network_latency_s(profile)
     nic = nic_of(profile)
     ring = ring_between(cost, network, nic, profile.pairs)
-    alpha_s, beta = line(cost.op, ring, inner)
+    alpha_s, beta = line(cost.op, ring, inner, profile.kind)
     sizes, seconds = np.array(monotone(cost.points)).T
     corrections = Corrections(np.log(sizes), np.log(seconds / (alpha_s + beta * sizes)))
     return Reference(cost, corrections, cost.provenance.relative_error or 0.1)
