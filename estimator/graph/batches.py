@@ -38,15 +38,22 @@ def _arguments(batch: Any) -> Iterable[Any]:
     return batch if isinstance(batch, (tuple, list)) else (batch,)
 
 
-def with_samples(batch: Any, dim: int, samples: int) -> Any:
-    """The batch with every sample twice."""
+def with_samples(batch: Any, dim: int, samples: int, *, packed: bool = False) -> Any:
+    """The batch with every sample twice.
+
+    With `packed`, inputs hold several rows per sample (the patches of all images in one list): any
+    whose size is a multiple of the samples is doubled.
+    """
 
     def double(item: Any) -> Any:
         if isinstance(item, Mapping):
             return {key: double(value) for key, value in item.items()}
         if isinstance(item, (list, tuple)):
             return type(item)((*item, *item)) if len(item) == samples else item
-        if not isinstance(item, Tensor) or item.dim() <= dim or item.shape[dim] != samples:
+        if not isinstance(item, Tensor) or item.dim() <= dim:
+            return item
+        rows = item.shape[dim]
+        if rows % samples or not rows or (rows != samples and not packed):
             return item
         if item.device.type == "meta" or item.requires_grad:
             shape = list(item.shape)

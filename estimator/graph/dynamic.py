@@ -24,8 +24,15 @@ def resolve(
     if func is aten.index.Tensor:
         return _boolean_index(func, args, known, fake_mode, module)
     if func is aten.masked_select.default:
-        values, mask = torch.broadcast_tensors(args[0], args[1])
-        return values.new_empty((int(_real(mask, func, known, module).sum()),))
+        mask = _real(args[1], func, known, module)
+        with _disable_current_modes():
+            shape = torch.broadcast_shapes(args[0].shape, mask.shape)
+            kept = int(mask.expand(shape).sum())
+        return args[0].new_empty((kept,))
+    if func is aten._ctc_loss.Tensor:
+        return _ctc_loss(func, args, known, module)
+    if func is aten._ctc_loss_backward.Tensor:
+        return torch.empty_like(args[1])
     real_args = tree_map(lambda leaf: _real(leaf, func, known, module), args)
     real_kwargs = tree_map(lambda leaf: _real(leaf, func, known, module), dict(kwargs))
     with _disable_current_modes(), torch.no_grad():
@@ -65,6 +72,16 @@ def _boolean_index(func: Any, args: Any, known: KnownValues, fake_mode: Any, mod
             plain.append(index)
     with fake_mode:
         return func(source, plain)
+
+
+def _ctc_loss(func: Any, args: Any, known: KnownValues, module: str) -> tuple[Tensor, Tensor]:
+    """The losses, and log_alpha: a blank before, between and after the labels at every step."""
+    steps, samples, _ = args[0].shape
+    lengths = _real(args[3], func, known, module)
+    with _disable_current_modes():
+        longest = int(lengths.max())
+    losses = args[0].new_empty((samples,))
+    return losses, args[0].new_empty((samples, steps, 2 * longest + 1))
 
 
 def assume_choice(

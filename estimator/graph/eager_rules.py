@@ -25,6 +25,8 @@ class EagerFunctions(TorchFunctionMode):
         self._rules: dict[Any, Callable[..., Any]] = {
             torch._C._nn.one_hot: self._one_hot,
             Tensor.tolist: self._tolist,
+            Tensor.__format__: self._format,
+            torch.tensor: self._tensor,
             Tensor.numpy: self._numpy,
             Tensor.__array__: self._array,
         }
@@ -47,6 +49,23 @@ class EagerFunctions(TorchFunctionMode):
         value = self._value(tensor, "Tensor.tolist")
         with _disable_current_modes():
             return value.tolist()
+
+    def _format(self, tensor: Tensor, spec: str) -> str:
+        # A real scalar tensor is formatted as its value, and expert modules are named by it.
+        value = self._known.read(tensor) if tensor.dim() == 0 else None
+        with _disable_current_modes():
+            return format(tensor if value is None else value, spec)
+
+    def _tensor(self, data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(data, (list, tuple)):
+            data = self._plain(data)
+        return torch.tensor(data, *args, **kwargs)
+
+    def _plain(self, data: Any) -> Any:
+        """Lists of scalar tensors as lists of numbers: torch.tensor reads them one by one."""
+        if isinstance(data, (list, tuple)):
+            return [self._plain(item) for item in data]
+        return self._tolist(data) if isinstance(data, Tensor) else data
 
     def _numpy(self, tensor: Tensor, **kwargs: Any) -> Any:
         value = self._known.read(tensor)

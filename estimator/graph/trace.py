@@ -74,7 +74,7 @@ def trace_graph(
     look = _Look(model=model, loss=loss, precision=precision, target=target, name=name)
     dim = batch_dim or 0
     samples = sample_count(batch, dim)
-    with kept_as_it_was(model), _quiet_fakes():
+    with kept_as_it_was(model), quiet_fakes():
         first = look.run(batch)
         second, fixed_because = look.run_at_twice(batch, dim, samples)
     joined = join_runs(first.recorder, None if second is None else second.recorder)
@@ -162,7 +162,11 @@ class _Look:
         try:
             return self.run(with_samples(batch, dim, samples)), None
         except EstimatorError as error:
-            return None, f"twice that fails ({error})"
+            failed = error
+        try:
+            return self.run(with_samples(batch, dim, samples, packed=True)), None
+        except EstimatorError:
+            return None, f"twice that fails ({failed})"
 
     def _place_model(self, run: _Run) -> None:
         for parameter in run.stand_ins.parameters.values():
@@ -279,7 +283,7 @@ def _module_hooks(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_fakes() -> Iterator[None]:
+def quiet_fakes() -> Iterator[None]:
     """torch logs the traceback of an operator that a batch does not fit; we raise a sentence."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,12 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from estimator.graph.transformers_images import PATCHES_PER_SIDE, patches, with_image_tokens
+
 DEFAULT_LENGTH = 512
 # Half a second to ten seconds of speech, as its models are trained on.
 AUDIO_SAMPLES = 16_000 * 5
 FEATURE_FRAMES = 512
 OBJECTS_PER_IMAGE = 5
+TRANSCRIPT_LENGTH = 32
+# BERT's "." (transformers' loss_grounding_dino.py).
+_DELIMITER = 1012
+# Where a model has several vocabularies, its tokens are below the smallest.
+_VOCABULARIES = ("vocab_size", "codebook_vocab_size", "codebook_size")
 
+# What a model that turns text to sound learns from, one entry per token of text.
+_SPEECH_LABELS = ("spectrogram_labels", "duration_labels", "pitch_labels", "energy_labels")
 _TOKEN_LABELS = (
     "CausalLM",
     "Seq2SeqLM",
@@ -25,6 +35,7 @@ _TOKEN_LABELS = (
     "MultimodalLM",
     "PreTraining",
 )
+_TEXT_AND_IMAGE = ("ImageTextToText", "MultimodalLM", "CausalLM", "Seq2SeqLM")
 
 
 def make_batch(
@@ -54,6 +65,14 @@ class _Maker:
                 names.append(name)
         made = {name: self._value(name) for name in dict.fromkeys(names)}
         made.update(self._labels(accepted))
+        features = getattr(self.model, "get_image_features", None)
+        if self.head in _TEXT_AND_IMAGE and features is not None:
+            taken = inspect.signature(features).parameters
+            if "image_grid_thw" in taken:
+                made.update(patches(self.vision, self.batch, self.random))
+            elif "pixel_values" in accepted:
+                made.setdefault("pixel_values", self._pixels())
+            made = with_image_tokens(self.model, self.config, made)
         return made
 
     def _main_input(self, accepted: Any) -> str:
@@ -68,15 +87,27 @@ class _Maker:
         by_head = {
             "ZeroShotImageClassification": ("input_ids", "pixel_values", "pixel_values_videos"),
             "ZeroShotObjectDetection": ("input_ids", "pixel_values"),
+            "TextToSpectrogram": _SPEECH_LABELS,
+            "TextToWaveform": _SPEECH_LABELS,
+            "CTC": ("attention_mask",) if main == "input_features" else (),
+            "RNNT": ("attention_mask", "decoder_input_ids"),
+            "TDT": ("attention_mask", "decoder_input_ids"),
+            "SpeechSeq2Seq": ("decoder_input_ids",) if self._channels else (),
             "VisualQuestionAnswering": ("input_ids", "pixel_values"),
         }
         always: tuple[str, ...] = by_head.get(self.head, ())
         if main != "input_ids" and self.head in ("ImageTextToText", "CausalLM"):
             always += ("input_ids",)
-        if self.config.model_type == "git":
-            # Its loss skips the image's tokens, whether or not there is an image.
+        if self.config.model_type in ("git", "idefics"):
+            # git's loss skips the image's tokens, whether or not there is an image.
             always += ("pixel_values",)
-        always += ("bbox", "return_loss", "visual_feats", "visual_pos", "input_mask")
+        always += ("bbox", "return_loss", "visual_feats", "visual_pos")
+        always += ("mm_token_type_ids",)
+        if main == "pixel_values":
+            always += ("spatial_shapes", "pixel_attention_mask")
+        if self.head in _TEXT_AND_IMAGE:
+            # Models that attend to images, instead of putting their features among the tokens.
+            always += ("image_attention_mask", "image_embeds_position_mask")
         if main == "input_ids":
             always += ("visual_embeds",)
         return always
@@ -90,17 +121,29 @@ class _Maker:
     def _makers(self) -> dict[str, Callable[[], Any]]:
         return {
             "input_ids": self._tokens,
-            "inputs": self._tokens,
-            "decoder_input_ids": self._tokens,
+            "inputs": self._audio if self.head == "SpeechSeq2Seq" else self._tokens,
+            "decoder_input_ids": self._decoder_tokens,
+            "task_inputs": lambda: self._token_ids((self.batch, self.config.task_seq_len)),
             "qformer_input_ids": self._tokens,
             "pixel_values": self._pixels,
             "pixel_values_videos": self._video,
             "flattened_patches": self._patches,
             "input_values": self._audio,
             "input_features": self._features,
-            "bbox": lambda: torch.zeros(self.batch, self.length, 4, dtype=torch.int64),
+            "mm_token_type_ids": lambda: torch.zeros(self.batch, self.length, dtype=torch.int64),
+            "bbox": self._layout,
+            "image_attention_mask": lambda: self._all(self.length, 1),
+            "image_embeds_position_mask": self._image_places,
+            "pixel_attention_mask": self._pixel_mask,
+            "spatial_shapes": lambda: PATCHES_PER_SIDE * self._all(2),
             "return_loss": lambda: True,
             "past_values": lambda: self._normal(self.batch, self.length),
+            "attention_mask": lambda: self._all(FEATURE_FRAMES),
+            # Every token lasts one frame, so that the spectrogram is as long as the text.
+            "duration_labels": lambda: self._all(self.length),
+            "pitch_labels": lambda: self._normal(self.batch, self.length, 1),
+            "energy_labels": lambda: self._normal(self.batch, self.length, 1),
+            "spectrogram_labels": self._spectrogram,
             "visual_feats": lambda: self._normal(self.batch, 36, self.config.visual_feat_dim),
             "visual_pos": lambda: self._normal(self.batch, 36, self.config.visual_pos_dim),
             "visual_embeds": lambda: self._normal(self.batch, 36, self.config.visual_embedding_dim),
@@ -110,7 +153,10 @@ class _Maker:
 
     @property
     def text(self) -> Any:
-        return self.config.get_text_config()
+        try:
+            return self.config.get_text_config()
+        except ValueError:  # it has an encoder's and a decoder's
+            return self.config.get_text_config(decoder=True)
 
     @property
     def length(self) -> int:
@@ -124,6 +170,13 @@ class _Maker:
         most = min(limits) if limits else DEFAULT_LENGTH
         # RoBERTa's positions start after the padding index.
         offset = 2 if most % 2 == 0 and most & (most - 1) != 0 and most - 2 <= 512 else 0
+        fixed = getattr(self.config, "axial_pos_shape", None)
+        if fixed and getattr(self.config, "axial_pos_embds", False):
+            # Reformer's positions are a grid that a training sequence fills.
+            return math.prod(fixed)
+        if self.config.model_type == "perceiver":
+            # It decodes to all its positions.
+            return int(self.config.max_position_embeddings)
         wanted = self.seq_len or min(DEFAULT_LENGTH, most - offset)
         return wanted // 2 if self.seq_len is None and wanted == most and offset else wanted
 
@@ -131,10 +184,44 @@ class _Maker:
         shape: tuple[int, ...] = (self.batch, self.length)
         if self.head == "MultipleChoice":
             shape = (self.batch, 2, self.length)
-        return self._token_ids(shape)
+        elif self._streams:
+            shape = (*shape, self._streams)
+        tokens = self._token_ids(shape)
+        if self.head == "ZeroShotObjectDetection":
+            # Classes are told apart by the delimiters between their names ("cat . dog .").
+            tokens[:, ::2] = _DELIMITER
+        return tokens
+
+    def _decoder_tokens(self) -> Tensor:
+        if self.head in ("RNNT", "TDT"):
+            # A blank, then the labels.
+            return self._token_ids((self.batch, TRANSCRIPT_LENGTH + 1))
+        shape = (self.batch, self.length)
+        return self._token_ids((*shape, self._channels) if self._channels else shape)
+
+    @property
+    def _streams(self) -> int:
+        """Token streams embedded side by side (text, codebooks of audio); 0 for plain text."""
+        try:
+            embeddings = self.model.get_input_embeddings()
+        except NotImplementedError:  # transformers' word for a model that embeds otherwise
+            return 0
+        offsets = getattr(embeddings, "audio_tokens_offsets", None)
+        return len(offsets) if isinstance(offsets, Tensor) else 0
+
+    @property
+    def _channels(self) -> int:
+        """Codebooks of audio that a decoder takes side by side; 0 for plain tokens."""
+        return int(getattr(getattr(self.config, "decoder_config", None), "num_channels", 0) or 0)
 
     def _token_ids(self, shape: tuple[int, ...]) -> Tensor:
-        vocabulary = int(getattr(self.text, "vocab_size", 1000))
+        sizes = [
+            int(size)
+            for part in (self.text, self.config, getattr(self.config, "decoder_config", None))
+            for name in _VOCABULARIES
+            if isinstance(size := getattr(part, name, None), int)
+        ]
+        vocabulary = min(sizes, default=1000)
         special = {
             value
             for part in (self.config, self.text)
@@ -146,6 +233,26 @@ class _Maker:
         for number in special:
             tokens[tokens == number] = plain
         return tokens
+
+    def _all(self, *shape: int) -> Tensor:
+        return torch.ones(self.batch, *shape, dtype=torch.int64)
+
+    def _pixel_mask(self) -> Tensor:
+        pixels = self._pixels()
+        return self._all(*(pixels.shape[1:2] if pixels.dim() == 3 else pixels.shape[2:]))
+
+    def _layout(self) -> Tensor:
+        """Boxes of words: in thousandths of the page, or where a model compares them, shares."""
+        compared = hasattr(self.config, "relative_bias_args")
+        kind = torch.float32 if compared else torch.int64
+        return torch.zeros(self.batch, self.length, 4, dtype=kind)
+
+    def _image_places(self) -> Tensor:
+        """Where in the text the features of an image stand: at its beginning."""
+        features = min(self.config.latent_query_num, self.length)
+        places = torch.zeros(self.batch, self.length, dtype=torch.int64)
+        places[:, :features] = 1
+        return places
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.random)
@@ -165,21 +272,37 @@ class _Maker:
             return int(size[0]), int(size[-1])
         if isinstance(size, dict):
             return int(size["height"]), int(size["width"])
-        return (int(size), int(size)) if size else (224, 224)
+        if not size:
+            return 224, 224
+        # Whole windows of whole patches.
+        windows = int(getattr(self.vision, "num_windows", 1) or 1)
+        unit = int(self.vision.patch_size) * windows if windows > 1 else 1
+        return (int(size) // unit * unit,) * 2
 
     def _pixels(self) -> Tensor:
         channels = int(getattr(self.vision, "num_channels", 3) or 3)
-        if self.head == "VideoClassification":
+        accepted = inspect.signature(self.model.forward).parameters
+        if "spatial_shapes" in accepted:
+            size = int(self.vision.patch_size)
+            return self._normal(self.batch, PATCHES_PER_SIDE**2, channels * size * size)
+        # A model that makes features of videos, but takes no other pixels, takes frames.
+        filmed = hasattr(self.model, "get_video_features") and not any(
+            "video" in name for name in accepted
+        )
+        if self.head == "VideoClassification" or filmed:
             return self._normal(self.batch, self._frames(), channels, *self.image_size)
+        if "image_attention_mask" in accepted:
+            return self._normal(self.batch, 1, channels, *self.image_size)
         return self._normal(self.batch, channels, *self.image_size)
 
     def _video(self) -> Tensor:
         return self._normal(self.batch, self._frames(), 3, *self.image_size)
 
     def _frames(self) -> int:
-        for name in ("num_frames", "frames_per_clip"):
-            if frames := getattr(self.config, name, None):
-                return int(frames)
+        for part in (self.config, self.vision):
+            for name in ("num_frames", "frames_per_clip"):
+                if frames := getattr(part, name, None):
+                    return int(frames)
         return 8
 
     def _patches(self) -> Tensor:
@@ -192,6 +315,10 @@ class _Maker:
         return self._normal(self.batch, AUDIO_SAMPLES)
 
     def _features(self) -> Tensor:
+        layers = self.model.named_modules()
+        linear = next((layer for name, layer in layers if name.endswith("input_linear")), None)
+        if linear is not None:
+            return self._normal(self.batch, FEATURE_FRAMES, linear.in_features)
         encoder = getattr(self.config, "encoder_config", self.config)
         mel = next(
             (
@@ -210,6 +337,10 @@ class _Maker:
         if self.config.model_type == "whisper":
             return self._normal(self.batch, mel, 2 * self.config.max_source_positions)
         return self._normal(self.batch, FEATURE_FRAMES, mel)
+
+    def _spectrogram(self) -> Tensor:
+        model = getattr(self.config, "model_config", self.config)
+        return self._normal(self.batch, self.length, model.num_mel_bins)
 
     # Labels
 
@@ -235,11 +366,18 @@ class _Maker:
             return self._normal(self.batch, *self.image_size).abs()
         if self.head == "TokenClassification":
             return self._classes(classes, self.length)
+        if self.head == "TextToWaveform":
+            decoder = getattr(self.config, "decoder", None)
+            if books := self._streams or getattr(decoder, "num_codebooks", 0):
+                return self._token_ids((self.batch, self.length, books))
+            return self._token_ids((self.batch, self.length))
+        if self._channels:
+            return self._token_ids((self.batch * self._channels, self.length))
         main = getattr(self.model, "main_input_name", "")
         if self.head in ("CTC", "RNNT", "TDT") or (
             self.head == "SpeechSeq2Seq" and main != "input_ids"
         ):
-            return self._token_ids((self.batch, 32))
+            return self._token_ids((self.batch, TRANSCRIPT_LENGTH))
         if self.head in ("VisualQuestionAnswering",):
             return torch.zeros(self.batch, classes)
         if self.head in _TOKEN_LABELS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import math
 import os
 from collections.abc import Iterator
@@ -15,6 +16,13 @@ from torch.overrides import TorchFunctionMode
 from estimator.errors import ModelError
 from estimator.graph.models import Loaded, suggestion
 from estimator.graph.transformers_batches import make_batch
+from estimator.graph.transformers_repairs import (
+    Settings,
+    fill_gaps,
+    fit_rotary_sections,
+    mend_contradictions,
+    parts_of,
+)
 from estimator.graph.user_code import UserCode
 
 # The head taken where the text names none: the first of these that the type has. Names are those of
@@ -72,8 +80,10 @@ def build_transformers_model(
     with _offline(), _quiet(transformers):
         config = _configuration(transformers, kind, overrides)
         head, auto_class = _find_head(transformers, config, kind, task)
+        set_here = mend_contradictions(config)
         _prepare(config, head)
-        model = _build(auto_class, config, text, weights=weights)
+        model, filled = _build_completed(auto_class, config, text, weights=weights)
+        set_here.update(filled)
         if type(model).forward is torch.nn.Module.forward:
             raise ModelError(
                 f"transformers' '{kind}' has no head to train; write a function that adds a loss"
@@ -82,7 +92,23 @@ def build_transformers_model(
             f"no batch is known for {text}", advice="write a function for it", error=ModelError
         ):
             example = make_batch(model, config, head, batch or DEFAULT_BATCH, seq_len)
-    return model, example, None, text.removeprefix("hf:")
+    name = _name(text, set_here)
+    pictured = "pixel_values" in inspect.signature(model.forward).parameters
+    if pictured and not any(key.startswith("pixel_values") for key in example):
+        name += " (text alone)"
+    return model, example, None, name
+
+
+def _name(text: str, set_here: Settings) -> str:
+    """The text after ``hf:``, with what had to be set beside it, written as a user would."""
+    settings = (f"{key}={_shown(value)}" for key, value in set_here.items())
+    return ",".join((text.removeprefix("hf:"), *settings))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list) and len(value) > 1 and value.count(value[0]) == len(value):
+        return f"[{value[0]!r}]*{len(value)}"
+    return str(value).replace(" ", "")
 
 
 def _transformers() -> Any:
@@ -151,9 +177,17 @@ def heads_of(transformers: Any, config: Any) -> dict[str, Any]:
     found = {}
     for head in HEADS:
         auto_class = getattr(transformers, f"AutoModelFor{head}", None)
-        if auto_class is not None and type(config) in auto_class._model_mapping:
+        classes = {} if auto_class is None else auto_class._model_mapping
+        if type(config) in classes and _takes(classes[type(config)], config):
             found[head] = auto_class
     return found
+
+
+def _takes(model_class: Any, config: Any) -> bool:
+    """Whether a class is built from this configuration, not from a part of it (its text model)."""
+    classes = model_class if isinstance(model_class, (list, tuple)) else (model_class,)
+    parts = {type(part) for path, part in parts_of(config) if path}
+    return any(getattr(each, "config_class", None) not in parts for each in classes)
 
 
 def _find_head(transformers: Any, config: Any, kind: str, task: str | None) -> tuple[str, Any]:
@@ -183,25 +217,38 @@ def _default_head(heads: dict[str, Any], config: Any) -> tuple[str, Any]:
 
 
 def _prepare(config: Any, head: str) -> None:
-    """Training settings: no cache, and the token ids without which a loss cannot be formed."""
+    """Training settings: no cache, and the token ids without which no batch can be formed."""
     if config.architectures is None:
         # Read where a type has several classes for one head.
         config.architectures = []
-    for part in _parts(config):
+    for _, part in parts_of(config):
         if getattr(part, "use_cache", None):
             part.use_cache = False
+        for name in ("image_token_id", "image_token_index", "video_token_id"):
+            if getattr(part, name, 0) is None:
+                # The last id, which no other special token has.
+                setattr(part, name, int(config.get_text_config().vocab_size) - 1)
         if hasattr(part, "vocab_size") or part is config:
             for name in ("pad_token_id", "decoder_start_token_id"):
                 if getattr(part, name, None) is None:
                     setattr(part, name, 0)
 
 
-def _parts(config: Any) -> Iterator[Any]:
-    yield config
-    for name in getattr(config, "sub_configs", {}):
-        part = getattr(config, name, None)
-        if part is not None and part is not config and hasattr(part, "to_dict"):
-            yield from _parts(part)
+def _build_completed(
+    auto_class: Any, config: Any, text: str, *, weights: bool
+) -> tuple[torch.nn.Module, Settings]:
+    """The model, and what had to be set because the type's default configuration lacks it."""
+    filled: Settings = {}
+    while True:
+        try:
+            model = _build(auto_class, config, text, weights=weights)
+        except ModelError as error:
+            more = fill_gaps(config, error.__cause__)
+            if more.items() <= filled.items():
+                raise
+            filled.update(more)
+        else:
+            return model, {**filled, **fit_rotary_sections(model)}
 
 
 def _build(auto_class: Any, config: Any, text: str, *, weights: bool) -> torch.nn.Module:

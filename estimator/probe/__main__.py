@@ -1,34 +1,165 @@
-"""Probe this machine and write its profile: ``python -m estimator.probe [FILE]``."""
+"""Probe several nodes together: ``torchrun --nnodes N --nproc-per-node D -m estimator.probe``."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import socket
 import sys
 from pathlib import Path
+from typing import Any
 
-from estimator.errors import EstimatorError
-from estimator.probe.machine import probe_machine
-from estimator.profile import home
+import click
+
+from estimator.errors import EstimatorError, ProbeError
+from estimator.probe.cluster_probe import ClusterRequest, probe_cluster
+from estimator.probe.discovery import Place, discover
+from estimator.probe.follower import follow
+from estimator.profile import MachineProfile, home, load_profile
+from estimator.topology import Cluster
+
+WRONG_INPUT = 2
 
 
-def main(arguments: list[str]) -> int:
-    """Probe with the default budget; the profile goes to FILE or to the user's store."""
-    path = Path(arguments[0]) if arguments else home() / "machines" / "local.json"
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--name", default="local", show_default=True, help="What to call the machine type.")
+@click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
+@click.option("--budget", type=click.FloatRange(min=1), default=60.0, help="Seconds to spend.")
+@click.option("--base", help="Profile with the machine's own numbers: a name or a file.")
+@click.option("--pairs", type=click.Choice(["classes", "all"]), help="Default: all up to 16 nodes.")
+@click.option(
+    "--cluster", type=click.Path(path_type=Path), help="Cluster file that names the racks."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
+def probe(
+    name: str,
+    out: Path | None,
+    budget: float,
+    base: str | None,
+    pairs: str | None,
+    cluster: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure the network between nodes; every rank of a launcher runs this.
 
-    def report(part: str, fraction: float) -> None:
-        print(f"\r{100 * fraction:3.0f} % {part:40}", end="", file=sys.stderr, flush=True)
+    Rank 0 writes the profile. It keeps what it has when ranks are lost, the budget is over or it is
+    interrupted, and says what is missing.
+    """
+    place = discover(os.environ)
+    if place is None:
+        raise ProbeError(
+            "no launcher started this; use torchrun, the command that 'estimator probe --launch' "
+            "prints, or 'estimator probe' for this machine alone"
+        )
+    if place.rank != 0:
+        # Rank 0 knows the reason; a failing code would have the launcher stop all other ranks.
+        if reason := follow(place, host=socket.gethostname(), versions=versions()):
+            click.echo(f"estimator: {reason}", err=True)
+        return
+    # As when torchrun stops all ranks because one has failed.
+    signal.signal(signal.SIGTERM, _interrupt)
+    request = ClusterRequest(
+        name=name,
+        budget_s=budget,
+        base=load_profile(base) if base else None,
+        cluster=Cluster.load(cluster) if cluster else None,
+        all_pairs=None if pairs is None else pairs == "all",
+    )
+    path = out or home() / "machines" / f"{name}.json"
+    profile = _lead(place, request, path)
+    if as_json:
+        click.echo(json.dumps(profile.to_dict(), indent=1, allow_nan=False))
+    else:
+        click.echo(str(path))
 
+
+def _lead(place: Place, request: ClusterRequest, path: Path) -> MachineProfile:
+    progress = _Progress()
+    found = probe_cluster(
+        place,
+        request,
+        host=socket.gethostname(),
+        versions=versions(),
+        report=progress.report,
+        say=progress.say,
+    )
+    progress.end()
+    found.profile.save(path)
+    for host, profile in found.others.items():
+        beside = path.with_name(f"{path.stem}-{host}.json")
+        profile.save(beside)
+        click.echo(f"node {host} is another machine, described in {beside}", err=True)
+    return found.profile
+
+
+def versions() -> dict[str, str]:
+    """What must be equal on all nodes for them to work together."""
+    found = {"python": platform.python_version()}
+    for name, package in (("estimator", "throughput-estimator"), ("torch", "torch")):
+        try:
+            found[name] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    import torch
+
+    if torch.cuda.is_available():
+        found["nccl"] = ".".join(str(number) for number in torch.cuda.nccl.version())
+    return found
+
+
+def _interrupt(_signal: int, _frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+class _Progress:
+    """Lines on stderr: the part under way rewrites its own, sentences stay."""
+
+    def __init__(self) -> None:
+        self._part, self._line, self._on_terminal = "", "", sys.stderr.isatty()
+
+    def report(self, part: str, done_ratio: float) -> None:
+        """Say how far it is: on a terminal all the time, in a file once per part."""
+        line = f"{100 * done_ratio:3.0f} % {part}"
+        if self._on_terminal and line != self._line:
+            click.echo(f"\r{line:60}", nl=False, err=True)
+        elif not self._on_terminal and part != self._part:
+            click.echo(line, err=True)
+        self._part, self._line = part, line
+
+    def say(self, sentence: str) -> None:
+        """A sentence on a line of its own."""
+        start = "\n" if self._on_terminal else ""
+        click.echo(f"{start}estimator: {sentence}", err=True)
+
+    def end(self) -> None:
+        """Leave the line of the progress."""
+        if self._on_terminal:
+            click.echo(err=True)
+
+
+def main() -> None:
+    """Run the command; wrong input ends with one sentence on stderr and exit code 2."""
+    # Torch's warnings about hosts without a name service would stand between ours.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    code = 0
     try:
-        profile = probe_machine(report=report)
-        profile.save(path)
+        code = probe.main(prog_name="python -m estimator.probe", standalone_mode=False) or 0
+    except click.ClickException as error:
+        click.echo(f"estimator: {error.format_message()}", err=True)
+        code = WRONG_INPUT
     except EstimatorError as error:
-        print(f"\n{error}", file=sys.stderr)
-        return 2
-    print(file=sys.stderr)
-    for part in profile.missing:
-        print(f"not measured: {part}", file=sys.stderr)
-    print(path)
-    return 0
+        click.echo(f"estimator: {error}", err=True)
+        code = WRONG_INPUT
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("estimator: interrupted", err=True)
+        code = 130
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

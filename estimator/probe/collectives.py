@@ -121,7 +121,10 @@ def collective_cost(
     for calls in zip(*windows, strict=True):
         size = calls[0][0]
         entered, left = max(call[1] for call in calls), max(call[2] for call in calls)
-        seconds.setdefault(size, []).append(max(left - entered, 1e-9))
+        # What clocks of several nodes say is held within what each rank saw on its own.
+        durations = [call[2] - call[1] for call in calls]
+        taken_s = min(max(left - entered, min(durations)), max(durations))
+        seconds.setdefault(size, []).append(max(taken_s, 1e-9))
         cpu_seconds.setdefault(size, []).extend(call[3] for call in calls)
     if len(seconds) < 2:
         return None
@@ -151,7 +154,7 @@ def collective_cost(
 
 def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
     """One rank's share: time every op at every size; called in its own pinned process."""
-    timer = _Timer(world_size, arguments["kind"], arguments["sizes_bytes"])
+    timer = CallTimer(world_size, arguments["kind"], arguments["sizes_bytes"])
     for op in arguments["ops"]:
         share_s = arguments["budget_s"] * _SHARES[op]
         try:
@@ -163,7 +166,7 @@ def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
         report({"op": op, "windows": windows})
 
 
-class _Timer:
+class CallTimer:
     """Runs collectives on this rank's device, in step with the other ranks."""
 
     def __init__(self, world_size: int, kind: str, sizes_bytes: Sequence[int]) -> None:
@@ -192,27 +195,27 @@ class _Timer:
         call_s: dict[int, float] = {}
         for done in range(_ROUNDS):
             for number, size in enumerate(sizes_bytes):
-                calls = self._calls(op, size)
+                calls = self.calls(op, size)
                 if done == 0:
-                    first = [self._time(calls[turn % len(calls)]) for turn in range(_WARM_UPS)]
+                    first = [self.timed(calls[turn % len(calls)]) for turn in range(_WARM_UPS)]
                     call_s[size] = first[-1][1] - first[-1][0]
                 # The first round is finished in any case, if only just; the second sharpens it.
                 fewest = _FEWEST_REPEATS if done == 0 else 0
                 slices = (_ROUNDS - done) * len(sizes_bytes) - number
                 slice_s = (end - time.perf_counter()) / slices
-                for turn in range(max(fewest, self._agreed_repeats(call_s[size], slice_s))):
-                    entered, left, work_s = self._time(calls[turn % len(calls)])
+                for turn in range(max(fewest, self.agreed_repeats(call_s[size], slice_s))):
+                    entered, left, work_s = self.timed(calls[turn % len(calls)])
                     windows.append((size, entered, left, work_s))
         return windows
 
-    def _agreed_repeats(self, call_s: float, slice_s: float) -> int:
+    def agreed_repeats(self, call_s: float, slice_s: float) -> int:
         """The same number on every rank: as often as the slowest can in the least time left."""
         limits = self.torch.tensor([call_s, -slice_s], dtype=self.torch.float64, device=self.device)
         self.dist.all_reduce(limits, op=self.dist.ReduceOp.MAX)
         wanted = math.floor(-float(limits[1]) / max(float(limits[0]), 1e-6))
         return max(0, min(_MOST_REPEATS, wanted))
 
-    def _time(self, call: Callable[[], object]) -> tuple[float, float, float]:
+    def timed(self, call: Callable[[], object]) -> tuple[float, float, float]:
         self.dist.barrier()
         if self.on_cuda:
             self.torch.cuda.synchronize()
@@ -225,7 +228,7 @@ class _Timer:
         left = time.perf_counter()
         return entered, left, time.process_time() - work
 
-    def _calls(self, op: str, size: int) -> list[Callable[[], object]]:
+    def calls(self, op: str, size: int) -> list[Callable[[], object]]:
         """The op on buffers that are used in turn; `size` is the whole buffer of one rank."""
         count = max(1, min(_MOST_BUFFERS, _TURNING_BYTES // size))
         return [self._call(op, size, turn) for turn in range(count)]

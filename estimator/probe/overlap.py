@@ -76,6 +76,8 @@ def overlap_cost(
     in_flight: int,
     backend: str,
     rounds: Sequence[Sequence[Mapping[str, float]]],
+    *,
+    nodes: int = 1,
 ) -> OverlapCost:
     """An OverlapCost from every rank's rounds: compute_s, collective_s, both_s, beside_s of each.
 
@@ -100,6 +102,7 @@ def overlap_cost(
         compute=bound,
         backend=backend,
         group_size=len(rounds),
+        nodes=nodes,
         size_bytes=size_bytes * in_flight,
         exposed_ratio=max(0.0, exposed_ratio),
         collective_slowdown_ratio=slowest("beside_s") / alone_s,
@@ -114,9 +117,13 @@ def overlap_cost(
 
 
 def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
-    """One rank's share: every case beside both kinds of compute; called in its own process."""
-    cases = [(bound, *case) for case in CASES for bound in get_args(ComputeBound)]
-    meeting = _Meeting(arguments["kind"])
+    """One rank's share: every case beside both kinds of compute; called in its own process.
+
+    `arguments` may name other `cases` than CASES, and another `compute_ratio`.
+    """
+    chosen = arguments.get("cases", CASES)
+    cases = [(bound, *case) for case in chosen for bound in get_args(ComputeBound)]
+    meeting = _Meeting(arguments["kind"], arguments.get("compute_ratio", _COMPUTE_RATIO))
     end = time.perf_counter() + arguments["budget_s"]
     for number, (bound, size_bytes, in_flight) in enumerate(cases):
         slice_s = (end - time.perf_counter()) / (len(cases) - number)
@@ -133,10 +140,11 @@ def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
 class _Meeting:
     """All-reduces and a loop of operators on one rank's device, apart and together."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, compute_ratio: float) -> None:
         import torch
         import torch.distributed as torch_distributed
 
+        self.compute_ratio = compute_ratio
         self.torch: Any = torch
         self.dist: Any = torch_distributed
         self.on_cuda = kind == "cuda"
@@ -162,7 +170,7 @@ class _Meeting:
             collective_s = self._timed(lambda: self._fly(buffers).land())
             op_s = self._timed(op)
         agreed = self._largest([collective_s, op_s, -slice_s])
-        loops = max(2, round(max(_COMPUTE_RATIO * agreed[0], _LEAST_COMPUTE_S) / agreed[1]))
+        loops = max(2, round(max(self.compute_ratio * agreed[0], _LEAST_COMPUTE_S) / agreed[1]))
         round_s = 2 * loops * agreed[1] + 3 * agreed[0]
         repeats = max(_FEWEST_REPEATS, min(_MOST_REPEATS, int(-agreed[2] / round_s)))
         return [self._round(op, loops, buffers) for _ in range(repeats)]

@@ -27,8 +27,9 @@ __all__ = ["pretouch_memory", "report", "run_on_devices"]
 
 RankReport = Callable[[int, Any], None]
 
-# torch.optim and DDP import torch._dynamo on first use, which takes longer than torch itself.
-ALWAYS_IMPORTED = ("torch", "torch.distributed", "torch._dynamo")
+ALWAYS_IMPORTED = ("torch", "torch.distributed")
+# torch.optim and DDP import it on first use, which takes longer than torch itself.
+IMPORTED_TO_TRAIN = ("torch._dynamo",)
 # Forked processes share the server's address layout; a new server now and then keeps one lucky or
 # unlucky layout from colouring a whole benchmark.
 FORKS_PER_SERVER = 32
@@ -43,18 +44,20 @@ def run_on_devices(
     world: bool = False,
     on_report: RankReport | None = None,
     imported: Sequence[str] = (),
+    trains: bool = True,
 ) -> list[Any]:
     """Call ``function(rank, world_size, arguments)`` in one fresh process per device; the results.
 
     `function` is ``module:name``; arguments and results are JSON values. With `world` a process
     group (gloo on cpu, NCCL on cuda) is up around the call. `on_report(rank, value)` gets what the
-    ranks `report` as it comes. `imported` names more modules for the server to import beforehand.
+    ranks `report` as it comes. `imported` names more modules for the server to import beforehand;
+    without `trains` what only optimizers and DDP need is left out.
     Raises ProbeError, or the EstimatorError that a rank raised, if a rank fails, dies or the time
     is over; no process outlives the call.
     """
     if not devices:
         raise ProbeError("there is no device to run on; name at least one")
-    modules = frozenset((*ALWAYS_IMPORTED, *imported))
+    modules = frozenset((*ALWAYS_IMPORTED, *(IMPORTED_TO_TRAIN if trains else ()), *imported))
     with tempfile.TemporaryDirectory(prefix="estimator-ranks-") as folder:
         orders = [
             {

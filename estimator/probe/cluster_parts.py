@@ -1,0 +1,85 @@
+"""Plan the parts of a probe of several nodes: which there are, in which order, how long each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from estimator.probe.cluster_findings import ClusterFindings, slow_links, slow_nodes
+from estimator.probe.collective_parts import CollectiveParts
+from estimator.probe.leader import Leader, Task
+from estimator.probe.link_parts import LinkParts
+from estimator.probe.members import Crew
+from estimator.probe.parts import Part, Slot, run_task, why_failed
+from estimator.profile import MachineProfile
+
+# Above this many nodes every pair is measured only if asked for.
+FEW_NODES = 16
+
+
+class ClusterParts:
+    """The parts of one probe; each adds what it found to `findings`."""
+
+    def __init__(
+        self,
+        leader: Leader,
+        findings: ClusterFindings,
+        base: MachineProfile | None,
+        all_pairs: bool | None,
+    ) -> None:
+        self.leader, self.findings, self.all_pairs = leader, findings, all_pairs
+        self._links = LinkParts(leader, findings, base)
+        self._collectives = CollectiveParts(leader, findings)
+        self._canaries_s: dict[str, float] = {}
+
+    def plan(self, crew: Crew) -> list[Part]:
+        """In order of importance; only what these nodes and devices have."""
+        links, collectives = self._links, self._collectives
+        several, dense = len(crew.nodes) > 1, crew.devices_per_node > 1
+        few = len(crew.nodes) <= FEW_NODES
+        pairs = several and (few if self.all_pairs is None else self.all_pairs)
+        wanted = (
+            (several, Part("links between nodes", 0.16, links.between_nodes)),
+            (True, Part("all-reduce over everything", 0.26, collectives.all_reduce_everywhere)),
+            (True, Part("all-reduce over smaller groups", 0.18, collectives.all_reduce_in_groups)),
+            (several and dense, Part("flows that share a NIC", 0.06, links.shared_nics)),
+            (pairs, Part("every pair of nodes", 0.10, links.every_pair)),
+            (True, Part("other collectives", 0.10, collectives.other_collectives)),
+            (several, Part("communication beside compute", 0.12, collectives.beside_compute)),
+            (dense, Part("links inside a node", 0.03, links.inside_a_node)),
+            (several, Part("speed of each node", 0.02, self._speeds)),
+        )
+        return [part for is_wanted, part in wanted if is_wanted]
+
+    def remarks(self) -> list[str]:
+        """Sentences on nodes that are unlike the others."""
+        sentences = slow_nodes(self._canaries_s)
+        if self.findings.pairs is not None:
+            sentences += slow_links(self.findings.pairs)
+        return sentences
+
+    def _speeds(self, slot: Slot) -> str:
+        """How long one device of each node takes for the same product."""
+        nodes = slot.crew.nodes
+        task = Task(
+            ranks=tuple(members[0].rank for members in nodes.values()),
+            function=f"{__name__}:time_canary",
+        )
+        outcome = run_task(self.leader, task, slot)
+        for host, reports in zip(nodes, outcome.by_position(), strict=True):
+            if reports:
+                self._canaries_s[host] = reports[0]
+        return why_failed(outcome)
+
+
+def time_canary(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> None:
+    """Report how long this rank's device takes for the probe's fixed product."""
+    import torch
+
+    from estimator.probe.backend import open_backend
+    from estimator.probe.kernels import canary_s
+    from estimator.probe.ranks import report
+
+    on_cuda = arguments["kind"] == "cuda"
+    index = torch.cuda.current_device() if on_cuda else 0
+    report(min(canary_s(open_backend(arguments["kind"], index)) for _ in range(3)))

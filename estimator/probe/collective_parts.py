@@ -1,0 +1,140 @@
+"""Measure collectives over groups of every shape, alone and beside compute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from estimator.probe.cluster_findings import ClusterFindings
+from estimator.probe.leader import Leader, Task
+from estimator.probe.members import Crew
+from estimator.probe.overlap import overlap_cost
+from estimator.probe.parts import MEASURING_RATIO, Slot, run_task, why_failed
+from estimator.probe.shapes import SIZES_BYTES, shape_costs, shape_words, shapes
+from estimator.profile import CollectiveCost
+from estimator.units import MIB
+
+# The first groups are measured well: each may take one in so many of what is left.
+_GROUPS_AT_MOST = 3
+_LEAST_GROUP_RATIO = 0.1
+_OVERLAP_SIZES_BYTES = (25 * MIB, 8 * MIB, 4 * MIB, 1 * MIB)
+_COMPUTE_RATIO = 2.0
+# Rounds of overlap.time_rank with its warm-up, each of two computes and three collectives, beside
+# two kinds of compute.
+_OVERLAP_FACTOR = 2 * 4.5 * (2 * _COMPUTE_RATIO + 3)
+
+
+class CollectiveParts:
+    """The parts that time collectives; each adds what it found to `findings`."""
+
+    def __init__(self, leader: Leader, findings: ClusterFindings) -> None:
+        self.leader, self.findings = leader, findings
+
+    def all_reduce_everywhere(self, slot: Slot) -> str:
+        """The group that data-parallel training uses, also with two all-reduces at once."""
+        return self._time_shape(next(shapes(slot.crew)), ["all_reduce"], slot, pairs=True)
+
+    def all_reduce_in_groups(self, slot: Slot) -> str:
+        """Smaller groups, as far as the time goes."""
+        groups = list(shapes(slot.crew))[1:]
+        planned_end = time.monotonic() + slot.planned_s
+        for number, group in enumerate(groups):
+            left_s = planned_end - time.monotonic()
+            if left_s < _LEAST_GROUP_RATIO * slot.planned_s:
+                words = ", ".join(shape_words(slot.crew, each) for each in groups[number:])
+                self.findings.missing.append(f"all-reduce over {words}: the budget was over")
+                return ""
+            share = min(_GROUPS_AT_MOST, len(groups) - number)
+            failed = self._time_shape(
+                group, ["all_reduce"], replace(slot, planned_s=left_s / share)
+            )
+            if failed:
+                return failed
+        return ""
+
+    def other_collectives(self, slot: Slot) -> str:
+        """What sharded training and parameter servers use, over everything."""
+        ops = ["all_gather", "reduce_scatter", "broadcast"]
+        return self._time_shape(next(shapes(slot.crew)), ops, slot)
+
+    def _time_shape(
+        self, group: tuple[int, ...], ops: list[str], slot: Slot, *, pairs: bool = False
+    ) -> str:
+        task = Task(
+            ranks=group,
+            function="estimator.probe.shapes:time_shape",
+            arguments={
+                "ops": ops,
+                "sizes_bytes": list(SIZES_BYTES),
+                "pairs": pairs,
+                "budget_s": MEASURING_RATIO * slot.planned_s,
+            },
+        )
+        outcome = run_task(self.leader, task, slot)
+        hosts = slot.crew.hosts(group)
+        costs, notes = shape_costs(outcome.by_position(), slot.backend, hosts)
+        self.findings.collectives += costs
+        self.findings.missing += notes
+        return why_failed(outcome)
+
+    def beside_compute(self, slot: Slot) -> str:
+        """Two nodes first, then everything, at sizes that the links carry in time."""
+        crew = slot.crew
+        firsts = tuple(members[0].rank for members in crew.nodes.values())
+        groups = list(dict.fromkeys((firsts[:2], next(shapes(crew)))))
+        planned_s = MEASURING_RATIO * slot.planned_s / len(groups)
+        for group in groups:
+            cases = _overlap_cases(self._cost_of(crew, group), planned_s)
+            if not cases:
+                return "the links are too slow for it; use a larger --budget"
+            task = Task(
+                ranks=group,
+                function="estimator.probe.overlap:time_rank",
+                arguments={
+                    "budget_s": planned_s,
+                    "cases": cases,
+                    "compute_ratio": _COMPUTE_RATIO,
+                },
+            )
+            outcome = run_task(self.leader, task, slot)
+            for messages in zip(*outcome.by_position(), strict=False):
+                first = messages[0]
+                self.findings.overlaps.append(
+                    overlap_cost(
+                        first["compute"],
+                        first["size_bytes"],
+                        first["in_flight"],
+                        slot.backend,
+                        [message["rounds"] for message in messages],
+                        nodes=len(set(crew.hosts(group))),
+                    )
+                )
+            if not outcome.complete:
+                return why_failed(outcome)
+        return ""
+
+    def _cost_of(self, crew: Crew, group: Sequence[int]) -> CollectiveCost | None:
+        hosts = crew.hosts(group)
+        costs = [cost for cost in self.findings.collectives if cost.op == "all_reduce"]
+        return next((cost for cost in costs if cost.hosts == hosts), None)
+
+
+def _overlap_cases(cost: CollectiveCost | None, planned_s: float) -> list[tuple[int, int]]:
+    """(bytes, all-reduces in flight) that fit: the largest size, then two of it, then 1 MiB."""
+    if cost is None:
+        return []
+
+    def seconds(size: int) -> float:
+        return _OVERLAP_FACTOR * (cost.latency_s + size / cost.bandwidth_bytes_per_s)
+
+    largest = next((size for size in _OVERLAP_SIZES_BYTES if seconds(size) <= planned_s), None)
+    cases: list[tuple[int, int]] = []
+    if largest is not None:
+        left_s = planned_s
+        for size, flights in dict.fromkeys(((largest, 1), (largest, 2), (MIB, 1))):
+            taken_s = seconds(size * flights)
+            if taken_s <= left_s:
+                cases.append((size, flights))
+                left_s -= taken_s
+    return cases

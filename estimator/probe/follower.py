@@ -1,0 +1,250 @@
+"""Do what rank 0 asks of a rank: join measurements in fresh processes, and report."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from estimator.errors import EstimatorError, ProbeError
+from estimator.probe.board import Board, Heartbeat
+from estimator.probe.discovery import Place, interface_of, own_address_towards
+from estimator.probe.inventory import core_groups, read_cpu, read_gpus
+from estimator.probe.members import Member
+from estimator.probe.ranks import run_on_devices
+from estimator.probe.worlds import MODULES
+from estimator.profile import Device
+
+# Ranks start within this time of each other, file systems being slow.
+START_S = 120.0
+# How long a rank may hear nothing beyond what rank 0 has announced.
+_LATE_S = 20.0
+# How long one wait for the next round is; then it waits again.
+_PATIENCE_S = 5.0
+
+
+def follow(place: Place, *, host: str, versions: Mapping[str, str]) -> str:
+    """Take part as `place` says until rank 0 says it is over; why this rank left before, or "".
+
+    `host` is what this rank's node is called. Raises ProbeError where rank 0 is not to be reached;
+    a rank other than 0 ends its process, saying so, where rank 0 has been out of reach for longer
+    than it had announced.
+    """
+    leash = _Leash(is_needed=place.rank != 0)
+    leash.renew(2 * START_S)
+    board = Board(place, timeout_s=START_S)
+    board.post(
+        f"hello/{place.rank}",
+        {
+            "host": host,
+            "address": own_address_towards(place.master_address),
+            "local_rank": place.local_rank,
+            "cores": sorted(read_cpu().cores),
+            "versions": dict(versions),
+        },
+    )
+    with Heartbeat(Board(place), place.rank):
+        welcome = board.await_value(f"welcome/{place.rank}", START_S)
+        if welcome is None:
+            raise ProbeError(
+                f"rank {place.rank} waited {START_S:g} s for all others to start; start them "
+                "together"
+            )
+        if "turned_away" in welcome:
+            return str(welcome["turned_away"])
+        reason = _Follower(place, board, welcome, leash).work(host, versions)
+    leash.cut()
+    return reason
+
+
+class _Leash:
+    """Ends this process unless renewed: nothing else ends a wait on a broken connection."""
+
+    def __init__(self, *, is_needed: bool) -> None:
+        self._is_needed = is_needed
+        self._timer: threading.Timer | None = None
+
+    def renew(self, seconds: float) -> None:
+        """From now on this process may take so long, and some more, until the next word."""
+        self.cut()
+        if self._is_needed:
+            self._timer = threading.Timer(seconds + _LATE_S, self._end)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def cut(self) -> None:
+        """It is over in good order."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end(self) -> None:
+        sys.stderr.write("estimator: rank 0 has been out of reach for too long; check the links\n")
+        sys.stderr.flush()
+        os._exit(2)
+
+
+class _Follower:
+    """One welcomed rank: its device, and the rounds it takes part in."""
+
+    def __init__(
+        self, place: Place, board: Board, welcome: Mapping[str, Any], leash: _Leash
+    ) -> None:
+        self.place, self.board, self.welcome, self.leash = place, board, welcome, leash
+        # Ranks of one node alone meet over the loopback.
+        self.interface: str | None = "lo" if sys.platform == "linux" else None
+        if welcome["peer"] is not None:
+            self.interface = interface_of(own_address_towards(welcome["peer"]))
+
+    def work(self, host: str, versions: Mapping[str, str]) -> str:
+        """Say which device this is, then do round after round until the end.
+
+        Where there is no device for it, why.
+        """
+        rank = self.place.rank
+        try:
+            self.device = own_device(self.welcome)
+            run_on_devices(
+                [self.device],
+                "estimator.probe.worlds:nothing",
+                {},
+                timeout_s=START_S,
+                imported=MODULES,
+                trains=False,
+            )
+        except ProbeError as error:
+            reason = f"rank {rank} on node {host} has no device: {error}"
+            self.board.post(f"member/{rank}", {"failure": reason})
+            return reason
+        member = Member(
+            rank=rank,
+            host=host,
+            address=own_address_towards(self.place.master_address),
+            local_rank=self.welcome["local_rank"],
+            device=self.device,
+            machine=machine_words(self.device),
+            versions=versions,
+        )
+        self.board.post(f"member/{rank}", member.to_dict())
+        number = 0
+        while True:
+            tasks = self.board.await_value(f"round/{number}", _PATIENCE_S)
+            if tasks is None:
+                continue
+            if tasks == "over":
+                self.board.post(f"goodbye/{rank}", True)
+                return ""
+            # Rank 0 speaks again once the round is over.
+            self.leash.renew(max(task["timeout_s"] for task in tasks))
+            for index, task in enumerate(tasks):
+                if rank in task["ranks"]:
+                    self._take_part(f"{number}/{index}", task)
+            number += 1
+
+    def _take_part(self, key: str, task: Mapping[str, Any]) -> None:
+        """Run one task; every report and the end of it go to the board."""
+        rank, count = self.place.rank, 0
+
+        def pass_on(_rank: int, value: Any) -> None:
+            nonlocal count
+            self.board.post(f"report/{key}/{rank}/{count}", value)
+            count += 1
+
+        failure, result = None, None
+        try:
+            if task["alone"]:
+                module, _, name = task["function"].partition(":")
+                result = getattr(importlib.import_module(module), name)(task["arguments"])
+            else:
+                (result,) = run_on_devices(
+                    [self.device],
+                    "estimator.probe.worlds:in_world",
+                    self._world(key, task),
+                    timeout_s=task["timeout_s"],
+                    on_report=pass_on,
+                    imported=MODULES,
+                    trains=False,
+                )
+        except EstimatorError as error:
+            failure = str(error)
+        self.board.post(
+            f"done/{key}/{rank}", {"reports": count, "failure": failure, "result": result}
+        )
+
+    def _world(self, key: str, task: Mapping[str, Any]) -> dict[str, Any]:
+        prefix = self.board.prefix
+        return {
+            "function": task["function"],
+            "arguments": {**task["arguments"], "kind": self.device.kind},
+            "world": {
+                "rank": task["ranks"].index(self.place.rank),
+                "world_size": len(task["ranks"]),
+                "address": self.place.master_address,
+                "port": self.place.master_port,
+                "prefix": f"{prefix}/world/{key}",
+                "cancel": f"{prefix}/cancel/{key}",
+                "timeout_s": task["timeout_s"],
+                "kind": self.device.kind,
+                "interface": self.interface,
+            },
+        }
+
+
+def own_device(welcome: Mapping[str, Any]) -> Device:
+    """The device of this rank, by its number on the node.
+
+    Groups of cores: those of the profile that the welcome brings, if this rank may use them; else
+    all its cores where the launcher gave each rank its own, or its part of them.
+    """
+    from estimator.probe.machine import choose_devices
+
+    local_rank, local_size = welcome["local_rank"], welcome["local_size"]
+    cpu = read_cpu()
+    if welcome["kind"] != "cpu":
+        devices = choose_devices(cpu, kind=welcome["kind"])
+        if devices[0].kind == "cuda":
+            return _own_gpu(devices, local_rank, local_size)
+    named = tuple(welcome["cores"])
+    if named and set(named) <= set(cpu.cores):
+        return _core_device(cpu, local_rank, named)
+    if welcome["has_own_cores"]:
+        return _core_device(cpu, local_rank, cpu.cores[: len(named) or None])
+    return core_groups(cpu, local_size)[local_rank]
+
+
+def _own_gpu(devices: Sequence[Device], local_rank: int, local_size: int) -> Device:
+    import torch
+
+    visible = torch.cuda.device_count()
+    if local_size > 1 and visible == 1:
+        # The launcher shows each rank its own GPU alone (srun --gpus-per-task).
+        return replace(devices[min(local_rank, len(devices) - 1)], index=0)
+    if local_rank >= min(visible, len(devices)):
+        raise ProbeError(
+            f"{local_size} ranks were started on a node with {visible} GPUs; start at most "
+            f"{visible} there"
+        )
+    return devices[local_rank]
+
+
+def _core_device(cpu: Any, index: int, cores: tuple[int, ...]) -> Device:
+    return Device(
+        kind="cpu",
+        index=index,
+        name=f"{cpu.model}, {len(cores)} core{'s' if len(cores) > 1 else ''}",
+        memory_bytes=cpu.memory_bytes,
+        cores=cores,
+        numa_node=next((node for node, own in cpu.numa_cores.items() if cores[0] in own), None),
+    )
+
+
+def machine_words(device: Device) -> str:
+    """The node's hardware in words, alike for nodes of one type however many ranks each has."""
+    cpu = read_cpu()
+    words = f"{cpu.model}, {os.cpu_count()} threads, {round(cpu.memory_bytes / (1 << 30))} GiB"
+    if device.kind == "cuda":
+        words = f"{words}, {len(read_gpus())} × {device.name}"
+    return words

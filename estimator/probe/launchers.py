@@ -1,0 +1,108 @@
+"""Write the command, or the manifest, that starts a probe on every node of a cluster."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from textwrap import dedent, indent
+from typing import Literal
+
+from estimator.probe.discovery import DEFAULT_PORT
+
+Cluster = Literal["slurm", "mpi", "k8s"]
+
+
+def launch_text(
+    cluster: Cluster, *, nodes: int, devices: int, on_gpus: bool, options: Sequence[str]
+) -> str:
+    """What to run, or to apply, to probe `nodes` nodes with `devices` ranks on each.
+
+    `options` go to the probe. Rank 0 writes the profile on the first node.
+
+    >>> print(launch_text("slurm", nodes=2, devices=8, on_gpus=True, options=("--name", "h100")))
+    srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --exclusive --cpu-bind=none \\
+      --kill-on-bad-exit=0 --wait=0 python -m estimator.probe --name h100
+    """
+    return _WRITERS[cluster](nodes, devices, on_gpus, shlex.join(options))
+
+
+def _slurm(nodes: int, devices: int, on_gpus: bool, options: str) -> str:
+    # The others go on where one task dies; cores are shared out by the probe itself.
+    gpus = f" --gpus-per-node={devices}" if on_gpus else ""
+    return (
+        f"srun --nodes={nodes} --ntasks-per-node={devices}{gpus} --exclusive --cpu-bind=none \\\n"
+        f"  --kill-on-bad-exit=0 --wait=0 python -m estimator.probe {options}".rstrip()
+    )
+
+
+def _mpi(nodes: int, devices: int, _on_gpus: bool, options: str) -> str:
+    # Open MPI 4 and 5 alike; started on the node that becomes rank 0's, the first of the hosts.
+    return (
+        f"mpirun -np {nodes * devices} --hostfile HOSTS --map-by ppr:{devices}:node "
+        "--bind-to none \\\n"
+        f'  -x MASTER_ADDR="$(hostname)" -x MASTER_PORT={DEFAULT_PORT} \\\n'
+        f"  python -m estimator.probe {options}".rstrip()
+    )
+
+
+def _kubernetes(nodes: int, devices: int, on_gpus: bool, options: str) -> str:
+    # https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/
+    if "--json" not in options.split():
+        options = f"{options} --json"
+    limits = f"\nresources: {{limits: {{nvidia.com/gpu: {devices}}}}}" if on_gpus else ""
+    manifest = dedent(
+        f"""\
+        # Put an image with torch and throughput-estimator in place of IMAGE, kubectl apply -f it,
+        # and once the job is complete keep the profile, which is all that rank 0's pod prints:
+        #   kubectl logs --tail=-1 > PROFILE.json \\
+        #     -l job-name=estimator-probe,batch.kubernetes.io/job-completion-index=0
+        # What it says beside that is in: kubectl describe pod -l job-name=estimator-probe
+        apiVersion: v1
+        kind: Service
+        metadata: {{name: estimator-probe}}
+        spec:
+          clusterIP: None
+          publishNotReadyAddresses: true
+          selector: {{job-name: estimator-probe}}
+        ---
+        apiVersion: batch/v1
+        kind: Job
+        metadata: {{name: estimator-probe}}
+        spec:
+          completions: {nodes}
+          parallelism: {nodes}
+          completionMode: Indexed
+          backoffLimit: 0
+          template:
+            metadata: {{labels: {{app: estimator-probe}}}}
+            spec:
+              subdomain: estimator-probe
+              restartPolicy: Never
+              affinity:
+                podAntiAffinity:
+                  requiredDuringSchedulingIgnoredDuringExecution:
+                  - topologyKey: kubernetes.io/hostname
+                    labelSelector: {{matchLabels: {{app: estimator-probe}}}}
+              volumes: [{{name: shm, emptyDir: {{medium: Memory}}}}]
+              containers:
+              - name: probe
+                image: IMAGE
+                volumeMounts: [{{name: shm, mountPath: /dev/shm}}]
+                command: [sh, -c]
+                args:
+                - >-
+                  torchrun --nnodes {nodes} --node-rank $JOB_COMPLETION_INDEX
+                  --nproc-per-node {devices} --master-addr estimator-probe-0.estimator-probe
+                  --master-port {DEFAULT_PORT} -m estimator.probe {options}
+                  2>/dev/termination-log
+        """
+    )
+    marker = "        image: IMAGE"
+    return manifest.replace(marker, marker + indent(limits, " " * 8)).rstrip()
+
+
+_WRITERS: dict[Cluster, Callable[[int, int, bool, str], str]] = {
+    "slurm": _slurm,
+    "mpi": _mpi,
+    "k8s": _kubernetes,
+}

@@ -1,0 +1,182 @@
+"""Measure the links of a cluster: between nodes, through shared NICs, of every pair, in a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import permutations
+from typing import Any
+
+from estimator.probe.cluster_findings import ClusterFindings
+from estimator.probe.copies import MESSAGE_SIZES_BYTES
+from estimator.probe.leader import Leader, Outcome, Task
+from estimator.probe.members import Crew, Member, device_reach
+from estimator.probe.network import (
+    CELL_SIZES_BYTES,
+    FLOW_SIZES_BYTES,
+    flow_link,
+    grouped,
+    network_kind,
+    pair_link,
+    pair_matrix,
+    typical_link,
+)
+from estimator.probe.parts import MEASURING_RATIO, Slot, run_task, why_failed
+from estimator.profile import LinkKind, MachineProfile
+
+_PAIRS_PER_CLASS = 3
+
+
+class LinkParts:
+    """The parts that time messages; each adds what it found to `findings`."""
+
+    def __init__(
+        self, leader: Leader, findings: ClusterFindings, base: MachineProfile | None
+    ) -> None:
+        self.leader, self.findings, self.base = leader, findings, base
+
+    def between_nodes(self, slot: Slot) -> str:
+        """A few pairs of nodes of one rack, and of unlike ones; the middle pair stands for all."""
+        crew = slot.crew
+        chosen: list[tuple[str, str]] = []
+        for reach in ("rack", "cluster"):
+            near = [pair for pair in permutations(crew.nodes, 2) if crew.reach(*pair) == reach]
+            chosen += _spread_out(near, _PAIRS_PER_CLASS)
+        outcome = self._time_pairs(chosen, MESSAGE_SIZES_BYTES, slot)
+        kind = network_kind(crew.members[0].device.kind)
+        for reach in ("rack", "cluster"):
+            links = [
+                pair_link(kind, reach, message, note=f"{source} to {target}")
+                for (source, target), message in _sent(crew, outcome).items()
+                if crew.reach(source, target) == reach
+            ]
+            if links:
+                self.findings.network.append(typical_link(links))
+        return why_failed(outcome)
+
+    def every_pair(self, slot: Slot) -> str:
+        """Every node to every other, by a cheaper measurement."""
+        hosts = tuple(slot.crew.nodes)
+        # By distance in the list, so that a budget that ends early leaves no node out.
+        chosen = [
+            (hosts[i], hosts[(i + step) % len(hosts)])
+            for step in range(1, len(hosts))
+            for i in range(len(hosts))
+        ]
+        outcome = self._time_pairs(chosen, CELL_SIZES_BYTES, slot)
+        found = _sent(slot.crew, outcome)
+        if not found:
+            return why_failed(outcome) or "the budget was over"
+        self.findings.pairs = pair_matrix(hosts, found, at=self.findings.at)
+        if len(found) < len(chosen) and outcome.complete:
+            return f"{len(chosen) - len(found)} of {len(chosen)}: the budget was over"
+        return why_failed(outcome)
+
+    def _time_pairs(
+        self, chosen: Sequence[tuple[str, str]], sizes_bytes: Sequence[int], slot: Slot
+    ) -> Outcome:
+        """Time messages between the first ranks of pairs of nodes, apart where they may meet."""
+        crew = slot.crew
+        hosts = [host for host in crew.nodes if any(host in pair for pair in chosen)]
+        place = {host: position for position, host in enumerate(hosts)}
+        links = {(place[a], place[b]): crew.links_between(a, b) for a, b in chosen}
+        task = Task(
+            ranks=tuple(crew.nodes[host][0].rank for host in hosts),
+            function="estimator.probe.network:time_pairs",
+            arguments={
+                "pairs": grouped(links, links),
+                "sizes_bytes": list(sizes_bytes),
+                "budget_s": MEASURING_RATIO * slot.planned_s,
+            },
+        )
+        return run_task(self.leader, task, slot)
+
+    def shared_nics(self, slot: Slot) -> str:
+        """As many flows as devices, and two, from one node to another and to several."""
+        crew = slot.crew
+        kind = network_kind(crew.members[0].device.kind)
+        cases = list(_flow_cases(list(crew.nodes.values())))
+        for ranks, note in cases:
+            count = len(ranks) // 2
+            task = Task(
+                ranks=ranks,
+                function="estimator.probe.network:time_flows",
+                arguments={
+                    "flows": [[position, position + count] for position in range(count)],
+                    "sizes_bytes": list(FLOW_SIZES_BYTES),
+                    "budget_s": MEASURING_RATIO * slot.planned_s / len(cases),
+                },
+            )
+            outcome = run_task(self.leader, task, slot)
+            messages = [message for reports in outcome.by_position() for message in reports]
+            if len(messages) == count:
+                reach = crew.reach(*crew.hosts((ranks[0], ranks[-1])))
+                self.findings.network.append(flow_link(kind, reach, messages, note=note))
+            if not outcome.complete:
+                return why_failed(outcome)
+        return ""
+
+    def inside_a_node(self, slot: Slot) -> str:
+        """One pair of devices of rank 0's node for each way in which two of them are near."""
+        members = next(iter(slot.crew.nodes.values()))
+        kind: LinkKind = "d2d" if members[0].device.kind == "cuda" else "loopback"
+        known = {(link.kind, link.reach) for link in (self.base.links if self.base else ())}
+        pairs: dict[Any, tuple[int, int]] = {}
+        for (a, one), (b, two) in permutations(enumerate(members), 2):
+            reach = device_reach(one.device, two.device)
+            if (kind, reach) not in known:
+                pairs.setdefault(reach, (a, b))
+        if not pairs:
+            return ""
+        task = Task(
+            ranks=tuple(member.rank for member in members),
+            function="estimator.probe.network:time_pairs",
+            arguments={
+                "pairs": [[pair] for pair in pairs.values()],
+                "sizes_bytes": list(MESSAGE_SIZES_BYTES),
+                "budget_s": MEASURING_RATIO * slot.planned_s,
+            },
+        )
+        outcome = run_task(self.leader, task, slot)
+        reach_of = {pair: reach for reach, pair in pairs.items()}
+        for reports in outcome.by_position():
+            for message in reports:
+                reach = reach_of[message["from"], message["to"]]
+                self.findings.links.append(pair_link(kind, reach, message))
+        return why_failed(outcome)
+
+
+def _flow_cases(nodes: Sequence[Sequence[Member]]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """(ranks, what they do): senders on the first node, then as many receivers elsewhere."""
+    senders = nodes[0]
+    for count in sorted({len(senders), 2}, reverse=True):
+        sending = tuple(member.rank for member in senders[:count])
+        if len(sending) == count and len(nodes[1]) >= count:
+            receiving = tuple(member.rank for member in nodes[1][:count])
+            yield sending + receiving, f"{count} flows to node {nodes[1][0].host}"
+        if len(sending) == count > 1 and len(nodes) > count:
+            receiving = tuple(node[0].rank for node in nodes[1 : count + 1])
+            yield sending + receiving, f"{count} flows to {count} nodes"
+
+
+def _sent(crew: Crew, outcome: Outcome) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """What senders reported, by nodes (from, to)."""
+    hosts = crew.hosts(outcome.task.ranks)
+    return {
+        (hosts[message["from"]], hosts[message["to"]]): message
+        for reports in outcome.by_position()
+        for message in reports
+    }
+
+
+def _spread_out(pairs: Iterable[tuple[str, str]], count: int) -> list[tuple[str, str]]:
+    """Up to `count` pairs that use every node as rarely as can be."""
+    used: dict[str, int] = {}
+    left = list(pairs)
+    chosen: list[tuple[str, str]] = []
+    while left and len(chosen) < count:
+        best = min(left, key=lambda pair: used.get(pair[0], 0) + used.get(pair[1], 0))
+        left.remove(best)
+        chosen.append(best)
+        for host in best:
+            used[host] = used.get(host, 0) + 1
+    return chosen

@@ -1,0 +1,221 @@
+"""Time collectives over groups of every shape: so many devices on each of so many nodes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from estimator.probe.clocks import SharedClock, Window
+from estimator.probe.collectives import CallTimer, collective_cost
+from estimator.probe.members import Crew
+from estimator.probe.pacing import Pace
+from estimator.probe.ranks import report
+from estimator.profile import CollectiveCost, CollectiveName
+from estimator.units import KIB, MIB
+
+# From DDP's smallest buckets to its largest, its default of 25 MiB among them.
+SIZES_BYTES = (
+    KIB,
+    16 * KIB,
+    128 * KIB,
+    1 * MIB,
+    4 * MIB,
+    16 * MIB,
+    25 * MIB,
+    64 * MIB,
+)
+PAIR_SIZES_BYTES = (64 * KIB, 1 * MIB, 8 * MIB)
+# Calls that take longer are warm after one.
+_LONG_S = 0.25
+
+
+def shapes(crew: Crew) -> Iterator[tuple[int, ...]]:
+    """Groups of ranks worth measuring, the most telling first.
+
+    Everything; one device on each of two, of all, and of three nodes; all devices of two nodes;
+    then the powers of two between. Two nodes in one rack, and two in unlike ones.
+    """
+    nodes = list(crew.nodes.values())
+    per_node, count = crew.devices_per_node, len(nodes)
+    everything = tuple(member.rank for member in crew.members)
+    powers = [1 << power for power in range(2, count.bit_length()) if 1 << power < count]
+    wanted = [(1, 2), (1, count), (per_node, 2), (1, 3), (per_node, 3)]
+    wanted += [(devices, power) for power in powers for devices in (1, per_node)]
+    seen = set()
+    for group in (everything, *(_block(nodes, *shape) for shape in wanted), *_across_racks(crew)):
+        if len(group) > 1 and group not in seen:
+            seen.add(group)
+            yield group
+
+
+def _block(nodes: Sequence[Sequence[Any]], devices: int, count: int) -> tuple[int, ...]:
+    if count > len(nodes):
+        return ()
+    return tuple(member.rank for node in nodes[:count] for member in node[:devices])
+
+
+def _across_racks(crew: Crew) -> Iterator[tuple[int, ...]]:
+    first_of: dict[str, int] = {}
+    for host, members in crew.nodes.items():
+        first_of.setdefault(crew.rack_of(host), members[0].rank)
+    yield tuple(first_of.values())[:2]
+
+
+def shape_words(crew: Crew, group: Sequence[int]) -> str:
+    """A group in words.
+
+    >>> shape_words(Crew(members=()), ())
+    '0 ranks'
+    """
+    hosts = crew.hosts(group)
+    counts = {hosts.count(host) for host in hosts}
+    if len(counts) == 1:
+        return f"{counts.pop()} × {len(set(hosts))} nodes"
+    return f"{len(group)} ranks"
+
+
+def time_shape(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
+    """One rank's share of timing `ops` over its group; called in a process group.
+
+    Reports ``{"op", "windows"}`` after every size, windows being (bytes, entered, left, CPU
+    seconds) on rank 0's clock; with `pairs`, ``{"op", "one", "two"}`` for one all-reduce and for
+    two at once; ``{"op", "unsupported"}`` where the backend lacks the op.
+    """
+    sizes = arguments["sizes_bytes"]
+    group = _Group(world_size, arguments["kind"], max(sizes))
+    end = time.perf_counter() + arguments["budget_s"]
+    parts: list[Callable[[float], None]] = [
+        lambda slice_s, op=op: group.time_op(op, sizes, slice_s)  # type: ignore[misc]
+        for op in arguments["ops"]
+    ]
+    if arguments.get("pairs"):
+        parts.append(lambda slice_s: group.time_pairs(PAIR_SIZES_BYTES, slice_s))
+    for number, part in enumerate(parts):
+        # All-reduces matter most: the first part may take what two later ones may.
+        left = len(parts) - number
+        part((end - time.perf_counter()) * (2 if number == 0 else 1) / (left + (number == 0)))
+
+
+class _Group:
+    """Collectives on this rank's device, in step with the other ranks."""
+
+    def __init__(self, world_size: int, kind: str, largest_bytes: int) -> None:
+        self.timer = CallTimer(world_size, kind, [largest_bytes])
+        self.torch, self.dist = self.timer.torch, self.timer.dist
+        self.clock = SharedClock(self.torch, self.dist, self.timer.device)
+
+    def time_op(self, op: str, sizes_bytes: Sequence[int], slice_s: float) -> None:
+        """Size after size, as far as the time goes."""
+        end = time.perf_counter() + slice_s
+        pace, last_size, last_s = Pace(sizes_bytes), sizes_bytes[0], 0.0
+        self.clock.mark()
+        for number, size in enumerate(sizes_bytes):
+            left_s = self._least(end - time.perf_counter())
+            if not pace.goes_on(number, last_size, last_s, left_s):
+                break
+            calls = self.timer.calls(op, size)
+            try:
+                last_s = self._warm_up(calls, last_s * size / last_size)
+            except (RuntimeError, NotImplementedError) as error:
+                words = " ".join(str(error).split())
+                if "support" not in words and "implement" not in words:
+                    raise
+                report({"op": op, "unsupported": words[:200]})
+                return
+            windows = [
+                (size, *self.timer.timed(calls[turn % len(calls)]))
+                for turn in range(pace.repeats(number, last_s, left_s))
+            ]
+            self.clock.mark()
+            report({"op": op, "windows": self.clock.shifted(windows)})
+            last_size = size
+
+    def time_pairs(self, sizes_bytes: Sequence[int], slice_s: float) -> None:
+        """One all-reduce and two at once, by turns, at each size."""
+        end = time.perf_counter() + slice_s
+        pace, last_size, turn_s = Pace(sizes_bytes), sizes_bytes[0], 0.0
+        for number, size in enumerate(sizes_bytes):
+            first, second = (half[: size // 4] for half in self.timer.halves)
+            left_s = self._least(end - time.perf_counter())
+            if number and not pace.goes_on(max(number, 2), last_size, turn_s, left_s):
+                return
+            self.clock.mark()
+
+            def one(buffer: Any = first) -> None:
+                self.dist.all_reduce(buffer)
+
+            def two(buffers: tuple[Any, Any] = (first, second)) -> None:
+                works = [self.dist.all_reduce(each, async_op=True) for each in buffers]
+                for work in works:
+                    work.wait()
+
+            # A turn is one and then two, which take as long as two more where they share a link.
+            turn_s, last_size = 1.5 * self._warm_up([two], turn_s), size
+            ones: list[Window] = []
+            twos: list[Window] = []
+            for _ in range(pace.repeats(number, turn_s, left_s)):
+                ones.append((size, *self.timer.timed(one)))
+                twos.append((size, *self.timer.timed(two)))
+            self.clock.mark()
+            shifted = self.clock.shifted
+            report({"op": "all_reduce", "one": shifted(ones), "two": shifted(twos)})
+
+    def _least(self, value: float) -> float:
+        """The least of all ranks' values, once all have come."""
+        shared = self.torch.tensor([value], dtype=self.torch.float64, device=self.timer.device)
+        self.dist.all_reduce(shared, op=self.dist.ReduceOp.MIN)
+        return float(shared)
+
+    def _warm_up(self, calls: Sequence[Callable[[], object]], expected_s: float) -> float:
+        """Seconds of one call on the slowest rank, once it runs as it will."""
+        for turn in range(1 if expected_s > _LONG_S else 2):
+            entered, left, _ = self.timer.timed(calls[turn % len(calls)])
+        return -self._least(entered - left)
+
+
+def shape_costs(
+    reports: Sequence[Sequence[Mapping[str, Any]]], backend: str, hosts: Sequence[str]
+) -> tuple[list[CollectiveCost], list[str]]:
+    """Every collective that all ranks timed at two sizes or more, and what is unsupported.
+
+    `reports` are those of each rank, in the order of `hosts`.
+    """
+    costs, notes = [], []
+    shared = list(zip(*reports, strict=False))
+    for op in dict.fromkeys(messages[0]["op"] for messages in shared):
+        own = [messages for messages in shared if messages[0]["op"] == op]
+        for messages in own:
+            if "unsupported" in messages[0]:
+                notes.append(f"{backend} has no {op}: {messages[0]['unsupported']}")
+        timed = [messages for messages in own if "windows" in messages[0]]
+        windows = [
+            [call for messages in timed for call in messages[position]["windows"]]
+            for position in range(len(hosts))
+        ]
+        cost = _cost(op, backend, windows, hosts) if timed else None
+        if cost is not None:
+            pairs = [_pair_ratio(messages) for messages in own if "two" in messages[0]]
+            costs.append(replace(cost, pair_ratio=tuple(pairs)))
+    return costs, notes
+
+
+def _cost(
+    op: CollectiveName, backend: str, windows: list[list[Any]], hosts: Sequence[str]
+) -> CollectiveCost | None:
+    cost = collective_cost(op, backend, windows)
+    if cost is None:
+        return None
+    return replace(cost, nodes=len(set(hosts)), hosts=tuple(hosts))
+
+
+def _pair_ratio(messages: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    def seconds(what: str) -> float:
+        return statistics.median(
+            max(call[2] for call in calls) - max(call[1] for call in calls)
+            for calls in zip(*(message[what] for message in messages), strict=True)
+        )
+
+    return messages[0]["one"][0][0], max(seconds("two") / max(seconds("one"), 1e-9), 1e-3)

@@ -1,0 +1,180 @@
+"""Follow the rings of many placed rows at once: `rings.ring_of`, as columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.placed_columns import PlacedColumns, SiteTable
+from estimator.placement import Site
+from estimator.profile import MachineProfile, PairMatrix
+from estimator.timeline.rings import hop_latency_s
+from estimator.topology import Cluster
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RingColumns:
+    """What the cost of a collective needs to know of each row; see `rings.Ring`.
+
+    `profile` numbers the profile whose measurements cost the row's collectives; `pool` is twice
+    that, and one more for rings over nodes.
+    """
+
+    ranks: Indices
+    nodes: Indices
+    per_node: Indices
+    bytes_per_s: Array
+    latency_s: Array
+    profile: Indices
+    pool: Indices
+
+
+class RingTable:
+    """What rings need of every site, in arrays with one value more, for the site number −1."""
+
+    def __init__(self, table: SiteTable) -> None:
+        sites, self._cluster = table.sites, table.cluster
+        self._nic = table.nic_bytes_per_s
+        self.profiles: list[MachineProfile] = []
+        numbers: dict[int, int] = {}
+        of_site = []
+        for site in sites:
+            if id(site.profile) not in numbers:
+                numbers[id(site.profile)] = len(self.profiles)
+                self.profiles.append(site.profile)
+            of_site.append(numbers[id(site.profile)])
+        self.profile_of: Indices = np.array([*of_site, 0], dtype=np.intp)
+        hops = [hop_latency_s(profile, table.cluster) for profile in self.profiles]
+        self._latency = np.array([hops[number] for number in of_site] + [0.0])
+        self._pairs = _measured_pairs(sites)
+        self._switches = _Switches(sites, table.cluster) if table.cluster else None
+
+    def rings(self, placed: PlacedColumns) -> RingColumns:
+        """The rings of rows that can be placed."""
+        alone = placed.nodes <= 1
+        profile = self._slowest_profile(placed)
+        return RingColumns(
+            ranks=placed.ranks,
+            nodes=np.maximum(placed.nodes, 1),
+            per_node=placed.busy.max(axis=0),
+            bytes_per_s=np.where(alone, math.inf, self._slowest_hop(placed)),
+            latency_s=np.where(alone, 0.0, largest(self._latency, placed.site)),
+            profile=profile,
+            pool=2 * profile + ~alone,
+        )
+
+    def _slowest_profile(self, placed: PlacedColumns) -> Indices:
+        """The profile of the first site with the slowest network, then the most ranks of a node."""
+        width, rows = placed.site.shape
+        if len(self.profiles) <= 1:
+            return np.zeros(rows, dtype=np.intp)
+        # One number that sorts by rate, then by ranks, then by place in the row.
+        rank_of = np.unique(self._nic, return_inverse=True)[1].reshape(-1) + 1
+        rank_of[-1] = len(rank_of) + 1
+        by_rate = rank_of * (int(placed.per_node.max()) + 1) * width
+        least = by_rate[placed.site[0]] - placed.per_node[0] * width
+        for place in range(1, width):
+            key = by_rate[placed.site[place]] - placed.per_node[place] * width + place
+            np.minimum(least, key, out=least)
+        return np.asarray(self.profile_of[placed.site[least % width, np.arange(rows)]])
+
+    def _slowest_hop(self, placed: PlacedColumns) -> Array:
+        """Bytes per second of one flow over the slowest link that the ring crosses."""
+        if self._switches is None:
+            return -largest(-self._nic, placed.site)
+        site = placed.site
+        following = np.vstack([site[1:], site[:1]])
+        following = np.where(following < 0, site[0], following)
+        hop = (site >= 0) & (following != site)
+        rate = self._busiest_nic(placed, hop)
+        for row_of, column_of, rates in self._pairs:
+            measured = rates[row_of[site], column_of[following]]
+            np.minimum(rate, np.where(hop, measured, math.inf).min(axis=0), out=rate)
+        return np.minimum(rate, self._switches.slowest(site, following))
+
+    def _busiest_nic(self, placed: PlacedColumns, hop: NDArray[np.bool_]) -> Array:
+        """A node's network is shared by the flows that leave it, one each time the ring does."""
+        rate = np.where(hop, self._nic[placed.site], math.inf).min(axis=0)
+        rows = placed.repeating
+        if len(rows):
+            site, leaving = placed.site[:, rows], hop[:, rows]
+            shared = np.full(len(rows), math.inf)
+            for each in site:
+                flows = ((site == each) & leaving).sum(axis=0)
+                nic = self._nic[each] / np.maximum(flows, 1)
+                np.minimum(shared, np.where(flows > 0, nic, math.inf), out=shared)
+            rate[rows] = shared
+        return np.asarray(rate)
+
+
+class _Switches:
+    """Which switches are above each node, by depth from the root, and what their uplinks carry."""
+
+    def __init__(self, sites: Sequence[Site], cluster: Cluster) -> None:
+        numbers = {name: number for number, name in enumerate(cluster.switches)}
+        rates = [switch.uplink_bytes_per_s for switch in cluster.switches.values()]
+        self._rates = np.array(
+            [math.inf if rate is None else cluster.payload_bytes_per_s(rate) for rate in rates]
+        )
+        paths = [cluster.switches_above(site.host or "")[::-1] for site in sites]
+        self._above = np.full((max(map(len, paths), default=0), len(sites) + 1), -1, dtype=np.intp)
+        for column, path in enumerate(paths):
+            self._above[: len(path), column] = [numbers[name] for name in path]
+
+    def slowest(self, site: Indices, following: Indices) -> Array:
+        """The least that a flow gets of an uplink: a hop leaves the switches not above its end."""
+        rows, count = site.shape[1], len(self._rates)
+        if not np.isfinite(self._rates).any():
+            return np.full(rows, math.inf)
+        row = np.broadcast_to(np.arange(rows), site.shape)
+        flows = np.zeros(count * rows, dtype=np.intp)
+        for above in self._above:
+            switch = above[site]
+            left = (switch >= 0) & (above[following] != switch)
+            flows += np.bincount(switch[left] * rows + row[left], minlength=count * rows)
+        flows_of = flows.reshape(count, rows)
+        shares = self._rates[:, None] / np.maximum(flows_of, 1)
+        return np.asarray(np.where(flows_of > 0, shares, math.inf).min(axis=0))
+
+
+def _measured_pairs(sites: Sequence[Site]) -> list[tuple[Indices, Indices, Array]]:
+    """For each pair matrix: the row and the column of every site in it, and its rates.
+
+    A hop is looked up in the matrix of the profile of the node that it leaves. The last row and
+    column stand for nodes that are not in the matrix.
+    """
+    matrices: dict[int, PairMatrix] = {}
+    for site in sites:
+        if site.profile.pairs is not None:
+            matrices.setdefault(id(site.profile.pairs), site.profile.pairs)
+    found = []
+    for pairs in matrices.values():
+        places = {host: place for place, host in enumerate(pairs.hosts)}
+        unknown = len(places)
+        columns = [places.get(site.host or "", unknown) for site in sites]
+        rows = [
+            column if site.profile.pairs is pairs else unknown
+            for site, column in zip(sites, columns, strict=True)
+        ]
+        rates = np.full((unknown + 1, unknown + 1), math.inf)
+        known = [
+            [math.inf if rate is None else rate for rate in r] for r in pairs.bandwidth_bytes_per_s
+        ]
+        rates[:unknown, :unknown] = known
+        found.append((np.array([*rows, unknown]), np.array([*columns, unknown]), rates))
+    return found
+
+
+def largest(values: Array, index: Indices) -> Array:
+    """The largest of `values` among each column of `index`; −1 picks the last value."""
+    found = values[index[0]]
+    for each in index[1:]:
+        np.maximum(found, values[each], out=found)
+    return np.asarray(found)

@@ -1,0 +1,250 @@
+"""Answer many allocations at once: the closed form of `fastpath`, over rows instead of one plan.
+
+Rows differ in the classes of their ranks and in their ring. The ready times of an allocation are
+the largest of its classes' ready times, bucket by bucket. Bucket k takes (α + β · size_k) times a
+correction of its own, so the backlog that the buckets from k on leave behind is linear in α, β and
+1/drain: one small matrix product for all the rows that share their corrections.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.graph.ops import OpGraph
+from estimator.placed_columns import PlacedColumns, SiteTable
+from estimator.profile import MachineProfile
+from estimator.timeline.class_table import ClassTable
+from estimator.timeline.collective_columns import (
+    CollectiveColumns,
+    CollectiveTable,
+    OneSize,
+    OverlapTable,
+)
+from estimator.timeline.fastpath import expected_maximum
+from estimator.timeline.ring_columns import RingColumns, RingTable, largest
+from estimator.workload import Strategy
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+# Stands for a drain of nothing: any slack then clears the backlog, and no slack leaves all of it.
+_NO_DRAIN = 1e-300
+# Rows whose buckets are worked on at once, so that the arrays stay in a core's cache.
+_ROWS_AT_ONCE = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt:
+    """Calibration's factors, for all rows or for each; see `coefficients.Coefficients`."""
+
+    compute_ratio: Array | float = 1.0
+    update_ratio: Array | float = 1.0
+    communication_ratio: Array | float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepColumns:
+    """The parts of many steps (see `fastpath.StepParts`), and what their errors and memory are.
+
+    Values named after a program's are those of the slowest class. `merging_error` is the relative
+    error of the all-reduce, 0 for single ranks; `memory_ratio` the largest share of a device's
+    memory in use; `peak_s` the seconds that the model's flops take at the device's peak. `unknown`
+    marks rows over whose network nothing says what an all-reduce costs.
+    """
+
+    forward_s: Array
+    backward_s: Array
+    host_exposed_s: Array
+    communication_exposed_s: Array
+    straggler_s: Array
+    update_s: Array
+    copies_exposed_s: Array
+    kernels_variance_s2: Array
+    host_error: Array
+    update_error: Array
+    merging_error: Array
+    memory_bytes: Array
+    memory_ratio: Array
+    peak_s: Array
+    unknown: NDArray[np.bool_]
+
+
+class StepTables:
+    """What the steps of one graph need of every site numbered so far.
+
+    `fits_target` says of which sites the graph was traced for their kind of device.
+    """
+
+    def __init__(
+        self, graph: OpGraph, table: SiteTable, strategy: Strategy, accumulation_steps: int
+    ) -> None:
+        self._rings = RingTable(table)
+        self._classes = ClassTable(graph, table, strategy, accumulation_steps)
+        self._buffer_bytes = float(graph.buffer_bytes)
+        self._expected = _ExpectedMaxima()
+        self._merging: _Merging | None = None
+        kinds = [site.profile.kind == graph.target for site in table.sites]
+        self.fits_target = np.array([*kinds, True])
+
+    def columns(self, placed: PlacedColumns, batch: Indices | int, learnt: Learnt) -> StepColumns:
+        """The steps of rows that can be placed; `batch` of all rows or of each, 0 as traced."""
+        rings = self._rings.rings(placed)
+        classes = self._classes.numbers(placed, batch)
+        values = self._classes.values
+        slowest, lane_s = _first_largest(classes, values["lane_s"][classes])
+        after_s = values["copy_back_s"][classes] + values["update_s"][classes] * learnt.update_ratio
+        last, _ = _first_largest(classes, after_s)
+        waiting_s, unknown, error = self._waiting(rings, classes, lane_s, learnt)
+        compute = learnt.compute_ratio
+        spread = np.where(rings.ranks > 1, largest(values["spread_ratio"], classes), 0.0)
+        return StepColumns(
+            forward_s=values["forward_s"][slowest] * compute,
+            backward_s=values["backward_s"][slowest] * compute,
+            host_exposed_s=values["host_s"][slowest] * compute,
+            communication_exposed_s=waiting_s,
+            straggler_s=lane_s * compute * spread * self._expected.of(rings.ranks),
+            update_s=values["update_s"][last] * learnt.update_ratio,
+            copies_exposed_s=values["copies_s"][slowest] * compute + values["copy_back_s"][last],
+            kernels_variance_s2=values["kernels_variance_s2"][slowest] * compute**2,
+            host_error=values["host_error"][slowest],
+            update_error=values["update_error"][slowest],
+            merging_error=error,
+            memory_bytes=values["memory_bytes"][slowest],
+            memory_ratio=largest(values["memory_ratio"], classes),
+            peak_s=values["peak_s"][slowest],
+            unknown=unknown,
+        )
+
+    def _waiting(
+        self, rings: RingColumns, classes: Indices, lane_s: Array, learnt: Learnt
+    ) -> tuple[Array, NDArray[np.bool_], Array]:
+        """(exposed communication, whether its cost is unknown, its relative error) of each row."""
+        several = rings.ranks > 1
+        if not several.any():
+            nothing = np.zeros(len(several))
+            return nothing, np.zeros(len(several), dtype=bool), nothing
+        if self._merging is None:
+            self._merging = _Merging(
+                self._rings.profiles, self._classes.bucket_bytes, self._buffer_bytes
+            )
+        merging = self._merging
+        reduce = merging.reduce.columns(rings)
+        exposed, slowdown = merging.overlaps.columns(rings, merging.whole.times_s(reduce))
+        drain = np.maximum(slowdown - exposed, _NO_DRAIN)
+        total_s, backlog_s = merging.backlog(
+            self._classes.ready_s,
+            classes,
+            lane_s,
+            learnt.compute_ratio / drain,
+            reduce,
+            learnt.communication_ratio,
+        )
+        waiting_s = exposed * (total_s - backlog_s) + backlog_s
+        if self._buffer_bytes:
+            waiting_s += merging.broadcast_s(rings) * learnt.communication_ratio
+        return (
+            np.where(several, waiting_s, 0.0),
+            reduce.unknown & several,
+            np.where(several, reduce.relative_error, 0.0),
+        )
+
+
+class _Merging:
+    """What merging the gradients of a graph costs, by the profiles of the sites."""
+
+    def __init__(
+        self, profiles: Sequence[MachineProfile], bucket_bytes: Array, buffer_bytes: float
+    ) -> None:
+        self.reduce = CollectiveTable(profiles, "all_reduce")
+        self.whole = OneSize(self.reduce, float(bucket_bytes.sum()))
+        self.overlaps = OverlapTable(profiles, float(bucket_bytes.sum()))
+        self._broadcast = CollectiveTable(profiles, "broadcast")
+        self._buffers = OneSize(self._broadcast, buffer_bytes)
+        # For bucket k, the factors of α and of β in t_k + … + t_K: (references, k, 2).
+        corrections = self.reduce.corrections(bucket_bytes)
+        factors = np.stack([corrections, corrections * bucket_bytes], axis=2)
+        self._suffixes = np.cumsum(factors[:, ::-1], axis=1)[:, ::-1]
+        count = len(bucket_bytes)
+        self._by_row = np.empty((2, _ROWS_AT_ONCE, count))
+        self._by_bucket = np.empty((2, count, _ROWS_AT_ONCE))
+
+    def broadcast_s(self, rings: RingColumns) -> Array:
+        """Seconds of sending the buffers of rank 0, 0 where nothing says what that takes."""
+        columns = self._broadcast.columns(rings)
+        return np.where(columns.unknown, 0.0, self._buffers.times_s(columns))
+
+    def backlog(
+        self,
+        ready_s: Array,
+        classes: Indices,
+        lane_s: Array,
+        per_drain: Array,
+        reduce: CollectiveColumns,
+        learnt: Array | float,
+    ) -> tuple[Array, Array]:
+        """(all collectives, those left when compute ends) in seconds; see `fastpath`."""
+        total_s, left_s = np.zeros(len(lane_s)), np.zeros(len(lane_s))
+        if not self._suffixes.shape[1]:
+            return total_s, left_s
+        line = np.stack([reduce.alpha_s * learnt, reduce.beta_s_per_byte * learnt])
+        for reference, rows in _alike(reduce.reference):
+            latest_s, other_s = self._by_row[:, : len(rows)]
+            behind_s, merging_s = self._by_bucket[:, :, : len(rows)]
+            ready_s.take(classes[0, rows], axis=0, out=latest_s, mode="clip")
+            for others in classes[1:, rows]:
+                ready_s.take(others, axis=0, out=other_s, mode="clip")
+                np.maximum(latest_s, other_s, out=latest_s)
+            latest_s -= lane_s[rows, None]
+            np.multiply(latest_s.T, per_drain[rows], out=behind_s)
+            suffixes = self._suffixes[reference]
+            behind_s += np.matmul(suffixes, line[:, rows], out=merging_s)
+            left_s[rows] = np.maximum(behind_s.max(axis=0), 0.0)
+            total_s[rows] = merging_s[0]
+        return total_s, left_s
+
+
+def _alike(reference: Indices) -> Iterator[tuple[int, Indices]]:
+    """(reference, some rows that have it), together all rows."""
+    order = np.argsort(reference.astype(np.int16), kind="stable")
+    in_order = reference[order]
+    ends = np.append(np.flatnonzero(np.diff(in_order)) + 1, len(order)).tolist()
+    first = 0
+    for end in ends:
+        for start in range(first, end, _ROWS_AT_ONCE):
+            yield int(in_order[first]), order[start : min(start + _ROWS_AT_ONCE, end)]
+        first = end
+
+
+def _first_largest(index: Indices, keys: Array) -> tuple[Indices, Array]:
+    """(index of the first largest key, that key) of each column."""
+    largest_key, chosen = keys[0].copy(), index[0]
+    for each, key in zip(index[1:], keys[1:], strict=True):
+        larger = key > largest_key
+        chosen = np.where(larger, each, chosen)
+        np.maximum(largest_key, key, out=largest_key)
+    return chosen, largest_key
+
+
+class _ExpectedMaxima:
+    """`fastpath.expected_maximum` of the numbers of ranks met so far."""
+
+    def __init__(self) -> None:
+        self._known: Array = np.full(1, math.nan)
+
+    def of(self, ranks: Indices) -> Array:
+        """The expected maximum for each number of ranks."""
+        most = int(ranks.max(initial=0))
+        if most >= len(self._known):
+            more = np.full(2 * most + 1 - len(self._known), math.nan)
+            self._known = np.concatenate([self._known, more])
+        found = self._known[ranks]
+        if np.isnan(found).any():
+            for missing in np.unique(ranks[np.isnan(found)]).tolist():
+                self._known[missing] = expected_maximum(missing)
+            found = self._known[ranks]
+        return found

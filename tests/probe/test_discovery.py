@@ -1,0 +1,118 @@
+"""Launchers say which rank this is by environment variables, each in its own words."""
+
+from __future__ import annotations
+
+import pytest
+
+from estimator.errors import ProbeError
+from estimator.probe.discovery import discover, interface_of, own_address_towards
+from estimator.probe.launchers import launch_text
+
+
+def test_torchrun_says_where_its_own_store_is() -> None:
+    place = discover(
+        {
+            "RANK": "5",
+            "WORLD_SIZE": "8",
+            "LOCAL_RANK": "1",
+            "MASTER_ADDR": "a1",
+            "MASTER_PORT": "29400",
+            "TORCHELASTIC_RESTART_COUNT": "2",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+    )
+    assert place is not None
+    assert (place.rank, place.world_size, place.local_rank) == (5, 8, 1)
+    assert (place.master_address, place.master_port) == ("a1", 29400)
+    assert (place.attempt, place.has_store) == ("2", True)
+
+
+def test_slurm_names_rank_0s_node_first_in_its_list() -> None:
+    step = {
+        "SLURM_JOB_ID": "123456",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "3",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NODELIST": "gpu[07,09-11],login1",
+        # srun sets these too, for programs that speak PMI.
+        "PMI_RANK": "3",
+        "PMI_SIZE": "4",
+    }
+    place = discover(step)
+    assert place is not None
+    assert (place.launcher, place.rank, place.world_size, place.local_rank) == ("slurm", 3, 4, 1)
+    assert place.master_address == "gpu07"
+    # 12,000 ports from 20,000 on: 123456 = 10 · 12000 + 3456.
+    assert place.master_port == 23456
+
+
+def test_sbatch_alone_is_no_launcher() -> None:
+    # In the batch script there is a job and no step.
+    assert discover({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
+
+
+def test_open_mpi_on_several_nodes_needs_the_masters_address() -> None:
+    ranks = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    }
+    with pytest.raises(ProbeError, match="export MASTER_ADDR"):
+        discover(ranks)
+    place = discover({**ranks, "MASTER_ADDR": "n0"})
+    assert place is not None
+    assert (place.launcher, place.rank, place.local_rank) == ("openmpi", 1, 0)
+    # On one node there is nothing to say.
+    alone = discover({**ranks, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+    assert alone is not None
+    assert alone.master_address == "127.0.0.1"
+
+
+def test_hydra_ranks_are_found_by_pmi() -> None:
+    place = discover(
+        {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MASTER_ADDR": "n0"}
+    )
+    assert place is not None
+    assert (place.launcher, place.rank, place.local_rank) == ("pmi", 2, 0)
+
+
+def test_without_a_launcher_there_is_no_place() -> None:
+    assert discover({"PATH": "/bin"}) is None
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "a"},
+        {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"},
+        {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+    ],
+)
+def test_half_a_launcher_is_refused_in_one_sentence(environment: dict[str, str]) -> None:
+    with pytest.raises(ProbeError) as caught:
+        discover(environment)
+    assert len(str(caught.value)) > 30
+
+
+def test_the_loopback_interface_has_the_address_that_leads_to_it() -> None:
+    assert own_address_towards("127.0.0.1") == "127.0.0.1"
+    assert interface_of("127.0.0.1") in ("lo", None)  # None: this system does not tell
+    assert interface_of("192.0.2.1") is None  # reserved for documentation, RFC 5737
+
+
+def test_launch_texts_start_as_many_ranks_as_there_are_devices() -> None:
+    def text(cluster: str, on_gpus: bool = True) -> str:
+        options = ("--name", "my type", "--budget", "60")
+        return launch_text(cluster, nodes=3, devices=4, on_gpus=on_gpus, options=options)  # type: ignore[arg-type]
+
+    assert "--nodes=3 --ntasks-per-node=4 --gpus-per-node=4" in text("slurm")
+    assert "gpus" not in text("slurm", on_gpus=False)
+    assert "-np 12 " in text("mpi")
+    assert "completions: 3" in text("k8s")
+    assert "--nproc-per-node 4" in text("k8s")
+    assert "nvidia.com/gpu" not in text("k8s", on_gpus=False)
+    assert all("--name 'my type'" in text(cluster) for cluster in ("slurm", "mpi", "k8s"))
