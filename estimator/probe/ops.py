@@ -127,7 +127,7 @@ def _replay(
             part="replay",
             function="estimator.probe.replay:replay",
             budget_s=budget_s,
-            arguments={"plan": plan},
+            arguments={"plan": plan, "usual_canary_s": profile.canary_s},
         ),
     ]
     run_jobs(device, jobs, take)

@@ -17,39 +17,73 @@ from estimator.probe.calls import (
     torch_dtype,
 )
 from estimator.probe.jobs import Emit
-from estimator.probe.kernels import spread_ratio
+from estimator.probe.kernels import canary_s, spread_ratio
 from estimator.tensors import OpCall, TensorSpec, decode_tree
 
 _WARM_UPS, _LEAST_PASSES, _MOST_PASSES = 2, 5, 15
 # Once there are enough passes, more are made until this share of the time is left.
 _SPARED_SHARE = 0.5
+# A pass counts as disturbed by others where the canary beside it takes this much longer than the
+# quickest; passes beyond the most wanted are then made for this share of the time at most.
+_DISTURBED_RATIO = 1.15
+_WAITING_SHARE = 0.25
 _MASK_TRUE_RATIO = 0.9
 _REASON_LENGTH = 160
 
 
-def replay(backend: Backend, emit: Emit, *, budget_s: float, plan: Mapping[str, Any]) -> None:
-    """Emit ``timings`` rows [call, seconds, spread] and ``skipped`` rows [call, reason]."""
+def replay(
+    backend: Backend,
+    emit: Emit,
+    *,
+    budget_s: float,
+    plan: Mapping[str, Any],
+    usual_canary_s: float | None = None,
+) -> None:
+    """Emit ``timings`` rows [call, seconds, spread] and ``skipped`` rows [call, reason].
+
+    Passes beside which the canary ran slow, by the quickest seen here or the profile's
+    `usual_canary_s`, are left out where enough others are made within the time.
+    """
     import torch
 
-    end = time.monotonic() + budget_s
+    begin = time.monotonic()
     torch.manual_seed(0)
-    step = _Step(backend, plan, end)
+    step = _Step(backend, plan, begin + budget_s)
+    canaries: list[float] = []
     # Grad mode on and nothing requiring gradients: what runs below autograd in a training step.
     with torch.enable_grad():
         last_s = 0.0
-        for number in range(_WARM_UPS + _MOST_PASSES):
-            left_s = end - time.monotonic()
-            enough = number >= _WARM_UPS + _LEAST_PASSES
-            if enough and left_s < _SPARED_SHARE * budget_s:
+        while True:
+            started = time.monotonic()
+            spent_s = started - begin
+            quiet = len(quiet_passes(canaries[_WARM_UPS:], usual_canary_s))
+            if _is_enough(len(canaries) - _WARM_UPS, quiet, spent_s / budget_s):
                 break
-            if number and left_s < last_s:
+            if canaries and budget_s - spent_s < last_s:
                 break
-            begin = time.monotonic()
             if not step.run():
                 break
-            last_s = time.monotonic() - begin
-            emit({"fraction": (number + 1) / (_WARM_UPS + _MOST_PASSES)})
-    emit({"timings": step.summary(), "skipped": step.skipped()})
+            canaries.append(canary_s(backend))
+            last_s = time.monotonic() - started
+            emit({"fraction": min(len(canaries) / (_WARM_UPS + _MOST_PASSES), 1.0)})
+    quiet_only = quiet_passes(canaries[_WARM_UPS:], usual_canary_s)
+    emit({"timings": step.summary(quiet_only), "skipped": step.skipped()})
+
+
+def quiet_passes(canaries_s: Sequence[float], usual_s: float | None) -> list[int]:
+    """Numbers of the passes beside which the canary took no longer than it should."""
+    if not canaries_s:
+        return []
+    quickest_s = min(*canaries_s, usual_s or canaries_s[0])
+    return [n for n, each in enumerate(canaries_s) if each <= _DISTURBED_RATIO * quickest_s]
+
+
+def _is_enough(passes: int, quiet: int, spent_share: float) -> bool:
+    if passes < _LEAST_PASSES:
+        return False
+    if spent_share >= _SPARED_SHARE or quiet >= _MOST_PASSES:
+        return True
+    return passes >= _MOST_PASSES and spent_share >= _WAITING_SHARE
 
 
 class _Step:
@@ -127,12 +161,17 @@ class _Step:
         for value in freed:
             live.pop(value, None)
 
-    def summary(self) -> list[list[float]]:
-        """[call, mean over occurrences of the median over passes, mean spread]."""
+    def summary(self, quiet: Sequence[int]) -> list[list[float]]:
+        """[call, mean over occurrences of the median over the quiet passes, mean spread].
+
+        With less than the least number of quiet passes, all count.
+        """
         medians: dict[int, list[float]] = {}
         spreads: dict[int, list[float]] = {}
         for (index, timed, *_), samples in zip(self.ops, self.samples, strict=True):
             steady = samples[_WARM_UPS:] or samples
+            if len(quiet) >= _LEAST_PASSES:
+                steady = [steady[number] for number in quiet]
             if timed < 0 or index in self.failed or not steady:
                 continue
             medians.setdefault(timed, []).append(statistics.median(steady))

@@ -13,7 +13,7 @@ from estimator.probe import ops as ops_module
 from estimator.probe.backend import CpuBackend
 from estimator.probe.inventory import core_groups, read_cpu
 from estimator.probe.ops import distinct_calls, index_bounds, measure_ops, replay_plan
-from estimator.probe.replay import make_tensor, replay
+from estimator.probe.replay import make_tensor, quiet_passes, replay
 from estimator.probe.timing_store import TimingStore
 from estimator.profile import MachineProfile, Provenance
 from estimator.tensors import OpCall, TensorSpec
@@ -137,6 +137,13 @@ def test_a_replay_times_every_call_and_names_what_it_cannot_run() -> None:
     ((number, reason),) = last["skipped"]  # type: ignore[misc]
     assert number == 1
     assert "no_such_operator" in reason
+
+
+def test_passes_beside_a_slow_canary_are_left_out() -> None:
+    assert quiet_passes([1.0, 1.1, 1.4, 1.05], None) == [0, 1, 3]
+    assert quiet_passes([1.0, 1.1, 1.4, 1.05], 0.9) == [0]  # 1.15 · 0.9 = 1.035
+    assert quiet_passes([1.0, 1.1], 2.0) == [0, 1]
+    assert quiet_passes([], 1.0) == []
 
 
 def test_measured_calls_are_kept_and_not_run_again(
