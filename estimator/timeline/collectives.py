@@ -44,6 +44,8 @@ RING_ROUNDS: dict[str, Callable[[Any], Any]] = {
 # What a formula misses by where nothing of its kind was measured, and per factor of e between the
 # measured group and the one asked for.
 FORMULA_ERROR = 0.3
+# Points on a line beyond the largest measured, each four times the one before.
+_FURTHER_POINTS = 5
 ERROR_PER_E = 0.2
 
 
@@ -158,12 +160,12 @@ def line(
     if inner is not None and ring.per_node > 1:
         latency_s, rate = max(latency_s, inner.latency_s), min(rate, inner.bytes_per_s)
     rounds = rounds_of(op, ring.ranks, ring.nodes, kind)
-    return rounds * latency_s, RING_SHARE[op](ring.ranks) / rate
+    return float(rounds * latency_s), float(RING_SHARE[op](ring.ranks) / rate)
 
 
-def rounds_of(op: CollectiveName, ranks: int, nodes: int, kind: DeviceKind) -> float:
-    """Rounds of latency: gloo's (ring) on CPUs, NCCL's on GPUs."""
-    return float(nccl_rounds(op, ranks, nodes)) if kind == "cuda" else RING_ROUNDS[op](ranks)
+def rounds_of(op: CollectiveName, ranks: Any, nodes: Any, kind: DeviceKind) -> Any:
+    """Rounds of latency of one group or of an array: gloo's (ring) on CPUs, NCCL's on GPUs."""
+    return nccl_rounds(op, ranks, nodes) if kind == "cuda" else RING_ROUNDS[op](ranks)
 
 
 _of_profile: OrderedDict[
@@ -193,7 +195,7 @@ def _inner_links(costs: Sequence[CollectiveCost], profile: MachineProfile) -> In
     if local:
         cost = min(local, key=lambda item: item.group_size)
         return InnerLinks(
-            latency_s=cost.latency_s / rounds_of(cost.op, cost.group_size, 1, profile.kind),
+            latency_s=cost.latency_s / float(rounds_of(cost.op, cost.group_size, 1, profile.kind)),
             bytes_per_s=cost.bandwidth_bytes_per_s * RING_SHARE[cost.op](cost.group_size),
         )
     direct = [link for link in profile.links if link.kind in ("d2d", "nvlink", "pcie")]
@@ -211,9 +213,24 @@ def _reference(
     nic = nic_of(profile)
     ring = ring_between(cost, network, nic, profile.pairs)
     alpha_s, beta = line(cost.op, ring, inner, profile.kind)
-    sizes, seconds = np.array(monotone(cost.points)).T
+    sizes, seconds = _extended(*np.array(monotone(cost.points)).T, beta)
     corrections = Corrections(np.log(sizes), np.log(seconds / (alpha_s + beta * sizes)))
     return Reference(cost, corrections, cost.provenance.relative_error or 0.1)
+
+
+def _extended(sizes: Array, seconds: Array, beta: float) -> tuple[Array, Array]:
+    """Points with some beyond the largest, on a line: a ratio to the formula would not hold there.
+
+    A formula that is off in its latency is off by ever less as sizes rise. The line's slope is
+    that of the points, as far as the largest of them is more than its latency, else the formula's.
+    """
+    first_s, last_s = seconds[0], seconds[-1]
+    trust = max(0.0, 1.0 - 2.0 * first_s / last_s)
+    measured = (last_s - first_s) / max(sizes[-1] - sizes[0], 1.0)
+    slope = trust * measured + (1.0 - trust) * beta
+    further = sizes[-1] * 4.0 ** np.arange(1, _FURTHER_POINTS + 1)
+    line_s = last_s + slope * (further - sizes[-1])
+    return np.append(sizes, further), np.append(seconds, line_s)
 
 
 def network_latency_s(profile: MachineProfile) -> float:

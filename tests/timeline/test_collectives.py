@@ -44,11 +44,19 @@ def test_between_sizes_the_correction_of_the_formula_is_interpolated_on_logarith
     assert model.time_s(1e5) == pytest.approx(2e-4 * math.sqrt((0.1 / 0.11) * (10 / 1.1)))
 
 
-def test_beyond_the_largest_size_its_correction_holds() -> None:
-    # The fit says 10.1 ms where 10 ms were measured, and 40.1 ms at four times the size.
-    model = collective_model(_profile((1e6, 1e-3), (1e7, 1e-2)), "all_reduce", one_node(2))
+def test_beyond_the_largest_size_time_rises_on_the_line_of_the_points() -> None:
+    # The formula says 1.1 ms for 1 MB; a latency that was measured too long is no rate.
+    model = collective_model(_profile((1e3, 1e-9), (1e6, 1e-3)), "all_reduce", one_node(2))
     assert model is not None
-    assert model.time_s(4e7) == pytest.approx(0.0401 * 10 / 10.1)
+    assert model.time_s(4e6) == pytest.approx(4e-3, rel=1e-2)
+    assert model.time_s(1e9) == pytest.approx(1.0, rel=1e-2)
+
+
+def test_beyond_points_of_mere_latency_time_rises_as_the_formula_says() -> None:
+    # 1 GB/s: 4 MB take 4 ms more than 4 kB, whatever the slope of two latencies.
+    model = collective_model(_profile((1e3, 2e-3), (4e3, 2.1e-3)), "all_reduce", one_node(2))
+    assert model is not None
+    assert model.time_s(4**5 * 4e3) == pytest.approx(2.1e-3 + (4**5 - 1) * 4e-6, rel=1e-9)
 
 
 def test_a_smaller_message_never_takes_longer_than_a_larger_one() -> None:
