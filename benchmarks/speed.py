@@ -1,17 +1,28 @@
-"""Time the one-time look at a model (P1), a warm estimate (P2) and start-up (P6) of TARGETS."""
+"""Time what TARGETS bounds: the look at a model (P1), estimates (P2–P4) and start-up (P6).
+
+    python benchmarks/speed.py [--parts looks one many memory timeline start-up] [--json]
+    python benchmarks/speed.py --picture docs/speed.svg
+
+P2 to P4 run in one thread and are given in seconds of its CPU, since others share the machine.
+`--adaptdl PYTHON` names an interpreter that has AdaptDL (pip install adaptdl), whose goodput
+function is then timed beside ours; without it the same published form (Pollux, OSDI 2020, section
+3.2) is, as written here.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 QUIET: dict[str, Any] = {"check": True, "capture_output": True}
 GPT2_SMALL = "hf:gpt2"
@@ -19,42 +30,84 @@ LLAMA_70B = (
     "hf:llama,hidden_size=8192,intermediate_size=28672,num_hidden_layers=80,"
     "num_attention_heads=64,num_key_value_heads=8,vocab_size=128256"
 )
+# One line of the report: value, unit, bound (None: told beside the others).
+Found = dict[str, tuple[float, str, float | None]]
 
 
 def main() -> None:
     """Run the parts asked for and print one line each, or one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=10**6)
+    parser.add_argument("--adaptdl", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", choices=("look", "llama"), help=argparse.SUPPRESS)
+    parser.add_argument("--picture", metavar="FILE", help="only draw cost against size")
+    parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child = {"look": look_ratio, "llama": look_at_llama}[options.child]
-        print(json.dumps(child(options.repeats)))
+        print(json.dumps(CHILDREN[options.child](options)))
         return
-    found: dict[str, Any] = {}
+    if options.picture:
+        from speed_picture import draw
+
+        draw(options.picture)
+        return
+    found: Found = {}
     for part in options.parts:
-        found.update(PARTS[part](options.repeats))
+        found.update(PARTS[part](options))
     if options.json:
         print(json.dumps(found))
-    else:
-        for name, (value, unit, bound) in found.items():
-            print(f"{name:<48} {value:>9.3f} {unit:<5} target <= {bound:g}")
+        return
+    for name, (value, unit, bound) in found.items():
+        print(f"{name:<58} {value:>10.3f} {unit:<5}" + (f" target <= {bound:g}" if bound else ""))
 
 
-def in_child(name: str, repeats: int) -> dict[str, Any]:
+def in_child(
+    name: str, options: argparse.Namespace, python: str = sys.executable, rows: int | None = None
+) -> Any:
     """Run a part in a process of its own, so that memory and imports are its own."""
-    command = [sys.executable, __file__, "--child", name, "--repeats", str(repeats)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return found
+    command = [python, __file__, "--child", name, "--repeats", str(options.repeats)]
+    command += ["--rows", str(rows or options.rows)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{result.stderr}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Wall seconds of one call."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def cpu_seconds(call: Callable[[], Any]) -> float:
+    """Seconds of one call in which this thread computes."""
+    began = time.thread_time()
+    call()
+    return time.thread_time() - began
+
+
+def medians(calls: Iterable[Callable[[], Any]], groups: int = 5) -> float:
+    """The least of some medians of calls: what shares the machine slows whole stretches."""
+    times = [cpu_seconds(call) for call in calls]
+    size = max(len(times) // groups, 1)
+    return min(
+        statistics.median(times[first : first + size])
+        for first in range(0, len(times) - size + 1, size)
+    )
 
 
 # P1
 
 
-def look_ratio(repeats: int) -> dict[str, Any]:
+def looks(options: argparse.Namespace) -> Found:
+    """P1."""
+    return in_child("look", options) | in_child("llama", options)
+
+
+def look_ratio(options: argparse.Namespace) -> Found:
     """GPT-2-small: the whole look beside a bare fake forward and backward, interleaved."""
     import torch
 
@@ -66,13 +119,13 @@ def look_ratio(repeats: int) -> dict[str, Any]:
     first = seconds(lambda: trace_graph(model, batch))
     bare_fake_step(model, batch)
     looks, bares = [], []
-    for _ in range(repeats):
+    for _ in range(options.repeats):
         bares.append(seconds(lambda: bare_fake_step(model, batch)))
         looks.append(seconds(lambda: trace_graph(model, batch)))
     look, bare = statistics.median(looks), statistics.median(bares)
     return {
         "P1 look / bare fake step, GPT-2-small": (look / bare, "x", 6),
-        "P1 bare fake step, GPT-2-small": (bare, "s", 0.43),
+        "P1 bare fake step, GPT-2-small": (bare, "s", None),
         "P1 look at GPT-2-small, warm": (look, "s", 3),
         "P1 look at GPT-2-small, first in the process": (first, "s", 3),
     }
@@ -92,7 +145,7 @@ def bare_fake_step(model: Any, batch: Any) -> None:
             model(**fakes).loss.backward()
 
 
-def look_at_llama(_repeats: int) -> dict[str, Any]:
+def look_at_llama(_options: argparse.Namespace) -> Found:
     """Llama-70B built without memory: seconds and resident memory of the whole process."""
     import torch
 
@@ -102,49 +155,160 @@ def look_at_llama(_repeats: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     model, batch, _, _ = load_model(LLAMA_70B, batch=1, seq_len=2048, weights=False)
     look = seconds(lambda: trace_graph(model, batch))
-    resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "P1 look at Llama-70B": (look, "s", 30),
-        "P1 resident memory, Llama-70B": (resident_bytes / 2**30, "GiB", 3),
+        "P1 resident memory, Llama-70B": (resident_bytes() / 2**30, "GiB", 3),
     }
 
 
-def looks(repeats: int) -> dict[str, Any]:
-    """P1."""
-    return in_child("look", repeats) | in_child("llama", repeats)
+def resident_bytes() -> int:
+    """The most memory this process has held."""
+    # getrusage's maximum begins with what the parent held.
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError("/proc/self/status has no VmHWM; run this on Linux")
 
 
-# P2
+# P2, P3 and what others take
 
 
-def estimates(repeats: int) -> dict[str, Any]:
-    """A warm estimate of a parsed allocation not seen before, on the local machine's profile."""
-    import torch
+def one(options: argparse.Namespace) -> Found:
+    """P2: warm estimates of allocations not seen before, parsed and as text."""
+    from speed_cases import STRATEGY, Machines, model
 
-    import estimator
+    from estimator import Allocation, estimate
 
-    profile_name = "local"
+    machines, ask = Machines(), partial(estimate, model(), strategy=STRATEGY)
+    shapes = ((1, 4), (8, 4), (64, 4), (64, 16))
+    parsed_s, text_s, other_s = ({shape: [] for shape in shapes} for _ in range(3))
+    for turn in range(options.repeats + 1):
+        for shape in shapes:
+            texts = machines.texts(300, groups=shape[0], machines=shape[1])
+            parsed = [Allocation.parse(text) for text in texts[:150]]
+            other = in_child("goodput", options, options.adaptdl, rows=1000)
+            times = (medians(partial(ask, each) for each in some) for some in (parsed, texts[150:]))
+            # The first turn compiles what each machine runs.
+            for found, value in zip(
+                (parsed_s, text_s, other_s), (*times, other["one_s"]), strict=True
+            ):
+                found[shape] += [value] * (turn > 0)
+    found: Found = {}
+    for shape in shapes:
+        one_s, groups = min(parsed_s[shape]), shape[0]
+        name = f"P2 one estimate, {groups} groups of {shape[1]} machine types"
+        more_s = (min(text_s[shape]) - one_s) / groups
+        found[name] = (one_s * 1e6, "µs", 100)
+        found[f"{name}, more as text, a group"] = (more_s * 1e6, "µs", 2)
+        found[f"{name} / {other['source']}"] = (one_s / min(other_s[shape]), "x", None)
+    return found
+
+
+def many(options: argparse.Namespace) -> Found:
+    """P3: distinct allocations, uneven and mixed, batches varying, as columns and as texts."""
+    from speed_cases import STRATEGY, Machines, columns, model, texts
+
+    from estimator import estimate_many
+
+    rows, graph, _machines = options.rows, model(), Machines()
+    asked, batches = columns(rows)
+    lines = list(texts(rows))
+    other = in_child("goodput", options, options.adaptdl)
+
+    def row_s(allocations: Any) -> list[float]:
+        call = partial(estimate_many, graph, allocations, batch_per_gpu=batches, strategy=STRATEGY)
+        return [cpu_seconds(call) / rows for _ in range(options.repeats + 1)]
+
+    compiling_s, *column_s = row_s(asked)
+    text_s = row_s(lines)
+    best = min(column_s)
+    return {
+        f"P3 a row of {rows:.0e} as columns, least of {len(column_s)}": (best * 1e6, "µs", 0.5),
+        "P3 a row as columns, median": (statistics.median(column_s) * 1e6, "µs", 0.5),
+        "P3 a row as columns, compiling its classes first": (compiling_s * 1e6, "µs", None),
+        f"P3 a row as text, least of {len(text_s)}": (min(text_s) * 1e6, "µs", 2),
+        "P3 a row as text, median": (statistics.median(text_s) * 1e6, "µs", 2),
+        f"P3 a row / {other['source']}": (best / other["row_s"], "x", None),
+    }
+
+
+def goodput(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a throughput model that knows ranks, nodes and batch alone: one and a row."""
     try:
-        estimator.load_profile(profile_name)
-    except LookupError:
-        print("P2 needs a profile: run 'estimator probe' first", file=sys.stderr)
-        return {}
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(50)))
-    graph = estimator.trace_model(model, torch.randn(8, 64))
-    shapes = [(nodes, devices) for nodes in range(1, 65) for devices in (1, 2)]
-    allocations = [
-        estimator.Allocation.parse(f"{nodes}x{devices}:{profile_name}") for nodes, devices in shapes
-    ]
-    times = []
-    for allocation in allocations:
-        times.append(seconds(partial(estimator.estimate, graph, allocation)))
-    return {"P2 one estimate, warm": (statistics.median(times) * 1e6, "µs", 100)}
+        from adaptdl.goodput import GoodputFunction
+
+        call: Callable[..., Any] = GoodputFunction((1, 1, 1, 1, 1, 1, 2), (1, 1), 1).evaluate
+        source = "AdaptDL"
+    except ImportError:
+        call, source = pollux_throughput, "Pollux form"
+    sizes = np.arange(options.rows)
+    nodes = 1 + sizes % 64
+    batch = 4 + sizes % 29
+    ones = [partial(call, 1 + i % 9, 9 + i, 4 + i % 29, 0) for i in range(2000)]
+    rows = [cpu_seconds(partial(call, nodes, nodes * 8, batch, 0)) for _ in range(options.repeats)]
+    return {"one_s": medians(ones), "row_s": min(rows) / len(sizes), "source": source}
+
+
+def pollux_throughput(nodes: Any, replicas: Any, batch: Any, accumulation: int) -> Any:
+    """Samples per second: T = (T_grad^γ + T_sync^γ)^(1/γ), Pollux (OSDI 2020), section 3.2."""
+    grad_s = 1.0 + 1.0 * batch
+    sync_s = np.where(replicas > 1, np.where(nodes > 1, 1.0, 0.5) * (1 + 0.1 * (replicas - 2)), 0)
+    step_s = accumulation * grad_s + (grad_s**2 + sync_s**2) ** 0.5
+    return replicas * batch * (accumulation + 1) / step_s
+
+
+def memory(options: argparse.Namespace) -> Found:
+    """P3: the most memory held over 10⁶ and over 10⁷ texts, in chunks."""
+    few, more = (in_child("chunks", options, rows=rows) for rows in (10**6, 10**7))
+    return {
+        "P3 memory, chunks of 1e6 texts": (few / 2**20, "MiB", None),
+        "P3 memory, chunks of 1e7 texts": (more / 2**20, "MiB", None),
+        "P3 memory, ten times the rows": (more / few, "x", 1.1),
+    }
+
+
+def chunks(options: argparse.Namespace) -> int:
+    """The most memory that this process holds over the rows."""
+    from speed_cases import STRATEGY, Machines, model, texts
+
+    from estimator import estimate_chunks
+
+    _machines = Machines()
+    lines = texts(options.rows)
+    done = sum(len(table) for table in estimate_chunks(model(), lines, strategy=STRATEGY))
+    assert done == options.rows
+    return resident_bytes()
+
+
+# P4
+
+
+def timeline(options: argparse.Namespace) -> Found:
+    """P4: an event timeline of a 2,000-op model on 1,024 ranks in 16 unlike classes."""
+    from speed_cases import DEVICES, Machines, model
+
+    from estimator import estimate
+
+    machines, graph = Machines(), model(layers=290)
+    text = "+".join(f"8x{DEVICES}:{name}" for name in machines.names)
+    compiling_s = cpu_seconds(lambda: estimate(graph, text))
+    whole_s = min(
+        cpu_seconds(lambda: estimate(graph, text).timeline) for _ in range(options.repeats)
+    )
+    spans = estimate(graph, text).timeline.spans
+    name = f"P4 timeline, {len(graph.ops)} ops, 1,024 ranks, 16 classes"
+    return {
+        name: (whole_s, "s", 0.5),
+        "P4 its spans": (len(spans), "", None),
+        "P4 its spans as objects": (cpu_seconds(lambda: list(spans)), "s", None),
+        "P4 compiling 16 machines first": (compiling_s, "s", None),
+    }
 
 
 # P6
 
 
-def start_up(repeats: int) -> dict[str, Any]:
+def start_up(options: argparse.Namespace) -> Found:
     """Medians over fresh processes of the command's help and of the import."""
     main_call = "from estimator.cli import main; main()"
     commands = {
@@ -153,24 +317,25 @@ def start_up(repeats: int) -> dict[str, Any]:
         "bare": [sys.executable, "-c", "pass"],
     }
     times: dict[str, list[float]] = {name: [] for name in commands}
-    for _ in range(max(5, repeats)):
+    for _ in range(max(5, options.repeats)):
         for name, command in commands.items():
             times[name].append(seconds(partial(subprocess.run, command, **QUIET)))
     return {
         "P6 estimator --help": (statistics.median(times["help"]), "s", 0.3),
         "P6 import estimator": (statistics.median(times["import"]), "s", 0.15),
-        "P6 python itself": (statistics.median(times["bare"]), "s", 0.3),
+        "P6 python itself": (statistics.median(times["bare"]), "s", None),
     }
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """Wall seconds of one call."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
-PARTS = {"looks": looks, "estimates": estimates, "start-up": start_up}
+PARTS = {
+    "looks": looks,
+    "one": one,
+    "many": many,
+    "memory": memory,
+    "timeline": timeline,
+    "start-up": start_up,
+}
+CHILDREN = {"look": look_ratio, "llama": look_at_llama, "goodput": goodput, "chunks": chunks}
 
 
 if __name__ == "__main__":

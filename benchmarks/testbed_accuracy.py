@@ -116,10 +116,13 @@ class Bench:
                 self.graphs[case.model] = graph
         return self.graphs[case.model]
 
-    def _estimate(self, case: Case, graph: OpGraph, allocation: str) -> Estimate:
+    def machine(self, case: Case) -> MachineProfile:
+        """What a node of this testbed is to a case, by the probe."""
         network = load_profile(self.network_path)
         devices = max(node.devices for node in self.description.nodes)
-        machine = paced_machine(network, devices) if case.is_paced else shared_host(network)
+        return paced_machine(network, devices) if case.is_paced else shared_host(network)
+
+    def _estimate(self, case: Case, graph: OpGraph, allocation: str) -> Estimate:
         return estimate_graph(
             graph,
             allocation,
@@ -127,7 +130,7 @@ class Bench:
             accumulation_steps=case.accumulation_steps,
             strategy=case.strategy,
             cluster=Cluster.load(self.cluster_path),
-            profile=machine,
+            profile=self.machine(case),
         )
 
     def _measure(self, bed: Testbed) -> None:

@@ -86,6 +86,31 @@ def beds() -> dict[str, TestbedDescription]:
         "pair": uniform(nodes=2, devices=1, uplink="1 Gbit/s"),
         "pair2": uniform(nodes=2, devices=1, uplink="2 Gbit/s"),
         "fast": uniform(nodes=2, devices=1, uplink="10 Gbit/s"),
+        **_mixed_beds(),
+    }
+
+
+def _mixed_beds() -> dict[str, TestbedDescription]:
+    """Testbeds whose nodes compute at unlike speeds."""
+
+    def bed(uplink: str, *slowdowns: float, devices: int = 2) -> TestbedDescription:
+        nodes = (
+            _node(f"n{number}", uplink, devices=devices, slowdown_ratio=slowdown)
+            for number, slowdown in enumerate(slowdowns)
+        )
+        return TestbedDescription(nodes=tuple(nodes))
+
+    return {
+        "mixed": bed("1 Gbit/s", 1.0, 1.0, 1.5, 3.0),
+        "mixed_thin": bed("300 Mbit/s", 1.0, 2.0),
+        "mixed_wide": TestbedDescription(
+            nodes=(
+                _node("n0", "2 Gbit/s", devices=3),
+                _node("n1", "2 Gbit/s", slowdown_ratio=1.3),
+                _node("n2", "2 Gbit/s", slowdown_ratio=2.0),
+            )
+        ),
+        "mixed_pair": bed("1 Gbit/s", 1.0, 2.0, devices=1),
     }
 
 

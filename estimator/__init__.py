@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from estimator.allocation import Allocation
     from estimator.api import estimate, trace_model
+    from estimator.columns import AllocationColumns
     from estimator.errors import EstimatorError
     from estimator.estimates import Breakdown, Estimate
     from estimator.graph.ops import OpGraph
     from estimator.profile import MachineProfile, load_profile
+    from estimator.tables import EstimateTable, estimate_chunks, estimate_many
     from estimator.workload import Strategy
 
 __version__ = "0.1.0"
@@ -24,26 +26,34 @@ __version__ = "0.1.0"
 # Public names load their module when first used, so that importing the package imports no torch.
 _HOMES = {
     "Allocation": "estimator.allocation",
+    "AllocationColumns": "estimator.columns",
     "Breakdown": "estimator.estimates",
     "Estimate": "estimator.estimates",
+    "EstimateTable": "estimator.tables",
     "EstimatorError": "estimator.errors",
     "MachineProfile": "estimator.profile",
     "OpGraph": "estimator.graph.ops",
     "Strategy": "estimator.workload",
     "estimate": "estimator.api",
+    "estimate_chunks": "estimator.tables",
+    "estimate_many": "estimator.tables",
     "load_profile": "estimator.profile",
     "trace_model": "estimator.api",
 }
 
 __all__ = [
     "Allocation",
+    "AllocationColumns",
     "Breakdown",
     "Estimate",
+    "EstimateTable",
     "EstimatorError",
     "MachineProfile",
     "OpGraph",
     "Strategy",
     "estimate",
+    "estimate_chunks",
+    "estimate_many",
     "load_profile",
     "trace_model",
 ]

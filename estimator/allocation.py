@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from estimator.errors import AllocationError
 
-_COUNTED = re.compile(r"(\d+)x(\d+):([A-Za-z0-9][\w.\-]*)")
-_EXPLICIT = re.compile(r"([A-Za-z0-9][\w.\-]*)\[(\d+(?:,\d+)*)\]")
+_COUNTED = re.compile(r"\s*(\d+)x(\d+):([A-Za-z0-9][\w.\-]*)\s*")
+_EXPLICIT = re.compile(r"\s*([A-Za-z0-9][\w.\-]*)\[(\d+(?:,\d+)*)\]\s*")
 MOST_RANKS = 1 << 20
 
 
@@ -32,7 +32,7 @@ class DeviceGroup:
             raise AllocationError(
                 f"'{self}' asks for no device; write at least 1x1, as in 1x2:local"
             )
-        if len(set(self.devices)) != len(self.devices):
+        if self.devices and len(set(self.devices)) != len(self.devices):
             raise AllocationError(f"'{self}' lists a device twice; list each device once")
 
     @property
@@ -58,10 +58,15 @@ class Allocation:
     def __post_init__(self) -> None:
         if not self.groups:
             raise AllocationError("the allocation is empty; write one such as 1x2:local")
-        if self.ranks > MOST_RANKS:
+        ranks = self.ranks
+        if ranks > MOST_RANKS:
             raise AllocationError(
-                f"the allocation has {self.ranks} ranks; at most {MOST_RANKS} are supported"
+                f"the allocation has {ranks} ranks; at most {MOST_RANKS} are supported"
             )
+        if len(self.groups) > 1:
+            self._check_hosts()
+
+    def _check_hosts(self) -> None:
         seen: set[tuple[str, int]] = set()
         for group in self.groups:
             for device in group.devices:
@@ -74,7 +79,7 @@ class Allocation:
 
     @property
     def ranks(self) -> int:
-        return sum(group.ranks for group in self.groups)
+        return sum([group.nodes * group.devices_per_node for group in self.groups])
 
     @property
     def nodes(self) -> int:
@@ -96,11 +101,10 @@ class Allocation:
             return text
         groups = []
         for part in text.split("+"):
-            part = part.strip()
             if counted := _COUNTED.fullmatch(part):
                 nodes, devices, machine = counted.groups()
                 if len(nodes) + len(devices) > 12:
-                    raise AllocationError(f"'{part}' asks for an absurd number of devices")
+                    raise AllocationError(f"'{part.strip()}' asks for an absurd number of devices")
                 groups.append(
                     DeviceGroup(nodes=int(nodes), devices_per_node=int(devices), machine=machine)
                 )
@@ -112,7 +116,7 @@ class Allocation:
                 )
             else:
                 raise AllocationError(
-                    f"'{part or text}' is not an allocation; write NODESxDEVICES:MACHINE, as in "
-                    "1x2:local, or HOST[0,1], joined by +"
+                    f"'{part.strip() or text}' is not an allocation; write NODESxDEVICES:MACHINE, "
+                    "as in 1x2:local, or HOST[0,1], joined by +"
                 )
         return cls(tuple(groups))

@@ -11,7 +11,7 @@ from estimator.profile import DeviceKind, MachineProfile, load_profile
 from estimator.topology import Cluster
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
@@ -75,7 +75,7 @@ def with_timings(
 def estimate(
     model_or_graph: nn.Module | OpGraph,
     allocation: str | Allocation,
-    batch_per_gpu: int | None = None,
+    batch_per_gpu: int | Sequence[int] | None = None,
     global_batch: int | None = None,
     accumulation_steps: int = 1,
     strategy: str | Strategy = "ddp",
@@ -88,10 +88,12 @@ def estimate(
     """Predict the step time of a model on an allocation such as ``1x2:local``.
 
     A graph is estimated as it is; a module is traced first, with `batch`. `batch_per_gpu` is
-    samples per device and micro-batch, by default what was traced; `global_batch` is that times
-    ranks times `accumulation_steps`. `cluster` (or its file) names nodes and the switches between
-    them; without one, nodes hang on one switch. `profile` stands in for the machine that the
-    allocation names. Raises AllocationError, WorkloadError, ProfileError, UnknownMachineError,
+    samples per device and micro-batch, by default what was traced, or a sequence with one for each
+    group of the allocation; `global_batch` is that summed over ranks, times `accumulation_steps`.
+    A global batch is split evenly over equal devices, by speed over unlike ones: `batches` of the
+    answer says how. `cluster` (or its file) names nodes and the switches between them; without
+    one, nodes hang on one switch. `profile` stands in for the machine that the allocation names.
+    Raises AllocationError, WorkloadError, ProfileError, UnknownMachineError,
     StrategyError, TopologyError.
     """
     from estimator.graph.ops import OpGraph
@@ -101,6 +103,20 @@ def estimate(
         if isinstance(model_or_graph, OpGraph)
         else trace_model(model_or_graph, batch)
     )
+    described = Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster
+    if global_batch is not None and batch_per_gpu is None:
+        from estimator.advise.balance import balance
+
+        return balance(
+            graph,
+            allocation,
+            global_batch=global_batch,
+            accumulation_steps=accumulation_steps,
+            strategy=strategy,
+            cluster=described,
+            calibration=calibration,
+            profile=profile,
+        ).answer
     return estimate_graph(
         graph,
         allocation,
@@ -108,7 +124,7 @@ def estimate(
         global_batch=global_batch,
         accumulation_steps=accumulation_steps,
         strategy=strategy,
-        cluster=Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster,
+        cluster=described,
         calibration=calibration,
         profile=profile,
     )

@@ -371,7 +371,7 @@ def _workload_options(command: Command) -> Command:
         click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Default adamw."),
         click.option("--seq-len", type=positive, help="Tokens per sample, where the model asks."),
         click.option("--accumulation", type=positive, default=1, help="Micro-batches per step."),
-        click.option("--global-batch", type=positive, help="Samples of a step, all ranks."),
+        click.option("--global-batch", type=positive, help="Samples of a step, split by speed."),
         click.option("--batch", type=positive, help="Samples per device and micro-batch."),
         click.argument("model"),
     ):
@@ -407,7 +407,8 @@ def estimate(
     if trace is not None:
         _check_writable(trace)
     graph = _traced(request, (on,))
-    answer = request.estimate(graph, on)
+    balance = request.balance(graph, on)
+    answer = balance.answer if balance else request.estimate(graph, on)
     duration_s = None
     if samples is not None or tokens is not None:
         duration_s = answer.duration_s(samples=samples, tokens=tokens)
@@ -415,12 +416,17 @@ def estimate(
         _write_trace(answer, trace)
     scaling = request.scaling(graph, answer)
     if as_json:
-        more = {"duration_s": duration_s, "scaling": asdict(scaling) if scaling else None}
+        more = {
+            "duration_s": duration_s,
+            "scaling": asdict(scaling) if scaling else None,
+            "balance_gain_ratio": balance.gain_ratio if balance else None,
+        }
         _print_json(answer.to_dict() | more)
     else:
         from estimator.render import estimate_report
 
-        _print(estimate_report(answer, duration_s=duration_s, scaling=scaling))
+        report = estimate_report(answer, duration_s=duration_s, scaling=scaling, balance=balance)
+        _print(report)
     if answer.fits == "no":
         raise click.exceptions.Exit(ANSWER_IS_NO)
 
@@ -438,12 +444,19 @@ def estimate(
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated base units.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
+@click.option("--strategies", help="Compare these instead, as in 'ddp zero1 ps:2,async'.")
 def sweep(
-    patterns: tuple[str, ...], as_json: bool, as_csv: bool, picture: Path | None, **options: Any
+    patterns: tuple[str, ...],
+    as_json: bool,
+    as_csv: bool,
+    picture: Path | None,
+    strategies: str | None,
+    **options: Any,
 ) -> None:
     """Predict MODEL on every allocation of a PATTERN and print how it scales.
 
-    Ranges such as 1..8 stand where an allocation has a number of nodes or devices.
+    Ranges such as 1..8 stand where an allocation has a number of nodes or devices. With
+    --strategies every allocation lists them by step time, the fastest first.
     """
     from estimator.advise.sweeps import existing, sweep_csv
     from estimator.advise.sweeps import sweep as run_all
@@ -451,6 +464,11 @@ def sweep(
     if as_json and as_csv:
         raise click.UsageError("give --json or --csv, not both")
     request = Request(**options)
+    if strategies is not None:
+        if picture is not None:
+            raise click.UsageError("--picture draws one strategy; leave out --strategies")
+        _compare_strategies(request, patterns, strategies.split(), as_json, as_csv)
+        return
     if picture is not None:
         _check_writable(picture)
     graph = _traced(request, existing(patterns, request.exists)[:1])
@@ -467,6 +485,30 @@ def sweep(
         from estimator.render import sweep_report
 
         _print(sweep_report(rows))
+
+
+def _compare_strategies(
+    request: Request,
+    patterns: Sequence[str],
+    strategies: Sequence[str],
+    as_json: bool,
+    as_csv: bool,
+) -> None:
+    from estimator.advise.sweeps import existing, sweep_csv
+    from estimator.workload import Strategy
+
+    wanted = [Strategy.parse(text) for text in strategies]
+    allocations = existing(patterns, request.exists)
+    graph = _traced(request, allocations[:1])
+    rows = [row for text in allocations for row in request.ranked(graph, text, wanted)]
+    if as_json:
+        _print_json([row.to_dict() for row in rows])
+    elif as_csv:
+        click.echo(sweep_csv(rows), nl=False)
+    else:
+        from estimator.render import strategies_report
+
+        _print(strategies_report(rows))
 
 
 @commands.command()

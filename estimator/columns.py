@@ -146,14 +146,21 @@ class TextReader:
 
     def __init__(self) -> None:
         self._groups = _Groups()
+        self._first_row = 0
 
     @property
     def sites(self) -> tuple[str, ...]:
         """The sites met so far, in the order of their numbers."""
         return tuple(self._groups.sites)
 
-    def parts(self, texts: Sequence[str | Allocation]) -> Iterator[tuple[int, AllocationColumns]]:
-        """(first row, columns) of some thousand rows at a time; raises AllocationError."""
+    def parts(
+        self, texts: Sequence[str | Allocation], *, first_row: int = 0
+    ) -> Iterator[tuple[int, AllocationColumns]]:
+        """(first row, columns) of some thousand rows at a time.
+
+        Raises AllocationError that names the row, counted from `first_row`.
+        """
+        self._first_row = first_row
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             yield from self._part(texts[start : start + _TEXTS_AT_ONCE], start)
 
@@ -170,7 +177,7 @@ class TextReader:
         try:
             columns = self._read(texts, joins)
         except AllocationError:
-            _raise_first(texts, start)
+            _raise_first(texts, self._first_row + start)
             raise
         yield start, columns
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from typing import Any, Literal
 
 from estimator.allocation import Allocation
@@ -14,13 +15,21 @@ from estimator.graph.memory import PeakMemory
 from estimator.graph.ops import OpGraph
 from estimator.placement import Placement, place
 from estimator.profile import MachineProfile
-from estimator.timeline.fastpath import StepParts, StepPlan, step_parts, step_plan
-from estimator.timeline.program import COPIES_ERROR, MEDIAN_TO_SIGMA, StepProgram, step_program
+from estimator.timeline.assumptions import plan_assumptions, split_assumptions
+from estimator.timeline.fastpath import (
+    StepParts,
+    StepPlan,
+    members_of,
+    step_parts,
+    step_plan,
+)
+from estimator.timeline.program import COPIES_ERROR, MEDIAN_TO_SIGMA
+from estimator.timeline.rank_kinds import RankKind
 from estimator.timeline.sharding import sharded_memory
 from estimator.timeline.spans import Timeline
 from estimator.timeline.step import timeline_of
 from estimator.topology import Cluster
-from estimator.units import format_bytes, format_ratio
+from estimator.units import format_ratio
 from estimator.workload import Strategy
 
 # The stated interval holds the truth in 8 of 10 cases.
@@ -32,7 +41,6 @@ MODEL_ERROR = 0.05
 # How far the exposed part of an all-reduce is off: two threads, one core and a scheduler between.
 OVERLAP_ERROR = 0.3
 NOT_FIT_MARGIN_RATIO = 0.05
-_MOST_NAMED_OPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +65,16 @@ class Breakdown:
 class Estimate:
     """A predicted training step: what it takes, between which bounds, and where that comes from.
 
-    The interval [low_s, high_s] is meant to hold the true step time in 8 of 10 cases.
+    The interval [low_s, high_s] is meant to hold the true step time in 8 of 10 cases. `batches`
+    are samples per rank and micro-batch, one for each group of the allocation; `batch_per_gpu` is
+    the same if all groups have the same, else None. Both are None for a fixed-batch graph.
     """
 
     model: str
     allocation: Allocation
     ranks: int
     batch_per_gpu: int | None
+    batches: tuple[int, ...] | None
     global_batch: int | None
     accumulation_steps: int
     strategy: str
@@ -79,14 +90,19 @@ class Estimate:
     memory: PeakMemory
     fits: Literal["yes", "no", "uncertain"]
     breakdown: Breakdown
-    bottleneck: str
     op_time_in_grid_ratio: float
     plan: StepPlan
 
     @property
+    def bottleneck(self) -> str:
+        """What the step spends most of its time on, in words."""
+        return _bottleneck(self.breakdown, self.plan)
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
         """What the answer takes for granted, one sentence each."""
-        return _assumptions(self.plan, self.ranks)
+        found = plan_assumptions(self.plan, self.ranks)
+        return found if self.batches is None else (*split_assumptions(self.batches), *found)
 
     @property
     def provenance(self) -> tuple[tuple[str, str, float, float | None], ...]:
@@ -118,6 +134,7 @@ class Estimate:
         }
         plain["allocation"] = str(self.allocation)
         plain["breakdown"] = asdict(self.breakdown)
+        plain["bottleneck"] = self.bottleneck
         plain["memory"] = asdict(self.memory)
         plain["provenance"] = [
             {"part": part, "source": source, "share_ratio": share, "relative_error": error}
@@ -131,7 +148,7 @@ def estimate_graph(
     graph: OpGraph,
     allocation: str | Allocation,
     *,
-    batch_per_gpu: int | None = None,
+    batch_per_gpu: int | Sequence[int] | None = None,
     global_batch: int | None = None,
     accumulation_steps: int = 1,
     strategy: str | Strategy = "ddp",
@@ -139,97 +156,102 @@ def estimate_graph(
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
 ) -> Estimate:
-    """Predict the step of a traced graph on an allocation; see `estimator.estimate`."""
+    """Predict the step of a traced graph on an allocation; see `estimator.estimate`.
+
+    Here a global batch is split evenly whatever the devices; `advise.balance` splits it by speed.
+    """
     placement = place(allocation, cluster=cluster, profile=profile)
     plan = Strategy.parse(strategy)
-    for site in placement.sites:
-        if graph.target != site.profile.kind:
+    for node in placement.kinds:
+        if graph.target != node.profile.kind:
             raise WorkloadError(
                 f"{graph.name} was traced for {graph.target} but '{placement.allocation}' has "
-                f"{site.profile.kind} devices; trace it with target='{site.profile.kind}'"
+                f"{node.profile.kind} devices; trace it with target='{node.profile.kind}'"
             )
     if accumulation_steps < 1:
         raise WorkloadError(f"accumulation steps must be at least 1, found {accumulation_steps}")
-    wanted = _batch_per_gpu(graph, placement.ranks, batch_per_gpu, global_batch, accumulation_steps)
-    programs = [
-        step_program(
-            graph,
-            site.profile,
-            batch=wanted,
-            busy=busy,
-            merging=placement.ranks > 1,
-            strategy=plan,
-            accumulation_steps=accumulation_steps,
-        )
-        for site, busy in zip(placement.sites, placement.busy, strict=True)
-    ]
+    batches = _batches(graph, placement, batch_per_gpu, global_batch, accumulation_steps)
+    members = members_of(graph, placement, batches, plan, accumulation_steps)
     coefficients = (
         calibration.coefficients_for(graph.name, placement.allocation)
         if calibration
         else UNCALIBRATED
     )
     return _answer(
-        step_plan(placement, programs, coefficients),
-        placement,
+        step_plan(placement, members, coefficients),
+        batches,
         plan,
         accumulation_steps,
         coefficients.relative_error,
     )
 
 
-def _batch_per_gpu(
+def _batches(
     graph: OpGraph,
-    ranks: int,
-    batch_per_gpu: int | None,
+    placement: Placement,
+    batch_per_gpu: int | Sequence[int] | None,
     global_batch: int | None,
     accumulation_steps: int,
-) -> int | None:
+) -> tuple[int, ...] | None:
+    """Samples per rank and micro-batch of each group of the allocation; None for a fixed batch."""
+    groups = len(placement.allocation.groups)
     if batch_per_gpu is not None and global_batch is not None:
         raise WorkloadError("give either the batch per device or the global batch, not both")
-    if global_batch is None:
-        if batch_per_gpu is not None and batch_per_gpu < 1:
-            raise WorkloadError(f"batch size must be at least 1, found {batch_per_gpu}")
-        return batch_per_gpu if batch_per_gpu is not None else graph.batch
+    if global_batch is not None:
+        return (_even_batch(placement, global_batch, accumulation_steps),) * groups
+    if batch_per_gpu is None:
+        return None if graph.batch is None else (graph.batch,) * groups
+    if isinstance(batch_per_gpu, Sequence):
+        given = tuple(batch_per_gpu)
+    else:
+        given = (batch_per_gpu,) * groups
+    if len(given) != groups:
+        raise WorkloadError(
+            f"{len(given)} batches were given for '{placement.allocation}', whose groups are "
+            f"{groups}; give one for each group, or one number for all"
+        )
+    if min(given) < 1:
+        raise WorkloadError(f"batch size must be at least 1, found {min(given)}")
+    return given
+
+
+def _even_batch(placement: Placement, global_batch: int, accumulation_steps: int) -> int:
+    ranks = placement.ranks
     shares = ranks * accumulation_steps
     if global_batch < 1 or global_batch % shares:
+        by_speed = ""
+        if placement.is_mixed and global_batch >= shares:
+            by_speed = ", or ask 'estimate', which splits by speed"
         raise WorkloadError(
             f"global batch {global_batch} cannot be split evenly over {ranks} ranks and "
-            f"{accumulation_steps} accumulation steps; use a multiple of {shares}"
+            f"{accumulation_steps} accumulation steps; use a multiple of {shares}{by_speed}"
         )
     return global_batch // shares
 
 
 def _answer(
     plan: StepPlan,
-    placement: Placement,
+    batches: tuple[int, ...] | None,
     strategy: Strategy,
     accumulation_steps: int,
     relative_error: float | None,
 ) -> Estimate:
     parts = step_parts(plan)
-    program, ranks = parts.slowest.program, placement.ranks
-    graph, step = program.bound.graph, parts.step_s
-    breakdown = Breakdown(
-        forward_s=parts.forward_s,
-        backward_s=parts.backward_s,
-        host_exposed_s=parts.host_exposed_s,
-        communication_exposed_s=parts.communication_exposed_s,
-        straggler_s=parts.straggler_s,
-        update_s=parts.update_s,
-        copies_exposed_s=parts.copies_exposed_s,
-        idle_s=parts.idle_s,
-    )
-    memory = sharded_memory(program, ranks)
+    slowest, placement = parts.slowest, plan.placement
+    graph, step = plan.members.table.graph, parts.step_s
+    memory, used_ratio = _memory(plan)
     spread = math.exp(Z_80 * (relative_error or _relative_error(plan, parts, step)))
-    batch = program.bound.batch
-    global_batch = batch * ranks * accumulation_steps if batch is not None else None
+    even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
+    global_batch = _global_batch(placement, batches, even, accumulation_steps)
+    unlike = batches is not None and even is None
     samples_per_s = global_batch / step if global_batch is not None else None
     tokens = graph.tokens_per_sample
     return Estimate(
         model=graph.name,
         allocation=placement.allocation,
-        ranks=ranks,
-        batch_per_gpu=batch,
+        ranks=placement.ranks,
+        batch_per_gpu=even,
+        batches=batches,
         global_batch=global_batch,
         accumulation_steps=accumulation_steps,
         strategy=str(strategy),
@@ -240,15 +262,55 @@ def _answer(
         high_s=step * spread,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
-        mfu_ratio=_mfu(program, accumulation_steps, step),
+        mfu_ratio=_mfu(plan, None if unlike else slowest, accumulation_steps, step),
         peak_memory_bytes=memory.total_bytes,
         memory=memory,
-        fits=_fits(plan),
-        breakdown=breakdown,
-        bottleneck=_bottleneck(breakdown, plan),
-        op_time_in_grid_ratio=program.in_grid_ratio,
+        fits=_fits(used_ratio),
+        breakdown=Breakdown(
+            forward_s=parts.forward_s,
+            backward_s=parts.backward_s,
+            host_exposed_s=parts.host_exposed_s,
+            communication_exposed_s=parts.communication_exposed_s,
+            straggler_s=parts.straggler_s,
+            update_s=parts.update_s,
+            copies_exposed_s=parts.copies_exposed_s,
+            idle_s=parts.idle_s,
+        ),
+        op_time_in_grid_ratio=slowest.program.in_grid_ratio,
         plan=plan,
     )
+
+
+def _global_batch(
+    placement: Placement,
+    batches: tuple[int, ...] | None,
+    even: int | None,
+    accumulation_steps: int,
+) -> int | None:
+    """Samples of a step, by the batches of the groups or the one that all have."""
+    if batches is None:
+        return None
+    if even is not None:
+        return even * placement.ranks * accumulation_steps
+    per_rank = zip(placement.allocation.groups, batches, strict=True)
+    return accumulation_steps * sum(group.ranks * batch for group, batch in per_rank)
+
+
+def _memory(plan: StepPlan) -> tuple[PeakMemory, float]:
+    """(what the ranks that need most need, largest share of a device's memory in use)."""
+    kinds, ranks = plan.kinds, plan.ring.ranks
+    if ranks == 1 or plan.members.table.strategy.kind == "ddp":
+        fullest = max(kinds, key=_memory_bytes).program.memory
+        return fullest, max([kind.memory_ratio for kind in kinds])
+    needed = [sharded_memory(kind.program, ranks) for kind in kinds]
+    used = [
+        memory.total_bytes / kind.program.profile.devices[0].memory_bytes
+        for memory, kind in zip(needed, kinds, strict=True)
+    ]
+    return max(needed, key=attrgetter("total_bytes")), max(used)
+
+
+_memory_bytes = attrgetter("memory_bytes")
 
 
 def _provenance(
@@ -298,27 +360,37 @@ def _relative_error(plan: StepPlan, parts: StepParts, step: float) -> float:
         + (COPIES_ERROR * parts.copies_exposed_s) ** 2
         + (waiting_error * waiting_s) ** 2
     )
-    scale = slowest.slowdown_ratio * plan.compute_ratio
+    scale = slowest.slowdown_ratio * plan.coefficients.compute_ratio
     variance_s2 = program.kernels_variance_s2 * scale**2 + MEDIAN_TO_SIGMA**2 * squares
     return math.sqrt(variance_s2 / step**2 + MODEL_ERROR**2)
 
 
-def _mfu(program: StepProgram, accumulation_steps: int, step: float) -> float | None:
-    """Model flops of forward and backward over what the devices could do at their dense peak."""
-    peak = program.peak_flops_per_s
-    return program.flops * accumulation_steps / (peak * step) if peak else None
+def _mfu(
+    plan: StepPlan, slowest: RankKind | None, accumulation_steps: int, step: float
+) -> float | None:
+    """Model flops of forward and backward over what the devices could do at their dense peak.
+
+    Of the slowest class of ranks, or of all together (None), as where their batches differ.
+    """
+    if slowest is not None:
+        weighed = [(1, slowest.program)]
+    else:
+        weighed = [(len(each.ranks), each.program) for each in plan.classes]
+    flops = peak_flops_per_s = 0.0
+    for ranks, program in weighed:
+        peak = program.peak_flops_per_s
+        if not peak:
+            return None
+        flops += ranks * program.flops
+        peak_flops_per_s += ranks * peak
+    return flops * accumulation_steps / (peak_flops_per_s * step)
 
 
-def _fits(plan: StepPlan) -> Literal["yes", "no", "uncertain"]:
+def _fits(used_ratio: float) -> Literal["yes", "no", "uncertain"]:
     """Whether every class of ranks has the memory it needs."""
-    used = max(
-        sharded_memory(each.program, plan.ring.ranks).total_bytes
-        / each.program.profile.devices[0].memory_bytes
-        for each in plan.classes
-    )
-    if used <= 1 - 2 * NOT_FIT_MARGIN_RATIO:
+    if used_ratio <= 1 - 2 * NOT_FIT_MARGIN_RATIO:
         return "yes"
-    return "no" if used > 1 + NOT_FIT_MARGIN_RATIO else "uncertain"
+    return "no" if used_ratio > 1 + NOT_FIT_MARGIN_RATIO else "uncertain"
 
 
 def _bottleneck(breakdown: Breakdown, plan: StepPlan) -> str:
@@ -327,7 +399,7 @@ def _bottleneck(breakdown: Breakdown, plan: StepPlan) -> str:
     seconds, text = max(
         (
             breakdown.forward_s + breakdown.backward_s,
-            f"computing on the {plan.classes[0].program.profile.kind} device",
+            f"computing on the {plan.kinds[0].program.profile.kind} device",
         ),
         (breakdown.host_exposed_s, "issuing operators from the host"),
         (
@@ -338,66 +410,3 @@ def _bottleneck(breakdown: Breakdown, plan: StepPlan) -> str:
         (breakdown.straggler_s + breakdown.idle_s, "waiting for the slowest rank"),
     )
     return f"{text} ({format_ratio(seconds / step)} of the step)"
-
-
-def _assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
-    found: list[str] = []
-    for number, each in enumerate(plan.classes):
-        rows = _class_assumptions(each.program, graph_too=number == 0)
-        found.extend(row for row in rows if row not in found)
-    profiles = [each.program.profile for each in plan.classes]
-    if ranks > 1 and not any(profile.overlaps for profile in profiles):
-        found.append("communication is assumed to overlap compute perfectly: not probed")
-    if plan.ring.nodes > 1 and plan.reduce is not None and plan.reduce.source != "measured":
-        found.append(
-            f"all-reduce over {plan.ring.ranks} ranks on {plan.ring.nodes} nodes was not measured: "
-            "a ring over the slowest link, corrected by the nearest measured group if there is one"
-        )
-    if plan.ring.nodes > 1 and len({profile.name for profile in profiles}) > 1:
-        found.append(f"unlike machines are joined at {plan.ring.link or 'the slower network'}")
-    return tuple(found)
-
-
-def _class_assumptions(program: StepProgram, *, graph_too: bool) -> list[str]:
-    graph, machine = program.bound.graph, program.profile
-    found = list(graph.assumptions) if graph_too else []
-    durations = program.durations
-    total = float(durations.device_s.sum()) or 1.0
-    assumed: dict[str, float] = defaultdict(float)
-    for index, op in enumerate(graph.ops):
-        if durations.sources[index] == "assumed":
-            assumed[op.call.target] += float(durations.device_s[index])
-    worst = sorted(assumed.items(), key=lambda item: -item[1])
-    for target, seconds in worst[:_MOST_NAMED_OPS]:
-        found.append(
-            f"{target} has no cost formula or probed relative: charged as a copy of its bytes, "
-            f"{format_ratio(seconds / total)} of the kernel time"
-        )
-    if rest := worst[_MOST_NAMED_OPS:]:
-        share = sum(seconds for _, seconds in rest) / total
-        found.append(
-            f"{len(rest)} more operators likewise, {format_ratio(share)} of the kernel time"
-        )
-    device = machine.devices[0]
-    if device.kind == "cpu":
-        cores = len(device.cores)
-        plural = "s" if cores > 1 else ""
-        found.append(f"a device is {cores} CPU core{plural}, pinned, with as many threads")
-        found.append(_memory_assumption(machine))
-    batch = program.bound.batch
-    if graph.timings and batch != graph.batch:
-        found.append(f"ops were timed at batch {graph.batch} and scaled to batch {batch}")
-    found.extend(f"not probed: {part}" for part in machine.missing)
-    return found
-
-
-def _memory_assumption(machine: MachineProfile) -> str:
-    text = "the process keeps freed memory (MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_ high)"
-    touch = machine.memory.first_touch_s_per_byte if machine.memory else 0.0
-    if not touch:
-        return text
-    per_gib = touch * 2**30
-    return (
-        f"{text}; glibc's defaults return memory to the system and pay {per_gib:.2g} s for each "
-        f"{format_bytes(2**30)} touched again"
-    )

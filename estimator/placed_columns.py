@@ -117,13 +117,16 @@ def _checked(columns: AllocationColumns, *, one_machine: bool) -> _Groups:
     nodes = np.ascontiguousarray(columns.nodes.T, dtype=np.intp)
     devices = np.ascontiguousarray(columns.devices.T, dtype=np.intp)
     there = site >= 0
-    is_host = np.array([name.endswith(HOST_MARK) for name in columns.sites] + [False])[site]
-    out_of_range = (nodes < 1) | (nodes > MOST_RANKS) | (devices < 1) | (devices > MOST_RANKS)
-    wrong = ((out_of_range | (is_host & (nodes != 1))) & there).any(axis=0)
+    hosts = [name.endswith(HOST_MARK) for name in columns.sites]
+    out = ((nodes < 1) | (nodes > MOST_RANKS) | (devices < 1) | (devices > MOST_RANKS)) & there
+    is_host = np.array([*hosts, False])[site] if any(hosts) else np.broadcast_to(False, site.shape)
+    if any(hosts):
+        out |= is_host & (nodes != 1)
+    wrong = out.any(axis=0)
     if wrong.any() or not there.all():
         there &= ~wrong
-        site, nodes = np.where(there, site, -1), np.where(there, nodes, 0)
-        devices = np.where(there, devices, 0)
+        site = np.where(there, site, -1)
+        nodes, devices = nodes * there, devices * there
     wrong |= (nodes * devices).sum(axis=0) > MOST_RANKS
     if one_machine and len(columns.sites) > 1:
         named = np.where(is_host, len(columns.sites), site)

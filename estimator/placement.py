@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from estimator.allocation import Allocation, DeviceGroup
 from estimator.errors import AllocationError
 from estimator.profile import MachineProfile, load_profile
 from estimator.topology import Cluster
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +36,62 @@ class Site:
         return self.nodes * self.per_node
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NodeKind:
+    """Nodes that are alike for a step: one object for one machine, load, speed and network.
+
+    `busy` ranks work on each. `hop_latency_s` is that of a hop to the next node.
+    """
+
+    profile: MachineProfile
+    busy: int
+    slowdown_ratio: float
+    nic_bytes_per_s: float | None
+    hop_latency_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The sites of an allocation in rank order; one host may come more than once."""
+    """An allocation on its machines: sites in rank order; one host may come more than once.
+
+    `kinds` are the unlike kinds of its nodes in the order in which ranks meet them, `kind_of` is
+    the number of each site's kind.
+    """
 
     allocation: Allocation
-    sites: tuple[Site, ...]
     cluster: Cluster | None
+    kinds: tuple[NodeKind, ...]
+    kind_of: tuple[int, ...]
     ranks: int
     nodes: int
-    busy: tuple[int, ...]
-    """For each site, the ranks of the whole allocation on one of its nodes."""
+    hosted: tuple[Site, ...] = ()
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """In a cluster its hosts, else a site for each group."""
+        if self.cluster is not None:
+            return self.hosted
+        kinds = [self.kinds[number] for number in self.kind_of]
+        return tuple(
+            Site(kind.profile, group.nodes, group.devices_per_node, kind.nic_bytes_per_s)
+            for group, kind in zip(self.allocation.groups, kinds, strict=True)
+        )
+
+    @property
+    def busy(self) -> tuple[int, ...]:
+        """For each site, the ranks of the whole allocation on one of its nodes."""
+        return tuple(self.kinds[number].busy for number in self.kind_of)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether devices differ in machine or speed, so that some wait under equal batches."""
+        return len({(id(kind.profile), kind.slowdown_ratio) for kind in self.kinds}) > 1
+
+    def by_site(self, values: Sequence[Value]) -> list[Value]:
+        """Values given one for each group of the allocation, as one for each site."""
+        # In a cluster each node of a counted group is a site of its own.
+        sites = [group.nodes if self.cluster else 1 for group in self.allocation.groups]
+        return [value for value, count in zip(values, sites, strict=True) for _ in range(count)]
 
 
 def place(
@@ -62,56 +111,148 @@ def place(
             f"'{parsed}' names several machine types, but one profile was given; leave it out"
         )
     if cluster is None:
-        sites = [_counted(group, profile) for group in parsed.groups]
-    else:
-        sites = list(_in_cluster(parsed, cluster, profile))
-    return placement_of(parsed, sites, cluster)
+        return _on_machines(parsed, profile)
+    return _on_hosts(parsed, _in_cluster(parsed, cluster, profile), cluster)
 
 
-def placement_of(
-    allocation: Allocation, sites: Sequence[Site], cluster: Cluster | None
-) -> Placement:
-    """Check that no node gives more devices than it has, and that nodes can reach each other."""
-    on_host: dict[str, int] = {}
-    for site in sites:
-        if site.host is not None:
-            on_host[site.host] = on_host.get(site.host, 0) + site.per_node
-    busy = []
-    for site in sites:
-        used = site.per_node if site.host is None else on_host[site.host]
-        if used > len(site.profile.devices):
-            raise AllocationError(
-                f"'{allocation}' asks for {used} devices of '{site.host or site.profile.name}', "
-                f"which has {len(site.profile.devices)}; ask for at most "
-                f"{len(site.profile.devices)}"
-            )
-        busy.append(used)
-    nodes = len(on_host) + sum(site.nodes for site in sites if site.host is None)
+def _on_machines(allocation: Allocation, profile: MachineProfile | None) -> Placement:
+    """Nodes of machine types on one switch; only unlike groups cost more than counting."""
+    numbers: dict[tuple[str | None, int], int] = {}
+    kinds: list[NodeKind] = []
+    kind_of: list[int] = []
+    machines: dict[str | None, _Nodes] = {}
+    reach = hop_reach(None)
+    ranks = nodes = 0
+    for group in allocation.groups:
+        count, devices, name = group.nodes, group.devices_per_node, group.machine
+        number = numbers.get((name, devices))
+        if number is None:
+            number = numbers[name, devices] = len(kinds)
+            if name not in machines:
+                machine = profile or load_profile(_machine_name(group))
+                machines[name] = _nodes_of(machine, reach)
+            loads = machines[name]
+            if devices > loads.most:
+                raise _too_many(allocation, loads.profile, devices)
+            kinds.append(loads[devices])
+        kind_of.append(number)
+        nodes += count
+        ranks += count * devices
     if nodes > 1:
-        _check_network(allocation, sites)
-    ranks = sum(site.ranks for site in sites)
-    return Placement(allocation, tuple(sites), cluster, ranks, nodes, tuple(busy))
+        for each in machines.values():
+            if each.nic_bytes_per_s is None:
+                raise _no_network(allocation, each.profile.name)
+    return Placement(allocation, None, tuple(kinds), tuple(kind_of), ranks, nodes)
 
 
-def _check_network(allocation: Allocation, sites: Sequence[Site]) -> None:
-    for site in sites:
-        if site.nic_bytes_per_s is None:
-            name = site.host or site.profile.name
-            raise AllocationError(
-                f"'{allocation}' spans several nodes, but no network of '{name}' has been "
-                "measured; run 'torchrun -m estimator.probe' on two nodes or give --cluster FILE "
-                "with uplinks"
-            )
-
-
-def _counted(group: DeviceGroup, profile: MachineProfile | None) -> Site:
+def _machine_name(group: DeviceGroup) -> str:
     if group.machine is None:
         raise AllocationError(
             f"'{group}' names a host, which only a cluster file describes; give --cluster FILE or "
             f"write 1x{group.devices_per_node}:MACHINE"
         )
-    machine = profile or load_profile(group.machine)
-    return Site(machine, group.nodes, group.devices_per_node, nic_of(machine))
+    return group.machine
+
+
+def _on_hosts(allocation: Allocation, sites: Sequence[Site], cluster: Cluster) -> Placement:
+    """Check that no host gives more devices than it has, and that hosts can reach each other."""
+    on_host: dict[str | None, int] = {}
+    for site in sites:
+        on_host[site.host] = on_host.get(site.host, 0) + site.per_node
+    for site in sites:
+        if on_host[site.host] > len(site.profile.devices):
+            raise _too_many(allocation, site.profile, on_host[site.host], site.host)
+    if len(on_host) > 1:
+        for site in sites:
+            if site.nic_bytes_per_s is None:
+                raise _no_network(allocation, site.host)
+    reach = hop_reach(cluster)
+    kinds = [
+        _nodes_of(site.profile, reach, site.nic_bytes_per_s, site.slowdown_ratio)[
+            on_host[site.host]
+        ]
+        for site in sites
+    ]
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    kind_of = tuple(numbers[kind] for kind in kinds)
+    ranks = sum(on_host.values())
+    return Placement(
+        allocation, cluster, tuple(numbers), kind_of, ranks, len(on_host), tuple(sites)
+    )
+
+
+def _too_many(
+    allocation: Allocation, machine: MachineProfile, used: int, host: str | None = None
+) -> AllocationError:
+    return AllocationError(
+        f"'{allocation}' asks for {used} devices of '{host or machine.name}', which has "
+        f"{len(machine.devices)}; ask for at most {len(machine.devices)}"
+    )
+
+
+def _no_network(allocation: Allocation, name: str | None) -> AllocationError:
+    return AllocationError(
+        f"'{allocation}' spans several nodes, but no network of '{name}' has been measured; run "
+        "'torchrun -m estimator.probe' on two nodes or give --cluster FILE with uplinks"
+    )
+
+
+class _Nodes(dict[int, NodeKind]):
+    """Nodes of one machine, network and speed, by how many ranks work on each."""
+
+    def __init__(
+        self,
+        profile: MachineProfile,
+        reach: str,
+        nic_bytes_per_s: float | None,
+        slowdown_ratio: float,
+    ) -> None:
+        self.profile, self.most = profile, len(profile.devices)
+        self.nic_bytes_per_s = nic_of(profile) if nic_bytes_per_s is None else nic_bytes_per_s
+        self._slowdown_ratio = slowdown_ratio
+        self._hop_latency_s = hop_latency_s(profile, reach)
+
+    def __missing__(self, busy: int) -> NodeKind:
+        kind = self[busy] = NodeKind(
+            profile=self.profile,
+            busy=busy,
+            slowdown_ratio=self._slowdown_ratio,
+            nic_bytes_per_s=self.nic_bytes_per_s,
+            hop_latency_s=self._hop_latency_s,
+        )
+        return kind
+
+
+_nodes: OrderedDict[tuple[int, str, float | None, float], _Nodes] = OrderedDict()
+_MOST_NODES = 4096
+
+
+def _nodes_of(
+    profile: MachineProfile,
+    reach: str,
+    nic_bytes_per_s: float | None = None,
+    slowdown_ratio: float = 1.0,
+) -> _Nodes:
+    """The nodes of that kind, kept from one placement to the next; by default as the profile is."""
+    key = (id(profile), reach, nic_bytes_per_s, slowdown_ratio)
+    found = _nodes.get(key)
+    if found is None:
+        found = _nodes[key] = _Nodes(profile, reach, nic_bytes_per_s, slowdown_ratio)
+        while len(_nodes) > _MOST_NODES:
+            _nodes.popitem(last=False)
+    return found
+
+
+def hop_reach(cluster: Cluster | None) -> str:
+    """How far a hop goes: racks count as soon as the cluster has more than one switch."""
+    return "cluster" if cluster is not None and len(cluster.switches) > 1 else "rack"
+
+
+def hop_latency_s(profile: MachineProfile, reach: str) -> float:
+    """One-way seconds of a hop between nodes; that of any reach where this one is unknown."""
+    singles = [link for link in profile.network if link.streams == 1]
+    exact = [link.latency_s for link in singles if link.reach == reach]
+    return max(exact or [link.latency_s for link in singles], default=0.0)
 
 
 def nic_of(profile: MachineProfile) -> float | None:
@@ -124,10 +265,11 @@ def _in_cluster(
     allocation: Allocation, cluster: Cluster, profile: MachineProfile | None
 ) -> list[Site]:
     taken = {group.host for group in allocation.groups if group.host is not None}
+    known: dict[str, MachineProfile] = {}
     sites: list[Site] = []
     for group in allocation.groups:
         if group.host is not None:
-            sites.append(site_of(group.host, group.devices, cluster, profile))
+            sites.append(site_of(group.host, group.devices, cluster, profile, known))
             continue
         free = [name for name in cluster.hosts_of(group.machine or "") if name not in taken]
         if len(free) < group.nodes:
@@ -138,24 +280,33 @@ def _in_cluster(
         for host in free[: group.nodes]:
             taken.add(host)
             devices = tuple(range(group.devices_per_node))
-            sites.append(site_of(host, devices, cluster, profile))
+            sites.append(site_of(host, devices, cluster, profile, known))
     return sites
 
 
 def site_of(
-    host: str, devices: tuple[int, ...], cluster: Cluster, profile: MachineProfile | None = None
+    host: str,
+    devices: tuple[int, ...],
+    cluster: Cluster,
+    profile: MachineProfile | None = None,
+    known: dict[str, MachineProfile] | None = None,
 ) -> Site:
-    """Some devices of one named node of a cluster; raises AllocationError for unknown ones."""
+    """Some devices of one named node of a cluster; raises AllocationError for unknown ones.
+
+    `known` keeps the machines that were looked up for other nodes of the same allocation.
+    """
     node = cluster.nodes.get(host)
     if node is None:
         some = ", ".join(list(cluster.nodes)[:5])
         raise AllocationError(f"the cluster has no node '{host}'; it has {some}")
-    machine = profile or load_profile(node.machine)
-    unknown = [index for index in devices if index >= len(machine.devices)]
-    if unknown:
+    known = {} if known is None else known
+    machine = profile or known.get(node.machine)
+    if machine is None:
+        machine = known[node.machine] = load_profile(node.machine)
+    if max(devices) >= len(machine.devices):
+        unknown = next(index for index in devices if index >= len(machine.devices))
         raise AllocationError(
-            f"node '{host}' has no device {unknown[0]}; it has {len(machine.devices)}, counted "
-            "from 0"
+            f"node '{host}' has no device {unknown}; it has {len(machine.devices)}, counted from 0"
         )
     nic = (
         nic_of(machine)

@@ -492,7 +492,13 @@ def _shipped_machines() -> Path:
 
 def machine_folders() -> tuple[Path, ...]:
     """Where machines are looked up by name: the user's store first, then the shipped catalogue."""
-    return (home() / "machines", _shipped_machines())
+    return tuple(map(Path, _folder_names()))
+
+
+def _folder_names() -> tuple[str, str]:
+    # As text: every estimate asks whether its machines have changed, and paths are slow to join.
+    chosen = os.environ.get("ESTIMATOR_HOME") or str(home())
+    return f"{chosen}{os.sep}machines", str(_shipped_machines())
 
 
 def known_machines() -> dict[str, Path]:
@@ -531,7 +537,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> MachineProfile:
 def _find_profile(text: str) -> tuple[str, _FileState | None]:
     """(path, state) of a profile's file; the state is None where there is no such file."""
     if os.sep not in text:
-        for folder in machine_folders():
+        for folder in _folder_names():
             path = f"{folder}{os.sep}{text}.json"
             state = _file_state(path)
             if state is not None:

@@ -20,10 +20,13 @@ from estimator.units import (
     format_count,
     format_ratio,
     format_seconds,
+    format_split,
 )
 
 if TYPE_CHECKING:
+    from estimator.advise.balance import Balance
     from estimator.advise.scaling import Scaling
+    from estimator.advise.strategies import StrategyRow
     from estimator.advise.sweeps import SweepRow
     from estimator.estimates import Estimate
     from estimator.profile import CollectiveCost, Link, MachineProfile, Provenance
@@ -85,7 +88,11 @@ def _part_name(field_name: str) -> str:
 
 
 def estimate_report(
-    answer: Estimate, *, duration_s: float | None = None, scaling: Scaling | None = None
+    answer: Estimate,
+    *,
+    duration_s: float | None = None,
+    scaling: Scaling | None = None,
+    balance: Balance | None = None,
 ) -> Group:
     """Everything a person wants of one estimate, the time first."""
     rows = [("step time", format_interval(answer))]
@@ -93,9 +100,11 @@ def estimate_report(
         rows.append(("throughput", f"{format_count(answer.samples_per_s)}samples/s"))
     if answer.tokens_per_s is not None:
         rows.append(("", f"{format_count(answer.tokens_per_s)}tokens/s"))
-    if answer.batch_per_gpu is not None:
-        batch = f"{answer.batch_per_gpu} per device, {answer.global_batch} in all"
+    if answer.batches is not None:
+        batch = f"{format_split(answer.batches)} per device, {answer.global_batch} in all"
         rows.append(("batch", batch))
+    if balance is not None:
+        rows.append(("balance", _balance_words(balance)))
     rows += [
         ("bottleneck", answer.bottleneck),
         ("peak memory", f"{format_bytes(answer.peak_memory_bytes)} ({FITS_WORDS[answer.fits]})"),
@@ -112,6 +121,14 @@ def estimate_report(
         _breakdown_table(answer),
         _provenance_table(answer),
         _listed("assumptions", answer.assumptions),
+    )
+
+
+def _balance_words(balance: Balance) -> str:
+    even = balance.even
+    return (
+        f"split by speed, {format_ratio(balance.gain_ratio)} faster than {even.batch_per_gpu} on "
+        f"every device ({format_seconds(even.step_time_s)})"
     )
 
 
@@ -158,6 +175,32 @@ def sweep_report(rows: Sequence[SweepRow]) -> Group:
     reasons = dict.fromkeys(row.refusal for row in refused)
     lines = [f"{len(refused)} allocations do not exist, such as: {next(iter(reasons))}"]
     return _stacked(table, _listed("left out", lines) if refused else None)
+
+
+def strategies_report(rows: Sequence[StrategyRow]) -> Group:
+    """One row a strategy, the fastest of each allocation first."""
+    first = next(row.answer for row in rows if row.answer is not None)
+    table = _grid(
+        f"{first.model}, {first.optimizer}, {first.precision}",
+        "allocation",
+        "strategy",
+        "bottleneck",
+        "step",
+        "samples/s",
+        numbers=2,
+    )
+    for row in rows:
+        answer = row.answer
+        if answer is not None:
+            table.add_row(
+                row.allocation,
+                str(row.strategy),
+                answer.bottleneck if answer.fits != "no" else "does not fit",
+                format_interval(answer),
+                format_count(answer.samples_per_s).strip() if answer.samples_per_s else "",
+            )
+    refused = dict.fromkeys(f"{row.strategy}: {row.refusal}" for row in rows if not row.answer)
+    return _stacked(table, _listed("left out", list(refused)) if refused else None)
 
 
 def _trained_how(answer: Estimate) -> str:

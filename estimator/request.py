@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from estimator.errors import AllocationError, ModelError
@@ -11,7 +11,9 @@ from estimator.topology import Cluster
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
+    from estimator.advise.balance import Balance
     from estimator.advise.scaling import Scaling
+    from estimator.advise.strategies import StrategyRow
     from estimator.estimates import Estimate
     from estimator.graph.ops import OpGraph
 
@@ -109,11 +111,38 @@ class Request:
             return False
         return True
 
+    def balance(self, graph: OpGraph, allocation: str) -> Balance | None:
+        """The split of the global batch by speed; None where there is none to split or gain."""
+        if self.global_batch is None or self.batch is not None:
+            return None
+        from estimator.advise.balance import balance
+
+        found = balance(
+            graph,
+            allocation,
+            global_batch=self.global_batch,
+            accumulation_steps=self.accumulation,
+            strategy=self.strategy,
+            cluster=self.cluster,
+        )
+        return found if found.answer is not found.even else None
+
     def scaling(self, graph: OpGraph, answer: Estimate) -> Scaling | None:
         """How an estimate on several ranks scales; None for one rank."""
         from estimator.advise.scaling import scaling_of
 
         return scaling_of(graph, answer, cluster=self.cluster) if answer.ranks > 1 else None
+
+    def ranked(
+        self, graph: OpGraph, allocation: str, strategies: Sequence[Strategy]
+    ) -> list[StrategyRow]:
+        """Estimates on an allocation under each strategy instead of the request's, best first."""
+        from estimator.advise.strategies import rank_strategies
+
+        def answer_of(strategy: Strategy) -> Estimate:
+            return replace(self, strategy=str(strategy)).estimate(graph, allocation)
+
+        return rank_strategies(allocation, strategies, answer_of)
 
     def trainer(
         self, graph: OpGraph, *, steps: int, warmup_steps: int

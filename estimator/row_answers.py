@@ -108,7 +108,7 @@ class RowAnswers:
         """Write every row's estimate into `columns`; raises for the first row that has none."""
         if question.accumulation_steps < 1 and len(question.allocations):
             question.answer(0)
-        for start, part in self._parts(question.allocations):
+        for start, part in self._parts(question):
             answer_rows = _rows_at_once(part, question.cluster)
             for first in range(0, len(part), answer_rows):
                 rows = slice(start + first, start + min(first + answer_rows, len(part)))
@@ -116,11 +116,11 @@ class RowAnswers:
                 for name, values in found.items():
                     columns[name][rows] = values
 
-    def _parts(self, allocations: Allocations) -> Iterator[tuple[int, AllocationColumns]]:
-        if isinstance(allocations, AllocationColumns):
-            yield 0, allocations
+    def _parts(self, question: Question) -> Iterator[tuple[int, AllocationColumns]]:
+        if isinstance(question.allocations, AllocationColumns):
+            yield 0, question.allocations
         else:
-            yield from self._reader.parts(allocations)
+            yield from self._reader.parts(question.allocations, first_row=question.first_row)
 
     def _answer(
         self, question: Question, part: AllocationColumns, rows: slice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -140,13 +141,15 @@ def estimate_many(
     global_batch: int | Integers | None = None,
     accumulation_steps: int = 1,
     strategy: str | Strategy = "ddp",
-    cluster: Cluster | None = None,
+    cluster: Cluster | str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
 ) -> EstimateTable:
-    """Predict the step of a traced graph on many allocations; see `estimator.estimate_many`.
+    """Predict the step of a traced graph on many allocations, each as `estimate` would.
 
-    The columns are laid out once and filled some thousand rows at a time.
+    `allocations` are texts, `Allocation`s or `AllocationColumns`; `batch_per_gpu` and
+    `global_batch` one number, or an array with one for each allocation. A global batch is split
+    evenly over the ranks of its row. Raises what `estimate` raises, naming the first row.
     """
     question = Question(
         graph=graph,
@@ -155,7 +158,7 @@ def estimate_many(
         global_batch=_checked_batches(global_batch, len(allocations)),
         accumulation_steps=accumulation_steps,
         strategy=Strategy.parse(strategy),
-        cluster=cluster,
+        cluster=_described(cluster),
         calibration=calibration,
         profile=profile,
     )
@@ -171,14 +174,15 @@ def estimate_chunks(
     strategy: str | Strategy = "ddp",
     batch_per_gpu: int | None = None,
     global_batch: int | None = None,
-    cluster: Cluster | None = None,
+    cluster: Cluster | str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
 ) -> Iterator[EstimateTable]:
     """The table of `estimate_many` in pieces of `rows` rows: memory stays flat for any number.
 
-    `allocations` may be an iterator.
+    `allocations` may be an iterator of texts; all have the same batch.
     """
+    described = _described(cluster)
     answers: RowAnswers | None = None
     first = 0
     for piece in _pieces(allocations, rows):
@@ -189,7 +193,7 @@ def estimate_chunks(
             global_batch=global_batch,
             accumulation_steps=accumulation_steps,
             strategy=Strategy.parse(strategy),
-            cluster=cluster,
+            cluster=described,
             calibration=calibration,
             profile=profile,
             first_row=first,
@@ -197,6 +201,10 @@ def estimate_chunks(
         answers = answers or RowAnswers(question)
         yield _table(question, answers)
         first += len(piece)
+
+
+def _described(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
+    return Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster
 
 
 def _table(question: Question, answers: RowAnswers) -> EstimateTable:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -119,6 +120,15 @@ def format_ratio(ratio: float) -> str:
     '6.1 %'
     """
     return f"{100 * ratio:.1f} %" if abs(ratio) < 0.1 else f"{100 * ratio:.0f} %"
+
+
+def format_split(batches: Sequence[int]) -> str:
+    """Batches of groups of devices in their order, or one number if all are equal.
+
+    >>> format_split((24, 8)), format_split((8, 8))
+    ('24 + 8', '8')
+    """
+    return str(batches[0]) if len(set(batches)) == 1 else " + ".join(map(str, batches))
 
 
 def format_count(value: float) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from estimator.errors import StrategyError
-from estimator.units import MIB, parse_size_bytes
+from estimator.units import MIB, parse_bandwidth_bytes_per_s, parse_size_bytes
 
 Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-amp", "fp16-amp"]
@@ -51,7 +53,8 @@ class Strategy:
     its share and gathers parameters; ``fsdp`` (``zero3``) holds shares of parameters too and
     gathers each unit before it computes (`fully_shard` on every repeated block and on the rest);
     ``ps`` has `servers` parameter servers that update, each on a node of its own, synchronous
-    unless `asynchronous`.
+    unless `asynchronous`; their networks carry `server_bytes_per_s` each way, None: as much as the
+    slowest worker's.
 
     `first_bucket_bytes` None means: 1 MiB under the default cap, the cap itself under an explicit
     one, as DDP does. `bucketed=False` is one collective per gradient tensor.
@@ -64,6 +67,7 @@ class Strategy:
     bucketed: bool = True
     servers: int = 0
     asynchronous: bool = False
+    server_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for value in (self.bucket_cap_bytes, self.first_bucket_bytes):
@@ -71,6 +75,9 @@ class Strategy:
                 raise StrategyError("a bucket holds at least 1 byte; write a size such as 25MiB")
         if self.kind == "ps" and self.servers < 1:
             raise StrategyError("a parameter-server job has at least 1 server; write ps:1")
+        rate = self.server_bytes_per_s
+        if rate is not None and not (math.isfinite(rate) and rate > 0):
+            raise StrategyError(f"a server's link has a positive rate, found {rate}; write 1Gbit/s")
 
     @property
     def first_cap_bytes(self) -> int:
@@ -86,6 +93,8 @@ class Strategy:
             knobs.append(str(self.servers))
         if self.asynchronous:
             knobs.append("async")
+        if self.server_bytes_per_s is not None:
+            knobs.append(f"link={self.server_bytes_per_s:f}B/s")
         if not self.bucketed:
             knobs.append("unbucketed")
         if self.bucket_cap_bytes != DEFAULT_BUCKET_CAP_BYTES:
@@ -98,30 +107,35 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str | Strategy) -> Strategy:
-        """Read ``ddp``, ``ddp:bucket=5MiB,view``, ``zero1``, ``fsdp``, ``ps:2`` or ``ps:2,async``.
+        """Read ``ddp``, ``ddp:bucket=5MiB,view``, ``zero1``, ``fsdp``, ``ps:2``, ``ps:2,async``.
+
+        ``ps:2,link=10Gbit/s`` says what the network of each server carries.
 
         >>> Strategy.parse("ddp:bucket=5MiB").first_cap_bytes
         5242880
         """
-        if isinstance(text, Strategy):
-            return text
-        name, _, knobs = text.strip().partition(":")
-        kind = _ALIASES.get(name, name)
-        if kind not in _KINDS:
-            raise StrategyError(
-                f"strategy '{text}' is unknown; write one of {', '.join(_KINDS)}, or with knobs as "
-                "in ddp:bucket=5MiB,view"
-            )
-        options: dict[str, object] = {"kind": kind}
-        for knob in filter(None, (part.strip() for part in knobs.split(","))):
-            try:
-                options |= _read_knob(kind, knob)
-            except ValueError as error:
-                raise StrategyError(f"strategy '{text}': {error}") from None
+        return text if isinstance(text, Strategy) else _parsed(text)
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> Strategy:
+    name, _, knobs = text.strip().partition(":")
+    kind = _ALIASES.get(name, name)
+    if kind not in _KINDS:
+        raise StrategyError(
+            f"strategy '{text}' is unknown; write one of {', '.join(_KINDS)}, or with knobs as "
+            "in ddp:bucket=5MiB,view"
+        )
+    options: dict[str, object] = {"kind": kind}
+    for knob in filter(None, (part.strip() for part in knobs.split(","))):
         try:
-            return cls(**options)  # type: ignore[arg-type]
-        except StrategyError as error:
+            options |= _read_knob(kind, knob)
+        except ValueError as error:
             raise StrategyError(f"strategy '{text}': {error}") from None
+    try:
+        return Strategy(**options)  # type: ignore[arg-type]
+    except StrategyError as error:
+        raise StrategyError(f"strategy '{text}': {error}") from None
 
 
 def _read_knob(kind: str, knob: str) -> dict[str, object]:
@@ -137,6 +151,8 @@ def _read_knob(kind: str, knob: str) -> dict[str, object]:
         return {"bucketed": False}
     if kind == "ps" and knob == "async":
         return {"asynchronous": True}
+    if kind == "ps" and name == "link":
+        return {"server_bytes_per_s": parse_bandwidth_bytes_per_s(value)}
     if kind == "ps" and knob.isdigit() and len(knob) < 7:
         return {"servers": int(knob)}
     known = {
@@ -144,6 +160,6 @@ def _read_knob(kind: str, knob: str) -> dict[str, object]:
         "zero1": "bucket=, first=, view, unbucketed",
         "zero2": "bucket=, first=, unbucketed",
         "fsdp": "none",
-        "ps": "a number of servers, async, bucket=, first=, unbucketed",
+        "ps": "a number of servers, async, link=, bucket=, first=, unbucketed",
     }[kind]
     raise ValueError(f"'{knob}' is no knob of {kind}; its knobs are {known}")

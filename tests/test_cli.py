@@ -71,6 +71,40 @@ def test_the_global_batch_is_divided_over_ranks_and_micro_batches(
     assert json.loads(command("estimate", tiny, *words).out)["batch_per_gpu"] == 4
 
 
+def test_a_global_batch_on_unlike_nodes_is_split_by_speed_and_the_gain_shown(
+    store: Path, tiny: str, command: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.toml"
+    node = 'machine = "local"\nswitch = "s"\nuplink = "1 Gbit/s"\n'
+    path.write_text(f"[switches.s]\n[nodes.a]\n{node}[nodes.b]\n{node}slowdown = 3.0\n")
+    words = (tiny, "--on", "a[0]+b[0]", "--cluster", path, "--global-batch", 20001)
+    content = json.loads(command("estimate", *words, "--json").out)
+    fast, slow = content["batches"]
+    assert fast + slow == content["global_batch"] == 20001
+    assert fast > slow
+    assert content["batch_per_gpu"] is None
+    assert content["balance_gain_ratio"] > 0
+    out = command("estimate", *words).out
+    assert f"{fast} + {slow} per device, 20001 in all" in out
+    assert "faster than 10001 on every device" in out
+    assert "multiply each rank's mean loss" in " ".join(out.split())
+
+
+def test_strategies_are_listed_by_step_time_with_what_could_not_be_answered(
+    store: Path, tiny: str, command: Command
+) -> None:
+    run = command("sweep", tiny, "--on", "1x2:local", "--strategies", "ddp ps:1", "--json")
+    assert run.code == 0
+    rows = json.loads(run.out)
+    assert [(row["allocation"], row["strategy"]) for row in rows] == [
+        ("1x2:local", "ddp"),
+        ("1x2:local", "ps:1"),
+    ]
+    # The machine was probed alone: nothing says how fast a server is reached.
+    assert "no network" in rows[1]["refusal"]
+    assert command("sweep", tiny, "--on", "1x2:local", "--strategies", "ddq").code == 2
+
+
 def test_the_trace_is_sound_and_has_a_process_for_every_rank(
     store: Path, tiny: str, command: Command, tmp_path: Path
 ) -> None:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+import estimator
+
 HEAVY = ("torch", "numpy", "scipy", "sklearn", "pydantic", "rich", "transformers", "pynvml")
 
 
@@ -26,3 +28,8 @@ def test_nothing_heavy_is_imported_by(code: str) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert found.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_public_name_can_be_used() -> None:
+    assert all(getattr(estimator, name) is not None for name in estimator.__all__)
+    assert set(estimator.__all__) <= set(dir(estimator))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +17,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from estimator.errors import AllocationError
+from estimator.allocation import Allocation
+from estimator.coefficients import Calibration, Coefficients
+from estimator.columns import AllocationColumns
+from estimator.errors import AllocationError, ProfileError, UnknownMachineError, WorkloadError
+from estimator.estimates import Breakdown
+from estimator.graph.ops import OpGraph
+from estimator.placement import place
 from estimator.profile import (
     CollectiveCost,
     Link,
     MachineProfile,
     PairMatrix,
 )
-from estimator.tables import EstimateTable, estimate_many
+from estimator.tables import EstimateTable, estimate_chunks, estimate_many
+from estimator.timeline import class_table
 from estimator.topology import Cluster, Node, Switch
 from tests.synthetic import CHOSEN, Machine, perceptron
 
@@ -48,8 +59,12 @@ def machine(name: str, shape: Machine, rate: float, *groups: tuple[int, int]) ->
     profile = replace(shape.profile(), name=name)
     measured = [
         collective(op, ranks, nodes, rate / (1 + nodes / 10), 1e-5 * nodes)
-        for op in ("all_reduce", "broadcast")
+        for op in ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
         for ranks, nodes in groups
+    ]
+    measured += [
+        collective(op, 2, 1, 2 * shape.bandwidth_bytes_per_s, shape.latency_s)
+        for op in ("all_gather", "reduce_scatter")
     ]
     return replace(
         profile,
@@ -71,6 +86,16 @@ def machine(name: str, shape: Machine, rate: float, *groups: tuple[int, int]) ->
         ),
         collectives=profile.collectives + tuple(measured),
         host=replace(profile.host, provenance=replace(CHOSEN, relative_error=0.07)),
+    )
+
+
+def on_gpus(profile: MachineProfile) -> MachineProfile:
+    """The same numbers for CUDA devices, whose backend is NCCL."""
+    return replace(
+        profile,
+        name=f"{profile.name}-gpu",
+        devices=tuple(replace(each, kind="cuda", cores=()) for each in profile.devices),
+        updates=tuple(replace(each, device="cuda") for each in profile.updates),
     )
 
 
@@ -108,7 +133,10 @@ def machines() -> dict[str, MachineProfile]:
     bare = machine("bare", Machine(devices=3, flops_per_s=2e10), 5e8)
     tiny = tuple(replace(device, memory_bytes=3 << 20) for device in bare.devices)
     bare = replace(bare, overlaps=(), devices=tiny, rank_spread_ratio=None)
-    return {each.name: each for each in (slow, fast, jammed, bare)}
+    # Neither a network nor collectives but those of a ring within the node.
+    lone = replace(Machine(devices=2).profile(), name="lone", network=())
+    cpus = (slow, fast, jammed, bare, lone)
+    return {each.name: each for each in (*cpus, *map(on_gpus, cpus))}
 
 
 CLUSTER = Cluster(
@@ -129,6 +157,12 @@ CLUSTER = Cluster(
         "r3": Switch(parent="spine"),
     },
 )
+GPU_CLUSTER = replace(
+    CLUSTER,
+    nodes={
+        name: replace(node, machine=f"{node.machine}-gpu") for name, node in CLUSTER.nodes.items()
+    },
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,7 +179,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         os.environ["ESTIMATOR_HOME"] = before
 
 
-def assert_equal(table: EstimateTable, **options: Any) -> None:
+def assert_equal(table: EstimateTable) -> None:
     """Each row of the table against the scalar estimate of its allocation."""
     for row in range(len(table)):
         scalar = table.row(row)
@@ -188,14 +222,45 @@ BOTTLENECK_TEXTS = {
     "stragglers": "waiting",
 }
 DEVICES = {"slow": 4, "fast": 8, "jammed": 2, "bare": 3}
+
+
+def in_blocks(graph: OpGraph) -> OpGraph:
+    """A perceptron whose layers are blocks that FSDP gathers one by one, the first one the rest."""
+    layers = len(graph.parameters)
+    of_op = [op // 2 for op in range(2 * layers)]
+    of_op += [layers - 1 - op // 5 for op in range(5 * layers)]
+    named = [
+        replace(parameter, name=f"{parameter.name}.weight" if number else "weight")
+        for number, parameter in enumerate(graph.parameters)
+    ]
+    ops = [
+        replace(op, module=f"layers.{layer}" if layer else "")
+        for op, layer in zip(graph.ops, of_op, strict=True)
+    ]
+    return replace(graph, ops=tuple(ops), parameters=tuple(named))
+
+
 widths = some.lists(some.sampled_from([32, 96, 256, 1000]), min_size=2, max_size=6)
 graphs = some.builds(
-    lambda widths, buffers: replace(perceptron(widths, batch=8), buffer_bytes=buffers),
+    lambda widths, buffers, target: replace(
+        in_blocks(perceptron(widths, batch=8)), buffer_bytes=buffers, target=target
+    ),
     widths,
     some.sampled_from([0, 4096, 1 << 20]),
+    some.sampled_from(["cpu", "cuda"]),
 )
 strategies = some.sampled_from(
-    ["ddp", "ddp:unbucketed", "ddp:bucket=1MiB", "ddp:view", "ddp:bucket=64KiB,first=4KiB,view"]
+    [
+        "ddp",
+        "ddp:unbucketed",
+        "ddp:view",
+        "ddp:bucket=64KiB,first=4KiB,view",
+        "zero1:bucket=1MiB",
+        "zero2:bucket=256KiB",
+        "fsdp",
+        "ps:2,bucket=64KiB",
+        "ps:3,async,link=2Gbit/s",
+    ]
 )
 counted = some.sampled_from(sorted(DEVICES)).flatmap(
     lambda name: some.builds(
@@ -216,14 +281,30 @@ cluster_groups = some.one_of(
 cluster_rows = some.lists(cluster_groups, min_size=1, max_size=6).map("+".join)
 
 
-def placeable(text: str) -> bool:
-    from estimator.placement import place
+def of_kind(text: str, graph: OpGraph) -> str:
+    """The same allocation of machines that the graph was traced for."""
+    return re.sub(r":([a-z]+)", r":\1-gpu", text) if graph.target == "cuda" else text
 
+
+def placeable(text: str) -> bool:
     try:
         place(text, cluster=CLUSTER)
     except AllocationError:
         return False
     return True
+
+
+class LearntByRanks:
+    """A calibration whose factors depend on the allocation."""
+
+    def coefficients_for(self, workload: str, allocation: Allocation) -> Coefficients:
+        ranks = allocation.ranks
+        return Coefficients(
+            compute_ratio=1.1,
+            update_ratio=1 + 1 / ranks,
+            communication_ratio=0.5 + ranks % 3,
+            relative_error=0.2 if ranks % 2 else None,
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -233,16 +314,23 @@ def placeable(text: str) -> bool:
     strategies,
     some.integers(1, 3),
     some.lists(some.sampled_from([1, 3, 8, 64]), min_size=12, max_size=12),
+    some.sampled_from([None, LearntByRanks()]),
 )
 def test_every_row_equals_the_estimate_of_its_allocation(
-    graph: Any, texts: list[str], strategy: str, accumulation_steps: int, batches: list[int]
+    graph: OpGraph,
+    texts: list[str],
+    strategy: str,
+    accumulation_steps: int,
+    batches: list[int],
+    calibration: Calibration | None,
 ) -> None:
     table = estimate_many(
         graph,
-        texts,
+        [of_kind(text, graph) for text in texts],
         batch_per_gpu=np.array(batches[: len(texts)]),
         strategy=strategy,
         accumulation_steps=accumulation_steps,
+        calibration=calibration,
     )
     assert_equal(table)
 
@@ -250,6 +338,135 @@ def test_every_row_equals_the_estimate_of_its_allocation(
 @settings(max_examples=60, deadline=None)
 @given(graphs, some.lists(cluster_rows.filter(placeable), min_size=1, max_size=8), strategies)
 def test_every_row_on_a_cluster_equals_the_estimate_of_its_allocation(
-    graph: Any, texts: list[str], strategy: str
+    graph: OpGraph, texts: list[str], strategy: str
 ) -> None:
-    assert_equal(estimate_many(graph, texts, strategy=strategy, cluster=CLUSTER))
+    cluster = GPU_CLUSTER if graph.target == "cuda" else CLUSTER
+    asked = [of_kind(text, graph) for text in texts]
+    assert_equal(estimate_many(graph, asked, strategy=strategy, cluster=cluster))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "ps:2"])
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_a_model_without_parameters_merges_nothing(strategy: str, target: Any) -> None:
+    graph = replace(perceptron([32, 64], batch=8), parameters=(), target=target)
+    texts = [of_kind(text, graph) for text in ("1x1:slow", "2x2:slow+1x3:fast")]
+    assert_equal(estimate_many(graph, texts, strategy=strategy))
+
+
+def test_classes_too_many_to_compare_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, texts = perceptron([256] * 5, batch=8), ["3x4:slow+2x8:fast+1x2:jammed", "9x2:slow"]
+    compared = estimate_many(graph, texts, strategy="ddp:unbucketed").to_dict()
+    monkeypatch.setattr(class_table, "_MOST_COMPARED", 1)
+    assert estimate_many(graph, texts, strategy="ddp:unbucketed").to_dict() == compared
+
+
+PLAIN = perceptron([64, 96, 32], batch=8)
+
+
+def test_columns_and_texts_and_allocations_give_the_same_table() -> None:
+    texts = ["1x1:slow", "2x4:slow+1x8:fast", "3x2:fast"]
+    columns = AllocationColumns(
+        sites=("fast", "slow"),
+        site=np.array([[1, -1], [1, 0], [0, -1]]),
+        nodes=np.array([[1, 0], [2, 1], [3, 0]]),
+        devices=np.array([[1, 0], [4, 8], [2, 0]]),
+    )
+    asked = [texts, [Allocation.parse(text) for text in texts], columns]
+    one, *others = [estimate_many(PLAIN, each).to_dict() for each in asked]
+    assert one["allocation"] == texts
+    assert all(other == one for other in others)
+
+
+def test_ranks_and_nodes_and_the_global_batch_add_up() -> None:
+    table = estimate_many(
+        PLAIN, ["2x4:slow+1x8:fast"], batch_per_gpu=np.array([6]), accumulation_steps=3
+    )
+    assert (table.ranks[0], table.nodes[0]) == (2 * 4 + 8, 3)
+    assert table.global_batch[0] == 6 * 16 * 3
+    assert table.samples_per_s[0] == pytest.approx(6 * 16 * 3 / table.step_time_s[0])
+
+
+def test_a_global_batch_is_one_number_or_one_for_each_row() -> None:
+    table = estimate_many(PLAIN, ["1x1:slow", "1x2:slow"], global_batch=24)
+    assert table.batch_per_gpu.tolist() == [24, 12]
+    table = estimate_many(PLAIN, ["1x1:slow", "1x2:slow"], global_batch=np.array([24, 8]))
+    assert table.batch_per_gpu.tolist() == [24, 4]
+
+
+def test_rows_that_do_not_fit_come_last_however_fast() -> None:
+    # Devices of 'bare' have 3 MiB; 16 bytes of state for each of 256·1000 parameters take more.
+    graph = perceptron([256, 1000], batch=8)
+    table = estimate_many(graph, ["3x3:bare", "1x1:slow", "1x2:slow"])
+    assert table.fits.tolist() == ["no", "yes", "yes"]
+    rates = table.samples_per_s
+    assert table.order().tolist() == [2, 1, 0] if rates[2] > rates[1] else [1, 2, 0]
+    assert table.order("step_time_s").tolist()[-1] == 0
+    assert str(table.best("ranks").allocation) == "1x1:slow"
+
+
+def test_a_table_without_rows_has_no_best_one() -> None:
+    with pytest.raises(WorkloadError, match="no rows"):
+        estimate_many(PLAIN, []).best()
+
+
+def test_the_csv_holds_every_column_of_every_row() -> None:
+    table = estimate_many(PLAIN, ["1x1:slow", "2x4:slow+1x8:fast"])
+    rows = list(csv.DictReader(io.StringIO(table.to_csv())))
+    assert [row["allocation"] for row in rows] == ["1x1:slow", "2x4:slow+1x8:fast"]
+    assert float(rows[1]["step_time_s"]) == table.step_time_s[1]
+    assert rows[1]["bottleneck"] == table.bottleneck[1]
+    parts = [name for name in rows[1] if name.endswith("_s") and name in Breakdown.__slots__]
+    assert sum(float(rows[1][name]) for name in parts) == pytest.approx(table.step_time_s[1])
+
+
+def test_chunks_of_an_iterator_are_pieces_of_the_whole_table() -> None:
+    texts = [f"{nodes}x{devices}:slow" for nodes in range(1, 8) for devices in (1, 4)]
+    pieces = list(estimate_chunks(PLAIN, iter(texts), rows=5))
+    assert [len(piece) for piece in pieces] == [5, 5, 4]
+    whole = estimate_many(PLAIN, texts)
+    joined = np.concatenate([piece.step_time_s for piece in pieces])
+    assert joined.tolist() == whole.step_time_s.tolist()
+
+
+def test_the_cluster_may_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        '[switches.r]\n[nodes.h1]\nmachine = "slow"\nswitch = "r"\nuplink = "1 Gbit/s"\n'
+        '[nodes.h2]\nmachine = "slow"\nswitch = "r"\nuplink = "10 Gbit/s"\n'
+    )
+    table = estimate_many(PLAIN, ["h1[0]+h2[0,1]", "h2[0]"], cluster=path)
+    assert table.ranks.tolist() == [3, 1]
+    assert_equal(table)
+
+
+GOOD = "1x2:slow"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "options", "error", "said"),
+    [
+        ("1x9:slow", {}, AllocationError, "row 2: '1x9:slow' asks for 9 devices of 'slow'"),
+        ("1x2", {}, AllocationError, "row 2: '1x2' is not an allocation"),
+        ("1x2:nowhere", {}, UnknownMachineError, "row 2: no machine profile is called 'nowhere'"),
+        ("h1[0]", {}, AllocationError, "row 2: 'h1\\[0\\]' names a host"),
+        ("1x2:slow-gpu", {}, WorkloadError, "row 2: perceptron was traced for cpu"),
+        (GOOD, {"batch_per_gpu": np.array([1, 1, 0])}, WorkloadError, "row 2: batch size"),
+        ("1x3:slow", {"global_batch": 8}, WorkloadError, "row 2: global batch 8 cannot be split"),
+        ("2x1:lone", {"strategy": "zero2"}, AllocationError, "row 2: .*no network of 'lone'"),
+        ("1x2:lone", {"strategy": "zero2"}, ProfileError, "row 2: .*no reduce-scatter costs"),
+        ("1x2:lone", {"strategy": "ps:1"}, ProfileError, "row 2: .*has no network"),
+    ],
+)
+def test_the_first_wrong_row_is_named(
+    wrong: str, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=f"^{said}"):
+        estimate_many(PLAIN, [GOOD, GOOD, wrong], **options)
+    if "batch_per_gpu" not in options:
+        with pytest.raises(error, match=f"^{said}"):
+            list(estimate_chunks(PLAIN, [GOOD, GOOD, wrong], rows=2, **options))
+
+
+def test_batches_of_another_length_are_refused() -> None:
+    with pytest.raises(WorkloadError, match=r"shape \(2,\) for 1 allocations"):
+        estimate_many(PLAIN, [GOOD], batch_per_gpu=np.array([1, 2]))

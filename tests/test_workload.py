@@ -24,6 +24,23 @@ def test_parsing_undoes_printing(strategy: Strategy) -> None:
     assert Strategy.parse(str(strategy)) == strategy
 
 
+@given(some.integers(1, 1000), some.none() | some.integers(1, 10**12), some.booleans())
+def test_parsing_undoes_printing_of_servers(
+    servers: int, rate: int | None, asynchronous: bool
+) -> None:
+    strategy = Strategy(
+        kind="ps", servers=servers, server_bytes_per_s=rate, asynchronous=asynchronous
+    )
+    assert Strategy.parse(str(strategy)) == strategy
+
+
+def test_the_link_of_servers_is_read_as_a_rate() -> None:
+    assert Strategy.parse("ps:2,link=10Gbit/s").server_bytes_per_s == 1.25e9
+    for text in ("ddp:link=10Gbit/s", "ps:1,link=fast", "ps:1,link=0 GB/s"):
+        with pytest.raises(StrategyError):
+            Strategy.parse(text)
+
+
 def test_the_first_bucket_is_1_mib_by_default_and_the_cap_under_an_explicit_cap() -> None:
     # torch/nn/parallel/distributed.py: an explicit bucket_cap_mb applies to the first bucket too.
     assert Strategy().bucket_cap_bytes == 25 * MIB

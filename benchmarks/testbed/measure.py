@@ -6,7 +6,7 @@ import ctypes
 import os
 import socket
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ def measure(
     model: str,
     allocation: str | Allocation,
     *,
-    batch: int | None = None,
+    batch: int | Sequence[int] | None = None,
     strategy: str | Strategy = "ddp",
     optimizer: str = "sgd",
     accumulation_steps: int = 1,
@@ -71,8 +71,9 @@ def measure(
     """Train `model` in fresh processes on an allocation such as ``n0[0,1]+n1[0]``.
 
     `model` is ``paced:NAME`` or any MODEL text; up to as many computing ranks as there are cores
-    have a core each. Without `merges_gradients` every micro-batch runs under DDP's no_sync, which
-    leaves the step without its communication. Raises TrainingError if a rank fails, dies or hangs.
+    have a core each. `batch` is of every rank, or one number for each. Without `merges_gradients`
+    every micro-batch runs under DDP's no_sync, which leaves the step without its communication.
+    Raises TrainingError if a rank fails, dies or hangs.
     """
     is_paced = model.startswith(_PACED)
     placed = place(bed, allocation)
@@ -85,7 +86,7 @@ def measure(
     pace_module = f"{__package__}.paced"
     arguments = {
         "model": model.replace(_PACED, f"{pace_module}:") if is_paced else model,
-        "batch": batch,
+        "batches": list(batch) if isinstance(batch, Sequence) else [batch] * len(placed),
         "seq_len": None,
         "kind": "cpu",
         "optimizer": check_optimizer(optimizer),
@@ -150,7 +151,7 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
 
         limit = timedelta(seconds=arguments["timeout_s"])
         dist.init_process_group("gloo", timeout=limit)
-    training = Training(arguments, world_size)
+    training = Training({**arguments, "batch": arguments["batches"][rank]}, world_size)
     training.merges_gradients = arguments["merges_gradients"]
     if arguments["is_paced"]:
         training.optimizer = paced.PacedUpdate(training.model)

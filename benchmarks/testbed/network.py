@@ -115,19 +115,21 @@ def build_commands(description: TestbedDescription, prefix: str) -> list[Command
 def _cable(prefix: str, upper: str, lower: str, lower_end: str, rate: float) -> list[Command]:
     """A veth pair from a port of the switch `upper` to `lower`, limited at both ends."""
     above, below = prefix + upper, prefix + lower
-    burst = _burst_bytes(rate)
-    # A packet larger than the bucket is cut up by tbf, at a price: let TCP make fitting ones.
-    largest = min(65536, burst // 2)
     commands = _ip(
         below,
         f"link add {lower_end} type veth peer name {lower} netns {above}",
-        f"link set dev {lower_end} gso_max_size {largest}",
+        _fitting(lower_end, rate),
         f"link set dev {lower_end} up",
     )
     commands += _ip(above, f"link set dev {lower} master br0", f"link set dev {lower} up")
     for namespace, end in ((below, lower_end), (above, lower)):
         commands.append(limit_command(namespace, end, rate))
     return commands
+
+
+def _fitting(interface: str, rate: float) -> str:
+    # A packet larger than the bucket is cut up by tbf, at a price: let TCP make fitting ones.
+    return f"link set dev {interface} gso_max_size {min(65536, _burst_bytes(rate) // 2)}"
 
 
 def limit_command(namespace: str, interface: str, bytes_per_s: float) -> Command:
@@ -164,6 +166,8 @@ def run_command(command: Sequence[str]) -> str:
 def set_uplink(bed: Testbed, node: str, bytes_per_s: float) -> None:
     """Give a node's link another line rate, in both directions, while it is in use."""
     upper = bed.description.by_name[node].rack or SPINE
+    for command in _ip(bed.namespace(node), _fitting(INTERFACE, bytes_per_s)):
+        run_command(command)
     run_command(limit_command(bed.namespace(node), INTERFACE, bytes_per_s))
     run_command(limit_command(bed.namespace(upper), node, bytes_per_s))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from estimator.profile import (
 )
 from estimator.tensors import OpCall, TensorSpec
 
-# What a paced update waits for: once, and for each parameter.
+# What a paced update waits for: once, and for each parameter unless told otherwise.
 UPDATE_S, UPDATE_S_PER_PARAMETER = 1e-3, 1e-9
 _FEATURES = 16
 _DECLARED = Provenance(source="datasheet", relative_error=0.0, note="declared, not measured")
@@ -146,10 +146,12 @@ class PacedModel(nn.Sequential):
 class PacedUpdate:
     """In place of an optimizer: a step that waits, and a zero_grad with which a step begins."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, parameter_s: float = UPDATE_S_PER_PARAMETER, share: float = 1.0
+    ) -> None:
         self.parameters = list(model.parameters())
         count = sum(parameter.numel() for parameter in self.parameters)
-        self.seconds = UPDATE_S + UPDATE_S_PER_PARAMETER * count
+        self.seconds = UPDATE_S + parameter_s * count * share
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients and start the clock of the next step."""
@@ -197,24 +199,33 @@ def big_first(batch: int = 8) -> Built:
     return _model([embedding, *(PacedLayer([(500, 1000)], 3.3e-3, 2.0) for _ in range(6))], batch)
 
 
+def eight_even(batch: int = 8) -> Built:
+    """Eight layers of 1 MB: 8 MB, 0.16 s at batch 8."""
+    return _model([PacedLayer([(500, 500)], 0.83e-3, 2.0) for _ in range(8)], batch)
+
+
 def transformer(batch: int = 8) -> Built:
     """Twelve even blocks of four matrices, four vectors each: 48 MB, 0.98 s at batch 8."""
     shapes = [(288, 864), (864,), (288, 288), (288,), (288, 1152), (1152,), (1152, 288), (288,)]
     return _model([PacedLayer(shapes, 3.4e-3, 2.0) for _ in range(12)], batch)
 
 
-ALL = (few_big, many_small, big_last, big_first, transformer)
+ALL = (few_big, many_small, big_last, big_first, eight_even, transformer)
 
 
-def paced_graph(name: str, batch: int = 8) -> OpGraph:
-    """What the engine knows of a paced model: its graph, with the waiting as measured times."""
+def paced_graph(name: str, batch: int = 8, other_batches: Iterable[int] = ()) -> OpGraph:
+    """What the engine knows of a paced model: its graph, with the waiting as measured times.
+
+    Waiting has no formula: at batches that are not listed the engine knows no times.
+    """
     function = {function.__name__: function for function in ALL}[name]
     model, inputs = function(batch)
     graph = trace_graph(model, inputs, optimizer="sgd")
     timings = {
-        op.call: OpTiming(_seconds_argument(op.call) * batch)
-        for op in graph.ops
-        if op.call.target.startswith("paced.")
+        call: OpTiming(_seconds_argument(call) * samples)
+        for samples in {batch, *other_batches}
+        for call in graph.at(samples).calls
+        if call.target.startswith("paced.")
     }
     return dataclasses.replace(graph, name=name, timings=timings, timed_on="paced")
 
@@ -224,7 +235,9 @@ def _seconds_argument(call: OpCall) -> float:
     return float(next(value for value in arguments if isinstance(value, float)))
 
 
-def paced_machine(network: MachineProfile, devices: int) -> MachineProfile:
+def paced_machine(
+    network: MachineProfile, devices: int, parameter_s: float = UPDATE_S_PER_PARAMETER
+) -> MachineProfile:
     """The machine a paced rank runs on: `network`'s links and collectives, and waiting.
 
     All that is not waiting is hidden behind it, so host costs and copies count as nothing.
@@ -239,7 +252,7 @@ def paced_machine(network: MachineProfile, devices: int) -> MachineProfile:
         device="cpu",
         launch_s=UPDATE_S,
         per_tensor_s=0.0,
-        per_parameter_s=UPDATE_S_PER_PARAMETER,
+        per_parameter_s=parameter_s,
         provenance=_DECLARED,
     )
     host = {item.name: 0.0 for item in dataclasses.fields(HostCost) if item.name != "provenance"}

@@ -1,14 +1,17 @@
 """Find an order of nodes in which a ring of ranks runs fast, from the links measured between them.
 
-A ring is as fast as its slowest hop, and hops that leave a rack share its uplink, so a good order
-has no slow hop and few long ones: a tour that is short in seconds per hop. The search is 2-opt and
-Or-opt (Croes 1958; Or 1976) from several starts, on hop costs raised to rising powers, which turns
-the sum that these moves improve into the maximum that the ring waits for.
+A ring is as fast as its slowest hop. Links are measured one flow at a time, so that a matrix alone
+does not show what hops that leave a rack together do to its uplink: a cluster file does. A good
+order has no slow hop and few that leave a rack. Two searches share the time: rings through hops
+below a falling bound, by rotations (Pósa 1976), for the slowest hop; and 2-opt and Or-opt (Croes
+1958; Or 1976) on hop costs raised to rising powers, for the few hops that leave a rack and for the
+seconds of all hops.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +20,19 @@ from numpy.typing import NDArray
 from estimator.errors import ProfileError
 from estimator.profile import PairMatrix
 from estimator.timeline.collectives import RING_ROUNDS, RING_SHARE
+from estimator.topology import Cluster
 
 Array = NDArray[np.float64]
 Tour = NDArray[np.intp]
 _POWERS = (1.0, 4.0, 16.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Uplink:
+    """A switch's way out: which hosts are below it, and an all-reduce's seconds for one flow."""
+
+    below: NDArray[np.bool_]
+    flow_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,32 +48,31 @@ def rank_order(
     pairs: PairMatrix,
     *,
     size_bytes: float = 25 * 2**20,
+    cluster: Cluster | None = None,
     limit_s: float = 2.0,
     seed: int = 0,
 ) -> RankOrder:
     """The best order found within `limit_s` seconds for an all-reduce of `size_bytes`.
 
-    Pairs measured one way only count both ways. Raises ProfileError where a pair was not measured.
+    Pairs measured one way only count both ways; `cluster` has the uplinks that hops share. Raises
+    ProfileError where a pair was not measured.
     """
     hops = hop_seconds(pairs, size_bytes)
+    uplinks = shared_uplinks(pairs.hosts, size_bytes, cluster) if cluster else ()
     count = len(hops)
     given = np.arange(count)
-    best = _cheapest(hops, _directions(given))
+    best = _cheapest(hops, uplinks, _directions(given))
     if count > 3:
-        end = time.monotonic() + limit_s
-        finite = np.where(np.isfinite(hops), hops, 0.0)
         generator = np.random.default_rng(seed)
-        for number in range(4 * count):
-            start = _nearest_first(hops, number) if number < count else generator.permutation(count)
-            for power in _POWERS:
-                start = _improved((finite / finite.max()) ** power, start)
-            best = _cheapest(hops, [best, *_directions(start)])
-            if time.monotonic() > end:
-                break
+        end = time.monotonic() + limit_s
+        bounded = _bounded_tours(hops, generator, end - limit_s / 2)
+        best = _cheapest(hops, uplinks, [best, *bounded])
+        shortened = _shortened_tours(hops, uplinks, generator, end)
+        best = _cheapest(hops, uplinks, [best, *shortened])
     return RankOrder(
         hosts=tuple(pairs.hosts[index] for index in best),
-        ring_s=ring_seconds(hops, best),
-        given_s=ring_seconds(hops, given),
+        ring_s=ring_seconds(hops, best, uplinks),
+        given_s=ring_seconds(hops, given, uplinks),
     )
 
 
@@ -89,28 +100,115 @@ def _filled(rows: tuple[tuple[float | None, ...], ...]) -> Array:
     return np.where(np.isnan(values), values.T, values)
 
 
-def ring_seconds(hops: Array, tour: Tour) -> float:
-    """The slowest hop of the ring: each round waits for it."""
-    return float(hops[tour, np.roll(tour, -1)].max())
+def shared_uplinks(hosts: Sequence[str], size_bytes: float, cluster: Cluster) -> tuple[Uplink, ...]:
+    """The uplinks of the switches above some of the hosts, with what a flow takes alone on each."""
+    share = RING_SHARE["all_reduce"](len(hosts))
+    found = []
+    for name, switch in cluster.switches.items():
+        below = np.array([name in cluster.switches_above(host) for host in hosts])
+        if switch.uplink_bytes_per_s is not None and below.any() and not below.all():
+            rate = cluster.payload_bytes_per_s(switch.uplink_bytes_per_s)
+            found.append(Uplink(below, share * size_bytes / rate))
+    return tuple(found)
+
+
+def ring_seconds(hops: Array, tour: Tour, uplinks: Sequence[Uplink] = ()) -> float:
+    """The slowest hop of the ring, or the uplink that most hops share: each round waits for it."""
+    following = np.roll(tour, -1)
+    shared_s = [
+        uplink.flow_s * np.count_nonzero(uplink.below[tour] & ~uplink.below[following])
+        for uplink in uplinks
+    ]
+    return float(max(hops[tour, following].max(), *shared_s, 0.0))
 
 
 def _directions(tour: Tour) -> list[Tour]:
     return [tour, tour[::-1]]
 
 
-def _cheapest(hops: Array, tours: list[Tour]) -> Tour:
+def _cheapest(hops: Array, uplinks: Sequence[Uplink], tours: Sequence[Tour]) -> Tour:
     """The tour with the fastest slowest hop, then with the least seconds of hops in all."""
     return min(
-        tours, key=lambda tour: (ring_seconds(hops, tour), hops[tour, np.roll(tour, -1)].sum())
+        tours,
+        key=lambda tour: (
+            ring_seconds(hops, tour, uplinks),
+            hops[tour, np.roll(tour, -1)].sum(),
+        ),
     )
 
 
-def _nearest_first(hops: Array, start: int) -> Tour:
-    left = np.ones(len(hops), dtype=bool)
+def _bounded_tours(hops: Array, generator: np.random.Generator, end: float) -> Iterator[Tour]:
+    """Tours whose slowest hop, the slower way, is ever faster; bisects the bound until `end`."""
+    both = np.maximum(hops, hops.T)
+    bounds = np.unique(both[np.isfinite(both)])
+    # Every host has two neighbours, so no ring is faster than the second-best hop of any host.
+    low = int(np.searchsorted(bounds, np.sort(both, axis=1)[:, 1].max()))
+    high, middle = len(bounds) - 1, low
+    while low <= high and time.monotonic() < end:
+        share_s = (end - time.monotonic()) / 4
+        near = [np.flatnonzero(row <= bounds[middle]).tolist() for row in both]
+        tour = _closed_ring(near, generator, time.monotonic() + share_s)
+        if tour is None:
+            low = middle + 1
+        else:
+            yield from _directions(tour)
+            high = middle - 1
+        middle = (low + high) // 2
+
+
+def _closed_ring(
+    near: Sequence[Sequence[int]], generator: np.random.Generator, end: float
+) -> Tour | None:
+    """A ring through every host once by these neighbours only, if one is found before `end`.
+
+    A path grows to a host beyond its end that has the fewest ways on; where there is none, a part
+    of the path is turned around, which gives it another end.
+    """
+    count = len(near)
+    while time.monotonic() < end:
+        path = [int(generator.integers(count))]
+        left = set(range(count)) - set(path)
+        draws = iter(generator.random(20 * count).tolist())
+        for draw in draws:
+            free = [host for host in near[path[-1]] if host in left]
+            while free:
+                path.append(min(free, key=lambda host: sum(other in left for other in near[host])))
+                left.discard(path[-1])
+                free = [host for host in near[path[-1]] if host in left]
+            if not left and path[0] in near[path[-1]]:
+                return np.array(path)
+            choices = near[path[-1]]
+            if not choices:
+                return None
+            turned = path.index(choices[int(draw * len(choices))]) + 1
+            path[turned:] = path[turned:][::-1]
+    return None
+
+
+def _shortened_tours(
+    hops: Array, uplinks: Sequence[Uplink], generator: np.random.Generator, end: float
+) -> Iterator[Tour]:
+    """Tours that no 2-opt or Or-opt move shortens, from several starts, until `end`."""
+    count = len(hops)
+    costs = np.where(np.isfinite(hops), hops, 0.0)
+    for uplink in uplinks:
+        # A hop that leaves costs the others that do as long as it takes on the uplink.
+        costs = costs + uplink.flow_s * (uplink.below[:, None] & ~uplink.below[None, :])
+    for number in range(4 * count):
+        tour = _nearest_first(costs, number) if number < count else generator.permutation(count)
+        for power in _POWERS:
+            tour = _improved((costs / costs.max()) ** power, tour)
+            yield from _directions(tour)
+        if time.monotonic() > end:
+            return
+
+
+def _nearest_first(costs: Array, start: int) -> Tour:
+    left = np.ones(len(costs), dtype=bool)
     tour = [start]
     left[start] = False
     while left.any():
-        row = np.where(left, hops[tour[-1]], np.inf)
+        row = np.where(left, costs[tour[-1]], np.inf)
         tour.append(int(row.argmin()))
         left[tour[-1]] = False
     return np.array(tour)

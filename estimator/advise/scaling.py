@@ -43,13 +43,13 @@ def scaling_of(
         estimate_graph(
             graph,
             single,
-            batch_per_gpu=answer.batch_per_gpu,
+            batch_per_gpu=batch,
             accumulation_steps=answer.accumulation_steps,
             strategy=Strategy(),
             cluster=cluster,
             profile=None if named else answer.plan.classes[0].program.profile,
         ).step_time_s
-        for single, named in _singles(answer.allocation, cluster)
+        for single, batch, named in _singles(answer, cluster)
     )
     ring = answer.plan.ring
     across = ring.nodes > 1
@@ -62,9 +62,17 @@ def scaling_of(
     )
 
 
-def _singles(allocation: Allocation, cluster: Cluster | None) -> list[tuple[Allocation, bool]]:
-    """One device of each group, and whether its machine must be looked up by its name."""
-    kinds = {group.machine or group.host: group for group in allocation.groups}
+def _singles(
+    answer: Estimate, cluster: Cluster | None
+) -> list[tuple[Allocation, int | None, bool]]:
+    """One device of each group, its batch, and whether its machine must be looked up by name."""
+    groups = answer.allocation.groups
+    batches = answer.batches or (None,) * len(groups)
+    kinds = {
+        (group.machine or group.host, batch): group
+        for group, batch in zip(groups, batches, strict=True)
+    }
+    several = len({name for name, _ in kinds}) > 1
     return [
         (
             Allocation(
@@ -78,9 +86,10 @@ def _singles(allocation: Allocation, cluster: Cluster | None) -> list[tuple[Allo
                     ),
                 )
             ),
-            cluster is not None or len(kinds) > 1,
+            batch,
+            cluster is not None or several,
         )
-        for group in kinds.values()
+        for (_, batch), group in kinds.items()
     ]
 
 

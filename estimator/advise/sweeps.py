@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 from estimator.errors import AllocationError
 from estimator.estimates import Estimate
@@ -124,7 +124,14 @@ def _efficiency(answer: Estimate, smallest: Estimate) -> float | None:
     return (answer.samples_per_s / answer.ranks) / (smallest.samples_per_s / smallest.ranks)
 
 
-def sweep_csv(rows: Sequence[SweepRow]) -> str:
+class Row(Protocol):
+    """A row of a table with values in base units."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values by column."""
+
+
+def sweep_csv(rows: Sequence[Row]) -> str:
     """The rows as comma-separated values in base units, with a heading."""
     tables = [row.to_dict() for row in rows]
     names = max(tables, key=len)

@@ -87,7 +87,7 @@ def _reduced_dims(call: OpCall) -> tuple[float, ...]:
 
 @cost_of(
     *named("sum mean nansum amax amin aminmax max min argmax argmin prod all any median"),
-    *named("count_nonzero norm linalg_vector_norm nanmedian"),
+    *named("_is_all_true _is_any_true count_nonzero norm linalg_vector_norm nanmedian"),
     family="reduction",
     dims=_reduced_dims,
 )

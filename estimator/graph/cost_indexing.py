@@ -188,7 +188,7 @@ def _scatter(call: OpCall) -> OpCost:
     return read + OpCost(0.0, sum(index.numel * item_bytes(spec) for spec in source), 0.0)
 
 
-@cost_of("aten.masked_scatter", "aten.put", family="index")
+@cost_of("aten.masked_scatter", "aten.masked_scatter_backward", "aten.put", family="index")
 def _masked_scatter(call: OpCall) -> OpCost:
     return streamed(call, 1)
 

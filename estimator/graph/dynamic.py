@@ -16,6 +16,11 @@ from estimator.graph.known import KnownValues, balanced_choice
 
 aten = torch.ops.aten
 
+# How many elements these return is how many a mask holds.
+_SELECTIONS = frozenset({aten.index.Tensor, aten.masked_select.default, aten.nonzero.default})
+_HALF = "masks that the model computes from activations select every second element"
+_UNLIKE = "activations that the model compares as a whole are unlike"
+
 
 def resolve(
     func: Any, args: Any, kwargs: Mapping[str, Any], known: KnownValues, fake_mode: Any, module: str
@@ -29,6 +34,8 @@ def resolve(
             shape = torch.broadcast_shapes(args[0].shape, mask.shape)
             kept = int(mask.expand(shape).sum())
         return args[0].new_empty((kept,))
+    if func is aten.equal.default and any(known.of(leaf) is None for leaf in args):
+        return _are_one(args[0], args[1], known)
     if func is aten._ctc_loss.Tensor:
         return _ctc_loss(func, args, known, module)
     if func is aten._ctc_loss_backward.Tensor:
@@ -51,6 +58,10 @@ def _real(leaf: Any, func: Any, known: KnownValues, module: str) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     value = known.read(leaf)
+    if value is None and func in _SELECTIONS and leaf.dtype is torch.bool:
+        shape = tuple(leaf.shape)
+        known.assume(leaf, lambda: _every_second(shape), _HALF)
+        value = known.read(leaf)
     if value is None:
         raise TraceError(
             f"{func} in module '{module or 'the model itself'}' needs the value of a tensor that "
@@ -58,6 +69,10 @@ def _real(leaf: Any, func: Any, known: KnownValues, module: str) -> Any:
             "shapes do not depend on values"
         )
     return value
+
+
+def _every_second(shape: tuple[int, ...]) -> Tensor:
+    return (torch.arange(math.prod(shape)) % 2 == 0).reshape(shape)
 
 
 def _boolean_index(func: Any, args: Any, known: KnownValues, fake_mode: Any, module: str) -> Any:
@@ -72,6 +87,18 @@ def _boolean_index(func: Any, args: Any, known: KnownValues, fake_mode: Any, mod
             plain.append(index)
     with fake_mode:
         return func(source, plain)
+
+
+def _are_one(one: Tensor, other: Tensor, known: KnownValues) -> bool:
+    """Whether two unknown tensors are views of the same numbers; if not, they are unlike."""
+    places = [
+        (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+        for tensor in (one, other)
+    ]
+    same = places[0] == places[1]
+    if not same:
+        known.assumptions[_UNLIKE] = None
+    return same
 
 
 def _ctc_loss(func: Any, args: Any, known: KnownValues, module: str) -> tuple[Tensor, Tensor]:

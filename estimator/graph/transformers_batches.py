@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 
 from estimator.graph.transformers_images import PATCHES_PER_SIDE, patches, with_image_tokens
+from estimator.graph.transformers_sizes import DETECTED_OBJECTS, InputSizes
 
-DEFAULT_LENGTH = 512
 # Half a second to ten seconds of speech, as its models are trained on.
 AUDIO_SAMPLES = 16_000 * 5
 FEATURE_FRAMES = 512
@@ -46,13 +45,9 @@ def make_batch(
     return maker.make()
 
 
-@dataclass(slots=True)
-class _Maker:
-    model: Any
-    config: Any
-    head: str
+@dataclass(slots=True, kw_only=True)
+class _Maker(InputSizes):
     batch: int
-    seq_len: int | None
     random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def make(self) -> dict[str, Any]:
@@ -92,7 +87,7 @@ class _Maker:
             "CTC": ("attention_mask",) if main == "input_features" else (),
             "RNNT": ("attention_mask", "decoder_input_ids"),
             "TDT": ("attention_mask", "decoder_input_ids"),
-            "SpeechSeq2Seq": ("decoder_input_ids",) if self._channels else (),
+            "SpeechSeq2Seq": ("decoder_input_ids",) if self.channels else (),
             "VisualQuestionAnswering": ("input_ids", "pixel_values"),
         }
         always: tuple[str, ...] = by_head.get(self.head, ())
@@ -110,6 +105,10 @@ class _Maker:
             always += ("image_attention_mask", "image_embeds_position_mask")
         if main == "input_ids":
             always += ("visual_embeds",)
+        if self.visual_labels:
+            always += ("attention_mask", "visual_attention_mask")
+        if self.frames_per_token:
+            always += ("input_features",)
         return always
 
     def _value(self, name: str) -> Any:
@@ -138,58 +137,43 @@ class _Maker:
             "spatial_shapes": lambda: PATCHES_PER_SIDE * self._all(2),
             "return_loss": lambda: True,
             "past_values": lambda: self._normal(self.batch, self.length),
-            "attention_mask": lambda: self._all(FEATURE_FRAMES),
+            "attention_mask": lambda: self._all(
+                self.length if self.visual_labels else FEATURE_FRAMES
+            ),
+            "visual_attention_mask": lambda: self._all(DETECTED_OBJECTS),
             # Every token lasts one frame, so that the spectrogram is as long as the text.
             "duration_labels": lambda: self._all(self.length),
             "pitch_labels": lambda: self._normal(self.batch, self.length, 1),
             "energy_labels": lambda: self._normal(self.batch, self.length, 1),
             "spectrogram_labels": self._spectrogram,
-            "visual_feats": lambda: self._normal(self.batch, 36, self.config.visual_feat_dim),
-            "visual_pos": lambda: self._normal(self.batch, 36, self.config.visual_pos_dim),
-            "visual_embeds": lambda: self._normal(self.batch, 36, self.config.visual_embedding_dim),
+            "visual_feats": lambda: self._normal(
+                self.batch, DETECTED_OBJECTS, self.config.visual_feat_dim
+            ),
+            "visual_pos": lambda: self._normal(
+                self.batch, DETECTED_OBJECTS, self.config.visual_pos_dim
+            ),
+            "visual_embeds": lambda: self._normal(
+                self.batch, DETECTED_OBJECTS, self.config.visual_embedding_dim
+            ),
         }
 
     # Inputs
-
-    @property
-    def text(self) -> Any:
-        try:
-            return self.config.get_text_config()
-        except ValueError:  # it has an encoder's and a decoder's
-            return self.config.get_text_config(decoder=True)
-
-    @property
-    def length(self) -> int:
-        """The sequence: as told, else 512 or as many positions as the model has."""
-        limits = [
-            value
-            for part in (self.config, self.text)
-            for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
-            if type(value := getattr(part, name, None)) is int and value > 0
-        ]
-        most = min(limits) if limits else DEFAULT_LENGTH
-        # RoBERTa's positions start after the padding index.
-        offset = 2 if most % 2 == 0 and most & (most - 1) != 0 and most - 2 <= 512 else 0
-        fixed = getattr(self.config, "axial_pos_shape", None)
-        if fixed and getattr(self.config, "axial_pos_embds", False):
-            # Reformer's positions are a grid that a training sequence fills.
-            return math.prod(fixed)
-        if self.config.model_type == "perceiver":
-            # It decodes to all its positions.
-            return int(self.config.max_position_embeddings)
-        wanted = self.seq_len or min(DEFAULT_LENGTH, most - offset)
-        return wanted // 2 if self.seq_len is None and wanted == most and offset else wanted
 
     def _tokens(self) -> Tensor:
         shape: tuple[int, ...] = (self.batch, self.length)
         if self.head == "MultipleChoice":
             shape = (self.batch, 2, self.length)
-        elif self._streams:
-            shape = (*shape, self._streams)
+        elif self.streams:
+            shape = (*shape, self.streams)
         tokens = self._token_ids(shape)
         if self.head == "ZeroShotObjectDetection":
             # Classes are told apart by the delimiters between their names ("cat . dog .").
             tokens[:, ::2] = _DELIMITER
+        if self.latents:
+            # Spoken after the text: a first position, then one per latent to be predicted.
+            start = self.length - self.latents - 1
+            tokens[:, start] = self.config.audio_bos_token_id
+            tokens[:, start + 1 :] = self.config.audio_latent_token_id
         return tokens
 
     def _decoder_tokens(self) -> Tensor:
@@ -197,22 +181,7 @@ class _Maker:
             # A blank, then the labels.
             return self._token_ids((self.batch, TRANSCRIPT_LENGTH + 1))
         shape = (self.batch, self.length)
-        return self._token_ids((*shape, self._channels) if self._channels else shape)
-
-    @property
-    def _streams(self) -> int:
-        """Token streams embedded side by side (text, codebooks of audio); 0 for plain text."""
-        try:
-            embeddings = self.model.get_input_embeddings()
-        except NotImplementedError:  # transformers' word for a model that embeds otherwise
-            return 0
-        offsets = getattr(embeddings, "audio_tokens_offsets", None)
-        return len(offsets) if isinstance(offsets, Tensor) else 0
-
-    @property
-    def _channels(self) -> int:
-        """Codebooks of audio that a decoder takes side by side; 0 for plain tokens."""
-        return int(getattr(getattr(self.config, "decoder_config", None), "num_channels", 0) or 0)
+        return self._token_ids((*shape, self.channels) if self.channels else shape)
 
     def _token_ids(self, shape: tuple[int, ...]) -> Tensor:
         sizes = [
@@ -257,28 +226,6 @@ class _Maker:
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.random)
 
-    @property
-    def vision(self) -> Any:
-        for name in ("vision_config", "encoder", "backbone_config"):
-            part = getattr(self.config, name, None)
-            if part is not None and not hasattr(self.config, "image_size"):
-                return part
-        return self.config
-
-    @property
-    def image_size(self) -> tuple[int, int]:
-        size = getattr(self.vision, "image_size", None) or getattr(self.config, "image_size", None)
-        if isinstance(size, (list, tuple)):
-            return int(size[0]), int(size[-1])
-        if isinstance(size, dict):
-            return int(size["height"]), int(size["width"])
-        if not size:
-            return 224, 224
-        # Whole windows of whole patches.
-        windows = int(getattr(self.vision, "num_windows", 1) or 1)
-        unit = int(self.vision.patch_size) * windows if windows > 1 else 1
-        return (int(size) // unit * unit,) * 2
-
     def _pixels(self) -> Tensor:
         channels = int(getattr(self.vision, "num_channels", 3) or 3)
         accepted = inspect.signature(self.model.forward).parameters
@@ -290,20 +237,13 @@ class _Maker:
             "video" in name for name in accepted
         )
         if self.head == "VideoClassification" or filmed:
-            return self._normal(self.batch, self._frames(), channels, *self.image_size)
+            return self._normal(self.batch, self.frames, channels, *self.image_size)
         if "image_attention_mask" in accepted:
             return self._normal(self.batch, 1, channels, *self.image_size)
         return self._normal(self.batch, channels, *self.image_size)
 
     def _video(self) -> Tensor:
-        return self._normal(self.batch, self._frames(), 3, *self.image_size)
-
-    def _frames(self) -> int:
-        for part in (self.config, self.vision):
-            for name in ("num_frames", "frames_per_clip"):
-                if frames := getattr(part, name, None):
-                    return int(frames)
-        return 8
+        return self._normal(self.batch, self.frames, 3, *self.image_size)
 
     def _patches(self) -> Tensor:
         vision = self.config.vision_config
@@ -320,6 +260,9 @@ class _Maker:
         if linear is not None:
             return self._normal(self.batch, FEATURE_FRAMES, linear.in_features)
         encoder = getattr(self.config, "encoder_config", self.config)
+        if self.frames_per_token:
+            mel = self.config.audio_config.num_mel_bins
+            return self._normal(self.batch, mel, self.frames_per_token * self.length)
         mel = next(
             (
                 int(value)
@@ -366,13 +309,15 @@ class _Maker:
             return self._normal(self.batch, *self.image_size).abs()
         if self.head == "TokenClassification":
             return self._classes(classes, self.length)
+        if self.latents:
+            return self._normal(self.batch, self.latents, self.config.latent_dim)
         if self.head == "TextToWaveform":
             decoder = getattr(self.config, "decoder", None)
-            if books := self._streams or getattr(decoder, "num_codebooks", 0):
+            if books := self.streams or getattr(decoder, "num_codebooks", 0):
                 return self._token_ids((self.batch, self.length, books))
             return self._token_ids((self.batch, self.length))
-        if self._channels:
-            return self._token_ids((self.batch * self._channels, self.length))
+        if self.channels:
+            return self._token_ids((self.batch * self.channels, self.length))
         main = getattr(self.model, "main_input_name", "")
         if self.head in ("CTC", "RNNT", "TDT") or (
             self.head == "SpeechSeq2Seq" and main != "input_ids"
@@ -380,8 +325,10 @@ class _Maker:
             return self._token_ids((self.batch, TRANSCRIPT_LENGTH))
         if self.head in ("VisualQuestionAnswering",):
             return torch.zeros(self.batch, classes)
-        if self.head in _TOKEN_LABELS:
-            return self._token_ids((self.batch, self.length))
+        if self.head in _TOKEN_LABELS or (
+            self.head == "ImageClassification" and main == "input_ids"
+        ):
+            return self._token_ids((self.batch, self.length + self.visual_labels))
         return self._classes(2 if self.head == "MultipleChoice" else classes)
 
     def _boxes(self, classes: int) -> list[dict[str, Tensor]]:

@@ -128,6 +128,7 @@ _FILLERS: dict[str, Callable[[Any], Any]] = {
     "topk_group": lambda _: 1,
     "moe_intermediate_size": _expert_size,
     "deepstack_layer_map": lambda _: [],
+    "vocabulary_map": lambda part: {"<image>": part.get_text_config().vocab_size - 1},
 }
 
 

@@ -59,6 +59,16 @@ class Crew:
         return {host: tuple(members) for host, members in found.items()}
 
     @property
+    def nodes_by_rack(self) -> dict[str, tuple[Member, ...]]:
+        """Members by node, so ordered that a ring leaves each rack once; within it in rank order.
+
+        In any other order flows of a ring meet on the uplinks of racks.
+        """
+        nodes = self.nodes
+        hosts = sorted(nodes, key=lambda host: self._switches_above(host)[::-1])
+        return {host: nodes[host] for host in hosts}
+
+    @property
     def devices_per_node(self) -> int:
         """The number of devices that every node has at least."""
         return min((len(members) for members in self.nodes.values()), default=0)

@@ -33,14 +33,14 @@ _LONG_S = 0.25
 
 
 def shapes(crew: Crew) -> Iterator[tuple[int, ...]]:
-    """Groups of ranks worth measuring, the most telling first.
+    """Groups of ranks worth measuring, the most telling first, their nodes rack by rack.
 
     Everything; one device on each of two, of all, and of three nodes; all devices of two nodes;
     then the powers of two between. Two nodes in one rack, and two in unlike ones.
     """
-    nodes = list(crew.nodes.values())
+    nodes = list(crew.nodes_by_rack.values())
     per_node, count = crew.devices_per_node, len(nodes)
-    everything = tuple(member.rank for member in crew.members)
+    everything = tuple(member.rank for node in nodes for member in node)
     powers = [1 << power for power in range(2, count.bit_length()) if 1 << power < count]
     wanted = [(1, 2), (1, count), (per_node, 2), (1, 3), (per_node, 3)]
     wanted += [(devices, power) for power in powers for devices in (1, per_node)]

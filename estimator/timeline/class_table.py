@@ -17,7 +17,8 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 # What is kept of a class, compute times its slowdown. `memory_ratio` is the share of the device's
-# memory in use, `peak_s` what the flops of a micro-batch take at the device's peak.
+# memory in use where nothing is sharded, `peak_s` what the flops of a micro-batch take at the
+# device's peak.
 VALUES = (
     "lane_s",
     "forward_s",
@@ -25,23 +26,33 @@ VALUES = (
     "host_s",
     "copies_s",
     "copy_back_s",
-    "update_s",
+    "update_launch_s",
+    "update_shared_s",
     "update_error",
     "host_error",
     "kernels_variance_s2",
     "memory_bytes",
     "memory_ratio",
+    "device_bytes",
+    "optimizer_state_bytes",
+    "parameters_bytes",
+    "gradients_bytes",
+    "bucket_bytes",
+    "largest_unit_bytes",
     "spread_ratio",
     "peak_s",
 )
 _LARGEST = np.iinfo(np.int64).max
+# Every class is compared with every other only while that is quick.
+_MOST_COMPARED = 1024
 
 
 class ClassTable:
     """Classes by (batch, merging or not, machine and its slowdown, busy devices of the node).
 
     A class is compiled when a row first needs it. Class 0 stands behind a row's last site: it takes
-    no time, and its buckets are always ready. `values[name]` and `ready_s` have a row a class.
+    no time, and its buckets are always ready. `values[name]` and `ready_s` have a row a class,
+    `units_s` has the seconds of FSDP's units as (forward or backward, units, classes).
     """
 
     def __init__(
@@ -65,7 +76,9 @@ class ClassTable:
         self._numbers: Indices = np.zeros(0, dtype=np.intp)
         self._rows: list[list[float]] = [[-math.inf] * len(VALUES)]
         self._ready: list[Array] = [np.zeros(0)]
+        self._units: list[Array] = [np.zeros((2, 0))]
         self.bucket_bytes: Array = np.zeros(0)
+        self.unit_bytes: Array = np.zeros(0)
         self._lay_out()
 
     def numbers(self, placed: PlacedColumns, batch: Indices | int) -> Indices:
@@ -122,24 +135,38 @@ class ClassTable:
         self._numbers[code] = len(self._rows)
         self._rows.append(_values(program, slowdown))
         self._ready.append(program.ready_s * slowdown)
+        units = [(unit.forward_s, unit.backward_s) for unit in program.units]
+        self._units.append(np.array(units).reshape(len(units), 2).T)
         if merging:
             self.bucket_bytes = program.bucket_bytes
+            self.unit_bytes = np.array([float(unit.parameter_bytes) for unit in program.units])
 
     def _lay_out(self) -> None:
         """Gather what is known of all classes into arrays."""
         columns = np.array(self._rows).T
         self.values = dict(zip(VALUES, columns, strict=True))
         self.ready_s = np.full((len(self._rows), len(self.bucket_bytes)), -math.inf)
-        for number, ready_s in enumerate(self._ready):
+        self.units_s = np.zeros((2, len(self.unit_bytes), len(self._rows)))
+        for number, (ready_s, units_s) in enumerate(zip(self._ready, self._units, strict=True)):
             if len(ready_s):
                 self.ready_s[number] = ready_s
+            if units_s.size:
+                self.units_s[:, :, number] = units_s
+        self.covers = self._covers()
+
+    def _covers(self) -> NDArray[np.bool_]:
+        """Whether a class has no bucket ready before another class has it, in (class, other)."""
+        count = len(self._rows)
+        if count > _MOST_COMPARED:
+            return np.asarray(np.eye(count, dtype=np.bool_) | (np.arange(count) == 0))
+        return np.array([(ready_s >= self.ready_s).all(axis=1) for ready_s in self.ready_s])
 
 
 def _values(program: StepProgram, slowdown: float) -> list[float]:
     profile = program.profile
     device = profile.devices[0]
     peak = program.peak_flops_per_s
-    memory = program.memory.total_bytes
+    memory = program.memory
     host_error = (profile.host.provenance.relative_error or 0.0) if profile.host else 0.0
     values = {
         "lane_s": program.lane_s * slowdown,
@@ -148,12 +175,19 @@ def _values(program: StepProgram, slowdown: float) -> list[float]:
         "host_s": program.host_s * slowdown,
         "copies_s": program.copies_s * slowdown,
         "copy_back_s": program.copy_back_s * slowdown,
-        "update_s": program.update_s * slowdown,
+        "update_launch_s": program.update_launch_s * slowdown,
+        "update_shared_s": (program.update_s - program.update_launch_s) * slowdown,
         "update_error": program.update_error,
         "host_error": host_error,
         "kernels_variance_s2": program.kernels_variance_s2 * slowdown**2,
-        "memory_bytes": float(memory),
-        "memory_ratio": memory / device.memory_bytes,
+        "memory_bytes": memory.total_bytes,
+        "memory_ratio": memory.total_bytes / device.memory_bytes,
+        "device_bytes": device.memory_bytes,
+        "optimizer_state_bytes": memory.optimizer_state_bytes,
+        "parameters_bytes": memory.parameters_bytes,
+        "gradients_bytes": memory.gradients_bytes,
+        "bucket_bytes": memory.bucket_bytes,
+        "largest_unit_bytes": max((unit.parameter_bytes for unit in program.units), default=0),
         "spread_ratio": profile.rank_spread_ratio or 0.0,
         "peak_s": program.flops / peak if peak else math.nan,
     }

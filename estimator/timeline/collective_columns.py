@@ -10,18 +10,21 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.profile import CollectiveName, MachineProfile
+from estimator.placement import nic_of
+from estimator.profile import CollectiveName, DeviceKind, MachineProfile
 from estimator.timeline.collectives import (
     ERROR_PER_E,
     FORMULA_ERROR,
     NO_CORRECTIONS,
-    RING_ROUNDS,
     RING_SHARE,
     Corrections,
     known_of,
+    network_latency_s,
+    rounds_of,
 )
-from estimator.timeline.overlaps import GroupOverlap, group_overlaps
+from estimator.timeline.overlaps import group_overlaps
 from estimator.timeline.ring_columns import RingColumns
+from estimator.workload import Strategy
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -72,10 +75,15 @@ class _Candidates(Generic[Shape]):
 
 
 class CollectiveTable:
-    """What some profiles say of one collective, by the profile's number."""
+    """What some profiles say of one collective, by the profile's number.
 
-    def __init__(self, profiles: Sequence[MachineProfile], op: CollectiveName) -> None:
-        self.op = op
+    Their devices are all of one kind, whose backend says how many rounds a collective takes.
+    """
+
+    def __init__(
+        self, profiles: Sequence[MachineProfile], op: CollectiveName, kind: DeviceKind
+    ) -> None:
+        self.op, self._kind = op, kind
         found: list[tuple[int, tuple[int, int]]] = []
         self._corrections: list[Corrections] = []
         errors, inner_latency, inner_rate, linked = [], [], [], []
@@ -109,7 +117,7 @@ class CollectiveTable:
         rate = np.where(inside, np.minimum(rings.bytes_per_s, inner_rate), rings.bytes_per_s)
         distance = np.where(reference < 0, 0.0, np.log(factor))
         return CollectiveColumns(
-            alpha_s=RING_ROUNDS[self.op](rings.ranks) * latency,
+            alpha_s=rounds_of(self.op, rings.ranks, rings.nodes, self._kind) * latency,
             beta_s_per_byte=RING_SHARE[self.op](rings.ranks) / rate,
             reference=np.where(reference < 0, len(self._errors) - 1, reference),
             relative_error=self._errors[reference] + ERROR_PER_E * distance,
@@ -129,21 +137,60 @@ def _unlike_factor(shape: tuple[int, int], rings: RingColumns) -> Array:
     return np.asarray(larger / (np.minimum(rings.ranks, size) * np.minimum(rings.nodes, nodes)))
 
 
-class OneSize:
-    """A collective of one size: its time is a line and one correction for each reference."""
+class ServerTable:
+    """Parameter servers instead of a collective: `sharding.server_model`, as columns."""
 
-    def __init__(self, table: CollectiveTable, size_bytes: float) -> None:
-        self.size_bytes = size_bytes
-        self._corrections = (
-            table.corrections(np.array([size_bytes]))[:, 0] if size_bytes > 0 else np.zeros(1)
+    def __init__(self, profiles: Sequence[MachineProfile], strategy: Strategy) -> None:
+        self._strategy = strategy
+        # What workers of one node reach the servers over, which their ring does not cross.
+        self._nic = np.array([nic_of(profile) or math.nan for profile in profiles])
+        self._latency = np.array([network_latency_s(profile) for profile in profiles])
+
+    def columns(self, rings: RingColumns) -> CollectiveColumns:
+        """What a bucket costs on its way to the servers and back."""
+        alone, rows = rings.nodes == 1, len(rings.ranks)
+        node_rate = np.where(alone, self._nic[rings.profile], rings.bytes_per_s)
+        latency = np.where(alone, self._latency[rings.profile], rings.latency_s)
+        together = 1 if self._strategy.asynchronous else rings.ranks
+        server_rate = self._strategy.servers * (self._strategy.server_bytes_per_s or node_rate)
+        return CollectiveColumns(
+            alpha_s=2 * latency,
+            beta_s_per_byte=np.maximum(rings.per_node / node_rate, together / server_rate),
+            reference=np.zeros(rows, dtype=np.intp),
+            relative_error=np.full(rows, FORMULA_ERROR),
+            unknown=np.isnan(node_rate),
         )
 
+    def corrections(self, sizes_bytes: Array) -> Array:
+        """None: there is one reference, the formula."""
+        return np.ones((1, len(sizes_bytes)))
+
+
+class Sizes:
+    """Collectives of given sizes: each is a line times a correction, their weighted sum is too."""
+
+    def __init__(
+        self,
+        table: CollectiveTable | ServerTable,
+        sizes_bytes: Array,
+        weights: Array | float = 1.0,
+    ) -> None:
+        some = sizes_bytes > 0
+        weights = np.broadcast_to(weights, some.shape) * some
+        corrections = table.corrections(np.where(some, sizes_bytes, 1.0)) * weights
+        # For every reference and size, the factors of α and of β.
+        self.factors = np.stack([corrections, corrections * sizes_bytes], axis=2)
+        self._sums = self.factors.sum(axis=1)
+
     def times_s(self, columns: CollectiveColumns) -> Array:
-        """Seconds of each row; 0 for no bytes."""
-        if self.size_bytes <= 0:
-            return np.zeros(len(columns.alpha_s))
-        line_s = columns.alpha_s + columns.beta_s_per_byte * self.size_bytes
-        return np.asarray(line_s * self._corrections[columns.reference])
+        """Seconds of each row for all the sizes one after the other; nothing takes no time."""
+        of_alpha, of_beta = self._sums[columns.reference].T
+        return np.asarray(columns.alpha_s * of_alpha + columns.beta_s_per_byte * of_beta)
+
+    def time_s(self, columns: CollectiveColumns, size: int) -> Array:
+        """Seconds of each row for one of the sizes, by its number."""
+        of_alpha, of_beta = self.factors[columns.reference, size].T
+        return np.asarray(columns.alpha_s * of_alpha + columns.beta_s_per_byte * of_beta)
 
 
 class OverlapTable:
@@ -162,7 +209,7 @@ class OverlapTable:
         # The last value stands for rows of which nothing was measured: perfect overlap.
         self._exposed = np.array([group.exposed_ratio for group in groups] + [0.0])
         self._slowdown = np.array([group.slowdown_ratio for group in groups] + [1.0])
-        self._local_s = np.array([_local_s(group, size_bytes) for group in groups] + [math.inf])
+        self._local_s = np.array([group.local_s(size_bytes) for group in groups] + [math.inf])
 
     def columns(self, rings: RingColumns, reduce_s: Array) -> tuple[Array, Array]:
         """(exposed ratio, slowdown) of rows whose all-reduces take `reduce_s` as one."""
@@ -173,10 +220,3 @@ class OverlapTable:
         exposed = self._exposed[nearest] * share
         slowdown = 1.0 + np.maximum(self._slowdown[nearest] - 1.0, 0.0) * share
         return exposed, np.maximum(np.maximum(slowdown, exposed), 1.0)
-
-
-def _local_s(group: GroupOverlap, size_bytes: float) -> float:
-    """Seconds of the all-reduce that the overlap was measured beside; inf where it holds as is."""
-    if not group.carried_over or group.local is None or size_bytes <= 0:
-        return math.inf
-    return group.local.time_s(size_bytes)

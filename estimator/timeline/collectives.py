@@ -213,7 +213,8 @@ def _reference(
     nic = nic_of(profile)
     ring = ring_between(cost, network, nic, profile.pairs)
     alpha_s, beta = line(cost.op, ring, inner, profile.kind)
-    sizes, seconds = _extended(*np.array(monotone(cost.points)).T, beta)
+    measured_sizes, measured_s = np.array(monotone(cost.points)).T
+    sizes, seconds = _extended(measured_sizes, measured_s, beta)
     corrections = Corrections(np.log(sizes), np.log(seconds / (alpha_s + beta * sizes)))
     return Reference(cost, corrections, cost.provenance.relative_error or 0.1)
 

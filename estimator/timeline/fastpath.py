@@ -13,22 +13,26 @@ and the step ends e seconds per second of drained work after the lane, plus W al
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from estimator.coefficients import UNCALIBRATED, Coefficients
-from estimator.placement import Placement
+from estimator.graph.ops import OpGraph
+from estimator.placement import NodeKind, Placement
 from estimator.profile import MachineProfile
 from estimator.timeline.collectives import CollectiveModel, collective_model
-from estimator.timeline.overlaps import overlap_of
+from estimator.timeline.overlaps import nearest_overlap
 from estimator.timeline.program import StepProgram
+from estimator.timeline.rank_kinds import BucketFactors, RankKind, StepTable, step_table
 from estimator.timeline.rings import Ring, ring_of
-from estimator.timeline.schedule import Overlap
-from estimator.timeline.sharding import Sharding, reduce_model, sharding_of
+from estimator.timeline.schedule import NO_OVERLAP, Overlap
+from estimator.timeline.sharding import NO_SHARDING, Sharding, reduce_model, sharding_of
+from estimator.workload import Strategy
 
 Array = NDArray[np.float64]
 
@@ -42,26 +46,94 @@ class RankClass:
     ranks: tuple[int, ...] = (0,)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """All that decides a step: the classes of ranks, the collectives' costs, how both disturb.
+class Members(NamedTuple):
+    """The ranks of a placement: what each of its kinds of nodes costs, and each site's kind."""
 
-    `network` is the profile whose collectives were used; `reduce` merges one bucket; None where
-    there is nothing to merge. `broadcast_s` sends the buffers of rank 0 before the forward pass.
+    table: StepTable
+    kinds: tuple[RankKind, ...]
+    kind_of: tuple[int, ...]
+
+
+def members_of(
+    graph: OpGraph,
+    placement: Placement,
+    batches: tuple[int, ...] | None,
+    strategy: Strategy,
+    accumulation_steps: int = 1,
+) -> Members:
+    """Compile what is not known yet of a placement.
+
+    `batches` are one for each of its groups; None for a graph without a batch size. Raises
+    ProfileError, WorkloadError.
     """
 
-    classes: tuple[RankClass, ...]
+    def table_of(batch: int | None) -> StepTable:
+        return step_table(
+            graph,
+            batch=batch,
+            merging=placement.ranks > 1,
+            strategy=strategy,
+            accumulation_steps=accumulation_steps,
+        )
+
+    table = table_of(batches[0] if batches else None)
+    if batches is None or batches.count(batches[0]) == len(batches):
+        kinds = tuple([table[node] for node in placement.kinds])
+        return Members(table, kinds, placement.kind_of)
+    numbers: dict[RankKind, int] = {}
+    kind_of = []
+    for number, batch in zip(placement.kind_of, placement.by_site(batches), strict=True):
+        kind = table_of(batch)[placement.kinds[number]]
+        kind_of.append(numbers.setdefault(kind, len(numbers)))
+    return Members(table, tuple(numbers), tuple(kind_of))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """All that decides a step: the kinds of ranks, the collectives' costs, how both disturb.
+
+    `network` is the profile whose collectives were used; `reduce` merges one bucket and `factors`
+    says what all of them make of it; None where there is nothing to merge. `broadcast_s` sends the
+    buffers of rank 0 before the forward pass.
+    """
+
+    placement: Placement
+    members: Members
     ring: Ring
-    network: MachineProfile | None
-    reduce: CollectiveModel | None
-    collective_s: Array
-    broadcast_s: float
-    overlap: Overlap
-    spread_ratio: float
-    sharding: Sharding = field(default_factory=Sharding)
-    update_ratio: float = 1.0
-    compute_ratio: float = 1.0
-    communication_ratio: float = 1.0
+    coefficients: Coefficients
+    network: MachineProfile | None = None
+    reduce: CollectiveModel | None = None
+    factors: BucketFactors | None = None
+    broadcast_s: float = 0.0
+    overlap: Overlap = NO_OVERLAP
+    sharding: Sharding = NO_SHARDING
+
+    @property
+    def kinds(self) -> tuple[RankKind, ...]:
+        """What the ranks of each kind cost; a kind may come twice where networks differ."""
+        return self.members.kinds
+
+    @property
+    def classes(self) -> tuple[RankClass, ...]:
+        """Ranks by the program that they run and by how slow they run it."""
+        ranks_of: dict[RankKind, list[int]] = {kind: [] for kind in self.members.kinds}
+        first = 0
+        for site, number in zip(self.placement.sites, self.members.kind_of, strict=True):
+            ranks_of[self.members.kinds[number]].extend(range(first, first + site.ranks))
+            first += site.ranks
+        return tuple(
+            RankClass(program=kind.program, slowdown_ratio=kind.slowdown_ratio, ranks=tuple(ranks))
+            for kind, ranks in ranks_of.items()
+        )
+
+    @property
+    def collective_s(self) -> Array:
+        """Seconds of each bucket's collective alone."""
+        if self.factors is None or self.reduce is None:
+            return np.zeros(0)
+        alpha_s, beta = self.reduce.alpha_s, self.reduce.beta_s_per_byte
+        line_s = alpha_s * self.factors.alpha + beta * self.factors.beta
+        return np.asarray(line_s * self.coefficients.communication_ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +148,7 @@ class StepParts:
     update_s: float
     copies_exposed_s: float
     idle_s: float
-    slowest: RankClass
+    slowest: RankKind
 
     @property
     def step_s(self) -> float:
@@ -93,50 +165,44 @@ class StepParts:
 
 
 def step_plan(
-    placement: Placement,
-    programs: Sequence[StepProgram],
-    coefficients: Coefficients = UNCALIBRATED,
+    placement: Placement, members: Members, coefficients: Coefficients = UNCALIBRATED
 ) -> StepPlan:
-    """Join the programs of an allocation's sites (in its order) with what its network costs.
+    """Join what the ranks of a placement cost with what its network costs.
 
     Raises ProfileError where the profile lacks a collective that the strategy needs.
     """
     ring = ring_of(placement)
-    classes = _classes(placement, programs)
     if placement.ranks == 1:
-        return StepPlan(
-            classes=classes,
-            ring=ring,
-            network=None,
-            reduce=None,
-            collective_s=np.zeros(0),
-            broadcast_s=0.0,
-            overlap=Overlap(),
-            spread_ratio=0.0,
-            update_ratio=coefficients.update_ratio,
-            compute_ratio=coefficients.compute_ratio,
-            communication_ratio=coefficients.communication_ratio,
-        )
-    profile = min(
-        placement.sites, key=lambda site: (site.nic_bytes_per_s or math.inf, -site.per_node)
-    ).profile
-    reduce = reduce_model(programs[0], profile, ring)
-    ratio = coefficients.communication_ratio
-    program = programs[0]
-    collective_s = reduce.times_s(program.bucket_bytes) * ratio
+        return StepPlan(placement=placement, members=members, ring=ring, coefficients=coefficients)
+    slowest = min(placement.kinds, key=_network_order)
+    return _over_network(placement, members, ring, coefficients, slowest.profile)
+
+
+def _network_order(kind: NodeKind) -> tuple[float, int]:
+    return kind.nic_bytes_per_s or math.inf, -kind.busy
+
+
+def _over_network(
+    placement: Placement,
+    members: Members,
+    ring: Ring,
+    coefficients: Coefficients,
+    network: MachineProfile,
+) -> StepPlan:
+    table, program = members.table, members.kinds[0].program
+    sizes_bytes, ratio = program.bucket_bytes, coefficients.communication_ratio
+    reduce = reduce_model(program, network, ring)
     return StepPlan(
-        classes=classes,
+        placement=placement,
+        members=members,
         ring=ring,
-        network=profile,
+        coefficients=coefficients,
+        network=network,
         reduce=reduce,
-        collective_s=collective_s,
-        broadcast_s=_broadcast_s(program, profile, ring) * ratio,
-        overlap=overlap_of(profile, ring, reduce, float(program.bucket_bytes.sum())),
-        spread_ratio=max(site.profile.rank_spread_ratio or 0.0 for site in placement.sites),
-        sharding=sharding_of(program, profile, ring, ratio),
-        update_ratio=coefficients.update_ratio,
-        compute_ratio=coefficients.compute_ratio,
-        communication_ratio=ratio,
+        factors=table.factors(sizes_bytes, reduce),
+        broadcast_s=_broadcast_s(table, network, ring) * ratio,
+        overlap=_overlap(table, network, ring, reduce, program.buckets_bytes),
+        sharding=sharding_of(program, network, ring, ratio),
     )
 
 
@@ -145,57 +211,50 @@ def at_link_rate(plan: StepPlan, factor: float) -> StepPlan:
 
     Other links are taken as never slower: an upper bound of what the faster link brings.
     """
-    if plan.network is None or plan.reduce is None:
+    if plan.network is None:
         return plan
     ring = replace(plan.ring, bytes_per_s=plan.ring.bytes_per_s * factor)
-    program = plan.classes[0].program
-    faster = reduce_model(program, plan.network, ring)
-    return replace(
-        plan,
-        ring=ring,
-        reduce=faster,
-        collective_s=faster.times_s(program.bucket_bytes) * plan.communication_ratio,
-        broadcast_s=_broadcast_s(program, plan.network, ring) * plan.communication_ratio,
-        overlap=overlap_of(plan.network, ring, faster, float(program.bucket_bytes.sum())),
-        sharding=sharding_of(program, plan.network, ring, plan.communication_ratio),
-    )
+    return _over_network(plan.placement, plan.members, ring, plan.coefficients, plan.network)
 
 
-def _classes(placement: Placement, programs: Sequence[StepProgram]) -> tuple[RankClass, ...]:
-    members: dict[tuple[int, float], tuple[StepProgram, list[int]]] = {}
-    first = 0
-    for site, program in zip(placement.sites, programs, strict=True):
-        key = (id(program), site.slowdown_ratio)
-        known = members.setdefault(key, (program, []))
-        known[1].extend(range(first, first + site.ranks))
-        first += site.ranks
-    return tuple(
-        RankClass(program=program, slowdown_ratio=slowdown, ranks=tuple(ranks))
-        for (_, slowdown), (program, ranks) in members.items()
-    )
-
-
-def _broadcast_s(program: StepProgram, profile: MachineProfile, ring: Ring) -> float:
+def _broadcast_s(table: StepTable, profile: MachineProfile, ring: Ring) -> float:
     """DDP broadcasts the buffers of rank 0 before a forward pass that will synchronise."""
-    size = program.bound.graph.buffer_bytes
+    size = table.graph.buffer_bytes
     model = collective_model(profile, "broadcast", ring) if size else None
-    return model.time_s(size) if model else 0.0
+    return table.time_s(model, size) if model else 0.0
+
+
+def _overlap(
+    table: StepTable,
+    profile: MachineProfile,
+    ring: Ring,
+    reduce: CollectiveModel,
+    size_bytes: float,
+) -> Overlap:
+    """How compute and the reduction of all buckets, of `size_bytes` bytes, disturb each other."""
+    nearest = nearest_overlap(profile, ring)
+    if nearest is None:
+        return NO_OVERLAP
+    local_s = table.local_s(nearest, size_bytes)
+    if math.isinf(local_s):
+        return nearest.scaled(1.0)
+    return nearest.scaled(min(local_s / table.time_s(reduce, size_bytes), 1.0))
 
 
 def step_parts(plan: StepPlan) -> StepParts:
     """The parts of a plan's step, in closed form (see the module's docstring)."""
-    slowest = max(plan.classes, key=lambda c: c.program.lane_s * c.slowdown_ratio)
-    program, scale = slowest.program, slowest.slowdown_ratio * plan.compute_ratio
+    kinds, compute_ratio = plan.members.kinds, plan.coefficients.compute_ratio
+    slowest = max(kinds, key=_lane_s)
+    program, scale = slowest.program, slowest.slowdown_ratio * compute_ratio
     lane_s = program.lane_s * scale
-    after_s = [_after_s(plan, each) for each in plan.classes]
-    copy_back_s, update_s = max(after_s, key=sum)
-    ranks = plan.ring.ranks
+    copy_back_s, update_s = _after_s(plan)
+    spread_ratio = max([kind.spread_ratio for kind in kinds])
     return StepParts(
         forward_s=program.forward_s * scale,
         backward_s=program.backward_s * scale,
         host_exposed_s=program.host_s * scale,
         communication_exposed_s=_communication_s(plan, lane_s),
-        straggler_s=lane_s * plan.spread_ratio * expected_maximum(ranks),
+        straggler_s=lane_s * spread_ratio * expected_maximum(plan.ring.ranks),
         update_s=update_s,
         copies_exposed_s=program.copies_s * scale + copy_back_s,
         idle_s=0.0,
@@ -203,17 +262,30 @@ def step_parts(plan: StepPlan) -> StepParts:
     )
 
 
+_lane_s = attrgetter("lane_s")
+
+
+def _after_s(plan: StepPlan) -> tuple[float, float]:
+    """(copying reduced buckets back, update) after the last all-reduce, of the longer class."""
+    share, ratio = plan.sharding.update_share, plan.coefficients.update_ratio
+    longest = -1.0
+    for kind in plan.members.kinds:
+        update_s = (kind.update_launch_s + kind.update_shared_s * share) * ratio
+        if kind.copy_back_s + update_s > longest:
+            longest = kind.copy_back_s + update_s
+            after_s = kind.copy_back_s, update_s
+    return after_s
+
+
 def _communication_s(plan: StepPlan, lane_s: float) -> float:
-    waited_s = exposed_s(_ready_s(plan), lane_s, plan.collective_s, plan.overlap)
+    if plan.factors is None or plan.reduce is None:
+        return 0.0
+    ratio = plan.coefficients.communication_ratio
+    factors, reduce = plan.factors, plan.reduce
+    suffix_s = factors.behind_alpha * (reduce.alpha_s * ratio)
+    suffix_s += factors.behind_beta * (reduce.beta_s_per_byte * ratio)
+    waited_s = _exposed_s(lane_s - _ready_s(plan), suffix_s, plan.overlap)
     return waited_s + plan.broadcast_s + plan.sharding.gathers_s + plan.sharding.after_s
-
-
-def _after_s(plan: StepPlan, ranks: RankClass) -> tuple[float, float]:
-    """(copying reduced buckets back, update) of a class, after the last all-reduce."""
-    program, slow = ranks.program, ranks.slowdown_ratio
-    shared_s = (program.update_s - program.update_launch_s) * plan.sharding.update_share
-    update_s = program.update_launch_s + shared_s
-    return program.copy_back_s * slow, update_s * slow * plan.update_ratio
 
 
 def exposed_s(ready_s: Array, lane_s: float, collective_s: Array, overlap: Overlap) -> float:
@@ -221,10 +293,13 @@ def exposed_s(ready_s: Array, lane_s: float, collective_s: Array, overlap: Overl
 
     `ready_s` and `collective_s` are per bucket, in launch order; `ready_s` never falls.
     """
-    if not len(collective_s):
+    return _exposed_s(lane_s - ready_s, np.cumsum(collective_s[::-1])[::-1], overlap)
+
+
+def _exposed_s(slack_s: Array, suffix_s: Array, overlap: Overlap) -> float:
+    """`exposed_s` by what is left of the lane at each bucket, and what follows from it on."""
+    if not len(suffix_s):
         return 0.0
-    slack_s = lane_s - ready_s
-    suffix_s = np.cumsum(collective_s[::-1])[::-1]
     exposed, drain = overlap.exposed_ratio, overlap.slowdown - overlap.exposed_ratio
     if drain > 0:
         backlog_s = max(float((suffix_s - slack_s / drain).max()), 0.0)
@@ -235,16 +310,18 @@ def exposed_s(ready_s: Array, lane_s: float, collective_s: Array, overlap: Overl
 
 
 def _ready_s(plan: StepPlan) -> Array:
-    first, *others = plan.classes
-    ready_s = first.program.ready_s * (first.slowdown_ratio * plan.compute_ratio)
-    for each in others:
-        scale = each.slowdown_ratio * plan.compute_ratio
-        ready_s = np.maximum(ready_s, each.program.ready_s * scale)
-    return ready_s
+    """When the slowest kind has each bucket ready."""
+    kinds, ratio = plan.members.kinds, plan.coefficients.compute_ratio
+    if len(kinds) == 1:
+        return kinds[0].ready_s * ratio
+    return np.asarray(np.array([kind.ready_s for kind in kinds]).max(axis=0) * ratio)
+
+
+_STANDARD_NORMAL = NormalDist()
 
 
 def expected_maximum(ranks: int) -> float:
     """Expected maximum of `ranks` standard normal values (Blom 1958 approximation)."""
     if ranks <= 1:
         return 0.0
-    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return _STANDARD_NORMAL.inv_cdf((ranks - 0.375) / (ranks + 0.25))

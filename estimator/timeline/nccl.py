@@ -8,32 +8,36 @@ each.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numpy.typing import NDArray
 
 from estimator.profile import CollectiveName
-
-Numbers = NDArray[np.float64]
 
 # The start in hops: published all-reduce, all-gather and reduce-scatter of 512 bytes over 2, 4 and
 # 8 A100 (aiconfigurator's tables) lie on 7.9 µs + 1.05 µs per hop.
 START_ROUNDS = 7.5
 
 
-def nccl_rounds(op: CollectiveName, ranks: Numbers | int, nodes: Numbers | int) -> Numbers:
+def nccl_rounds(op: CollectiveName, ranks: Any, nodes: Any) -> Any:
     """Hops of latency in a row for `ranks` ranks spread evenly over `nodes` nodes.
 
-    >>> float(nccl_rounds("all_reduce", 8, 1))  # 7.5 to start, 2 · 7 around the ring
+    Both are whole numbers or arrays of them.
+
+    >>> nccl_rounds("all_reduce", 8, 1)  # 7.5 to start, 2 · 7 around the ring
     21.5
-    >>> float(nccl_rounds("all_reduce", 64, 8))  # up and down: 7 in a node, 3 between nodes
+    >>> nccl_rounds("all_reduce", 64, 8)  # up and down: 7 in a node, 3 between nodes
     27.5
     """
-    ranks, nodes = np.asarray(ranks, dtype=float), np.asarray(nodes, dtype=float)
+    hops: Any = ranks - 1
     if op == "all_reduce":
-        tree = 2 * (np.ceil(np.log2(nodes)) + ranks / nodes - 1)
-        hops = np.minimum(2 * (ranks - 1), tree)
+        tree = 2 * (_levels(nodes) + ranks / nodes - 1)
+        hops = np.minimum(2 * hops, tree) if isinstance(tree, np.ndarray) else min(2 * hops, tree)
     elif op == "broadcast":
-        hops = np.ceil(np.log2(ranks))
-    else:
-        hops = ranks - 1
-    return np.asarray(START_ROUNDS + hops)
+        hops = _levels(ranks)
+    return START_ROUNDS + hops
+
+
+def _levels(count: Any) -> Any:
+    """The logarithm to base 2, rounded up, of one number or of an array of them."""
+    return np.frexp(count - 1)[1] if isinstance(count, np.ndarray) else (count - 1).bit_length()

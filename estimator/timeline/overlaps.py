@@ -13,7 +13,7 @@ from estimator.timeline.rings import Ring
 from estimator.timeline.schedule import Overlap
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class GroupOverlap:
     """The overlap measured on groups of one size.
 
@@ -27,14 +27,17 @@ class GroupOverlap:
     carried_over: bool
     local: CollectiveModel | None
 
-    def share(self, reduce_s: float, size_bytes: float) -> float:
-        """The part of the measured disturbance that an all-reduce of `reduce_s` seconds causes."""
+    def local_s(self, size_bytes: float) -> float:
+        """Seconds of that all-reduce for `size_bytes`; inf where the overlap holds as it is."""
         if not self.carried_over or self.local is None or size_bytes <= 0:
-            return 1.0
-        return min(self.local.time_s(size_bytes) / reduce_s, 1.0)
+            return math.inf
+        return self.local.time_s(size_bytes)
 
     def scaled(self, share: float) -> Overlap:
-        """The overlap with this share of the measured disturbance."""
+        """The overlap with this share of the measured disturbance.
+
+        An all-reduce that takes longer than the one measured disturbs by `local_s` over its time.
+        """
         return Overlap(
             exposed_ratio=self.exposed_ratio * share,
             collective_slowdown_ratio=1.0 + max(self.slowdown_ratio - 1.0, 0.0) * share,
@@ -78,12 +81,9 @@ def _grouped(profile: MachineProfile, across: bool) -> tuple[GroupOverlap, ...]:
     return tuple(groups)
 
 
-def overlap_of(
-    profile: MachineProfile, ring: Ring, reduce: CollectiveModel, size_bytes: float
-) -> Overlap:
-    """The overlap of a ring's all-reduces of `size_bytes` bytes in all with compute."""
+def nearest_overlap(profile: MachineProfile, ring: Ring) -> GroupOverlap | None:
+    """What was measured of the group of the nearest size; None where nothing was."""
     groups = group_overlaps(profile, across=ring.nodes > 1)
-    if not groups:
-        return Overlap()
-    nearest = min(groups, key=lambda group: abs(group.group_size - ring.ranks))
-    return nearest.scaled(nearest.share(reduce.time_s(size_bytes), size_bytes))
+    if len(groups) <= 1:
+        return groups[0] if groups else None
+    return min(groups, key=lambda group: abs(group.group_size - ring.ranks))

@@ -83,6 +83,11 @@ class StepProgram:
     end_s: Array
 
     @property
+    def buckets_bytes(self) -> float:
+        """Bytes of all buckets together."""
+        return float(self.bucket_bytes.sum())
+
+    @property
     def peak_flops_per_s(self) -> float | None:
         """The device's dense peak in the dtype that the model computes in."""
         precision = self.bound.graph.precision

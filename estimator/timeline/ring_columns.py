@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.placed_columns import PlacedColumns, SiteTable
-from estimator.placement import Site
+from estimator.placement import Site, hop_latency_s, hop_reach
 from estimator.profile import MachineProfile, PairMatrix
-from estimator.timeline.rings import hop_latency_s
 from estimator.topology import Cluster
 
 Array = NDArray[np.float64]
@@ -51,7 +50,8 @@ class RingTable:
                 self.profiles.append(site.profile)
             of_site.append(numbers[id(site.profile)])
         self.profile_of: Indices = np.array([*of_site, 0], dtype=np.intp)
-        hops = [hop_latency_s(profile, table.cluster) for profile in self.profiles]
+        reach = hop_reach(table.cluster)
+        hops = [hop_latency_s(profile, reach) for profile in self.profiles]
         self._latency = np.array([hops[number] for number in of_site] + [0.0])
         self._pairs = _measured_pairs(sites)
         self._switches = _Switches(sites, table.cluster) if table.cluster else None
@@ -78,10 +78,10 @@ class RingTable:
         # One number that sorts by rate, then by ranks, then by place in the row.
         rank_of = np.unique(self._nic, return_inverse=True)[1].reshape(-1) + 1
         rank_of[-1] = len(rank_of) + 1
-        by_rate = rank_of * (int(placed.per_node.max()) + 1) * width
-        least = by_rate[placed.site[0]] - placed.per_node[0] * width
+        by_rate = rank_of * (int(placed.busy.max()) + 1) * width
+        least = by_rate[placed.site[0]] - placed.busy[0] * width
         for place in range(1, width):
-            key = by_rate[placed.site[place]] - placed.per_node[place] * width + place
+            key = by_rate[placed.site[place]] - placed.busy[place] * width + place
             np.minimum(least, key, out=least)
         return np.asarray(self.profile_of[placed.site[least % width, np.arange(rows)]])
 

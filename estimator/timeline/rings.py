@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from estimator.placement import Placement, Site
-from estimator.profile import CollectiveCost, MachineProfile, PairMatrix
+from estimator.placement import NodeKind, Placement, Site
+from estimator.profile import CollectiveCost, PairMatrix
 from estimator.topology import Cluster
 
 
@@ -30,40 +30,42 @@ class Ring:
 
 def ring_of(placement: Placement) -> Ring:
     """The ring in rank order over a placement; gloo and NCCL both keep the order of nodes."""
-    per_node = max(placement.busy)
+    kinds = placement.kinds
+    per_node = max([kind.busy for kind in kinds])
     if placement.nodes <= 1:
         return Ring(placement.ranks, 1, per_node, math.inf, 0.0)
     rate, link = math.inf, ""
-    for candidate, name in _limits(placement):
+    names: tuple[str, ...] = ("",)
+    for candidate, what, between in _limits(placement):
         if candidate < rate:
-            rate, link = candidate, name
-    latency_s = max(hop_latency_s(site.profile, placement.cluster) for site in placement.sites)
-    return Ring(placement.ranks, placement.nodes, per_node, rate, latency_s, link)
+            rate, link, names = candidate, what, between
+    latency_s = max([kind.hop_latency_s for kind in kinds])
+    return Ring(placement.ranks, placement.nodes, per_node, rate, latency_s, link.format(*names))
 
 
-def hop_latency_s(profile: MachineProfile, cluster: Cluster | None) -> float:
-    """One-way seconds of a hop: racks count as soon as the cluster has more than one switch."""
-    reach = "cluster" if cluster is not None and len(cluster.switches) > 1 else "rack"
-    singles = [link for link in profile.network if link.streams == 1]
-    exact = [link.latency_s for link in singles if link.reach == reach]
-    return max(exact or [link.latency_s for link in singles], default=0.0)
+_Limit = tuple[float, str, tuple[str, ...]]
 
 
-def _limits(placement: Placement) -> Iterator[tuple[float, str]]:
-    """(bytes per second of one flow, name of the link) for everything that a ring hop crosses."""
-    sites, cluster = placement.sites, placement.cluster
+def _limits(placement: Placement) -> Iterator[_Limit]:
+    """What a ring hop crosses: (bytes per second of one flow, kind of link, names in it)."""
+    cluster = placement.cluster
     if cluster is None:
-        for site in sites:
-            if site.nodes * len(sites) > 1 and site.nic_bytes_per_s is not None:
-                yield site.nic_bytes_per_s, f"the network of '{site.profile.name}'"
+        slowest = min(placement.kinds, key=_rate_of)
+        yield _rate_of(slowest), "the network of '{}'", (slowest.profile.name,)
         return
+    sites = placement.sites
     hops = list(_hops(sites))
-    flows = Counter(a.host for a, _ in hops)
+    flows = Counter([a.host for a, _ in hops])
     for site in sites:
-        if site.nic_bytes_per_s is not None and flows[site.host]:
-            yield site.nic_bytes_per_s / flows[site.host], f"the uplink of node '{site.host}'"
+        leaving = flows[site.host]
+        if site.nic_bytes_per_s is not None and leaving:
+            yield site.nic_bytes_per_s / leaving, "the uplink of node '{}'", (site.host or "",)
     yield from _measured_hops(hops)
     yield from _switch_limits(hops, cluster)
+
+
+def _rate_of(kind: NodeKind) -> float:
+    return math.inf if kind.nic_bytes_per_s is None else kind.nic_bytes_per_s
 
 
 def _hops(sites: Sequence[Site]) -> Iterator[tuple[Site, Site]]:
@@ -74,11 +76,11 @@ def _hops(sites: Sequence[Site]) -> Iterator[tuple[Site, Site]]:
             yield site, following
 
 
-def _measured_hops(hops: Sequence[tuple[Site, Site]]) -> Iterator[tuple[float, str]]:
+def _measured_hops(hops: Sequence[tuple[Site, Site]]) -> Iterator[_Limit]:
     for a, b in hops:
         rate = _pair_rate(a.profile.pairs, a.host, b.host)
         if rate is not None:
-            yield rate, f"the link between '{a.host}' and '{b.host}'"
+            yield rate, "the link between '{}' and '{}'", (a.host or "", b.host or "")
 
 
 def _pair_rate(pairs: PairMatrix | None, a: str | None, b: str | None) -> float | None:
@@ -87,18 +89,19 @@ def _pair_rate(pairs: PairMatrix | None, a: str | None, b: str | None) -> float 
     return pairs.bandwidth_bytes_per_s[pairs.hosts.index(a)][pairs.hosts.index(b)]
 
 
-def _switch_limits(
-    hops: Sequence[tuple[Site, Site]], cluster: Cluster
-) -> Iterator[tuple[float, str]]:
+def _switch_limits(hops: Sequence[tuple[Site, Site]], cluster: Cluster) -> Iterator[_Limit]:
     """A hop leaves every switch that is above its start and not above its end."""
     leaving: Counter[str] = Counter()
     for a, b in hops:
-        beyond = set(cluster.switches_above(b.host or ""))
-        leaving.update(s for s in cluster.switches_above(a.host or "") if s not in beyond)
+        beyond = cluster.switches_above(b.host or "")
+        for switch in cluster.switches_above(a.host or ""):
+            if switch in beyond:
+                break
+            leaving[switch] += 1
     for name, flows in leaving.items():
         rate = cluster.switches[name].uplink_bytes_per_s
         if rate is not None:
-            yield cluster.payload_bytes_per_s(rate) / flows, f"the uplink of switch '{name}'"
+            yield cluster.payload_bytes_per_s(rate) / flows, "the uplink of switch '{}'", (name,)
 
 
 def ring_between(

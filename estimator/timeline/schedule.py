@@ -43,6 +43,9 @@ class Overlap:
         return max(self.collective_slowdown_ratio, self.exposed_ratio, 1.0)
 
 
+NO_OVERLAP = Overlap()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
     """The simulated interval from the first op to the last all-reduce.

@@ -9,10 +9,17 @@ import numpy as np
 
 from estimator.errors import ProfileError
 from estimator.graph.memory import PeakMemory
+from estimator.placement import nic_of
 from estimator.profile import CollectiveName, MachineProfile
-from estimator.timeline.collectives import NO_CORRECTIONS, CollectiveModel, collective_model
+from estimator.timeline.collectives import (
+    NO_CORRECTIONS,
+    CollectiveModel,
+    collective_model,
+    network_latency_s,
+)
 from estimator.timeline.program import LaneUnit, StepProgram
 from estimator.timeline.rings import Ring
+from estimator.workload import Strategy
 
 # What carries one bucket of gradients; parameter servers have a formula of their own.
 REDUCE_OPS: dict[str, CollectiveName] = {
@@ -37,6 +44,9 @@ class Sharding:
     update_share: float = 1.0
 
 
+NO_SHARDING = Sharding()
+
+
 def needed_model(profile: MachineProfile, op: CollectiveName, ring: Ring) -> CollectiveModel:
     """The cost of a collective that the strategy cannot do without; raises ProfileError."""
     found = collective_model(profile, op, ring)
@@ -52,20 +62,30 @@ def reduce_model(program: StepProgram, profile: MachineProfile, ring: Ring) -> C
     """What merges one bucket of gradients under the program's strategy."""
     strategy = program.strategy
     if strategy.kind == "ps":
-        return server_model(strategy.servers, strategy.asynchronous, ring)
+        return server_model(strategy, profile, ring)
     return needed_model(profile, REDUCE_OPS[strategy.kind], ring)
 
 
-def server_model(servers: int, asynchronous: bool, ring: Ring) -> CollectiveModel:
+def server_model(strategy: Strategy, profile: MachineProfile, ring: Ring) -> CollectiveModel:
     """A bucket pushed to parameter servers, its update pulled while the next one is pushed.
 
-    Each of `servers` servers, on a node of its own with a network like the slowest worker's, holds
-    an equal part of every tensor. Synchronous workers push together and share the servers' links;
-    asynchronous ones mostly push alone (BytePS: Jiang et al., OSDI 2020).
+    Each server, on a node of its own, holds an equal part of every tensor. The workers of a node
+    share its network; synchronous workers push together and share the servers' links, asynchronous
+    ones mostly push alone (BytePS: Jiang et al., OSDI 2020). Raises ProfileError.
     """
-    together = 1 if asynchronous else ring.ranks
-    beta = max(1.0 / ring.bytes_per_s, together / (servers * ring.bytes_per_s))
-    return CollectiveModel("all_reduce", 2 * ring.latency_s, beta, NO_CORRECTIONS, "fitted", 0.3)
+    node_bytes_per_s, latency_s = ring.bytes_per_s, ring.latency_s
+    if ring.nodes == 1:
+        found = nic_of(profile)
+        if found is None:
+            raise ProfileError(
+                f"profile '{profile.name}' has no network, over which parameter servers are "
+                "reached; probe several nodes together, as 'estimator probe --launch' says"
+            )
+        node_bytes_per_s, latency_s = found, network_latency_s(profile)
+    together = 1 if strategy.asynchronous else ring.ranks
+    server_bytes_per_s = strategy.server_bytes_per_s or node_bytes_per_s
+    beta = max(ring.per_node / node_bytes_per_s, together / (strategy.servers * server_bytes_per_s))
+    return CollectiveModel("all_reduce", 2 * latency_s, beta, NO_CORRECTIONS, "fitted", 0.3)
 
 
 def sharding_of(
@@ -74,7 +94,7 @@ def sharding_of(
     """What the strategy of a program adds on a group of ranks; `ratio` scales its collectives."""
     kind, ranks = program.strategy.kind, ring.ranks
     if ranks <= 1 or kind == "ddp":
-        return Sharding()
+        return NO_SHARDING
     sizes = [float(p.spec.nbytes) for p in program.bound.graph.parameters if p.gradient is not None]
     if kind == "zero1":
         # ZeroRedundancyOptimizer broadcasts every tensor from the rank that has updated it.
@@ -85,6 +105,8 @@ def sharding_of(
         model = needed_model(profile, "all_gather", ring)
         after_s = float(model.times_s(program.bucket_bytes).sum()) * ratio
         return Sharding(after_s=after_s, update_share=1.0 / ranks)
+    if kind == "fsdp" and not program.units:
+        return Sharding(update_share=1.0 / ranks)
     if kind == "fsdp":
         gather = needed_model(profile, "all_gather", ring)
         scatter = needed_model(profile, "reduce_scatter", ring)
@@ -96,11 +118,16 @@ def sharding_of(
             gathers_s=exposed(program.units, gather_s.tolist(), scatter_s.tolist()),
             update_share=1.0 / ranks,
         )
-    # A parameter server updates while others still push; the last bucket's way back is exposed.
-    last = float(program.bucket_bytes[-1]) if len(program.bucket_bytes) else 0.0
-    model = server_model(program.strategy.servers, program.strategy.asynchronous, ring)
-    last_s = model.time_s(last) * ratio
-    return Sharding(after_s=last_s, update_share=0.0)
+    # A server updates a bucket while the next ones come in; the last one's update and its way back
+    # are exposed.
+    last, whole = float(program.bucket_bytes[-1:].sum()), float(program.bucket_bytes.sum())
+    last_s = server_model(program.strategy, profile, ring).time_s(last) * ratio
+    return Sharding(after_s=last_s, update_share=last_share(program.strategy, last, whole))
+
+
+def last_share(strategy: Strategy, last_bytes: float, whole_bytes: float) -> float:
+    """The part of an update that a parameter server does after the last push."""
+    return last_bytes / whole_bytes / strategy.servers if whole_bytes > 0 else 0.0
 
 
 def blocking_s(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, get_args, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 Lane = Literal["host", "compute", "network", "h2d", "d2h"]
+LANES: tuple[Lane, ...] = get_args(Lane)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +30,61 @@ class Span:
         return self.start_s + self.duration_s
 
 
+class Label(NamedTuple):
+    """What a span shows beside its place and time."""
+
+    name: str
+    module: str = ""
+    phase: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SpanColumns(Sequence[Span]):
+    """Many spans as columns; a `Span` is made of one when it is looked at.
+
+    `label` holds indices into `labels`, `lane` indices into `LANES`.
+    """
+
+    labels: Sequence[Label]
+    label: NDArray[np.intp]
+    rank: NDArray[np.intp]
+    lane: NDArray[np.intp]
+    start_s: NDArray[np.float64]
+    duration_s: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> SpanColumns: ...
+    def __getitem__(self, index: int | slice) -> Span | SpanColumns:
+        if isinstance(index, int):
+            return next(iter(self[range(len(self))[index] :][:1]))
+        return SpanColumns(
+            labels=self.labels,
+            label=self.label[index],
+            rank=self.rank[index],
+            lane=self.lane[index],
+            start_s=self.start_s[index],
+            duration_s=self.duration_s[index],
+        )
+
+    def __iter__(self) -> Iterator[Span]:
+        columns = (self.label, self.rank, self.lane, self.start_s, self.duration_s)
+        for label, rank, lane, start_s, duration_s in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            name, module, phase = self.labels[label]
+            yield Span(name, rank, LANES[lane], start_s, duration_s, module, phase)
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """The spans of one step of every rank; a rank of a class shares the spans of its class."""
 
     step_time_s: float
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     ranks_like: tuple[int, ...]
     """For each rank, the rank whose spans are listed for it (itself, or its equal twin)."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from estimator.timeline.fastpath import RankClass, StepPlan, step_parts
+from estimator.timeline.rank_kinds import RankKind
 from estimator.timeline.schedule import ComputeLane, Flow, simulate
-from estimator.timeline.spans import Span, Timeline
+from estimator.timeline.spans import LANES, Label, Lane, SpanColumns, Timeline
 
 # torch/csrc/distributed/c10d/ProcessGroupGloo.hpp: two threads take collectives off the queue;
 # ProcessGroupNCCL runs one stream per communicator.
@@ -19,7 +21,7 @@ def simulated_flow(plan: StepPlan) -> Flow:
     """The event simulation of a plan, from the first op to the last all-reduce."""
     lanes = []
     for ranks in plan.classes:
-        scale = ranks.slowdown_ratio * plan.compute_ratio
+        scale = ranks.slowdown_ratio * plan.coefficients.compute_ratio
         program = ranks.program
         ready_s = program.ready_s * scale
         lanes.append(ComputeLane(ready_s=ready_s, total_s=program.lane_s * scale))
@@ -35,53 +37,86 @@ def timeline_of(plan: StepPlan) -> Timeline:
     gathering = flow.end_s + plan.broadcast_s
     finished = gathering + gathers_s
     after_s = parts.straggler_s + parts.copies_exposed_s - _copies_s(plan, parts.slowest)
-    spans: list[Span] = []
-    like = [0] * plan.ring.ranks
+    updating = finished + after_s
+    updated = updating + parts.update_s
+    listed = _Listed(plan)
+    like = np.zeros(plan.ring.ranks, dtype=np.intp)
     for number, ranks in enumerate(plan.classes):
         first = ranks.ranks[0]
-        for rank in ranks.ranks:
-            like[rank] = first
-        spans += _compute_spans(plan, ranks, flow.wall_at[number])
-        spans += _network_spans(plan, first, flow)
+        like[list(ranks.ranks)] = first
+        listed.add_ops(ranks, flow.wall_at[number])
+        listed.add_buckets(first, flow)
         if gathers_s > 0:
             # Listed as one: where each unit waits depends on what the others gather.
-            spans.append(Span("gather, scatter units", first, "network", gathering, gathers_s))
+            listed.add(Label("gather, scatter units"), first, "network", gathering, gathers_s)
         if after_s > 0:
-            spans.append(Span("wait, copy back", first, "compute", finished, after_s))
-        updating = finished + after_s
-        spans.append(Span("update", first, "compute", updating, parts.update_s, "", "update"))
+            listed.add(Label("wait, copy back"), first, "compute", finished, after_s)
+        update = Label("update", phase="update")
+        listed.add(update, first, "compute", updating, parts.update_s)
         if last_s > 0:
-            updated = updating + parts.update_s
-            spans.append(Span("send parameters", first, "network", updated, last_s))
+            listed.add(Label("send parameters"), first, "network", updated, last_s)
     return Timeline(
-        step_time_s=finished + after_s + parts.update_s + last_s,
-        spans=tuple(spans),
-        ranks_like=tuple(like),
+        step_time_s=updated + last_s, spans=listed.columns(), ranks_like=tuple(like.tolist())
     )
 
 
-def _copies_s(plan: StepPlan, ranks: RankClass) -> float:
-    return ranks.program.copies_s * ranks.slowdown_ratio * plan.compute_ratio
+def _copies_s(plan: StepPlan, ranks: RankKind) -> float:
+    return ranks.program.copies_s * ranks.slowdown_ratio * plan.coefficients.compute_ratio
 
 
-def _compute_spans(
-    plan: StepPlan, ranks: RankClass, wall_at: tuple[np.ndarray, np.ndarray]
-) -> Iterator[Span]:
-    program, first = ranks.program, ranks.ranks[0]
-    scale = ranks.slowdown_ratio * plan.compute_ratio
-    starts = np.interp(program.start_s * scale, *wall_at) + plan.broadcast_s
-    ends = np.interp(program.end_s * scale, *wall_at) + plan.broadcast_s
-    ops = program.bound.graph.ops
-    for index, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-        op = ops[index % len(ops)]
-        length = max(end - start, 0.0)
-        yield Span(op.call.target, first, "compute", start, length, op.module, op.phase)
+class _Listed:
+    """The spans of a plan listed so far, as pieces of columns."""
 
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+        program = plan.classes[0].program
+        ops = program.bound.graph.ops
+        buckets = enumerate(program.buckets)
+        self._labels = [Label(op.call.target, op.module, op.phase) for op in ops]
+        # Every micro-batch runs the ops again.
+        self._op_labels = np.arange(len(program.start_s)) % max(len(ops), 1)
+        self._bucket_labels = self._new_labels(
+            [Label(f"all-reduce bucket {n} ({bucket.size_bytes} B)") for n, bucket in buckets]
+        )
+        self._single: dict[Label, NDArray[np.intp]] = {}
+        self._pieces: list[tuple[NDArray[np.intp], int, Lane, ArrayLike, ArrayLike]] = []
 
-def _network_spans(plan: StepPlan, first: int, flow: Flow) -> Iterator[Span]:
-    if plan.broadcast_s:
-        yield Span("broadcast buffers", first, "network", 0.0, plan.broadcast_s)
-    buckets = plan.classes[0].program.buckets
-    for number, (start, end) in enumerate(flow.collectives):
-        name = f"all-reduce bucket {number} ({buckets[number].size_bytes} B)"
-        yield Span(name, first, "network", start + plan.broadcast_s, end - start)
+    def _new_labels(self, labels: Sequence[Label]) -> NDArray[np.intp]:
+        self._labels += labels
+        return np.arange(len(self._labels) - len(labels), len(self._labels))
+
+    def add(self, label: Label, rank: int, lane: Lane, start_s: float, duration_s: float) -> None:
+        if label not in self._single:
+            self._single[label] = self._new_labels([label])
+        self._pieces.append((self._single[label], rank, lane, [start_s], [duration_s]))
+
+    def add_ops(
+        self, ranks: RankClass, wall_at: tuple[NDArray[np.float64], NDArray[np.float64]]
+    ) -> None:
+        program, plan = ranks.program, self._plan
+        scale = ranks.slowdown_ratio * plan.coefficients.compute_ratio
+        start_s = np.interp(program.start_s * scale, *wall_at)
+        duration_s = np.maximum(np.interp(program.end_s * scale, *wall_at) - start_s, 0.0)
+        start_s += plan.broadcast_s
+        self._pieces.append((self._op_labels, ranks.ranks[0], "compute", start_s, duration_s))
+
+    def add_buckets(self, rank: int, flow: Flow) -> None:
+        before_s = self._plan.broadcast_s
+        if before_s:
+            self.add(Label("broadcast buffers"), rank, "network", 0.0, before_s)
+        start_s, end_s = np.array(flow.collectives).reshape(-1, 2).T
+        self._pieces.append(
+            (self._bucket_labels, rank, "network", start_s + before_s, end_s - start_s)
+        )
+
+    def columns(self) -> SpanColumns:
+        label, rank, lane, start_s, duration_s = zip(*self._pieces, strict=True)
+        lengths = [len(each) for each in label]
+        return SpanColumns(
+            labels=self._labels,
+            label=np.concatenate(label),
+            rank=np.repeat(rank, lengths),
+            lane=np.repeat([LANES.index(each) for each in lane], lengths),
+            start_s=np.concatenate(start_s),
+            duration_s=np.concatenate(duration_s),
+        )

@@ -22,11 +22,17 @@ from estimator.timeline.class_table import ClassTable
 from estimator.timeline.collective_columns import (
     CollectiveColumns,
     CollectiveTable,
-    OneSize,
     OverlapTable,
+    Sizes,
 )
 from estimator.timeline.fastpath import expected_maximum
 from estimator.timeline.ring_columns import RingColumns, RingTable, largest
+from estimator.timeline.sharding_columns import (
+    ShardingTable,
+    reduce_table,
+    sharded_bytes,
+    update_share,
+)
 from estimator.workload import Strategy
 
 Array = NDArray[np.float64]
@@ -54,7 +60,7 @@ class StepColumns:
     Values named after a program's are those of the slowest class. `merging_error` is the relative
     error of the all-reduce, 0 for single ranks; `memory_ratio` the largest share of a device's
     memory in use; `peak_s` the seconds that the model's flops take at the device's peak. `unknown`
-    marks rows over whose network nothing says what an all-reduce costs.
+    marks rows over whose network nothing says what a collective that they need costs.
     """
 
     forward_s: Array
@@ -85,7 +91,7 @@ class StepTables:
     ) -> None:
         self._rings = RingTable(table)
         self._classes = ClassTable(graph, table, strategy, accumulation_steps)
-        self._buffer_bytes = float(graph.buffer_bytes)
+        self._graph, self._strategy = graph, strategy
         self._expected = _ExpectedMaxima()
         self._merging: _Merging | None = None
         kinds = [site.profile.kind == graph.target for site in table.sites]
@@ -97,9 +103,11 @@ class StepTables:
         classes = self._classes.numbers(placed, batch)
         values = self._classes.values
         slowest, lane_s = _first_largest(classes, values["lane_s"][classes])
-        after_s = values["copy_back_s"][classes] + values["update_s"][classes] * learnt.update_ratio
+        copy_back_s = values["copy_back_s"]
+        after_s = copy_back_s[classes] + self._update_s(rings, classes) * learnt.update_ratio
         last, _ = _first_largest(classes, after_s)
-        waiting_s, unknown, error = self._waiting(rings, classes, lane_s, learnt)
+        waiting_s, unknown, error = self._waiting(rings, classes, slowest, lane_s, learnt)
+        memory_bytes, memory_ratio = self._memory(rings, classes)
         compute = learnt.compute_ratio
         spread = np.where(rings.ranks > 1, largest(values["spread_ratio"], classes), 0.0)
         return StepColumns(
@@ -108,20 +116,48 @@ class StepTables:
             host_exposed_s=values["host_s"][slowest] * compute,
             communication_exposed_s=waiting_s,
             straggler_s=lane_s * compute * spread * self._expected.of(rings.ranks),
-            update_s=values["update_s"][last] * learnt.update_ratio,
-            copies_exposed_s=values["copies_s"][slowest] * compute + values["copy_back_s"][last],
+            update_s=self._update_s(rings, last) * learnt.update_ratio,
+            copies_exposed_s=values["copies_s"][slowest] * compute + copy_back_s[last],
             kernels_variance_s2=values["kernels_variance_s2"][slowest] * compute**2,
             host_error=values["host_error"][slowest],
             update_error=values["update_error"][slowest],
             merging_error=error,
-            memory_bytes=values["memory_bytes"][slowest],
-            memory_ratio=largest(values["memory_ratio"], classes),
+            memory_bytes=memory_bytes,
+            memory_ratio=memory_ratio,
             peak_s=values["peak_s"][slowest],
             unknown=unknown,
         )
 
+    def _update_s(self, rings: RingColumns, classes: Indices) -> Array:
+        """Seconds of the update on each of some classes, as a rank of the row's ring does it."""
+        values = self._classes.values
+        launch_s, shared_s = values["update_launch_s"], values["update_shared_s"]
+        share = update_share(self._strategy, self._classes, rings.ranks)
+        if isinstance(share, float):
+            return np.asarray((launch_s + shared_s * share)[classes])
+        update_s = launch_s[classes] + shared_s[classes] * share
+        return np.where(classes > 0, update_s, -math.inf)
+
+    def _memory(self, rings: RingColumns, classes: Indices) -> tuple[Array, Array]:
+        """(most bytes of a class, largest share of a device's memory in use) of each row."""
+        values = self._classes.values
+        if self._strategy.kind == "ddp":
+            return largest(values["memory_bytes"], classes), largest(
+                values["memory_ratio"], classes
+            )
+        held = sharded_bytes(self._classes, self._strategy, classes, rings.ranks)
+        used = held / values["device_bytes"][classes]
+        there = classes > 0
+        most_bytes = np.where(there, held, -math.inf).max(axis=0)
+        return most_bytes, np.where(there, used, -math.inf).max(axis=0)
+
     def _waiting(
-        self, rings: RingColumns, classes: Indices, lane_s: Array, learnt: Learnt
+        self,
+        rings: RingColumns,
+        classes: Indices,
+        slowest: Indices,
+        lane_s: Array,
+        learnt: Learnt,
     ) -> tuple[Array, NDArray[np.bool_], Array]:
         """(exposed communication, whether its cost is unknown, its relative error) of each row."""
         several = rings.ranks > 1
@@ -130,26 +166,26 @@ class StepTables:
             return nothing, np.zeros(len(several), dtype=bool), nothing
         if self._merging is None:
             self._merging = _Merging(
-                self._rings.profiles, self._classes.bucket_bytes, self._buffer_bytes
+                self._graph, self._rings.profiles, self._classes, self._strategy
             )
         merging = self._merging
         reduce = merging.reduce.columns(rings)
         exposed, slowdown = merging.overlaps.columns(rings, merging.whole.times_s(reduce))
         drain = np.maximum(slowdown - exposed, _NO_DRAIN)
         total_s, backlog_s = merging.backlog(
-            self._classes.ready_s,
+            self._classes,
             classes,
+            slowest,
             lane_s,
             learnt.compute_ratio / drain,
             reduce,
             learnt.communication_ratio,
         )
-        waiting_s = exposed * (total_s - backlog_s) + backlog_s
-        if self._buffer_bytes:
-            waiting_s += merging.broadcast_s(rings) * learnt.communication_ratio
+        added_s, unknown = merging.added_s(rings, classes[0], learnt.communication_ratio)
+        waiting_s = exposed * (total_s - backlog_s) + backlog_s + added_s
         return (
             np.where(several, waiting_s, 0.0),
-            reduce.unknown & several,
+            (reduce.unknown | unknown) & several,
             np.where(several, reduce.relative_error, 0.0),
         )
 
@@ -158,30 +194,47 @@ class _Merging:
     """What merging the gradients of a graph costs, by the profiles of the sites."""
 
     def __init__(
-        self, profiles: Sequence[MachineProfile], bucket_bytes: Array, buffer_bytes: float
+        self,
+        graph: OpGraph,
+        profiles: Sequence[MachineProfile],
+        classes: ClassTable,
+        strategy: Strategy,
     ) -> None:
-        self.reduce = CollectiveTable(profiles, "all_reduce")
-        self.whole = OneSize(self.reduce, float(bucket_bytes.sum()))
+        bucket_bytes = classes.bucket_bytes
+        self.reduce = reduce_table(strategy, profiles, graph)
+        self.whole = Sizes(self.reduce, np.array([bucket_bytes.sum()]))
         self.overlaps = OverlapTable(profiles, float(bucket_bytes.sum()))
-        self._broadcast = CollectiveTable(profiles, "broadcast")
-        self._buffers = OneSize(self._broadcast, buffer_bytes)
+        self._has_buffers = graph.buffer_bytes > 0
+        self._broadcast = CollectiveTable(profiles, "broadcast", graph.target)
+        self._buffers = Sizes(self._broadcast, np.array([float(graph.buffer_bytes)]))
+        self._sharding = ShardingTable(graph, profiles, classes, strategy)
         # For bucket k, the factors of α and of β in t_k + … + t_K: (references, k, 2).
-        corrections = self.reduce.corrections(bucket_bytes)
-        factors = np.stack([corrections, corrections * bucket_bytes], axis=2)
+        factors = Sizes(self.reduce, bucket_bytes).factors
         self._suffixes = np.cumsum(factors[:, ::-1], axis=1)[:, ::-1]
         count = len(bucket_bytes)
         self._by_row = np.empty((2, _ROWS_AT_ONCE, count))
         self._by_bucket = np.empty((2, count, _ROWS_AT_ONCE))
 
-    def broadcast_s(self, rings: RingColumns) -> Array:
-        """Seconds of sending the buffers of rank 0, 0 where nothing says what that takes."""
-        columns = self._broadcast.columns(rings)
-        return np.where(columns.unknown, 0.0, self._buffers.times_s(columns))
+    def added_s(
+        self, rings: RingColumns, first: Indices, learnt: Array | float
+    ) -> tuple[Array | float, NDArray[np.bool_] | bool]:
+        """(seconds of all else that ranks wait for, whether that is unknown): see `sharding`.
+
+        `first` are the first classes of the rows. DDP sends the buffers of rank 0 around; where
+        nothing says what that takes, it takes nothing.
+        """
+        added_s, unknown = self._sharding.waiting_s(rings, first, learnt)
+        if self._has_buffers:
+            columns = self._broadcast.columns(rings)
+            buffers_s = np.where(columns.unknown, 0.0, self._buffers.times_s(columns))
+            added_s = added_s + buffers_s * learnt
+        return added_s, unknown
 
     def backlog(
         self,
-        ready_s: Array,
+        table: ClassTable,
         classes: Indices,
+        slowest: Indices,
         lane_s: Array,
         per_drain: Array,
         reduce: CollectiveColumns,
@@ -192,12 +245,17 @@ class _Merging:
         if not self._suffixes.shape[1]:
             return total_s, left_s
         line = np.stack([reduce.alpha_s * learnt, reduce.beta_s_per_byte * learnt])
-        for reference, rows in _alike(reduce.reference):
+        covered = np.ones(len(lane_s), dtype=np.bool_)
+        for each in classes:
+            covered &= table.covers[slowest, each]
+        for code, rows in _alike(reduce.reference * 2 + covered):
             latest_s, other_s = self._by_row[:, : len(rows)]
             behind_s, merging_s = self._by_bucket[:, :, : len(rows)]
-            ready_s.take(classes[0, rows], axis=0, out=latest_s, mode="clip")
-            for others in classes[1:, rows]:
-                ready_s.take(others, axis=0, out=other_s, mode="clip")
+            reference, alone = divmod(code, 2)
+            table.ready_s.take(slowest[rows], axis=0, out=latest_s, mode="clip")
+            # Mostly the slowest class is behind the others with every bucket.
+            for others in classes[:, rows] if not alone else ():
+                table.ready_s.take(others, axis=0, out=other_s, mode="clip")
                 np.maximum(latest_s, other_s, out=latest_s)
             latest_s -= lane_s[rows, None]
             np.multiply(latest_s.T, per_drain[rows], out=behind_s)
@@ -208,10 +266,10 @@ class _Merging:
         return total_s, left_s
 
 
-def _alike(reference: Indices) -> Iterator[tuple[int, Indices]]:
-    """(reference, some rows that have it), together all rows."""
-    order = np.argsort(reference.astype(np.int16), kind="stable")
-    in_order = reference[order]
+def _alike(code: Indices) -> Iterator[tuple[int, Indices]]:
+    """(code, some rows that have it), together all rows."""
+    order = np.argsort(code.astype(np.int16), kind="stable")
+    in_order = code[order]
     ends = np.append(np.flatnonzero(np.diff(in_order)) + 1, len(order)).tolist()
     first = 0
     for end in ends:

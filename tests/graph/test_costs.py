@@ -324,6 +324,7 @@ def transformer_step() -> Tensor:
     hidden = F.rms_norm(layer(F.embedding(tokens, table)).roll(1, 1), (16,))
     routed, chosen = (hidden @ leaf(16, 4)).softmax(-1).topk(2, dim=-1)
     mixed = torch.zeros_like(hidden).scatter_add(2, chosen, routed)
+    mixed = mixed.masked_scatter(tokens.unsqueeze(-1) < 3, leaf(12, 16))
     return F.cross_entropy((mixed @ table.t()).flatten(0, 1), tokens.flatten())
 
 

@@ -74,3 +74,37 @@ def test_a_tensor_made_from_known_scalars_is_known() -> None:
 
     batch = (torch.randn(2, 9, 3), torch.tensor([4, 6]))
     assert shapes_of(Reading(), batch, "aten.slice.Tensor")[0] == (2, 6, 3)
+
+
+def test_a_mask_of_activations_selects_every_second_element_and_says_so() -> None:
+    class Choosing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            scores = self.linear(x)
+            chosen = scores > 0
+            return scores[chosen], scores[~chosen]
+
+    graph = trace_graph(Choosing(), torch.randn(5, 3))
+    # Ten of 5 * 4 scores, and by the same mask the other ten.
+    taken = [op for op in graph.ops if op.call.target == "aten.index.Tensor"]
+    assert [op.call.outputs[0].shape for op in taken] == [(10,), (10,)]
+    assert any("every second element" in text for text in graph.assumptions)
+
+
+def test_unlike_activations_are_unequal_and_the_same_equal() -> None:
+    class Comparing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, other = self.linear(x), self.linear(x)
+            assert torch.equal(one.view(-1), one.view(-1))
+            return one if torch.equal(one, other) else one @ other.T
+
+    # Unequal: the five rows of one meet the five of the other.
+    products = shapes_of(Comparing(), torch.randn(5, 3), "aten.mm.default")
+    assert (5, 5) in products

@@ -135,3 +135,12 @@ def test_batch_and_sequence_length_of_a_transformers_type_can_be_chosen() -> Non
     text = "hf:llama,num_hidden_layers=1,hidden_size=32,num_attention_heads=2"
     _, batch, _, _ = load_model(text, batch=3, seq_len=17, weights=False)
     assert batch["input_ids"].shape == (3, 17)
+
+
+def test_a_type_that_reads_images_is_by_default_not_trained_to_classify() -> None:
+    transformers = pytest.importorskip("transformers")
+    from estimator.graph.transformers_models import heads_of
+
+    heads = heads_of(transformers, transformers.AutoConfig.for_model("qwen3_5"))
+    assert "SequenceClassification" in heads
+    assert next(iter(heads)) == "ImageTextToText"

@@ -55,3 +55,26 @@ def test_codebooks_of_audio_stand_beside_the_text() -> None:
     assert batch["input_ids"].shape == (2, 8, model.config.num_codebooks + 1)
     assert int(batch["input_ids"].max()) < model.config.codebook_vocab_size
     assert batch["labels"].shape == (2, 8)
+
+
+def test_latents_of_audio_follow_the_text_that_they_speak() -> None:
+    text = "hf:pocket_tts,num_hidden_layers=1"
+    model, batch, _, _ = load_model(text, batch=2, seq_len=8, weights=False)
+    config = model.config
+    assert (batch["input_ids"][:, 3] == config.audio_bos_token_id).all()
+    assert (batch["input_ids"][:, 4:] == config.audio_latent_token_id).all()
+    assert batch["labels"].shape == (2, 4, config.latent_dim)
+
+
+def test_every_token_of_a_streaming_text_hears_its_own_frames() -> None:
+    text = "hf:voxtral_realtime,text_config.num_hidden_layers=1,audio_config.num_hidden_layers=1"
+    model, batch, _, _ = load_model(text, batch=2, seq_len=8, weights=False)
+    frames = 8 * model.config.audio_length_per_tok
+    assert batch["input_features"].shape == (2, model.config.audio_config.num_mel_bins, frames)
+
+
+def test_objects_of_an_image_are_labelled_after_the_text() -> None:
+    text = "hf:visual_bert,num_hidden_layers=1,hidden_size=32,num_attention_heads=2"
+    _, batch, _, _ = load_model(text, batch=2, seq_len=8, weights=False)
+    assert batch["visual_attention_mask"].shape == (2, 36)
+    assert batch["labels"].shape == (2, 8 + 36)

@@ -66,3 +66,9 @@ def test_rotary_sections_are_scaled_to_the_rotary_dimensions() -> None:
     assert fit_rotary_sections(Rotary(64)) == {"mrope_section": [16, 24, 24]}
     assert fit_rotary_sections(Rotary(11)) == {"mrope_section": [3, 4, 4]}
     assert fit_rotary_sections(Rotary(32)) == {}
+
+
+def test_a_vocabulary_without_a_place_for_images_gets_its_last_token_as_one() -> None:
+    config = transformers.ChameleonConfig(vocab_size=100)
+    filled = fill_gaps(config, AttributeError("'NoneType' object has no attribute 'get'"))
+    assert filled["vocabulary_map"] == {"<image>": 99}

@@ -157,6 +157,14 @@ def test_shapes_start_with_everything_and_never_repeat() -> None:
     assert len(found) == len(set(found))
 
 
+def test_groups_visit_the_racks_one_after_the_other_whatever_the_rank_order() -> None:
+    # a and b share a rack, c and d another; ranks 0 … 3 are on a, c, b, d.
+    hosts = "acbd"
+    members = tuple(member(rank, host) for rank, host in enumerate(hosts))
+    everything, *_ = shapes(Crew(members=members, cluster=two_racks()))
+    assert [hosts[rank] for rank in everything] == ["a", "b", "c", "d"]
+
+
 def test_uneven_nodes_and_racks_make_shapes_of_their_own() -> None:
     found = list(shapes(crew_of(2, 1, 1, 1, cluster=two_racks())))
     assert found[0] == (0, 1, 2, 3, 4)

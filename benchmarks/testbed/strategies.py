@@ -1,0 +1,211 @@
+"""Train a paced model under several strategies in the same processes, taking turns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from estimator.errors import ProbeError, TrainingError
+from estimator.probe.ranks import run_on_devices
+from estimator.profile import Device
+from estimator.units import MIB
+from estimator.workload import Strategy
+
+from .launch import place
+from .measure import enter_node
+from .network import Testbed
+
+PACE_MODULE = f"{__package__}.paced"
+
+
+def step_seconds(
+    bed: Testbed,
+    model: str,
+    workers: Sequence[str],
+    servers: Sequence[str],
+    strategies: Sequence[str],
+    *,
+    parameter_s: float,
+    rounds: int = 1,
+    steps: int = 3,
+    timeout_s: float = 600.0,
+) -> list[float]:
+    """Median seconds of a step of the slowest worker under each strategy; one rank a node.
+
+    ``ps:N`` takes the first N `servers`; under the other strategies servers do nothing. An update
+    waits `parameter_s` seconds for each parameter that a rank updates. Each strategy has its turn
+    `rounds` times, of one step to warm up and `steps` that count. Raises TrainingError.
+    """
+    nodes = [*workers, *servers]
+    placed = place(bed, "+".join(f"{node}[0]" for node in nodes))
+    devices = [
+        Device(kind="cpu", index=rank, name="testbed", memory_bytes=1, cores=())
+        for rank in range(len(nodes))
+    ]
+    arguments = {
+        "model": model,
+        "workers": len(workers),
+        "strategies": list(strategies),
+        "parameter_s": parameter_s,
+        "rounds": rounds,
+        "steps": steps,
+        "timeout_s": timeout_s,
+        "namespaces": [bed.namespace(node) for node in nodes],
+        "hosts": nodes,
+        "environments": [dict(rank.environment) for rank in placed],
+    }
+    try:
+        found = run_on_devices(
+            devices,
+            f"{__name__}:train_rank",
+            arguments,
+            timeout_s=timeout_s,
+            imported=(PACE_MODULE, __name__, f"{__package__}.servers"),
+        )
+    except ProbeError as error:
+        raise TrainingError(f"training {model} on the testbed failed: {error}") from None
+    return [
+        max(statistics.median(times) for times in ranks)
+        for ranks in zip(*found[: len(workers)], strict=True)
+    ]
+
+
+def train_rank(rank: int, _count: int, arguments: Mapping[str, Any]) -> list[list[float]]:
+    """One rank: its seconds of every step that counts, strategy by strategy."""
+    import torch
+    import torch.distributed as torch_distributed
+
+    dist: Any = torch_distributed
+    torch.set_num_threads(1)
+    enter_node(arguments["namespaces"][rank], arguments["hosts"][rank])
+    os.environ.update(arguments["environments"][rank])
+    limit = timedelta(seconds=arguments["timeout_s"])
+    dist.init_process_group("gloo", timeout=limit)
+    workers = list(range(arguments["workers"]))
+    group = dist.new_group(workers, timeout=limit)
+    parts = [
+        _Part(Strategy.parse(text), rank, workers, group, arguments)
+        for text in arguments["strategies"]
+    ]
+    times_s: list[list[float]] = [[] for _ in parts]
+    for _ in range(arguments["rounds"]):
+        for part, times in zip(parts, times_s, strict=True):
+            dist.barrier()
+            for _ in range(part.warmup_steps):
+                part.step()
+            for _ in range(arguments["steps"]):
+                began = time.perf_counter()
+                part.step()
+                times.append(time.perf_counter() - began)
+            part.warmup_steps = 1
+    dist.barrier()
+    dist.destroy_process_group()
+    return times_s
+
+
+class _Part:
+    """What one rank does in a step of one strategy."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        rank: int,
+        workers: Sequence[int],
+        group: Any,
+        arguments: Mapping[str, Any],
+    ) -> None:
+        from . import paced
+
+        # DDP's first step goes in one bucket.
+        self.warmup_steps = 2
+        built = getattr(paced, arguments["model"])()
+        self._model, self._batch = built
+        self._optimizer: Any = contextlib.nullcontext()
+        self.step = _idle
+        parameter_s, share = arguments["parameter_s"], 1.0
+        if strategy.kind == "ps":
+            self._serve(strategy, rank, workers, parameter_s)
+        elif rank in workers:
+            if strategy.kind == "zero1":
+                share = 1.0 / len(workers)
+                self._owners = _owners(self._model, workers)
+            self._update = paced.PacedUpdate(self._model, parameter_s, share)
+            self._group = group
+            self._wrap(strategy, group)
+            self.step = self._merged_step if strategy.kind == "ddp" else self._shared_step
+
+    def _wrap(self, strategy: Strategy, group: Any) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        default = strategy.bucket_cap_bytes == Strategy().bucket_cap_bytes
+        self._model = DistributedDataParallel(
+            self._model,
+            process_group=group,
+            bucket_cap_mb=None if default else strategy.bucket_cap_bytes / MIB,
+            gradient_as_bucket_view=strategy.gradient_as_bucket_view,
+        )
+
+    def _serve(
+        self, strategy: Strategy, rank: int, workers: Sequence[int], parameter_s: float
+    ) -> None:
+        from .servers import Server, Worker, bucket_numbers
+
+        buckets = bucket_numbers(self._model, strategy.first_cap_bytes, strategy.bucket_cap_bytes)
+        servers = [len(workers) + number for number in range(strategy.servers)]
+        if rank in workers:
+            self._worker = Worker(self._model, buckets, servers)
+            self.step = self._pushing_step
+        elif rank in servers:
+            self.step = Server(
+                self._model,
+                buckets,
+                workers,
+                part=servers.index(rank),
+                parts=len(servers),
+                parameter_s=parameter_s,
+            ).step
+
+    def _merged_step(self) -> None:
+        self._update.zero_grad()
+        self._model(self._batch).mean().backward()
+        self._update.step()
+
+    def _shared_step(self) -> None:
+        import torch.distributed as torch_distributed
+
+        dist: Any = torch_distributed
+        self._merged_step()
+        # As torch.distributed.optim.ZeroRedundancyOptimizer does after its share of the update.
+        works = [
+            dist.broadcast(parameter.data, src=owner, group=self._group, async_op=True)
+            for owner, parameters in self._owners.items()
+            for parameter in parameters
+        ]
+        for work in works:
+            work.wait()
+
+    def _pushing_step(self) -> None:
+        from .paced import pace
+
+        pace.begin_step()
+        self._worker.begin_step()
+        self._model(self._batch).mean().backward()
+        self._worker.end_step()
+
+
+def _idle() -> None:
+    """What a server does where there is nothing to serve."""
+
+
+def _owners(model: Any, workers: Sequence[int]) -> dict[int, list[Any]]:
+    """Each parameter to the worker with the least so far, the largest first."""
+    owners: dict[int, list[Any]] = {worker: [] for worker in workers}
+    for parameter in sorted(model.parameters(), key=lambda each: each.numel(), reverse=True):
+        least = min(owners, key=lambda worker: sum(each.numel() for each in owners[worker]))
+        owners[least].append(parameter)
+    return owners

@@ -1,0 +1,122 @@
+"""Choose where gradients are merged and parameters updated, and in which units, by step time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from estimator.allocation import Allocation
+from estimator.coefficients import Calibration
+from estimator.errors import ProfileError, StrategyError
+from estimator.estimates import Estimate, estimate_graph
+from estimator.graph.ops import OpGraph
+from estimator.profile import MachineProfile
+from estimator.topology import Cluster
+from estimator.workload import Strategy
+
+# Every kind, and small buckets beside the default ones.
+CANDIDATES = (
+    "ddp",
+    "ddp:bucket=5MiB",
+    "zero1",
+    "zero2",
+    "fsdp",
+    "ps:1",
+    "ps:1,bucket=5MiB",
+    "ps:2",
+    "ps:2,bucket=5MiB",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyRow:
+    """One strategy on one allocation: its estimate, or why there is none."""
+
+    allocation: str
+    strategy: Strategy
+    answer: Estimate | None
+    refusal: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values in base units."""
+        row: dict[str, Any] = {
+            "allocation": self.allocation,
+            "strategy": str(self.strategy),
+            "refusal": self.refusal or None,
+        }
+        if self.answer is not None:
+            names = ("step_time_s", "low_s", "high_s", "samples_per_s", "peak_memory_bytes")
+            row |= {name: getattr(self.answer, name) for name in (*names, "fits", "bottleneck")}
+        return row
+
+
+def rank_strategies(
+    allocation: str,
+    strategies: Sequence[str | Strategy],
+    answer_of: Callable[[Strategy], Estimate],
+) -> list[StrategyRow]:
+    """The strategies by step time; those that do not fit come later, those without answer last.
+
+    Raises StrategyError where no strategy is given, the ProfileError of the first one if none can
+    be answered.
+    """
+    if not strategies:
+        raise StrategyError("there is no strategy to choose from; name some, such as ddp and ps:1")
+    rows: list[StrategyRow] = []
+    errors: list[ProfileError] = []
+    for strategy in map(Strategy.parse, strategies):
+        try:
+            answer = answer_of(strategy)
+            rows.append(StrategyRow(allocation=allocation, strategy=strategy, answer=answer))
+        except ProfileError as error:
+            # What it needs was not measured: the others are answered all the same.
+            errors.append(error)
+            rows.append(
+                StrategyRow(
+                    allocation=allocation, strategy=strategy, answer=None, refusal=str(error)
+                )
+            )
+    if len(errors) == len(rows):
+        raise errors[0]
+    return sorted(rows, key=_place)
+
+
+def _place(row: StrategyRow) -> tuple[int, float]:
+    if row.answer is None:
+        return 2, 0.0
+    return int(row.answer.fits == "no"), row.answer.step_time_s
+
+
+def best_strategy(
+    graph: OpGraph,
+    allocation: str | Allocation,
+    strategies: Sequence[str | Strategy] = CANDIDATES,
+    *,
+    batch_per_gpu: int | None = None,
+    global_batch: int | None = None,
+    accumulation_steps: int = 1,
+    cluster: Cluster | None = None,
+    calibration: Calibration | None = None,
+    profile: MachineProfile | None = None,
+) -> list[StrategyRow]:
+    """Estimates of `graph` under each strategy, the best first; arguments as of `estimate`.
+
+    Servers of ``ps:N`` are taken to be nodes of their own beside the allocation. Raises
+    EstimatorError where nothing can be answered.
+    """
+    return rank_strategies(
+        str(allocation),
+        strategies,
+        lambda strategy: estimate_graph(
+            graph,
+            allocation,
+            batch_per_gpu=batch_per_gpu,
+            global_batch=global_batch,
+            accumulation_steps=accumulation_steps,
+            strategy=strategy,
+            cluster=cluster,
+            calibration=calibration,
+            profile=profile,
+        ),
+    )

@@ -1,0 +1,87 @@
+"""Say in sentences what a planned step takes for granted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from estimator.profile import MachineProfile
+from estimator.timeline.fastpath import StepPlan
+from estimator.timeline.program import StepProgram
+from estimator.units import format_bytes, format_ratio, format_split
+
+_MOST_NAMED_OPS = 5
+
+
+def plan_assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
+    """What a step on some ranks takes for granted of its machines, network and graph."""
+    found: list[str] = []
+    for number, each in enumerate(plan.classes):
+        rows = _class_assumptions(each.program, graph_too=number == 0)
+        found.extend(row for row in rows if row not in found)
+    profiles = [each.program.profile for each in plan.classes]
+    if ranks > 1 and not any(profile.overlaps for profile in profiles):
+        found.append("communication is assumed to overlap compute perfectly: not probed")
+    if plan.ring.nodes > 1 and plan.reduce is not None and plan.reduce.source != "measured":
+        found.append(
+            f"all-reduce over {plan.ring.ranks} ranks on {plan.ring.nodes} nodes was not measured: "
+            "a ring over the slowest link, corrected by the nearest measured group if there is one"
+        )
+    if plan.ring.nodes > 1 and len({profile.name for profile in profiles}) > 1:
+        found.append(f"unlike machines are joined at {plan.ring.link or 'the slower network'}")
+    return tuple(found)
+
+
+def split_assumptions(batches: tuple[int, ...]) -> tuple[str, ...]:
+    """What unlike batches per rank, one for each group of devices, ask of the training script."""
+    if len(set(batches)) == 1:
+        return ()
+    return (
+        f"batches differ ({format_split(batches)} per device, group by group): DDP averages "
+        "gradients over ranks, so multiply each rank's mean loss by its batch over the mean batch "
+        "of all ranks",
+    )
+
+
+def _class_assumptions(program: StepProgram, *, graph_too: bool) -> list[str]:
+    graph, machine = program.bound.graph, program.profile
+    found = list(graph.assumptions) if graph_too else []
+    durations = program.durations
+    total = float(durations.device_s.sum()) or 1.0
+    assumed: dict[str, float] = defaultdict(float)
+    for index, op in enumerate(graph.ops):
+        if durations.sources[index] == "assumed":
+            assumed[op.call.target] += float(durations.device_s[index])
+    worst = sorted(assumed.items(), key=lambda item: -item[1])
+    for target, seconds in worst[:_MOST_NAMED_OPS]:
+        found.append(
+            f"{target} has no cost formula or probed relative: charged as a copy of its bytes, "
+            f"{format_ratio(seconds / total)} of the kernel time"
+        )
+    if rest := worst[_MOST_NAMED_OPS:]:
+        share = sum(seconds for _, seconds in rest) / total
+        found.append(
+            f"{len(rest)} more operators likewise, {format_ratio(share)} of the kernel time"
+        )
+    device = machine.devices[0]
+    if device.kind == "cpu":
+        cores = len(device.cores)
+        plural = "s" if cores > 1 else ""
+        found.append(f"a device is {cores} CPU core{plural}, pinned, with as many threads")
+        found.append(_memory_assumption(machine))
+    batch = program.bound.batch
+    if graph.timings and batch != graph.batch:
+        found.append(f"ops were timed at batch {graph.batch} and scaled to batch {batch}")
+    found.extend(f"not probed: {part}" for part in machine.missing)
+    return found
+
+
+def _memory_assumption(machine: MachineProfile) -> str:
+    text = "the process keeps freed memory (MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_ high)"
+    touch = machine.memory.first_touch_s_per_byte if machine.memory else 0.0
+    if not touch:
+        return text
+    per_gib = touch * 2**30
+    return (
+        f"{text}; glibc's defaults return memory to the system and pay {per_gib:.2g} s for each "
+        f"{format_bytes(2**30)} touched again"
+    )
