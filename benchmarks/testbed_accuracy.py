@@ -79,9 +79,12 @@ class Bench:
 
     def _probe(self, bed: Testbed) -> None:
         say(f"{self.name}: probing the network")
+        base_path = self.options.work / f"{self.name}_base.json"
+        most = max(node.devices for node in self.description.nodes)
+        with_devices(load_profile(self.options.profile), most).save(base_path)
         command = [sys.executable, "-m", "estimator.probe", "--name", MACHINE]
         command += ["--budget", str(self.options.probe_budget)]
-        command += ["--base", str(self.options.profile), "--cluster", str(self.cluster_path)]
+        command += ["--base", str(base_path), "--cluster", str(self.cluster_path)]
         command += ["--out", str(self.network_path)]
         launch(bed, self.description.all_devices(), command)
 
@@ -174,6 +177,16 @@ def shared_host(profile: MachineProfile) -> MachineProfile:
     return replace(
         profile,
         contentions=(*profile.contentions, *(replace(item, devices_busy=1) for item in alone)),
+    )
+
+
+def with_devices(profile: MachineProfile, count: int) -> MachineProfile:
+    """The profile of a host with at least `count` devices; further ones share the cores."""
+    devices = profile.devices
+    further = range(len(devices), count)
+    return replace(
+        profile,
+        devices=(*devices, *(replace(devices[n % len(devices)], index=n) for n in further)),
     )
 
 

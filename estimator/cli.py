@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import click
 
-from estimator.errors import EstimatorError, ModelError, ProfileError, StoreError
+from estimator.errors import EstimatorError, ModelError, ProfileError
 from estimator.request import Request
 from estimator.workload import OPTIMIZERS, PRECISIONS
 
@@ -127,15 +126,6 @@ def _progress(label: str) -> Iterator[Callable[[str, float], None]]:
         yield report
 
 
-def _check_writable(path: Path) -> None:
-    """Refuse a place that cannot be written before the work starts, not after it."""
-    if path.is_dir():
-        raise StoreError(f"{path} is a folder; name a file in it")
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise StoreError(f"{folder} is no folder that can be written to; choose another place")
-
-
 def _print_json(content: Any) -> None:
     click.echo(json.dumps(content, indent=1, allow_nan=False))
 
@@ -144,16 +134,16 @@ def _print_json(content: Any) -> None:
 
 
 def _machine_name(context: click.Context, option: click.Parameter, name: str | None) -> str | None:
-    if name is not None and not re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name):
-        raise click.BadParameter(
-            f"'{name}' cannot stand in an allocation; use letters, digits, '.', '_' and '-'"
-        )
-    return name
+    from estimator.profile import check_machine_name
+
+    return None if name is None else check_machine_name(name)
 
 
 @commands.command()
 @click.option("--name", default="local", callback=_machine_name, help="What to call this machine.")
-@click.option("--devices", type=click.IntRange(min=1), help="Core groups to make of the CPU.")
+@click.option(
+    "--devices", type=click.IntRange(min=1), help="Core groups of the CPU, or ranks per node."
+)
 @click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
 @click.option("--budget", type=click.FloatRange(min=1), default=60.0, help="Seconds to spend.")
 @click.option("--thorough", is_flag=True, help="Measure more sizes; takes several budgets.")
@@ -184,10 +174,10 @@ def probe(
         return
     if nodes is not None:
         raise click.UsageError("--nodes goes with --launch; alone this command probes one machine")
-    from estimator.profile import home
+    from estimator.profile import check_writable, home
 
     path = out or home() / "machines" / f"{name}.json"
-    _check_writable(path)
+    check_writable(path)
     from estimator.probe.machine import probe_machine
 
     with _progress("probing") as report:
@@ -218,8 +208,8 @@ def _print_launch(
     budget: float,
     as_json: bool,
 ) -> None:
-    if nodes is None or devices is None:
-        raise click.UsageError("--launch needs --nodes and --devices, as in --nodes 4 --devices 8")
+    if nodes is None:
+        raise click.UsageError("--launch needs --nodes, as in --nodes 4")
     from estimator.probe.launchers import launch_text
 
     options = ["--name", name, "--budget", f"{budget:g}"]
@@ -227,6 +217,14 @@ def _print_launch(
     options += ["--json"] if as_json else []
     # 'local-cpu' means cores, whatever else the nodes have.
     on_gpus = name != "local-cpu"
+    if devices is None:
+        from estimator.probe.inventory import read_cpu
+        from estimator.probe.machine import choose_devices
+
+        own = choose_devices(read_cpu(), kind=None if on_gpus else "cpu")
+        devices, on_gpus = len(own), own[0].kind == "cuda"
+        kind = "GPUs" if on_gpus else "CPU devices"
+        click.echo(f"nodes with {devices} {kind}, as this one; else say --devices", err=True)
     click.echo(launch_text(launch, nodes=nodes, devices=devices, on_gpus=on_gpus, options=options))
 
 
@@ -301,11 +299,17 @@ def import_profile(
     """
     from estimator.merging import add_imports, profile_of_imports
     from estimator.probe.imports.files import read_imports
-    from estimator.profile import home, known_machines, load_profile, write_text_atomically
+    from estimator.profile import (
+        check_writable,
+        home,
+        known_machines,
+        load_profile,
+        write_text_atomically,
+    )
     from estimator.topology import cluster_toml
 
     if out is not None:
-        _check_writable(out)
+        check_writable(out)
     found = read_imports(files, machine=name or "local")
     if found.cluster is not None:
         text = cluster_toml(found.cluster)
@@ -338,9 +342,9 @@ def merge(files: tuple[Path, ...], out: Path) -> None:
     Of two measurements of the same thing the better source wins, then the newer one.
     """
     from estimator.merging import merge_profiles
-    from estimator.profile import load_profile
+    from estimator.profile import check_writable, load_profile
 
-    _check_writable(out)
+    check_writable(out)
     profile = merge_profiles([load_profile(str(path.absolute())) for path in files])
     profile.save(out)
     click.echo(f"{out}: {len(files)} profiles of {profile.devices[0].name}")
@@ -405,7 +409,9 @@ def estimate(
         raise click.UsageError("give --samples or --tokens, not both")
     request = Request(**options)
     if trace is not None:
-        _check_writable(trace)
+        from estimator.profile import check_writable
+
+        check_writable(trace)
     graph = _traced(request, (on,))
     balance = request.balance(graph, on)
     answer = balance.answer if balance else request.estimate(graph, on)
@@ -470,7 +476,9 @@ def sweep(
         _compare_strategies(request, patterns, strategies.split(), as_json, as_csv)
         return
     if picture is not None:
-        _check_writable(picture)
+        from estimator.profile import check_writable
+
+        check_writable(picture)
     graph = _traced(request, existing(patterns, request.exists)[:1])
     rows = run_all(patterns, lambda text: request.estimate(graph, text))
     if picture is not None:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -436,6 +437,24 @@ def json_schema() -> dict[str, Any]:
     """The JSON Schema of a profile file."""
     schema: dict[str, Any] = _adapter().json_schema()
     return schema
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a place that cannot be written before the work starts, not after it."""
+    if path.is_dir():
+        raise StoreError(f"{path} is a folder; name a file in it")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise StoreError(f"{folder} is no folder that can be written to; choose another place")
+
+
+def check_machine_name(name: str) -> str:
+    """The name of a machine type, if it can stand in an allocation; raises ProfileError."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name):
+        raise ProfileError(
+            f"'{name}' cannot stand in an allocation; use letters, digits, '.', '_' and '-'"
+        )
+    return name
 
 
 def write_text_atomically(path: Path, text: str) -> None:

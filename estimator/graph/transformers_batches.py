@@ -325,9 +325,7 @@ class _Maker(InputSizes):
             return self._token_ids((self.batch, TRANSCRIPT_LENGTH))
         if self.head in ("VisualQuestionAnswering",):
             return torch.zeros(self.batch, classes)
-        if self.head in _TOKEN_LABELS or (
-            self.head == "ImageClassification" and main == "input_ids"
-        ):
+        if self.head in _TOKEN_LABELS:
             return self._token_ids((self.batch, self.length + self.visual_labels))
         return self._classes(2 if self.head == "MultipleChoice" else classes)
 

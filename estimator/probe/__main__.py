@@ -9,8 +9,8 @@ import platform
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -18,14 +18,26 @@ from estimator.errors import EstimatorError, ProbeError
 from estimator.probe.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.discovery import Place, discover
 from estimator.probe.follower import follow
-from estimator.profile import MachineProfile, home, load_profile
+from estimator.profile import (
+    MachineProfile,
+    check_machine_name,
+    check_writable,
+    home,
+    load_profile,
+)
 from estimator.topology import Cluster
 
-WRONG_INPUT = 2
+WRONG_INPUT, INTERRUPTED = 2, 130
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--name", default="local", show_default=True, help="What to call the machine type.")
+@click.option(
+    "--name",
+    default="local",
+    show_default=True,
+    callback=lambda *given: check_machine_name(given[-1]),
+    help="What to call the machine type.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
 @click.option("--budget", type=click.FloatRange(min=1), default=60.0, help="Seconds to spend.")
 @click.option("--base", help="Profile with the machine's own numbers: a name or a file.")
@@ -59,8 +71,6 @@ def probe(
         if reason := follow(place, host=socket.gethostname(), versions=versions()):
             click.echo(f"estimator: {reason}", err=True)
         return
-    # As when torchrun stops all ranks because one has failed.
-    signal.signal(signal.SIGTERM, _interrupt)
     request = ClusterRequest(
         name=name,
         budget_s=budget,
@@ -69,6 +79,7 @@ def probe(
         all_pairs=None if pairs is None else pairs == "all",
     )
     path = out or home() / "machines" / f"{name}.json"
+    check_writable(path)
     profile = _lead(place, request, path)
     if as_json:
         click.echo(json.dumps(profile.to_dict(), indent=1, allow_nan=False))
@@ -77,7 +88,10 @@ def probe(
 
 
 def _lead(place: Place, request: ClusterRequest, path: Path) -> MachineProfile:
-    progress = _Progress()
+    progress, stop = _Progress(), threading.Event()
+    # SIGTERM comes where a launcher stops all ranks because one has failed; either may come twice.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
     found = probe_cluster(
         place,
         request,
@@ -85,6 +99,7 @@ def _lead(place: Place, request: ClusterRequest, path: Path) -> MachineProfile:
         versions=versions(),
         report=progress.report,
         say=progress.say,
+        stop=stop,
     )
     progress.end()
     found.profile.save(path)
@@ -108,10 +123,6 @@ def versions() -> dict[str, str]:
     if torch.cuda.is_available():
         found["nccl"] = ".".join(str(number) for number in torch.cuda.nccl.version())
     return found
-
-
-def _interrupt(_signal: int, _frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 class _Progress:
@@ -140,25 +151,29 @@ class _Progress:
             click.echo(err=True)
 
 
-def main() -> None:
-    """Run the command; wrong input ends with one sentence on stderr and exit code 2."""
-    # Torch's warnings about hosts without a name service would stand between ours.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    code = 0
+def run() -> int:
+    """Run the command; its exit code. Wrong input ends with one sentence on stderr and code 2."""
     try:
-        code = probe.main(prog_name="python -m estimator.probe", standalone_mode=False) or 0
+        return int(probe.main(prog_name="python -m estimator.probe", standalone_mode=False) or 0)
     except click.ClickException as error:
         click.echo(f"estimator: {error.format_message()}", err=True)
-        code = WRONG_INPUT
     except EstimatorError as error:
         click.echo(f"estimator: {error}", err=True)
-        code = WRONG_INPUT
     except (click.Abort, KeyboardInterrupt):
         click.echo("estimator: interrupted", err=True)
-        code = 130
+        return INTERRUPTED
+    return WRONG_INPUT
+
+
+def main() -> None:
+    """Run the command and end this process."""
+    # Torch's warnings about hosts without a name service would stand between ours.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    code = run()
     sys.stdout.flush()
     sys.stderr.flush()
-    sys.exit(code)
+    # Threads of torch's store may still run after an error, and would abort an orderly exit.
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def _why_unreachable(address: str, port: int, serves: bool, error: RuntimeError)
 
 
 def _gone() -> ProbeError:
-    return ProbeError("rank 0 is gone, so this rank ends too; see what rank 0 said")
+    return ProbeError("rank 0's store is gone, so this rank ends too; see what rank 0 said")
 
 
 class Heartbeat:

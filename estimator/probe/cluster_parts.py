@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from estimator.probe.cluster_findings import ClusterFindings, slow_links, slow_nodes
 from estimator.probe.collective_parts import CollectiveParts
-from estimator.probe.leader import Leader, Task
+from estimator.probe.leader import Slot, Task
 from estimator.probe.link_parts import LinkParts
 from estimator.probe.members import Crew
-from estimator.probe.parts import Part, Slot, run_task, why_failed
 from estimator.profile import MachineProfile
 
 # Above this many nodes every pair is measured only if asked for.
 FEW_NODES = 16
+# Longer than the period in which Linux rations CPU time, 0.1 s by default.
+_CANARY_TURNS, _CANARY_TURN_S = 3, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the probe, its share of the time, and how to measure it.
+
+    `measure` returns why it failed, or "".
+    """
+
+    name: str
+    share: float
+    measure: Callable[[Slot], str]
 
 
 class ClusterParts:
     """The parts of one probe; each adds what it found to `findings`."""
 
     def __init__(
-        self,
-        leader: Leader,
-        findings: ClusterFindings,
-        base: MachineProfile | None,
-        all_pairs: bool | None,
+        self, findings: ClusterFindings, base: MachineProfile | None, all_pairs: bool | None
     ) -> None:
-        self.leader, self.findings, self.all_pairs = leader, findings, all_pairs
-        self._links = LinkParts(leader, findings, base)
-        self._collectives = CollectiveParts(leader, findings)
+        self.findings, self.all_pairs = findings, all_pairs
+        self._links = LinkParts(findings, base)
+        self._collectives = CollectiveParts(findings)
         self._canaries_s: dict[str, float] = {}
 
     def plan(self, crew: Crew) -> list[Part]:
         """In order of importance; only what these nodes and devices have."""
         links, collectives = self._links, self._collectives
-        several, dense = len(crew.nodes) > 1, crew.devices_per_node > 1
+        several, dense = len(crew.nodes) > 1, len(crew.densest_first[0]) > 1
         few = len(crew.nodes) <= FEW_NODES
         pairs = several and (few if self.all_pairs is None else self.all_pairs)
         wanted = (
+            (several, Part("speed of each node", 0.02, self._speeds)),
             (several, Part("links between nodes", 0.16, links.between_nodes)),
             (True, Part("all-reduce over everything", 0.26, collectives.all_reduce_everywhere)),
             (True, Part("all-reduce over smaller groups", 0.18, collectives.all_reduce_in_groups)),
@@ -47,7 +59,6 @@ class ClusterParts:
             (True, Part("other collectives", 0.10, collectives.other_collectives)),
             (several, Part("communication beside compute", 0.12, collectives.beside_compute)),
             (dense, Part("links inside a node", 0.03, links.inside_a_node)),
-            (several, Part("speed of each node", 0.02, self._speeds)),
         )
         return [part for is_wanted, part in wanted if is_wanted]
 
@@ -65,15 +76,19 @@ class ClusterParts:
             ranks=tuple(members[0].rank for members in nodes.values()),
             function=f"{__name__}:time_canary",
         )
-        outcome = run_task(self.leader, task, slot)
+        outcome = slot.run(task)
         for host, reports in zip(nodes, outcome.by_position(), strict=True):
             if reports:
                 self._canaries_s[host] = reports[0]
-        return why_failed(outcome)
+        return outcome.failure
 
 
 def time_canary(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> None:
-    """Report how long this rank's device takes for the probe's fixed product."""
+    """Report how long this rank's device takes for the probe's fixed product.
+
+    On average and not in the middle: a node whose CPU time is rationed computes at full speed most
+    of the time, and not at all in between.
+    """
     import torch
 
     from estimator.probe.backend import open_backend
@@ -81,5 +96,13 @@ def time_canary(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> N
     from estimator.probe.ranks import report
 
     on_cuda = arguments["kind"] == "cuda"
-    index = torch.cuda.current_device() if on_cuda else 0
-    report(min(canary_s(open_backend(arguments["kind"], index)) for _ in range(3)))
+    backend = open_backend(arguments["kind"], torch.cuda.current_device() if on_cuda else 0)
+    means_s = []
+    for _ in range(_CANARY_TURNS):
+        began, count = time.perf_counter(), 0
+        while time.perf_counter() < began + _CANARY_TURN_S:
+            canary_s(backend)
+            count += 1
+        means_s.append((time.perf_counter() - began) / count)
+    # Other programs only ever add to it.
+    report(min(means_s))

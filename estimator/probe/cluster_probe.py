@@ -13,23 +13,23 @@ from typing import Any
 from estimator.errors import EstimatorError, ProbeError
 from estimator.probe.board import Board
 from estimator.probe.cluster_findings import ClusterFindings, unequal_versions
-from estimator.probe.cluster_parts import ClusterParts
+from estimator.probe.cluster_parts import ClusterParts, Part
 from estimator.probe.discovery import Place
 from estimator.probe.follower import START_S, follow
-from estimator.probe.leader import CALLED_OFF_S, Leader, Task
+from estimator.probe.leader import CALLED_OFF_S, Leader, Slot, Task
 from estimator.probe.machine import probe_machine
 from estimator.probe.members import Crew, Member
-from estimator.probe.parts import Part, Slot
-from estimator.profile import DeviceKind, MachineProfile
+from estimator.profile import DeviceKind, MachineProfile, Provenance
 from estimator.topology import Cluster
 
 Report = Callable[[str, float], None]
 Say = Callable[[str], None]
 
-# Of the budget, what goes to the machine itself where no profile of it is given.
-_MACHINE_RATIO = 0.5
-# Of the budget, what is planned for measuring; processes take the rest to start and end.
-_PLANNED_RATIO = 0.92
+# Of the budget, what is planned for the machine itself where no profile of it is given, and when
+# that is called off.
+_MACHINE_RATIO, _MACHINE_END_RATIO = 0.4, 0.5
+# What is left at the end for tasks that take longer than planned, and for calling them off.
+_RESERVE_RATIO, _RESERVE_S = 0.08, CALLED_OFF_S + 1.0
 _LEAST_PART_S = 0.3
 # Tasks that take this much longer than planned are called off.
 _OVERTIME_RATIO, _OVERTIME_S = 2.0, 5.0
@@ -65,11 +65,13 @@ def probe_cluster(
     versions: Mapping[str, str],
     report: Report,
     say: Say,
+    stop: threading.Event,
 ) -> ClusterProfiles:
     """Lead all ranks through the probe as rank 0, itself one of them; raises ProbeError.
 
-    `host` is the name of this node. Out of time, interrupted or with ranks lost it returns what it
-    has; `report(part, fraction of the budget used)` is called as it goes, `say` with sentences.
+    `host` is the name of this node. Out of time, told to `stop` or with ranks lost it returns what
+    it has; `report(part, fraction of the budget used)` is called as it goes, `say` with sentences.
+    Raises KeyboardInterrupt when told to stop before all ranks have come.
     """
     board = Board(place, serves=not place.has_store, timeout_s=START_S)
     # A thread of its own, so that rank 0's share of a task runs beside the watch over all.
@@ -77,13 +79,15 @@ def probe_cluster(
         target=_follow_quietly, args=(place, host, versions), name="rank 0", daemon=True
     )
     own.start()
-    leader = Leader(board, place.world_size)
+    leader = Leader(board, place.world_size, stop)
     try:
         probe = _ClusterProbe(leader, request, report, say)
         probe.run()
         return probe.profiles()
     finally:
-        leader.finish()
+        # Where the store has ended, nobody is left to be told.
+        with contextlib.suppress(ProbeError):
+            leader.finish()
         own.join(timeout=2.0)
 
 
@@ -104,30 +108,44 @@ class _ClusterProbe:
         self.findings = ClusterFindings(at=datetime.now(UTC).isoformat(timespec="seconds"))
         self.others: dict[str, MachineProfile] = {}
         self.base = request.base
-        self.crew = Crew(members=self._gather(), cluster=request.cluster)
-        self._everyone = self.crew
+        hellos = leader.gather_hellos(START_S)
+        # Ranks start when their launcher starts them; from here on the time is the probe's own.
         self._begun = time.monotonic()
+        self.crew = Crew(members=self._welcome(hellos), cluster=request.cluster)
+        self._everyone = self.crew
 
     def run(self) -> None:
-        """Measure the machine if need be, then part after part; interrupted, keep what is there."""
+        """Measure the machine if need be, then part after part, and say what is missing."""
         self._greet()
         try:
             if self.base is None:
                 self._probe_machines()
             self._run_parts()
-        except KeyboardInterrupt:
-            self.findings.missing.append(f"{self._doing} and what follows: interrupted")
+        except ProbeError as error:
+            self._miss(f"{self._doing} and what follows: {error}")
 
     def profiles(self) -> ClusterProfiles:
         """Everything found; raises ProbeError where that is nothing."""
-        if self.base is None or (self.findings.empty and self.request.base is not None):
+        if self.findings.empty and (self.base is None or self.request.base is not None):
             reason = "; ".join(self.findings.missing[:3]) or "there was no time"
             raise ProbeError(f"nothing was measured ({reason}); mend that and probe again")
         return ClusterProfiles(
             profile=self.findings.merged(
-                self.base, name=self.request.name, crew=self._everyone, used_s=self._used_s()
+                self.base or self._bare_machine(),
+                name=self.request.name,
+                crew=self._everyone,
+                used_s=self._used_s(),
             ),
             others=self.others,
+        )
+
+    def _bare_machine(self) -> MachineProfile:
+        """The machine of rank 0 where nothing but the network was measured."""
+        members = next(iter(self._everyone.nodes.values()))
+        return MachineProfile(
+            name=self.request.name,
+            devices=tuple(member.device for member in members),
+            provenance=Provenance(source="measured", at=self.findings.at, samples=0),
         )
 
     def _used_s(self) -> float:
@@ -138,8 +156,7 @@ class _ClusterProbe:
 
     # who takes part
 
-    def _gather(self) -> tuple[Member, ...]:
-        hellos = self.leader.gather_hellos(START_S)
+    def _welcome(self, hellos: Mapping[int, Mapping[str, Any]]) -> tuple[Member, ...]:
         if 0 not in hellos:
             raise ProbeError("rank 0 cannot reach itself; check MASTER_ADDR")
         welcomes = welcomes_to(hellos, self.request)
@@ -190,9 +207,8 @@ class _ClusterProbe:
             )
             for member in (mine, *strangers)
         ]
-        outcomes = self.leader.run(
-            tasks, timeout_s=_OVERTIME_RATIO * budget_s + START_S, tell=self._tell
-        )
+        timeout_s = _MACHINE_END_RATIO * self.request.budget_s - self._used_s()
+        outcomes = self.leader.run(tasks, timeout_s=timeout_s, tell=self._tell)
         for member, outcome in zip((mine, *strangers), outcomes, strict=True):
             data = outcome.results.get(member.rank)
             if data is None:
@@ -215,39 +231,50 @@ class _ClusterProbe:
     # the network
 
     def _run_parts(self) -> None:
-        parts = ClusterParts(self.leader, self.findings, self.base, self.request.all_pairs)
+        budget_s = self.request.budget_s
+        planned_s = budget_s - max(_RESERVE_RATIO * budget_s, _RESERVE_S)
+        parts = ClusterParts(self.findings, self.base, self.request.all_pairs)
         plan = parts.plan(self.crew)
         for number, part in enumerate(plan):
-            left_s = _PLANNED_RATIO * self.request.budget_s - self._used_s()
+            left_s = planned_s - self._used_s()
             rest = plan[number:]
-            if left_s < _LEAST_PART_S:
-                for each in rest:
-                    self._miss(f"{each.name}: the budget was over")
-                return
+            if reason := self._why_over(left_s):
+                self._miss(f"{', '.join(each.name for each in rest)}: {reason}")
+                break
             self._doing = part.name
             self._tell()
             self._measure(part, left_s * part.share / sum(each.share for each in rest))
         for sentence in parts.remarks():
             self._remark(sentence)
 
+    def _why_over(self, left_s: float) -> str:
+        """Why no further part can be measured, or ""."""
+        if self.leader.stop.is_set():
+            return "interrupted"
+        if len(self.crew.members) < 2:
+            return "no two ranks are left"
+        return "the budget was over" if left_s < _LEAST_PART_S else ""
+
     def _measure(self, part: Part, planned_s: float) -> None:
         """One part; once more without the ranks that were lost during it."""
         for _ in range(2):
-            if len(self.crew.members) < 2:
-                self._miss(f"{part.name}: no two ranks are left")
-                return
             left_s = self.request.budget_s - self._used_s()
-            timeout_s = min(left_s - CALLED_OFF_S / 2, _OVERTIME_RATIO * planned_s + _OVERTIME_S)
-            if timeout_s < _LEAST_PART_S:
+            timeout_s = min(left_s - CALLED_OFF_S, _OVERTIME_RATIO * planned_s + _OVERTIME_S)
+            if reason := self._why_over(timeout_s):
+                self._miss(f"{part.name}: {reason}")
                 return
             known_lost = set(self.leader.lost)
             slot = Slot(
+                leader=self.leader,
                 crew=self.crew,
                 planned_s=min(planned_s, left_s),
                 ends_at=time.monotonic() + timeout_s,
                 tell=self._tell,
             )
             failed = part.measure(slot)
+            if self.leader.stop.is_set():
+                self._miss(f"{part.name}: cut short")
+                return
             lost = set(self.leader.lost) - known_lost
             for rank in sorted(lost):
                 host = self.crew.of(rank).host
@@ -256,10 +283,12 @@ class _ClusterProbe:
                     "rest goes on without it"
                 )
             self.crew = self.crew.without(lost)
-            if not lost and failed:
-                self._miss(f"{part.name}: {failed}")
-            if not lost:
-                return
+            if lost:
+                continue
+            if failed:
+                is_late = time.monotonic() > slot.ends_at
+                self._miss(f"{part.name}: {'the budget was over' if is_late else failed}")
+            return
 
 
 def welcomes_to(
@@ -307,11 +336,19 @@ def _cores_by_base(base: MachineProfile | None, local_rank: int, host: str) -> l
     return list(base.devices[local_rank].cores)
 
 
-def probe_own_machine(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The profile of the machine this is called on, as JSON values."""
+def probe_own_machine(
+    arguments: Mapping[str, Any], is_called_off: Callable[[], bool]
+) -> dict[str, Any]:
+    """The profile of the machine this is called on, as JSON values; called off, what there is."""
+
+    def look(_part: str, _ratio: float) -> None:
+        if is_called_off():
+            raise KeyboardInterrupt
+
     return probe_machine(
         name=arguments["name"],
         devices=arguments["devices"],
         budget_s=arguments["budget_s"],
         kind=arguments["kind"],
+        report=look,
     ).to_dict()

@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from estimator.probe.cluster_findings import ClusterFindings
-from estimator.probe.leader import Leader, Task
+from estimator.probe.leader import Slot, Task
 from estimator.probe.members import Crew
 from estimator.probe.overlap import overlap_cost
-from estimator.probe.parts import MEASURING_RATIO, Slot, run_task, why_failed
-from estimator.probe.shapes import SIZES_BYTES, shape_costs, shape_words, shapes
+from estimator.probe.shapes import (
+    OTHER_SIZES_BYTES,
+    SIZES_BYTES,
+    shape_costs,
+    shape_words,
+    shapes,
+)
 from estimator.profile import CollectiveCost
 from estimator.units import MIB
 
@@ -28,8 +33,8 @@ _OVERLAP_FACTOR = 2 * 4.5 * (2 * _COMPUTE_RATIO + 3)
 class CollectiveParts:
     """The parts that time collectives; each adds what it found to `findings`."""
 
-    def __init__(self, leader: Leader, findings: ClusterFindings) -> None:
-        self.leader, self.findings = leader, findings
+    def __init__(self, findings: ClusterFindings) -> None:
+        self.findings = findings
 
     def all_reduce_everywhere(self, slot: Slot) -> str:
         """The group that data-parallel training uses, also with two all-reduces at once."""
@@ -56,38 +61,45 @@ class CollectiveParts:
     def other_collectives(self, slot: Slot) -> str:
         """What sharded training and parameter servers use, over everything."""
         ops = ["all_gather", "reduce_scatter", "broadcast"]
-        return self._time_shape(next(shapes(slot.crew)), ops, slot)
+        return self._time_shape(next(shapes(slot.crew)), ops, slot, sizes_bytes=OTHER_SIZES_BYTES)
 
     def _time_shape(
-        self, group: tuple[int, ...], ops: list[str], slot: Slot, *, pairs: bool = False
+        self,
+        group: tuple[int, ...],
+        ops: list[str],
+        slot: Slot,
+        *,
+        sizes_bytes: Sequence[int] = SIZES_BYTES,
+        pairs: bool = False,
     ) -> str:
         task = Task(
             ranks=group,
             function="estimator.probe.shapes:time_shape",
             arguments={
                 "ops": ops,
-                "sizes_bytes": list(SIZES_BYTES),
+                "sizes_bytes": list(sizes_bytes),
                 "pairs": pairs,
-                "budget_s": MEASURING_RATIO * slot.planned_s,
+                "budget_s": slot.measuring_s,
             },
         )
-        outcome = run_task(self.leader, task, slot)
+        outcome = slot.run(task)
         hosts = slot.crew.hosts(group)
         costs, notes = shape_costs(outcome.by_position(), slot.backend, hosts)
         self.findings.collectives += costs
         self.findings.missing += notes
-        return why_failed(outcome)
+        return outcome.failure
 
     def beside_compute(self, slot: Slot) -> str:
         """Two nodes first, then everything, at sizes that the links carry in time."""
         crew = slot.crew
         firsts = tuple(members[0].rank for members in crew.nodes.values())
         groups = list(dict.fromkeys((firsts[:2], next(shapes(crew)))))
-        planned_s = MEASURING_RATIO * slot.planned_s / len(groups)
+        planned_s = slot.measuring_s / len(groups)
         for group in groups:
             cases = _overlap_cases(self._cost_of(crew, group), planned_s)
             if not cases:
-                return "the links are too slow for it; use a larger --budget"
+                words = shape_words(crew, group)
+                return f"{words}: the links are too slow to do it in time; use a larger --budget"
             task = Task(
                 ranks=group,
                 function="estimator.probe.overlap:time_rank",
@@ -97,7 +109,7 @@ class CollectiveParts:
                     "compute_ratio": _COMPUTE_RATIO,
                 },
             )
-            outcome = run_task(self.leader, task, slot)
+            outcome = slot.run(task)
             for messages in zip(*outcome.by_position(), strict=False):
                 first = messages[0]
                 self.findings.overlaps.append(
@@ -110,8 +122,8 @@ class CollectiveParts:
                         nodes=len(set(crew.hosts(group))),
                     )
                 )
-            if not outcome.complete:
-                return why_failed(outcome)
+            if outcome.failures:
+                return outcome.failure
         return ""
 
     def _cost_of(self, crew: Crew, group: Sequence[int]) -> CollectiveCost | None:

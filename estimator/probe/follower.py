@@ -157,7 +157,8 @@ class _Follower:
         try:
             if task["alone"]:
                 module, _, name = task["function"].partition(":")
-                result = getattr(importlib.import_module(module), name)(task["arguments"])
+                function = getattr(importlib.import_module(module), name)
+                result = function(task["arguments"], lambda: self.board.has(f"cancel/{key}"))
             else:
                 (result,) = run_on_devices(
                     [self.device],

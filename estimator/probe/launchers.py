@@ -36,8 +36,9 @@ def _slurm(nodes: int, devices: int, on_gpus: bool, options: str) -> str:
 
 
 def _mpi(nodes: int, devices: int, _on_gpus: bool, options: str) -> str:
-    # Open MPI 4 and 5 alike; started on the node that becomes rank 0's, the first of the hosts.
+    # Open MPI 4 and 5 alike: https://docs.open-mpi.org, "Scheduling processes across hosts".
     return (
+        f"# On the first node of the file HOSTS, with a line 'NODE slots={devices}' for each:\n"
         f"mpirun -np {nodes * devices} --hostfile HOSTS --map-by ppr:{devices}:node "
         "--bind-to none \\\n"
         f'  -x MASTER_ADDR="$(hostname)" -x MASTER_PORT={DEFAULT_PORT} \\\n'
@@ -46,7 +47,8 @@ def _mpi(nodes: int, devices: int, _on_gpus: bool, options: str) -> str:
 
 
 def _kubernetes(nodes: int, devices: int, on_gpus: bool, options: str) -> str:
-    # https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/
+    # https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/; with a backoff limit
+    # for each index (1.29 and later) a node that fails leaves the others running.
     if "--json" not in options.split():
         options = f"{options} --json"
     limits = f"\nresources: {{limits: {{nvidia.com/gpu: {devices}}}}}" if on_gpus else ""
@@ -72,7 +74,7 @@ def _kubernetes(nodes: int, devices: int, on_gpus: bool, options: str) -> str:
           completions: {nodes}
           parallelism: {nodes}
           completionMode: Indexed
-          backoffLimit: 0
+          backoffLimitPerIndex: 0
           template:
             metadata: {{labels: {{app: estimator-probe}}}}
             spec:
@@ -91,7 +93,7 @@ def _kubernetes(nodes: int, devices: int, on_gpus: bool, options: str) -> str:
                 command: [sh, -c]
                 args:
                 - >-
-                  torchrun --nnodes {nodes} --node-rank $JOB_COMPLETION_INDEX
+                  exec torchrun --nnodes {nodes} --node-rank $JOB_COMPLETION_INDEX
                   --nproc-per-node {devices} --master-addr estimator-probe-0.estimator-probe
                   --master-port {DEFAULT_PORT} -m estimator.probe {options}
                   2>/dev/termination-log

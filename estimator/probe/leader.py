@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,12 +10,19 @@ from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.probe.board import Board, Pulse
-from estimator.probe.members import Member
+from estimator.probe.members import Crew, Member
 
 _LOOK_S = 0.02
 # How long ranks may take to end a measurement that was called off.
-CALLED_OFF_S = 4.0
-_GOODBYE_S = 3.0
+CALLED_OFF_S = 3.0
+# How long they may take to hear that it is over; launchers that end a job (Open MPI: SIGTERM, then
+# SIGKILL after 1 s) leave less.
+_GOODBYE_S, _SHORT_GOODBYE_S = 3.0, 0.3
+# A task of so many planned seconds also starts and ends; that much of them is for measuring.
+_MEASURING_RATIO = 0.85
+_LEAST_TIMEOUT_S = 1.0
+# What a rank says when a peer of its group is lost.
+_CONSEQUENCES = ("Connection closed", "Connection reset", "died without a result", "Timed out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +30,8 @@ class Task:
     """A function that some ranks run together in a process group, or one rank `alone`.
 
     The function is ``module:name``: ``(rank, world_size, arguments)`` in a group, rank by position
-    in `ranks`; ``(arguments)`` alone, in the rank's own process. Arguments are JSON values.
+    in `ranks`; alone ``(arguments, is_called_off)``, in the rank's own process. Arguments are JSON
+    values.
     """
 
     ranks: tuple[int, ...]
@@ -41,9 +50,11 @@ class Outcome:
     failures: dict[int, str] = field(default_factory=dict)
 
     @property
-    def complete(self) -> bool:
-        """Whether every rank came to the end."""
-        return not self.failures
+    def failure(self) -> str:
+        """The failure that made the others fail, or "": a lost peer is no cause."""
+        reasons = list(self.failures.values())
+        causes = [why for why in reasons if not any(words in why for words in _CONSEQUENCES)]
+        return (causes or reasons or [""])[0]
 
     def by_position(self) -> list[list[Any]]:
         """The reports of every rank, in the order of the task's ranks."""
@@ -51,14 +62,13 @@ class Outcome:
 
 
 class Leader:
-    """Rank 0's side of the conversation."""
+    """Rank 0's side of the conversation; `stop` calls off what is under way."""
 
-    def __init__(self, board: Board, world_size: int) -> None:
-        self.board, self.world_size = board, world_size
+    def __init__(self, board: Board, world_size: int, stop: threading.Event) -> None:
+        self.board, self.world_size, self.stop = board, world_size, stop
         self.lost: dict[int, str] = {}
         self._rounds = 0
         self._members: tuple[int, ...] = ()
-        self._watches: list[_Watch] = []
         self._pulse = Pulse(range(world_size))
         self._heard_at = time.monotonic()
 
@@ -94,6 +104,8 @@ class Leader:
         found: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
         while len(found) < len(ranks) and time.monotonic() < deadline:
+            if self.stop.is_set():
+                raise KeyboardInterrupt
             for rank in ranks:
                 if rank not in found and self.board.has(f"{kind}/{rank}"):
                     found[rank] = self.board.read(f"{kind}/{rank}")
@@ -105,11 +117,12 @@ class Leader:
         tasks: Sequence[Task],
         *,
         timeout_s: float,
-        tell: Callable[[], None] | None = None,
+        tell: Callable[[], None],
     ) -> list[Outcome]:
         """Run tasks of unlike ranks at once; what came of each, at the latest after `timeout_s`.
 
-        A task of which a rank fails or is lost is called off for its other ranks.
+        A task of which a rank fails or is lost is called off for its other ranks. What is called
+        off may take another CALLED_OFF_S to end.
         """
         number = self._rounds
         self._rounds += 1
@@ -127,19 +140,17 @@ class Leader:
             ],
         )
         watches = [_Watch(self.board, f"{number}/{i}", task) for i, task in enumerate(tasks)]
-        self._watches = watches
         deadline = time.monotonic() + timeout_s
         while any(watch.waiting for watch in watches):
             time.sleep(_LOOK_S)
             silent = self._silent({rank for watch in watches for rank in watch.waiting})
+            is_late = time.monotonic() > deadline
             for watch in watches:
-                watch.look(silent, is_late=time.monotonic() > deadline)
-            if tell is not None:
-                tell()
+                watch.look(silent, is_late=is_late, is_stopped=self.stop.is_set())
+            tell()
         for watch in watches:
-            for rank in watch.lost:
-                self.lost.setdefault(rank, "stopped answering")
-        self._watches = []
+            for rank, why in watch.lost.items():
+                self.lost.setdefault(rank, why)
         return [watch.outcome for watch in watches]
 
     def _silent(self, ranks: set[int]) -> set[int]:
@@ -152,15 +163,13 @@ class Leader:
         }
 
     def finish(self) -> None:
-        """Tell all ranks that it is over, and let them hear it before the store ends.
-
-        What is under way, where an interruption ended the watch over it, is called off.
-        """
-        for watch in self._watches:
-            watch.call_off()
+        """Tell all ranks that it is over, and let them hear it before the store ends."""
         self.board.post(f"round/{self._rounds}", "over")
-        living = [rank for rank in self._members if rank not in self.lost]
-        self._collect("goodbye", living, _GOODBYE_S)
+        patience_s = _SHORT_GOODBYE_S if self.stop.is_set() else _GOODBYE_S
+        deadline = time.monotonic() + patience_s
+        living = [f"goodbye/{rank}" for rank in self._members if rank not in self.lost]
+        while living and not self.board.has(*living) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
 
 
 class _Watch:
@@ -170,27 +179,28 @@ class _Watch:
         self.board, self.key = board, key
         self.outcome = Outcome(task=task)
         self.waiting = set(task.ranks)
-        self.lost: set[int] = set()
+        self.lost: dict[int, str] = {}
         self._called_off_at: float | None = None
 
-    def look(self, silent: set[int], *, is_late: bool) -> None:
-        """Take the reports of ranks that have ended, and give up on those that are lost."""
+    def look(self, silent: set[int], *, is_late: bool, is_stopped: bool) -> None:
+        """Take the reports of ranks that have ended, and give up on those that are lost.
+
+        Stopped, it takes the reports that are there; what runs alone reports once it has ended.
+        """
         for rank in sorted(self.waiting):
             if self.board.has(f"done/{self.key}/{rank}"):
                 self._take_end(rank)
             elif rank in silent:
                 self._give_up(rank, "stopped answering")
-        if self.waiting and (is_late or self.outcome.failures):
-            self.call_off()
-            if time.monotonic() - (self._called_off_at or 0.0) > CALLED_OFF_S:
+        if self.waiting and (is_late or is_stopped or self.outcome.failures):
+            now = time.monotonic()
+            if self._called_off_at is None:
+                self._called_off_at = now
+                self.board.post(f"cancel/{self.key}", True)
+            patience_s = 0.0 if is_stopped and not self.outcome.task.alone else CALLED_OFF_S
+            if now - self._called_off_at >= patience_s:
                 for rank in sorted(self.waiting):
                     self._give_up(rank, "did not end in time")
-
-    def call_off(self) -> None:
-        """Have the ranks that still measure end it."""
-        if self._called_off_at is None:
-            self._called_off_at = time.monotonic()
-            self.board.post(f"cancel/{self.key}", True)
 
     def _take_end(self, rank: int) -> None:
         end = self.board.read(f"done/{self.key}/{rank}")
@@ -205,9 +215,38 @@ class _Watch:
     def _give_up(self, rank: int, why: str) -> None:
         """Keep what a rank reported before it was lost."""
         self.waiting.discard(rank)
-        self.lost.add(rank)
-        self.outcome.failures[rank] = why
+        self.lost[rank] = self.outcome.failures[rank] = why
         reports: list[Any] = []
         while self.board.has(f"report/{self.key}/{rank}/{len(reports)}"):
             reports.append(self.board.read(f"report/{self.key}/{rank}/{len(reports)}"))
         self.outcome.reports[rank] = reports
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Who measures a part, how long that should take, when it is called off.
+
+    `ends_at` is by `time.monotonic`; `tell` is called all the time.
+    """
+
+    leader: Leader
+    crew: Crew
+    planned_s: float
+    ends_at: float
+    tell: Callable[[], None]
+
+    @property
+    def measuring_s(self) -> float:
+        """Of the planned seconds, what is left for measuring."""
+        return _MEASURING_RATIO * self.planned_s
+
+    @property
+    def backend(self) -> str:
+        """What the members' devices communicate with."""
+        return "nccl" if self.crew.members[0].device.kind == "cuda" else "gloo"
+
+    def run(self, task: Task) -> Outcome:
+        """Run one task within the slot."""
+        timeout_s = max(_LEAST_TIMEOUT_S, self.ends_at - time.monotonic())
+        (outcome,) = self.leader.run([task], timeout_s=timeout_s, tell=self.tell)
+        return outcome

@@ -127,8 +127,8 @@ class _Probe:
             if left_s <= 0:
                 self._skip(rest, "the budget was over")
                 return
-            self.tell(part.name)
             try:
+                self.tell(part.name)
                 part.measure(left_s * part.share / sum(each.share for each in rest))
             except KeyboardInterrupt:
                 self._skip(rest[1:] if part.itemised else rest, "interrupted")

@@ -73,6 +73,11 @@ class Crew:
         """The number of devices that every node has at least."""
         return min((len(members) for members in self.nodes.values()), default=0)
 
+    @property
+    def densest_first(self) -> tuple[tuple[Member, ...], ...]:
+        """The members of each node, those with the most devices first, else in rank order."""
+        return tuple(sorted(self.nodes.values(), key=len, reverse=True))
+
     def of(self, rank: int) -> Member:
         """The member that is `rank`."""
         return next(member for member in self.members if member.rank == rank)
@@ -98,17 +103,16 @@ class Crew:
         return "rack" if self.rack_of(host) == self.rack_of(other) else "cluster"
 
     def links_between(self, host: str, other: str) -> frozenset[str]:
-        """What a flow from one node to another goes through, each way of a cable by itself.
+        """The cables that a flow from one node to another goes through.
 
-        Without a cluster file everything may go through one cable, so that is what is said.
+        Both ways of a cable count as one: receipts of one way would wait behind the messages of the
+        other in its queues. Without a cluster file everything may go through one cable, so that is
+        what is said.
         """
         if self.cluster is None or {host, other} & set(self.strangers()):
             return frozenset({"the network"})
-        ups, downs = self._switches_above(host), self._switches_above(other)
-        names = {f"{host} up", f"{other} down"}
-        names |= {f"{switch} up" for switch in ups if switch not in downs}
-        names |= {f"{switch} down" for switch in downs if switch not in ups}
-        return frozenset(names)
+        ups, downs = set(self._switches_above(host)), set(self._switches_above(other))
+        return frozenset({host, other} | {f"switch {name}" for name in ups ^ downs})
 
     def _name_of(self, host: str) -> str | None:
         """What the cluster file calls a node: its host name, with or without its domain."""

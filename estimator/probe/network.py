@@ -6,11 +6,11 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any
 
 from estimator.probe.copies import Points, link_from
-from estimator.probe.line_fit import fit_line
 from estimator.probe.pacing import Pace
 from estimator.probe.ranks import report
 from estimator.profile import DeviceKind, Link, LinkKind, PairMatrix, Provenance, Reach
@@ -21,6 +21,8 @@ CELL_SIZES_BYTES = (KIB, 256 * KIB, 1 * MIB, 4 * MIB)
 FLOW_SIZES_BYTES = (64 * KIB, 1 * MIB, 4 * MIB, 16 * MIB)
 _PING_BYTES, _PINGS = 8, 20
 _OVER = (0, 0)
+# By how much a link's rate may exceed that of its largest message.
+_MOST_OVER_AVERAGE = 1.5
 
 
 def time_pairs(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
@@ -170,20 +172,23 @@ class _Messenger:
 def pair_link(kind: LinkKind, reach: Reach, message: Mapping[str, Any], *, note: str = "") -> Link:
     """The Link of one pair from what its sender reported."""
     points = [(size, seconds) for size, seconds in message["points"]]
-    return _with_line(replace(link_from(kind, points, note=note), reach=reach))
+    link = replace(link_from(kind, points, note=note), reach=reach)
+    return _with_line(link, message["latency_s"])
 
 
-def _with_line(link: Link) -> Link:
+def _with_line(link: Link, least_latency_s: float) -> Link:
     """The link with its rate from the larger half of its points and its latency from the smaller.
 
-    What other programs do to small messages would otherwise bend the whole line.
+    What other programs do to small messages would otherwise bend the whole line. A shaper may let
+    small ones pass faster than the line, though not faster than next to nothing, which takes
+    `least_latency_s`.
     """
     points = link.points
-    larger = points[min(len(points) // 2, len(points) - 2) :]
-    sizes, seconds = zip(*larger, strict=True)
-    rate = fit_line(sizes, seconds).bandwidth_bytes_per_s
+    larger = points[max(0, min(len(points) // 2, len(points) - 3)) :]
+    rate = _rate_bytes_per_s(larger)
     smaller = points[: max(1, len(points) // 2)]
-    latency_s = max(0.0, statistics.median(taken_s - size / rate for size, taken_s in smaller))
+    by_line_s = statistics.median(taken_s - size / rate for size, taken_s in smaller)
+    latency_s = max(least_latency_s, by_line_s)
     error = statistics.median(
         abs((latency_s + size / rate) / taken_s - 1) for size, taken_s in points
     )
@@ -193,6 +198,24 @@ def _with_line(link: Link) -> Link:
         bandwidth_bytes_per_s=rate,
         provenance=replace(link.provenance, relative_error=error),
     )
+
+
+def _rate_bytes_per_s(points: Sequence[tuple[float, float]]) -> float:
+    """The middle one of the rates between any two sizes, each weighing as the sizes differ.
+
+    Unlike a fitted latency this may be less than nothing, as where a shaper's full bucket lets the
+    first bytes of every message pass at once. One size of three may be wildly off.
+    """
+    slopes = sorted(
+        ((longer_s - shorter_s) / (larger - smaller), larger - smaller)
+        for (smaller, shorter_s), (larger, longer_s) in combinations(points, 2)
+    )
+    half = sum(weight for _, weight in slopes) / 2
+    passed = accumulate(weight for _, weight in slopes)
+    slope = next(slope for (slope, _), sum_ in zip(slopes, passed, strict=True) if sum_ >= half)
+    size, seconds = points[-1]
+    # The largest message is not mostly latency: a slope that says so was measured badly.
+    return size / max(seconds / _MOST_OVER_AVERAGE, slope * size) if slope > 0 else size / seconds
 
 
 def typical_link(links: Sequence[Link]) -> Link:
@@ -217,7 +240,7 @@ def flow_link(
         taken_s = max(left for _, _, left in calls) - max(entered for _, entered, _ in calls)
         points.append((calls[0][0], max(1e-9, taken_s - latency_s)))
     link = link_from(kind, points, streams=len(messages), note=note)
-    return _with_line(replace(link, reach=reach))
+    return _with_line(replace(link, reach=reach), latency_s)
 
 
 def pair_matrix(

@@ -27,6 +27,8 @@ SIZES_BYTES = (
     25 * MIB,
     64 * MIB,
 )
+# Sharded training gathers and scatters large pieces; small ones cost the same again and again.
+OTHER_SIZES_BYTES = (16 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 PAIR_SIZES_BYTES = (64 * KIB, 1 * MIB, 8 * MIB)
 # Calls that take longer are warm after one.
 _LONG_S = 0.25

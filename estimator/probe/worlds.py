@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 
 # How often a rank looks whether its measurement was called off because another rank was lost.
 _LOOK_S = 0.25
-CALLED_OFF = 3
+_CALLED_OFF = 3
 # What measurements need, imported once per rank and not once per measurement.
 MODULES = ("estimator.probe.network", "estimator.probe.overlap", "estimator.probe.shapes")
 
@@ -21,7 +22,7 @@ def in_world(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> Any:
     """Join the group that `arguments` describes, call its function there, leave.
 
     Called in a fresh process pinned to its device. Ends the process when the key `cancel` appears
-    in the store: gloo may otherwise wait for a lost peer until its timeout.
+    in the store, or the store is gone: gloo may otherwise wait for a lost peer until its timeout.
     """
     import torch
     import torch.distributed as torch_distributed
@@ -60,8 +61,9 @@ def _end_when_called_off(dist: Any, order: Mapping[str, Any]) -> None:
     store = dist.TCPStore(order["address"], order["port"], is_master=False, timeout=timeout)
 
     def look() -> None:
-        while not store.check([order["cancel"]]):
-            time.sleep(_LOOK_S)
-        os._exit(CALLED_OFF)
+        with contextlib.suppress(RuntimeError):
+            while not store.check([order["cancel"]]):
+                time.sleep(_LOOK_S)
+        os._exit(_CALLED_OFF)
 
     threading.Thread(target=look, daemon=True).start()

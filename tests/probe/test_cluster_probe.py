@@ -7,11 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import testbed.network as cables
@@ -19,21 +19,30 @@ from testbed.description import TestbedDescription
 from testbed.launch import place
 
 from estimator.errors import ProbeError
+from estimator.probe.__main__ import run
 from estimator.probe.board import Pulse
 from estimator.probe.cluster_findings import unequal_versions
 from estimator.probe.cluster_probe import ClusterRequest, welcomes_to
 from estimator.probe.members import Crew, Member
 from estimator.profile import Device, MachineProfile, load_profile
 
-# A rank as the command line starts it, but with the host name and the versions given.
+# A rank as the command line starts it, but with the host name and the versions given, and told to
+# stop once it has come to the last of the parts that are looked at.
 RANK = """
-import sys, os
+import sys, os, threading
 from estimator.probe.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.discovery import discover
 from estimator.probe.follower import follow
 from estimator.profile import load_profile
 
-host, version, base, out, budget_s = sys.argv[1:]
+host, version, base, out = sys.argv[1:]
+stop = threading.Event()
+
+def report(part, done):
+    print(part, flush=True)
+    if part == "other collectives":
+        stop.set()
+
 place = discover(os.environ)
 versions = {"estimator": version, "torch": "2." + str(place.rank)}
 if place.rank:
@@ -41,11 +50,12 @@ if place.rank:
 else:
     found = probe_cluster(
         place,
-        ClusterRequest(name="pair", budget_s=float(budget_s), base=load_profile(base)),
+        ClusterRequest(name="pair", budget_s=20.0, base=load_profile(base)),
         host=host,
         versions=versions,
-        report=lambda part, done: print(part, flush=True),
+        report=report,
         say=lambda sentence: print(sentence, file=sys.stderr, flush=True),
+        stop=stop,
     )
     found.profile.save(out)
 """
@@ -109,7 +119,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     for rank, host in enumerate("abac"):
         version = "1" if host == "c" else "2"
         files = [str(folder / "base.json"), str(folder / "out.json")]
-        command = [sys.executable, "-c", RANK, host, version, *files, "8"]
+        command = [sys.executable, "-c", RANK, host, version, *files]
         commands.append((command, local_rank(rank, 4, port)))
     with started(*commands) as processes:
         said = [process.communicate(timeout=120)[1] for process in processes]
@@ -130,8 +140,9 @@ def test_every_link_and_group_of_two_nodes_is_measured(two_nodes: Ended) -> None
         for cost in profile.collectives
         if cost.op == "all_reduce" and cost.spans_nodes
     }
-    assert set(reduced) == {("a", "b", "a"), ("a", "b")}
-    everything = reduced["a", "b", "a"]
+    # Node by node, whatever the order of ranks: a ring leaves each node once.
+    assert set(reduced) == {("a", "a", "b"), ("a", "b")}
+    everything = reduced["a", "a", "b"]
     assert (everything.group_size, everything.nodes, everything.backend) == (3, 2, "gloo")
     assert [size for size, _ in everything.points][:3] == [1 << 10, 16 << 10, 128 << 10]
     assert everything.pair_ratio[0][0] == 64 << 10
@@ -163,10 +174,10 @@ def test_a_rank_of_another_estimator_is_turned_away_and_the_rest_goes_on(two_nod
     assert sentence in two_nodes.said[3]
 
 
-def wait_for(process: subprocess.Popen[str], words: str) -> None:
+def wait_for(stream: IO[str] | None, words: str) -> None:
     """Read what rank 0 reports until it says `words`."""
-    assert process.stdout is not None
-    for line in process.stdout:
+    assert stream is not None
+    for line in stream:
         if words in line:
             return
     raise AssertionError(f"never heard '{words}'")
@@ -184,11 +195,11 @@ def test_a_killed_rank_and_a_pulled_cable_cost_only_themselves(tmp_path: Path) -
     with cables.testbed(bed_of_four) as bed:
         commands = []
         for placed in place(bed, bed_of_four.all_devices()):
-            arguments = [placed.node, "2", str(tmp_path / "base.json"), str(out), "12"]
+            arguments = [placed.node, "2", str(tmp_path / "base.json"), str(out)]
             command = [*bed.entering(placed.node), sys.executable, "-c", RANK, *arguments]
             commands.append((command, placed.environment))
         with started(*commands) as ranks:
-            wait_for(ranks[0], "all-reduce over everything")
+            wait_for(ranks[0].stdout, "all-reduce over everything")
             os.killpg(ranks[1].pid, signal.SIGKILL)
             cables.set_link_state(bed, "n2", up=False)
             _, said = ranks[0].communicate(timeout=100)
@@ -265,34 +276,74 @@ def test_a_rank_is_lost_only_after_silence_that_was_listened_to() -> None:
     assert pulse.listen(1, 1, tick_s=0.1), "and alive again with the next beat"
 
 
+def probe_of_two(folder: Path) -> list[tuple[list[str], Mapping[str, str]]]:
+    """The commands of two ranks on this machine, which write out.json."""
+    from tests.conftest import make_small_profile
+
+    make_small_profile("base").save(folder / "base.json")
+    files = ["--base", str(folder / "base.json"), "--out", str(folder / "out.json")]
+    command = [sys.executable, "-m", "estimator.probe", "--budget", "20", *files]
+    port = free_port()
+    return [(command, local_rank(rank, 2, port)) for rank in range(2)]
+
+
+def test_an_interrupted_probe_keeps_what_it_has(tmp_path: Path) -> None:
+    with started(*probe_of_two(tmp_path)) as (first, second):
+        wait_for(first.stderr, "all-reduce over smaller groups")
+        # A launcher passes Ctrl-C on to all ranks, then ends them.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            second.send_signal(number)
+            first.send_signal(number)
+        assert first.wait(timeout=20) == 0
+    profile = load_profile(tmp_path / "out.json")
+    (cost,) = (cost for cost in profile.collectives if cost.hosts)
+    assert (cost.op, cost.group_size) == ("all_reduce", 2)
+    assert any("interrupted" in missing for missing in profile.missing)
+
+
+def test_a_killed_rank_0_leaves_the_file_of_before(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    out.write_text("before")
+    with started(*probe_of_two(tmp_path)) as (first, second):
+        wait_for(first.stderr, "all-reduce over everything")
+        first.kill()
+        _, said = second.communicate(timeout=30)
+        assert second.returncode == 2
+    (line,) = said.splitlines()
+    assert "rank 0" in line
+    assert out.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base.json", "out.json"]
+
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
+
+
 @pytest.mark.parametrize(
-    ("words", "environment"),
+    ("words", "environment", "options"),
     [
-        ("no launcher started this", {}),
-        ("WORLD_SIZE", {"RANK": "0", "WORLD_SIZE": "two"}),
+        ("no launcher started this", {}, []),
+        ("WORLD_SIZE is 'two'", {"RANK": "0", "WORLD_SIZE": "two"}, []),
+        ("export MASTER_ADDR", {"RANK": "0", "WORLD_SIZE": "2"}, []),
+        ("No such file", ALONE, ["--cluster", "nowhere.toml"]),
+        ("no machine profile is called 'nobody'", ALONE, ["--base", "nobody"]),
+        ("cannot stand in an allocation", ALONE, ["--name", "../up"]),
+        ("is a folder", ALONE, ["--out", "."]),
+        ("0.5", ALONE, ["--budget", "0.5"]),
+        ("--pears", ALONE, ["--pears"]),
     ],
 )
 def test_the_command_line_refuses_in_one_sentence(
-    words: str, environment: dict[str, str], run_probe: Callable[..., Any]
+    words: str,
+    environment: dict[str, str],
+    options: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    done = run_probe(environment)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {**environment, "ESTIMATOR_HOME": str(tmp_path)})
+    monkeypatch.setattr(sys, "argv", ["estimator.probe", *options])
+    assert run() == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert words in line
-
-
-@pytest.fixture
-def run_probe() -> Callable[..., Any]:
-    """Run ``python -m estimator.probe`` with an environment."""
-
-    def run(environment: Mapping[str, str]) -> Any:
-        return subprocess.run(
-            [sys.executable, "-m", "estimator.probe"],
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-
-    return run
+    assert list(tmp_path.iterdir()) == []

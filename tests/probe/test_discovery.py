@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import yaml
+from click.testing import CliRunner
 
+from estimator.cli import commands
 from estimator.errors import ProbeError
 from estimator.probe.discovery import discover, interface_of, own_address_towards
+from estimator.probe.inventory import core_groups, read_cpu
 from estimator.probe.launchers import launch_text
 
 
@@ -112,7 +116,38 @@ def test_launch_texts_start_as_many_ranks_as_there_are_devices() -> None:
     assert "--nodes=3 --ntasks-per-node=4 --gpus-per-node=4" in text("slurm")
     assert "gpus" not in text("slurm", on_gpus=False)
     assert "-np 12 " in text("mpi")
-    assert "completions: 3" in text("k8s")
-    assert "--nproc-per-node 4" in text("k8s")
     assert "nvidia.com/gpu" not in text("k8s", on_gpus=False)
     assert all("--name 'my type'" in text(cluster) for cluster in ("slurm", "mpi", "k8s"))
+
+
+def test_a_kubernetes_manifest_names_rank_0_by_its_headless_service() -> None:
+    text = launch_text("k8s", nodes=3, devices=4, on_gpus=True, options=("--name", "h100"))
+    service, job = yaml.safe_load_all(text)
+    assert (service["kind"], service["spec"]["clusterIP"]) == ("Service", "None")
+    # Pods that wait for each other are not ready, and must be found all the same.
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    # The controller labels the pods of a job with its name.
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    spec = job["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (3, 3, "Indexed")
+    pod = spec["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    (command,) = container["args"]
+    assert command.startswith("exec torchrun --nnodes 3 --node-rank $JOB_COMPLETION_INDEX --nproc")
+    # A pod of an indexed job is called after its job and its index, in the service's domain.
+    assert "--master-addr estimator-probe-0.estimator-probe " in command
+    assert "-m estimator.probe --name h100 --json 2>" in command
+
+
+def test_nodes_are_like_this_one_unless_devices_are_said() -> None:
+    def printed(*options: str) -> str:
+        arguments = ["probe", "--launch", "slurm", "--nodes", "4", "--name", "local-cpu", *options]
+        done = CliRunner().invoke(commands, arguments)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    assert "--ntasks-per-node=3 " in printed("--devices", "3")
+    own = len(core_groups(read_cpu()))
+    assert f"--nodes=4 --ntasks-per-node={own} --exclusive" in printed()

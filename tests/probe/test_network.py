@@ -58,15 +58,37 @@ def test_a_busy_machine_bends_the_latency_of_a_link_and_not_its_rate() -> None:
         (size, 1e-4 + size / 25e6 + (3e-3 if size < 65536 else 0.0))
         for size in (1024 * 4**power for power in range(8))
     ]
-    link = pair_link("tcp", "rack", {"points": points})
+    link = pair_link("tcp", "rack", {"latency_s": 1e-4, "points": points})
     assert link.bandwidth_bytes_per_s == pytest.approx(25e6, rel=1e-3)
     # Of the four smaller sizes three waited: 3.1 ms is what such a message takes here.
     assert link.latency_s == pytest.approx(3.1e-3, rel=0.01)
 
 
+def test_one_size_of_three_that_was_held_up_does_not_change_the_rate() -> None:
+    points = [(size, size / 25e6) for size in (MB // 4, MB, 4 * MB)]
+    held_up = [points[0], (MB, 1.5 * MB / 25e6), points[2]]
+    link = pair_link("tcp", "rack", {"latency_s": 1e-4, "points": held_up})
+    assert link.bandwidth_bytes_per_s == pytest.approx(25e6)
+
+
+def test_small_messages_that_a_shaper_lets_pass_take_no_less_than_next_to_nothing() -> None:
+    # 25 MB/s once a bucket of 100 kB is drained; a byte takes 50 µs.
+    points = [
+        (size, 5e-5 + max(0, size - 100_000) / 25e6)
+        for size in (1024 * 4**power for power in range(8))
+    ]
+    link = pair_link("tcp", "rack", {"latency_s": 5e-5, "points": points})
+    assert link.bandwidth_bytes_per_s == pytest.approx(25e6, rel=1e-3)
+    assert link.latency_s == 5e-5
+
+
 def test_the_link_of_middling_rate_stands_for_its_class() -> None:
     links = [
-        pair_link("tcp", "rack", {"points": [(MB, MB / rate), (4 * MB, 4 * MB / rate)]})
+        pair_link(
+            "tcp",
+            "rack",
+            {"latency_s": 1e-6, "points": [(MB, MB / rate), (4 * MB, 4 * MB / rate)]},
+        )
         for rate in (10e6, 100e6, 80e6)
     ]
     typical = typical_link(links)
@@ -96,8 +118,8 @@ def test_pairs_run_at_once_only_where_no_cable_is_shared() -> None:
     crew = crew_of(1, 1, 1, 1, cluster=two_racks())
     pairs = [(0, 1), (2, 3), (0, 2), (1, 3), (2, 0)]
     links = {(x, y): crew.links_between("abcd"[x], "abcd"[y]) for x, y in pairs}
-    # a–b and c–d stay in their racks; a–c and b–d share r1's uplink, which c–a uses the other way.
-    assert grouped(pairs, links) == [[(0, 1), (2, 3)], [(0, 2)], [(1, 3), (2, 0)]]
+    # a–b and c–d stay in their racks; all others share the uplinks of both.
+    assert grouped(pairs, links) == [[(0, 1), (2, 3)], [(0, 2)], [(1, 3)], [(2, 0)]]
 
 
 def test_without_a_cluster_file_pairs_run_one_after_the_other() -> None:
