@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +25,7 @@ from estimator.profile import Device
 START_S = 120.0
 # How long a rank may hear nothing beyond what rank 0 has announced.
 _LATE_S = 20.0
+_TICK_S = 1.0
 # How long one wait for the next round is; then it waits again.
 _PATIENCE_S = 5.0
 
@@ -65,23 +68,23 @@ class _Leash:
     """Ends this process unless renewed: nothing else ends a wait on a broken connection."""
 
     def __init__(self, *, is_needed: bool) -> None:
-        self._is_needed = is_needed
-        self._timer: threading.Timer | None = None
+        self._count, self._last_count = 0, math.inf
+        if is_needed:
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def renew(self, seconds: float) -> None:
         """From now on this process may take so long, and some more, until the next word."""
-        self.cut()
-        if self._is_needed:
-            self._timer = threading.Timer(seconds + _LATE_S, self._end)
-            self._timer.daemon = True
-            self._timer.start()
+        self._last_count = self._count + (seconds + _LATE_S) / _TICK_S
 
     def cut(self) -> None:
         """It is over in good order."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._last_count = math.inf
 
-    def _end(self) -> None:
+    def _watch(self) -> None:
+        # Counted and not read from a clock: time during which this process was stopped is no time.
+        while self._count <= self._last_count:
+            time.sleep(_TICK_S)
+            self._count += 1
         sys.stderr.write("estimator: rank 0 has been out of reach for too long; check the links\n")
         sys.stderr.flush()
         os._exit(2)

@@ -13,8 +13,8 @@ from estimator.probe.board import Board, Pulse
 from estimator.probe.members import Crew, Member
 
 _LOOK_S = 0.02
-# How long ranks may take to end a measurement that was called off.
-CALLED_OFF_S = 3.0
+# How long ranks may take to end what was called off; the dead are noticed before that.
+CALLED_OFF_S = Pulse.PATIENCE_S + 1.0
 # How long they may take to hear that it is over; launchers that end a job (Open MPI: SIGTERM, then
 # SIGKILL after 1 s) leave less.
 _GOODBYE_S, _SHORT_GOODBYE_S = 3.0, 0.3

