@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from estimator.comparison import compare_profiles, median_difference_ratio
+from estimator.placement import nic_of
 from estimator.probe.copies import MESSAGE_SIZES_BYTES, link_from, message_points, time_messages
 from estimator.probe.line_fit import fit_line
 from estimator.probe.machine import probe_machine
 from estimator.probe.updates import fit_update
 from estimator.profile import MachineProfile, load_profile
-from estimator.timeline.collectives import collective_model
+from estimator.timeline.collectives import collective_model, network_latency_s
+from estimator.timeline.rings import ring_between
 
 SIZES_BOUND_RATIO, REPEAT_BOUND_RATIO, LINK_BOUND_RATIO = 0.15, 0.10, 0.05
 NOMINAL_BITS_PER_S = (200_000_000, 1_000_000_000)
@@ -138,7 +140,8 @@ def collective_halves(profile: MachineProfile) -> Iterator[tuple[str, list[float
     """Errors on every second size, interpolated between the others."""
     for cost in profile.collectives:
         half = dataclasses.replace(profile, collectives=(halved(cost),))
-        model = collective_model(half, cost.op, cost.group_size)
+        ring = ring_between(cost, network_latency_s(half), nic_of(half), half.pairs)
+        model = collective_model(half, cost.op, ring)
         if model is not None and len(cost.points) >= 4:
             name = f"{cost.op}, {cost.backend}, {cost.group_size} ranks"
             yield name, errors_at(cost.points[1::2], model.time_s)
