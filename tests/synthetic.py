@@ -39,6 +39,7 @@ class Machine:
     bandwidth_bytes_per_s: float = 1e9
     exposed_ratio: float = 0.8
     slowdown_ratio: float = 1.3
+    two_at_once_ratio: float = 1.6
     memory_contention: float = 1.0
     rank_spread_ratio: float = 0.01
     network_latency_s: float = 2e-4
@@ -123,6 +124,7 @@ class Machine:
             ),
             latency_s=self.latency_s,
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
+            pair_ratio=((2.0**10, self.two_at_once_ratio),),
             provenance=CHOSEN,
         )
 

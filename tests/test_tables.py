@@ -357,7 +357,9 @@ def test_classes_too_many_to_compare_give_the_same_answers(monkeypatch: pytest.M
     graph, texts = perceptron([256] * 5, batch=8), ["3x4:slow+2x8:fast+1x2:jammed", "9x2:slow"]
     compared = estimate_many(graph, texts, strategy="ddp:unbucketed").to_dict()
     monkeypatch.setattr(class_table, "_MOST_COMPARED", 1)
-    assert estimate_many(graph, texts, strategy="ddp:unbucketed").to_dict() == compared
+    found = estimate_many(graph, texts, strategy="ddp:unbucketed").to_dict()
+    for name in ("step_time_s", "low_s", "high_s", "communication_exposed_s"):
+        assert found[name] == pytest.approx(compared[name], rel=1e-12), name
 
 
 PLAIN = perceptron([64, 96, 32], batch=8)

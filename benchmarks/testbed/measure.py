@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import socket
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from estimator.allocation import Allocation
-from estimator.errors import ProbeError, TrainingError
-from estimator.probe.ranks import run_on_devices
+from estimator.errors import TrainingError
 from estimator.probe.training import Training, time_steps, transformers_modules
-from estimator.profile import Device
 from estimator.workload import Strategy, check_optimizer
 
 from . import slow
 from .launch import place
 from .network import Testbed
+from .processes import join_node, run_ranks
 
 _PACED = "paced:"
-# sched.h
-_CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,31 +92,21 @@ def measure(
         "accumulation_steps": accumulation_steps,
         "phases": False,
         "merges_gradients": merges_gradients,
-        "timeout_s": timeout_s,
         "is_paced": is_paced,
         "slowdown_ratios": ratios,
-        "namespaces": [bed.namespace(rank.node) for rank in placed],
-        "hosts": [rank.node for rank in placed],
-        "environments": [dict(rank.environment) for rank in placed],
     }
-    devices = [
-        Device(kind="cpu", index=rank, name="testbed", memory_bytes=1, cores=())
-        if is_paced
-        else Device(kind="cpu", index=rank, name="testbed", memory_bytes=1, cores=(rank,))
-        for rank in range(len(placed))
-    ]
     rations = [1.0] * len(ratios) if is_paced else ratios
-    try:
-        with slow.rationed(bed.prefix, rations) as groups:
-            found = run_on_devices(
-                devices,
-                f"{__name__}:train_rank",
-                {**arguments, "groups": groups},
-                timeout_s=timeout_s,
-                imported=(pace_module, __name__, *transformers_modules()),
-            )
-    except ProbeError as error:
-        raise TrainingError(f"training {model} on {allocation} failed: {error}") from None
+    with slow.rationed(bed.prefix, rations) as groups:
+        found = run_ranks(
+            bed,
+            placed,
+            f"{__name__}:train_rank",
+            {**arguments, "groups": groups},
+            what=f"training {model} on {allocation}",
+            timeout_s=timeout_s,
+            imported=(pace_module, __name__, *transformers_modules()),
+            has_cores=not is_paced,
+        )
     return TestbedRun(
         step_times_s=tuple(tuple(rank["step_times_s"]) for rank in found),
         kernel_s_per_step=tuple(rank["kernel_s_per_step"] for rank in found),
@@ -139,8 +124,7 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
     from . import paced
 
     dist: Any = torch_distributed
-    enter_node(arguments["namespaces"][rank], arguments["hosts"][rank])
-    os.environ.update(arguments["environments"][rank])
+    join_node(rank, arguments)
     slow.join(arguments["groups"][rank])
     if arguments["is_paced"]:
         paced.pace.slowdown_ratio = arguments["slowdown_ratios"][rank]
@@ -161,20 +145,3 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
         dist.destroy_process_group()
     lateness_s = paced.pace.lateness_s[-arguments["steps"] :]
     return {**result, "lateness_s": statistics.median(lateness_s)}
-
-
-def enter_node(namespace: str, host: str) -> None:
-    """Move this process into a node's network namespace, under the node's name.
-
-    As ``ip netns exec`` and ``unshare --uts`` do, but for a process that already runs.
-    """
-    library = ctypes.CDLL(None, use_errno=True)
-    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    try:
-        failed = library.setns(descriptor, _CLONE_NEWNET) or library.unshare(_CLONE_NEWUTS)
-    finally:
-        os.close(descriptor)
-    if failed:
-        code = ctypes.get_errno()
-        raise ProbeError(f"cannot enter node '{host}' ({os.strerror(code)}); run as root")
-    socket.sethostname(host)

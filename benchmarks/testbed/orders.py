@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from estimator.errors import ProbeError, TrainingError
-from estimator.probe.ranks import run_on_devices
-from estimator.profile import Device
-
 from .launch import place
-from .measure import enter_node
 from .network import Testbed
+from .processes import join_node, run_ranks
 
 _STORE_PORT = 29511
 
@@ -34,31 +29,22 @@ def all_reduce_seconds(
     """
     nodes = list(orders[0])
     placed = place(bed, "+".join(f"{node}[0]" for node in nodes))
-    devices = [
-        Device(kind="cpu", index=rank, name="testbed", memory_bytes=1, cores=())
-        for rank in range(len(nodes))
-    ]
     arguments = {
         "ranks": [[list(order).index(node) for node in nodes] for order in orders],
         "size_bytes": size_bytes,
         "repeats": repeats,
-        "timeout_s": timeout_s,
         "address": bed.address(nodes[0]),
-        "namespaces": [bed.namespace(node) for node in nodes],
-        "hosts": nodes,
-        "environments": [dict(rank.environment) for rank in placed],
     }
-    try:
-        found = run_on_devices(
-            devices,
-            f"{__name__}:time_rank",
-            arguments,
-            timeout_s=timeout_s,
-            imported=(__name__,),
-            trains=False,
-        )
-    except ProbeError as error:
-        raise TrainingError(f"timing all-reduces failed: {error}") from None
+    found = run_ranks(
+        bed,
+        placed,
+        f"{__name__}:time_rank",
+        arguments,
+        what="timing all-reduces",
+        timeout_s=timeout_s,
+        imported=(__name__,),
+        trains=False,
+    )
     # A call lasts until its last rank is through; ranks begin together.
     calls = [[max(times) for times in zip(*each, strict=True)] for each in zip(*found, strict=True)]
     return [statistics.median(times) for times in calls]
@@ -71,8 +57,7 @@ def time_rank(place: int, _count: int, arguments: Mapping[str, Any]) -> list[lis
 
     dist: Any = torch_distributed
     torch.set_num_threads(1)
-    enter_node(arguments["namespaces"][place], arguments["hosts"][place])
-    os.environ.update(arguments["environments"][place])
+    join_node(place, arguments)
     orders, limit = arguments["ranks"], timedelta(seconds=arguments["timeout_s"])
     world_size = len(orders[0])
     store = dist.TCPStore(

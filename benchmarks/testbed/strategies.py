@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from estimator.errors import ProbeError, TrainingError
-from estimator.probe.ranks import run_on_devices
-from estimator.profile import Device
 from estimator.units import MIB
 from estimator.workload import Strategy
 
 from .launch import place
-from .measure import enter_node
 from .network import Testbed
+from .processes import join_node, run_ranks
 
 PACE_MODULE = f"{__package__}.paced"
 
@@ -43,10 +39,6 @@ def step_seconds(
     """
     nodes = [*workers, *servers]
     placed = place(bed, "+".join(f"{node}[0]" for node in nodes))
-    devices = [
-        Device(kind="cpu", index=rank, name="testbed", memory_bytes=1, cores=())
-        for rank in range(len(nodes))
-    ]
     arguments = {
         "model": model,
         "workers": len(workers),
@@ -54,21 +46,16 @@ def step_seconds(
         "parameter_s": parameter_s,
         "rounds": rounds,
         "steps": steps,
-        "timeout_s": timeout_s,
-        "namespaces": [bed.namespace(node) for node in nodes],
-        "hosts": nodes,
-        "environments": [dict(rank.environment) for rank in placed],
     }
-    try:
-        found = run_on_devices(
-            devices,
-            f"{__name__}:train_rank",
-            arguments,
-            timeout_s=timeout_s,
-            imported=(PACE_MODULE, __name__, f"{__package__}.servers"),
-        )
-    except ProbeError as error:
-        raise TrainingError(f"training {model} on the testbed failed: {error}") from None
+    found = run_ranks(
+        bed,
+        placed,
+        f"{__name__}:train_rank",
+        arguments,
+        what=f"training {model} on the testbed",
+        timeout_s=timeout_s,
+        imported=(PACE_MODULE, __name__, f"{__package__}.servers"),
+    )
     return [
         max(statistics.median(times) for times in ranks)
         for ranks in zip(*found[: len(workers)], strict=True)
@@ -82,8 +69,7 @@ def train_rank(rank: int, _count: int, arguments: Mapping[str, Any]) -> list[lis
 
     dist: Any = torch_distributed
     torch.set_num_threads(1)
-    enter_node(arguments["namespaces"][rank], arguments["hosts"][rank])
-    os.environ.update(arguments["environments"][rank])
+    join_node(rank, arguments)
     limit = timedelta(seconds=arguments["timeout_s"])
     dist.init_process_group("gloo", timeout=limit)
     workers = list(range(arguments["workers"]))

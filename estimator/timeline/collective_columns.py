@@ -23,7 +23,7 @@ from estimator.timeline.collectives import (
     rounds_of,
 )
 from estimator.timeline.overlaps import group_overlaps
-from estimator.timeline.ring_columns import RingColumns
+from estimator.timeline.ring_columns import RingColumns, RingTable
 from estimator.workload import Strategy
 
 Array = NDArray[np.float64]
@@ -75,20 +75,18 @@ class _Candidates(Generic[Shape]):
 
 
 class CollectiveTable:
-    """What some profiles say of one collective, by the profile's number.
+    """What the profiles of some sites say of one collective, by the profile's number.
 
     Their devices are all of one kind, whose backend says how many rounds a collective takes.
     """
 
-    def __init__(
-        self, profiles: Sequence[MachineProfile], op: CollectiveName, kind: DeviceKind
-    ) -> None:
+    def __init__(self, sites: RingTable, op: CollectiveName, kind: DeviceKind) -> None:
         self.op, self._kind = op, kind
         found: list[tuple[int, tuple[int, int]]] = []
         self._corrections: list[Corrections] = []
         errors, inner_latency, inner_rate, linked = [], [], [], []
-        for number, profile in enumerate(profiles):
-            inner, references = known_of(profile, op)
+        for number, profile in enumerate(sites.profiles):
+            inner, references = known_of(profile, op, sites.cluster)
             linked.append(inner is not None)
             inner_latency.append(inner.latency_s if inner else 0.0)
             inner_rate.append(inner.bytes_per_s if inner else math.inf)
@@ -100,7 +98,7 @@ class CollectiveTable:
         # The last reference stands for the formula, where nothing of the kind was measured.
         self._corrections.append(NO_CORRECTIONS)
         self._errors = np.array([*errors, FORMULA_ERROR])
-        self._candidates = _Candidates(found, 2 * len(profiles))
+        self._candidates = _Candidates(found, 2 * len(sites.profiles))
         self._linked = np.array(linked)
         self._inner_latency = np.array(inner_latency)
         self._inner_rate = np.array(inner_rate)
@@ -129,6 +127,11 @@ class CollectiveTable:
         found = [corrections.at(sizes_bytes) for corrections in self._corrections]
         return np.array(found).reshape(len(found), len(sizes_bytes))
 
+    def latency_ratios(self, sizes_bytes: Array) -> Array:
+        """See `Corrections.latency_at`, in an array (references, sizes)."""
+        found = [corrections.latency_at(sizes_bytes) for corrections in self._corrections]
+        return np.array(found).reshape(len(found), len(sizes_bytes))
+
 
 def _unlike_factor(shape: tuple[int, int], rings: RingColumns) -> Array:
     """See `collectives._unlike_factor`."""
@@ -140,11 +143,11 @@ def _unlike_factor(shape: tuple[int, int], rings: RingColumns) -> Array:
 class ServerTable:
     """Parameter servers instead of a collective: `sharding.server_model`, as columns."""
 
-    def __init__(self, profiles: Sequence[MachineProfile], strategy: Strategy) -> None:
+    def __init__(self, sites: RingTable, strategy: Strategy) -> None:
         self._strategy = strategy
         # What workers of one node reach the servers over, which their ring does not cross.
-        self._nic = np.array([nic_of(profile) or math.nan for profile in profiles])
-        self._latency = np.array([network_latency_s(profile) for profile in profiles])
+        self._nic = np.array([nic_of(profile) or math.nan for profile in sites.profiles])
+        self._latency = np.array([network_latency_s(profile) for profile in sites.profiles])
 
     def columns(self, rings: RingColumns) -> CollectiveColumns:
         """What a bucket costs on its way to the servers and back."""
@@ -164,6 +167,10 @@ class ServerTable:
     def corrections(self, sizes_bytes: Array) -> Array:
         """None: there is one reference, the formula."""
         return np.ones((1, len(sizes_bytes)))
+
+    def latency_ratios(self, sizes_bytes: Array) -> Array:
+        """None, as with every formula."""
+        return np.zeros((1, len(sizes_bytes)))
 
 
 class Sizes:

@@ -20,6 +20,7 @@ from estimator.placement import nic_of
 from estimator.profile import CollectiveCost, CollectiveName, DeviceKind, MachineProfile
 from estimator.timeline.nccl import nccl_rounds
 from estimator.timeline.rings import Ring, ring_between
+from estimator.topology import Cluster
 
 Array = NDArray[np.float64]
 
@@ -47,19 +48,32 @@ FORMULA_ERROR = 0.3
 # Points on a line beyond the largest measured, each four times the one before.
 _FURTHER_POINTS = 5
 ERROR_PER_E = 0.2
+# Links that carry collectives between devices of a node.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corrections:
-    """Measured over formula at the logarithms of the sizes that were measured, sizes rising."""
+    """Measured over formula at the logarithms of the sizes that were measured, sizes rising.
+
+    `line` is the (α, β) of the formula for the measured group. `latency_s` is the part of the
+    measured times that passes beside the collective before, as far as that is not over half.
+    """
 
     log_sizes: Array
     log_ratios: Array
+    line: tuple[float, float] = (1.0, 0.0)
+    latency_s: float = 0.0
 
     def at(self, sizes_bytes: Array) -> Array:
         """Interpolated on logarithms, constant beyond both ends."""
         logs = np.interp(np.log(sizes_bytes), self.log_sizes, self.log_ratios)
         return np.asarray(np.exp(logs))
+
+    def latency_at(self, sizes_bytes: Array) -> Array:
+        """The parts of the times of some sizes that pass beside the collective before."""
+        alpha_s, beta = self.line
+        measured_s = (alpha_s + beta * sizes_bytes) * self.at(sizes_bytes)
+        return np.asarray(np.minimum(self.latency_s / measured_s, 0.5))
 
 
 NO_CORRECTIONS = Corrections(np.zeros(1), np.zeros(1))
@@ -116,7 +130,7 @@ def collective_model(
     """
     if ring.ranks <= 1:
         return CollectiveModel(op, 0.0, 0.0, NO_CORRECTIONS, "none needed", 0.0)
-    links, references = known_of(profile, op)
+    links, references = known_of(profile, op, ring.cluster)
     if links is None and ring.nodes == 1:
         return None
     alpha_s, beta = line(op, ring, links, profile.kind)
@@ -168,25 +182,28 @@ def rounds_of(op: CollectiveName, ranks: Any, nodes: Any, kind: DeviceKind) -> A
     return nccl_rounds(op, ranks, nodes) if kind == "cuda" else RING_ROUNDS[op](ranks)
 
 
-_of_profile: OrderedDict[
-    tuple[int, str], tuple[MachineProfile, InnerLinks | None, tuple[Reference, ...]]
-] = OrderedDict()
+_Known = tuple[InnerLinks | None, tuple[Reference, ...]]
+# Beside what is known stand the profile and the cluster of the key, so that their ids stay theirs.
+_of_profile: OrderedDict[tuple[int, str, int], tuple[_Known, MachineProfile, Cluster | None]] = (
+    OrderedDict()
+)
 
 
-def known_of(
-    profile: MachineProfile, op: CollectiveName
-) -> tuple[InnerLinks | None, tuple[Reference, ...]]:
-    """What a profile says of one collective, worked out once for the last profiles used."""
-    key = (id(profile), op)
+def known_of(profile: MachineProfile, op: CollectiveName, cluster: Cluster | None = None) -> _Known:
+    """What a profile says of one collective, worked out once for the last profiles used.
+
+    Groups measured on nodes of `cluster` are seen with its links.
+    """
+    key = (id(profile), op, id(cluster))
     found = _of_profile.get(key)
     if found is None:
         costs = [cost for cost in profile.collectives if cost.op == op and cost.points]
         inner = _inner_links(costs, profile)
-        references = tuple(_reference(profile, cost, inner) for cost in costs)
-        found = _of_profile[key] = (profile, inner, references)
+        references = tuple(_reference(profile, cost, inner, cluster) for cost in costs)
+        found = _of_profile[key] = ((inner, references), profile, cluster)
         while len(_of_profile) > 64:
             _of_profile.popitem(last=False)
-    return found[1], found[2]
+    return found[0]
 
 
 def _inner_links(costs: Sequence[CollectiveCost], profile: MachineProfile) -> InnerLinks | None:
@@ -206,17 +223,38 @@ def _inner_links(costs: Sequence[CollectiveCost], profile: MachineProfile) -> In
 
 
 def _reference(
-    profile: MachineProfile, cost: CollectiveCost, inner: InnerLinks | None
+    profile: MachineProfile,
+    cost: CollectiveCost,
+    inner: InnerLinks | None,
+    cluster: Cluster | None,
 ) -> Reference:
     """Measured over formula, size by size; the formula sees the links as the profile has them."""
     network = network_latency_s(profile)
     nic = nic_of(profile)
-    ring = ring_between(cost, network, nic, profile.pairs)
+    ring = ring_between(cost, network, nic, profile.pairs, cluster)
     alpha_s, beta = line(cost.op, ring, inner, profile.kind)
     measured_sizes, measured_s = np.array(monotone(cost.points)).T
     sizes, seconds = _extended(measured_sizes, measured_s, beta)
-    corrections = Corrections(np.log(sizes), np.log(seconds / (alpha_s + beta * sizes)))
+    corrections = Corrections(
+        np.log(sizes),
+        np.log(seconds / (alpha_s + beta * sizes)),
+        line=(alpha_s, beta),
+        latency_s=_latency_s(cost, profile.kind),
+    )
     return Reference(cost, corrections, cost.provenance.relative_error or 0.1)
+
+
+def _latency_s(cost: CollectiveCost, kind: DeviceKind) -> float:
+    """How long of a small collective the link waits for the ranks and can serve another one.
+
+    Two threads of gloo run a collective each (ProcessGroupGloo.hpp), so one is sent while the
+    other waits: two at once then take less than twice as long. NCCL runs one at a time.
+    """
+    if kind == "cuda" or not cost.pair_ratio:
+        return 0.0
+    size, ratio = min(cost.pair_ratio)
+    sizes, seconds = np.array(monotone(cost.points)).T
+    return float(max(2.0 - ratio, 0.0) * np.interp(size, sizes, seconds))
 
 
 def _extended(sizes: Array, seconds: Array, beta: float) -> tuple[Array, Array]:

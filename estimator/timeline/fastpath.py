@@ -135,6 +135,11 @@ class StepPlan:
         line_s = alpha_s * self.factors.alpha + beta * self.factors.beta
         return np.asarray(line_s * self.coefficients.communication_ratio)
 
+    @property
+    def latency_s(self) -> Array:
+        """The part of each bucket's collective in which the link can serve the one before."""
+        return self.collective_s * (self.factors.latency_ratio if self.factors else 0.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
@@ -284,29 +289,42 @@ def _communication_s(plan: StepPlan, lane_s: float) -> float:
     factors, reduce = plan.factors, plan.reduce
     suffix_s = factors.behind_alpha * (reduce.alpha_s * ratio)
     suffix_s += factors.behind_beta * (reduce.beta_s_per_byte * ratio)
-    waited_s = _exposed_s(lane_s - _ready_s(plan), suffix_s, plan.overlap)
+    slack_s = lane_s - _ready_s(plan)
+    if factors.has_latency:
+        slack_s -= plan.latency_s
+    waited_s = _exposed_s(slack_s, suffix_s, plan.overlap)
     return waited_s + plan.broadcast_s + plan.sharding.gathers_s + plan.sharding.after_s
 
 
-def exposed_s(ready_s: Array, lane_s: float, collective_s: Array, overlap: Overlap) -> float:
+def exposed_s(
+    ready_s: Array, lane_s: float, collective_s: Array, latency_s: Array, overlap: Overlap
+) -> float:
     """Seconds from the end of the undisturbed lane to the end of the last collective.
 
-    `ready_s` and `collective_s` are per bucket, in launch order; `ready_s` never falls.
+    All per bucket, in launch order: when it is ready (never falling), its collective alone, and
+    the part of that in which the link can serve the one before.
     """
-    return _exposed_s(lane_s - ready_s, np.cumsum(collective_s[::-1])[::-1], overlap)
+    sent_s = np.cumsum((collective_s - latency_s)[::-1])[::-1]
+    return _exposed_s(lane_s - ready_s - latency_s, sent_s, overlap)
 
 
 def _exposed_s(slack_s: Array, suffix_s: Array, overlap: Overlap) -> float:
-    """`exposed_s` by what is left of the lane at each bucket, and what follows from it on."""
+    """`exposed_s` by what is left of the lane when each bucket can be sent, and what follows it.
+
+    A bucket that can be sent only after the lane's end has negative slack.
+    """
     if not len(suffix_s):
         return 0.0
     exposed, drain = overlap.exposed_ratio, overlap.slowdown - overlap.exposed_ratio
+    beside_s = np.maximum(slack_s, 0.0)
     if drain > 0:
-        backlog_s = max(float((suffix_s - slack_s / drain).max()), 0.0)
+        left_s = suffix_s - beside_s / drain
     else:
         # Compute stands still beside collectives: only what is ready at its very end is left.
-        backlog_s = float(suffix_s[slack_s <= 0].max(initial=0.0))
-    return exposed * (float(suffix_s[0]) - backlog_s) + backlog_s
+        left_s = np.where(beside_s > 0, 0.0, suffix_s)
+    backlog_s = max(float(left_s.max()), 0.0)
+    after_s = max(float((left_s + (beside_s - slack_s)).max()), 0.0)
+    return exposed * (float(suffix_s[0]) - backlog_s) + after_s
 
 
 def _ready_s(plan: StepPlan) -> Array:

@@ -43,13 +43,16 @@ class RankKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BucketFactors:
-    """Seconds of a program's buckets, one after the other, as factors of a collective's α and β.
+    """Seconds of a program's buckets as factors of a collective's α and β.
 
-    `behind_alpha` and `behind_beta` are those of bucket k and all after it.
+    Of a bucket alone, `latency_ratio` is the part in which the link can serve the one before;
+    `behind_alpha` and `behind_beta` are what the link has to do for bucket k and all after it.
     """
 
     alpha: Array
     beta: Array
+    latency_ratio: Array
+    has_latency: bool
     behind_alpha: Array
     behind_beta: Array
 
@@ -57,11 +60,15 @@ class BucketFactors:
     def of(cls, sizes_bytes: Array, corrections: Corrections) -> BucketFactors:
         alpha = corrections.at(sizes_bytes)
         beta = alpha * sizes_bytes
+        latency_ratio = corrections.latency_at(sizes_bytes)
+        sent_ratio = 1.0 - latency_ratio
         return cls(
             alpha=alpha,
             beta=beta,
-            behind_alpha=np.cumsum(alpha[::-1])[::-1],
-            behind_beta=np.cumsum(beta[::-1])[::-1],
+            latency_ratio=latency_ratio,
+            has_latency=bool(latency_ratio.any()),
+            behind_alpha=np.cumsum((alpha * sent_ratio)[::-1])[::-1],
+            behind_beta=np.cumsum((beta * sent_ratio)[::-1])[::-1],
         )
 
 

@@ -36,10 +36,13 @@ class RingColumns:
 
 
 class RingTable:
-    """What rings need of every site, in arrays with one value more, for the site number −1."""
+    """What rings need of every site, in arrays with one value more, for the site number −1.
+
+    `profiles` are the unlike ones of the sites, `cluster` is what joins these.
+    """
 
     def __init__(self, table: SiteTable) -> None:
-        sites, self._cluster = table.sites, table.cluster
+        sites, self.cluster = table.sites, table.cluster
         self._nic = table.nic_bytes_per_s
         self.profiles: list[MachineProfile] = []
         numbers: dict[int, int] = {}

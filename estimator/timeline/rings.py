@@ -18,6 +18,7 @@ class Ring:
 
     `bytes_per_s` is what one flow of the ring gets on the slowest hop between nodes after the
     flows that share it have divided it (inf within one node); `latency_s` is the longest hop's.
+    `cluster` holds the links that measured groups of named hosts had, too.
     """
 
     ranks: int
@@ -26,6 +27,7 @@ class Ring:
     bytes_per_s: float
     latency_s: float
     link: str = ""
+    cluster: Cluster | None = None
 
 
 def ring_of(placement: Placement) -> Ring:
@@ -40,7 +42,10 @@ def ring_of(placement: Placement) -> Ring:
         if candidate < rate:
             rate, link, names = candidate, what, between
     latency_s = max([kind.hop_latency_s for kind in kinds])
-    return Ring(placement.ranks, placement.nodes, per_node, rate, latency_s, link.format(*names))
+    link = link.format(*names)
+    return Ring(
+        placement.ranks, placement.nodes, per_node, rate, latency_s, link, placement.cluster
+    )
 
 
 _Limit = tuple[float, str, tuple[str, ...]]
@@ -61,7 +66,7 @@ def _limits(placement: Placement) -> Iterator[_Limit]:
         if site.nic_bytes_per_s is not None and leaving:
             yield site.nic_bytes_per_s / leaving, "the uplink of node '{}'", (site.host or "",)
     yield from _measured_hops(hops)
-    yield from _switch_limits(hops, cluster)
+    yield from _switch_limits([(a.host or "", b.host or "") for a, b in hops], cluster)
 
 
 def _rate_of(kind: NodeKind) -> float:
@@ -89,12 +94,12 @@ def _pair_rate(pairs: PairMatrix | None, a: str | None, b: str | None) -> float 
     return pairs.bandwidth_bytes_per_s[pairs.hosts.index(a)][pairs.hosts.index(b)]
 
 
-def _switch_limits(hops: Sequence[tuple[Site, Site]], cluster: Cluster) -> Iterator[_Limit]:
+def _switch_limits(hops: Sequence[tuple[str, str]], cluster: Cluster) -> Iterator[_Limit]:
     """A hop leaves every switch that is above its start and not above its end."""
     leaving: Counter[str] = Counter()
     for a, b in hops:
-        beyond = cluster.switches_above(b.host or "")
-        for switch in cluster.switches_above(a.host or ""):
+        beyond = cluster.switches_above(b)
+        for switch in cluster.switches_above(a):
             if switch in beyond:
                 break
             leaving[switch] += 1
@@ -109,13 +114,30 @@ def ring_between(
     latency_s: float,
     nic_bytes_per_s: float | None,
     pairs: PairMatrix | None,
+    cluster: Cluster | None = None,
 ) -> Ring:
-    """The ring of a measured group, by the links that were measured beside it."""
+    """The ring of a measured group, by the links measured beside it and those of its cluster.
+
+    A cluster counts where the group ran on nodes of it.
+    """
     per_node = math.ceil(cost.group_size / cost.nodes)
     if not cost.spans_nodes:
         return Ring(cost.group_size, 1, per_node, math.inf, 0.0)
     neighbours = zip(cost.hosts, cost.hosts[1:] + cost.hosts[:1], strict=True)
-    rates = [_pair_rate(pairs, a, b) for a, b in neighbours if a != b]
-    known = [rate for rate in rates if rate is not None]
-    rate = min(known) if known else nic_bytes_per_s or math.inf
+    hops = [(a, b) for a, b in neighbours if a != b]
+    rates = [rate for a, b in hops if (rate := _pair_rate(pairs, a, b)) is not None]
+    if not rates and nic_bytes_per_s is not None:
+        rates.append(nic_bytes_per_s)
+    if cluster is not None and cluster.nodes.keys() >= set(cost.hosts):
+        rates += [rate for rate, _, _ in _switch_limits(hops, cluster)]
+        rates += _uplink_rates(hops, cluster)
+    rate = min(rates, default=math.inf)
     return Ring(cost.group_size, cost.nodes, per_node, rate, latency_s)
+
+
+def _uplink_rates(hops: Sequence[tuple[str, str]], cluster: Cluster) -> Iterator[float]:
+    """What one flow gets on the uplinks of the nodes that hops leave."""
+    for host, flows in Counter([a for a, _ in hops]).items():
+        rate = cluster.nodes[host].uplink_bytes_per_s
+        if rate is not None:
+            yield cluster.payload_bytes_per_s(rate) / flows

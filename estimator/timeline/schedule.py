@@ -61,14 +61,21 @@ class Flow:
 
 
 def simulate(
-    lanes: Sequence[ComputeLane], collective_s: Sequence[float], *, slots: int, overlap: Overlap
+    lanes: Sequence[ComputeLane],
+    collective_s: Sequence[float],
+    *,
+    latency_s: Sequence[float] | None = None,
+    slots: int,
+    overlap: Overlap,
 ) -> Flow:
     """Run the classes of ranks and their shared queue of collectives to the end.
 
-    Collective k starts once every class has reached its `ready_s[k]`, its predecessors have
-    started and one of `slots` is free.
+    Collective k takes `collective_s[k]` alone, the first `latency_s[k]` of it beside the one before
+    at no cost to either. It is sent once every class has reached its `ready_s[k]` and that latency
+    has passed, its predecessors are being sent and one of `slots` is free.
     """
-    state = _State(lanes, collective_s, slots, overlap)
+    latencies = latency_s or [0.0] * len(collective_s)
+    state = _State(lanes, collective_s, latencies, slots, overlap)
     while not state.finished:
         state.start_ready()
         state.advance()
@@ -76,21 +83,33 @@ def simulate(
 
 
 class _State:
-    """Positions of every lane and collective at one moment of the simulation."""
+    """Where every lane and collective is at one moment of the simulation.
+
+    All lanes begin together and are slowed alike, so that one clock tells the lane time of all; it
+    goes on at the speed of the wall when the last lane has ended.
+    """
 
     def __init__(
         self,
         lanes: Sequence[ComputeLane],
         collective_s: Sequence[float],
+        latency_s: Sequence[float],
         slots: int,
         overlap: Overlap,
     ) -> None:
         self.lanes = lanes
         self.slots = slots
         self.overlap = overlap
-        self.now = 0.0
-        self.position = [0.0] * len(lanes)
-        self.left = [float(seconds) for seconds in collective_s]
+        self.now = self.clock = 0.0
+        self.latency_s = latency_s
+        self.left = [
+            float(alone_s - before_s)
+            for alone_s, before_s in zip(collective_s, latency_s, strict=True)
+        ]
+        self.sendable = [
+            float(max(lane.ready_s[k] for lane in lanes) + before_s)
+            for k, before_s in enumerate(latency_s)
+        ]
         self.started = 0
         self.active: list[int] = []
         self.begin = [0.0] * len(self.left)
@@ -109,13 +128,9 @@ class _State:
     def start_ready(self) -> None:
         while self.started < len(self.left) and len(self.active) < self.slots:
             k = self.started
-            ready = all(
-                self.compute_end[c] >= 0 or self.position[c] >= lane.ready_s[k] - 1e-15
-                for c, lane in enumerate(self.lanes)
-            )
-            if not ready:
+            if self.clock < self.sendable[k] - 1e-15:
                 return
-            self.begin[k] = self.now
+            self.begin[k] = self.now - self.latency_s[k]
             self.active.append(k)
             self.started += 1
 
@@ -123,36 +138,32 @@ class _State:
         computing = self.computing
         beside = bool(computing) and bool(self.active)
         network_rate = 1.0 / max(len(self.active), 1)
+        clock_rate = 1.0
         if beside:
             network_rate /= self.overlap.slowdown
-        compute_rate = self.overlap.compute_rate if self.active else 1.0
+            clock_rate = self.overlap.compute_rate
         waits = [self.left[k] / network_rate for k in self.active]
-        if compute_rate > 0:
-            waits += [(self._next_stop(c) - self.position[c]) / compute_rate for c in computing]
+        stops = [self.lanes[c].total_s for c in computing]
+        if self.started < len(self.left) and self.sendable[self.started] > self.clock:
+            stops.append(self.sendable[self.started])
+        if clock_rate > 0 and stops:
+            waits.append((min(stops) - self.clock) / clock_rate)
         step = max(min(waits), 0.0)
         self.now += step
-        for c in computing:
-            self._move(c, step * compute_rate)
+        self._move(computing, stops, step * clock_rate)
         for k in list(self.active):
             self.left[k] -= step * network_rate
             if self.left[k] <= 1e-15:
                 self.done[k] = self.now
                 self.active.remove(k)
 
-    def _next_stop(self, c: int) -> float:
-        lane = self.lanes[c]
-        if self.started < len(self.left) and lane.ready_s[self.started] > self.position[c]:
-            return float(min(lane.ready_s[self.started], lane.total_s))
-        return lane.total_s
-
-    def _move(self, c: int, amount: float) -> None:
-        lane = self.lanes[c]
-        stop = self._next_stop(c)
-        moved = self.position[c] + amount
-        self.position[c] = stop if moved >= stop - 1e-15 * max(stop, 1.0) else moved
-        self.track[c].append((self.position[c], self.now))
-        if self.position[c] >= lane.total_s:
-            self.compute_end[c] = self.now
+    def _move(self, computing: Sequence[int], stops: Sequence[float], amount: float) -> None:
+        stop, moved = min(stops, default=np.inf), self.clock + amount
+        self.clock = stop if moved >= stop - 1e-15 * max(stop, 1.0) else moved
+        for c in computing:
+            self.track[c].append((self.clock, self.now))
+            if self.clock >= self.lanes[c].total_s:
+                self.compute_end[c] = self.now
 
     def flow(self) -> Flow:
         walls = tuple(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
 from estimator.graph.ops import OpGraph
-from estimator.profile import CollectiveName, MachineProfile
+from estimator.profile import CollectiveName
 from estimator.timeline.class_table import ClassTable
 from estimator.timeline.collective_columns import (
     CollectiveColumns,
@@ -16,7 +14,7 @@ from estimator.timeline.collective_columns import (
     ServerTable,
     Sizes,
 )
-from estimator.timeline.ring_columns import RingColumns
+from estimator.timeline.ring_columns import RingColumns, RingTable
 from estimator.timeline.sharding import REDUCE_OPS, last_share
 from estimator.workload import Strategy
 
@@ -37,12 +35,12 @@ def update_share(strategy: Strategy, classes: ClassTable, ranks: Indices) -> Arr
 
 
 def reduce_table(
-    strategy: Strategy, profiles: Sequence[MachineProfile], graph: OpGraph
+    strategy: Strategy, sites: RingTable, graph: OpGraph
 ) -> CollectiveTable | ServerTable:
     """What merges one bucket of gradients; see `sharding.reduce_model`."""
     if strategy.kind == "ps":
-        return ServerTable(profiles, strategy)
-    return CollectiveTable(profiles, REDUCE_OPS[strategy.kind], graph.target)
+        return ServerTable(sites, strategy)
+    return CollectiveTable(sites, REDUCE_OPS[strategy.kind], graph.target)
 
 
 class ShardingTable:
@@ -51,7 +49,7 @@ class ShardingTable:
     def __init__(
         self,
         graph: OpGraph,
-        profiles: Sequence[MachineProfile],
+        sites: RingTable,
         classes: ClassTable,
         strategy: Strategy,
     ) -> None:
@@ -65,7 +63,7 @@ class ShardingTable:
             self._parts.append((table, Sizes(table, sizes, weights)))
 
         def table(op: CollectiveName) -> CollectiveTable:
-            return CollectiveTable(profiles, op, graph.target)
+            return CollectiveTable(sites, op, graph.target)
 
         if strategy.kind == "zero1":
             trained = [p.spec.nbytes for p in graph.parameters if p.gradient is not None]
@@ -73,7 +71,7 @@ class ShardingTable:
         elif strategy.kind == "zero2":
             add(table("all_gather"), classes.bucket_bytes, 1.0)
         elif strategy.kind == "ps":
-            add(reduce_table(strategy, profiles, graph), classes.bucket_bytes[-1:], 1.0)
+            add(reduce_table(strategy, sites, graph), classes.bucket_bytes[-1:], 1.0)
         elif sharding:
             # The first unit is gathered once, all others in either phase.
             twice = np.where(np.arange(len(classes.unit_bytes)) > 0, 2.0, 1.0)

@@ -26,7 +26,13 @@ def simulated_flow(plan: StepPlan) -> Flow:
         ready_s = program.ready_s * scale
         lanes.append(ComputeLane(ready_s=ready_s, total_s=program.lane_s * scale))
     slots = BACKEND_SLOTS[plan.classes[0].program.bound.graph.target]
-    return simulate(lanes, plan.collective_s.tolist(), slots=slots, overlap=plan.overlap)
+    return simulate(
+        lanes,
+        plan.collective_s.tolist(),
+        latency_s=plan.latency_s.tolist(),
+        slots=slots,
+        overlap=plan.overlap,
+    )
 
 
 def timeline_of(plan: StepPlan) -> Timeline:

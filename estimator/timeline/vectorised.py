@@ -9,7 +9,7 @@ correction of its own, so the backlog that the buckets from k on leave behind is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from estimator.graph.ops import OpGraph
 from estimator.placed_columns import PlacedColumns, SiteTable
-from estimator.profile import MachineProfile
 from estimator.timeline.class_table import ClassTable
 from estimator.timeline.collective_columns import (
     CollectiveColumns,
@@ -165,24 +164,16 @@ class StepTables:
             nothing = np.zeros(len(several))
             return nothing, np.zeros(len(several), dtype=bool), nothing
         if self._merging is None:
-            self._merging = _Merging(
-                self._graph, self._rings.profiles, self._classes, self._strategy
-            )
+            self._merging = _Merging(self._graph, self._rings, self._classes, self._strategy)
         merging = self._merging
         reduce = merging.reduce.columns(rings)
         exposed, slowdown = merging.overlaps.columns(rings, merging.whole.times_s(reduce))
         drain = np.maximum(slowdown - exposed, _NO_DRAIN)
-        total_s, backlog_s = merging.backlog(
-            self._classes,
-            classes,
-            slowest,
-            lane_s,
-            learnt.compute_ratio / drain,
-            reduce,
-            learnt.communication_ratio,
+        total_s, left_s, after_s = merging.backlog(
+            self._classes, classes, slowest, lane_s, drain, reduce, learnt
         )
         added_s, unknown = merging.added_s(rings, classes[0], learnt.communication_ratio)
-        waiting_s = exposed * (total_s - backlog_s) + backlog_s + added_s
+        waiting_s = exposed * (total_s - left_s) + after_s + added_s
         return (
             np.where(several, waiting_s, 0.0),
             (reduce.unknown | unknown) & several,
@@ -196,21 +187,26 @@ class _Merging:
     def __init__(
         self,
         graph: OpGraph,
-        profiles: Sequence[MachineProfile],
+        sites: RingTable,
         classes: ClassTable,
         strategy: Strategy,
     ) -> None:
         bucket_bytes = classes.bucket_bytes
-        self.reduce = reduce_table(strategy, profiles, graph)
+        self.reduce = reduce_table(strategy, sites, graph)
         self.whole = Sizes(self.reduce, np.array([bucket_bytes.sum()]))
-        self.overlaps = OverlapTable(profiles, float(bucket_bytes.sum()))
+        self.overlaps = OverlapTable(sites.profiles, float(bucket_bytes.sum()))
         self._has_buffers = graph.buffer_bytes > 0
-        self._broadcast = CollectiveTable(profiles, "broadcast", graph.target)
+        self._broadcast = CollectiveTable(sites, "broadcast", graph.target)
         self._buffers = Sizes(self._broadcast, np.array([float(graph.buffer_bytes)]))
-        self._sharding = ShardingTable(graph, profiles, classes, strategy)
-        # For bucket k, the factors of α and of β in t_k + … + t_K: (references, k, 2).
+        self._sharding = ShardingTable(graph, sites, classes, strategy)
         factors = Sizes(self.reduce, bucket_bytes).factors
-        self._suffixes = np.cumsum(factors[:, ::-1], axis=1)[:, ::-1]
+        latency_ratios = self.reduce.latency_ratios(bucket_bytes)[:, :, None]
+        # For bucket k, the factors of α and of β in what the link has to do for k and all after
+        # it, and in the part of the bucket's own time before that: (references, k, 2).
+        sent = factors * (1.0 - latency_ratios)
+        self._suffixes = np.cumsum(sent[:, ::-1], axis=1)[:, ::-1]
+        self._latencies = factors * latency_ratios
+        self._has_latency: list[bool] = [ratios.any() for ratios in latency_ratios]
         count = len(bucket_bytes)
         self._by_row = np.empty((2, _ROWS_AT_ONCE, count))
         self._by_bucket = np.empty((2, count, _ROWS_AT_ONCE))
@@ -236,15 +232,19 @@ class _Merging:
         classes: Indices,
         slowest: Indices,
         lane_s: Array,
-        per_drain: Array,
+        drain: Array,
         reduce: CollectiveColumns,
-        learnt: Array | float,
-    ) -> tuple[Array, Array]:
-        """(all collectives, those left when compute ends) in seconds; see `fastpath`."""
-        total_s, left_s = np.zeros(len(lane_s)), np.zeros(len(lane_s))
+        learnt: Learnt,
+    ) -> tuple[Array, Array, Array]:
+        """(all to be sent, what of it is left when compute ends, how long it then takes): seconds.
+
+        See `fastpath`.
+        """
+        total_s, left_s, after_s = np.zeros((3, len(lane_s)))
         if not self._suffixes.shape[1]:
-            return total_s, left_s
-        line = np.stack([reduce.alpha_s * learnt, reduce.beta_s_per_byte * learnt])
+            return total_s, left_s, after_s
+        line = np.stack([reduce.alpha_s, reduce.beta_s_per_byte]) * learnt.communication_ratio
+        compute_ratio = np.broadcast_to(learnt.compute_ratio, lane_s.shape)
         covered = np.ones(len(lane_s), dtype=np.bool_)
         for each in classes:
             covered &= table.covers[slowest, each]
@@ -258,12 +258,19 @@ class _Merging:
                 table.ready_s.take(others, axis=0, out=other_s, mode="clip")
                 np.maximum(latest_s, other_s, out=latest_s)
             latest_s -= lane_s[rows, None]
-            np.multiply(latest_s.T, per_drain[rows], out=behind_s)
-            suffixes = self._suffixes[reference]
-            behind_s += np.matmul(suffixes, line[:, rows], out=merging_s)
-            left_s[rows] = np.maximum(behind_s.max(axis=0), 0.0)
+            np.multiply(latest_s.T, compute_ratio[rows], out=behind_s)
+            if self._has_latency[reference]:
+                behind_s += np.matmul(self._latencies[reference], line[:, rows], out=merging_s)
+                idle_s = np.maximum(behind_s, 0.0)
+                np.minimum(behind_s, 0.0, out=behind_s)
+            behind_s /= drain[rows]
+            behind_s += np.matmul(self._suffixes[reference], line[:, rows], out=merging_s)
+            left_s[rows] = after_s[rows] = np.maximum(behind_s.max(axis=0), 0.0)
+            if self._has_latency[reference]:
+                behind_s += idle_s
+                after_s[rows] = np.maximum(behind_s.max(axis=0), 0.0)
             total_s[rows] = merging_s[0]
-        return total_s, left_s
+        return total_s, left_s, after_s
 
 
 def _alike(code: Indices) -> Iterator[tuple[int, Indices]]:

@@ -26,9 +26,12 @@ machines = st.builds(
     bandwidth_bytes_per_s=st.floats(1e7, 1e11),
     exposed_ratio=st.floats(0, 3),
     slowdown_ratio=st.floats(1, 3),
+    two_at_once_ratio=st.floats(1, 2),
     memory_contention=st.floats(1, 2),
     rank_spread_ratio=st.floats(0, 0.05),
 )
+# Communication beside compute may cost more than after it; what delays it then shortens the step.
+overlapping = machines.filter(lambda machine: machine.exposed_ratio <= 1)
 ranks = st.integers(1, 8)
 strategies = st.sampled_from(
     ["ddp", "ddp:unbucketed", "ddp:bucket=1MiB", "ddp:view", "ddp:bucket=64KiB,first=4KiB,view"]
@@ -68,7 +71,7 @@ def test_the_breakdown_sums_to_the_step_and_has_no_negative_part(
 
 
 @settings(max_examples=40, deadline=None)
-@given(graphs, machines, ranks, strategies, growth)
+@given(graphs, overlapping, ranks, strategies, growth)
 def test_step_time_never_rises_with_link_bandwidth(
     graph: OpGraph, machine: Machine, ranks: int, strategy: str, factor: float
 ) -> None:
@@ -78,7 +81,7 @@ def test_step_time_never_rises_with_link_bandwidth(
 
 
 @settings(max_examples=40, deadline=None)
-@given(graphs, machines, ranks, strategies, growth)
+@given(graphs, overlapping, ranks, strategies, growth)
 def test_step_time_never_falls_with_link_latency(
     graph: OpGraph, machine: Machine, ranks: int, strategy: str, factor: float
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from estimator.profile import CollectiveCost, Device, MachineProfile, Provenance
@@ -61,6 +63,16 @@ def test_beyond_points_of_mere_latency_time_rises_as_the_formula_says() -> None:
 
 def test_a_smaller_message_never_takes_longer_than_a_larger_one() -> None:
     assert monotone([(4, 2.0), (1, 3.0), (8, 5.0)]) == ((1, 2.0), (4, 2.0), (8, 5.0))
+
+
+def test_two_collectives_at_once_tell_how_much_of_one_is_latency() -> None:
+    # Two of 1 kB take 1.4 ms where one takes 1 ms: 0.6 ms of each pass beside the other.
+    profile = _profile((1e3, 1e-3), (1e6, 4e-3))
+    cost = replace(profile.collectives[0], pair_ratio=((1e3, 1.4), (1e6, 1.9)))
+    model = collective_model(replace(profile, collectives=(cost,)), "all_reduce", one_node(2))
+    assert model is not None
+    found = model.corrections.latency_at(np.array([1e3, 1e6]))
+    assert found == pytest.approx([0.5, 0.6 / 4])  # two threads: never more than half
 
 
 def test_an_unmeasured_group_is_scaled_as_a_ring() -> None:

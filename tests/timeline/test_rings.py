@@ -9,7 +9,7 @@ import pytest
 from estimator.errors import AllocationError
 from estimator.placement import place
 from estimator.profile import MachineProfile, PairMatrix
-from estimator.timeline.rings import ring_of
+from estimator.timeline.rings import ring_between, ring_of
 from estimator.topology import PAYLOAD_RATIOS, Cluster, Node, Switch
 from tests.synthetic import CHOSEN, Machine
 
@@ -96,3 +96,14 @@ def test_what_the_cluster_does_not_have_is_refused(text: str, words: str) -> Non
 def test_a_named_host_needs_a_cluster_file() -> None:
     with pytest.raises(AllocationError, match="--cluster"):
         place("a1[0]")
+
+
+def test_a_measured_group_had_the_uplinks_of_the_racks_it_ran_on() -> None:
+    thin, hosts = cluster(uplink=0.5 * GBIT), ("a1", "b1", "a2", "b2")
+    group = replace(Machine().profile().collectives[0], group_size=4, nodes=4, hosts=hosts)
+    # Zigzagging, two of its flows leave each rack.
+    assert ring_between(group, 0.0, GBIT, None, thin).bytes_per_s == pytest.approx(
+        0.25 * GBIT * TCP
+    )
+    elsewhere = replace(group, hosts=("x1", "x2", "x3", "x4"))
+    assert ring_between(elsewhere, 0.0, GBIT, None, thin).bytes_per_s == GBIT

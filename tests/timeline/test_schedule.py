@@ -32,6 +32,13 @@ def test_two_slots_share_the_rate_and_end_together() -> None:
     assert flow.collectives == ((0.0, 4.0), (0.0, 4.0))
 
 
+def test_the_latency_of_a_collective_passes_while_the_one_before_is_sent() -> None:
+    # Both are ready at 1. Each alone takes 2 s, of which the link works 1.5 s: 1 + 0.5 + 2 · 1.5.
+    lane = _lane(1.0, 1.0, total_s=1.0)
+    flow = simulate([lane], [2.0, 2.0], latency_s=[0.5, 0.5], slots=1, overlap=Overlap())
+    assert flow.collectives == ((1.0, 3.0), (2.5, 4.5))
+
+
 def test_overlapped_compute_and_collective_slow_each_other() -> None:
     # e = 0.5, s = 2: from 1 on the collective runs at half speed, compute at 1 − 0.5/2 = 3/4;
     # the collective's 1 s takes 2 s, in which compute does 1.5 of its 3 s; 1.5 s remain.
@@ -89,6 +96,7 @@ def test_no_work_is_lost_or_done_twice(
     exposed=st.floats(0.0, 3.0),
     slowdown=st.floats(1.0, 4.0),
     others=st.lists(st.floats(0.3, 2.0), max_size=3),
+    latency=st.lists(st.floats(0.0, 0.5), min_size=8, max_size=8),
 )
 def test_the_closed_form_equals_the_event_simulation(
     work: list[float],
@@ -98,6 +106,7 @@ def test_the_closed_form_equals_the_event_simulation(
     exposed: float,
     slowdown: float,
     others: list[float],
+    latency: list[float],
 ) -> None:
     overlap = Overlap(exposed_ratio=exposed, collective_slowdown_ratio=slowdown)
     ready, costs = np.cumsum(work), np.array(cost[: len(work)])
@@ -106,10 +115,11 @@ def test_the_closed_form_equals_the_event_simulation(
         ComputeLane(ready_s=ready * speed, total_s=float(ready[-1] + tail) * speed)
         for speed in speeds
     ]
-    flow = simulate(lanes, costs.tolist(), slots=slots, overlap=overlap)
+    waits = costs * np.array(latency[: len(work)])
+    flow = simulate(lanes, costs.tolist(), latency_s=waits.tolist(), slots=slots, overlap=overlap)
     slowest = max(speeds)
     lane_s = float(ready[-1] + tail) * slowest
-    closed_s = lane_s + exposed_s(ready * slowest, lane_s, costs, overlap)
+    closed_s = lane_s + exposed_s(ready * slowest, lane_s, costs, waits, overlap)
     assert closed_s == pytest.approx(flow.end_s, rel=1e-9)
 
 

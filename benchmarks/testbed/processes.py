@@ -1,0 +1,88 @@
+"""Run one function in a fresh process on the node of every rank of a testbed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from estimator.errors import ProbeError, TrainingError
+from estimator.probe.ranks import run_on_devices
+from estimator.profile import Device
+
+from .launch import Placed
+from .network import Testbed
+
+# sched.h
+_CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000
+
+
+def run_ranks(
+    bed: Testbed,
+    placed: Sequence[Placed],
+    function: str,
+    arguments: Mapping[str, Any],
+    *,
+    what: str,
+    timeout_s: float,
+    imported: Sequence[str],
+    has_cores: bool = False,
+    trains: bool = True,
+) -> list[Any]:
+    """What ``function(rank, count, arguments)`` returned, by rank; it begins with `join_node`.
+
+    With `has_cores` rank r has core r to itself. `what` says in an error what was going on. Raises
+    TrainingError if a rank fails, dies or hangs.
+    """
+    devices = [
+        Device(
+            kind="cpu",
+            index=rank,
+            name="testbed",
+            memory_bytes=1,
+            cores=(rank,) if has_cores else (),
+        )
+        for rank in range(len(placed))
+    ]
+    where = {
+        "namespaces": [bed.namespace(rank.node) for rank in placed],
+        "hosts": [rank.node for rank in placed],
+        "environments": [dict(rank.environment) for rank in placed],
+        "timeout_s": timeout_s,
+    }
+    try:
+        return run_on_devices(
+            devices,
+            function,
+            {**arguments, **where},
+            timeout_s=timeout_s,
+            imported=tuple(imported),
+            trains=trains,
+        )
+    except ProbeError as error:
+        raise TrainingError(f"{what} failed: {error}") from None
+
+
+def join_node(rank: int, arguments: Mapping[str, Any]) -> None:
+    """Move this process of `run_ranks` to its node, and tell it who the others are."""
+    _enter_node(arguments["namespaces"][rank], arguments["hosts"][rank])
+    os.environ.update(arguments["environments"][rank])
+
+
+def _enter_node(namespace: str, host: str) -> None:
+    """Move this process into a node's network namespace, under the node's name.
+
+    As ``ip netns exec`` and ``unshare --uts`` do, but for a process that already runs.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    try:
+        failed = library.setns(descriptor, _CLONE_NEWNET) or library.unshare(_CLONE_NEWUTS)
+    finally:
+        os.close(descriptor)
+    if failed:
+        code = ctypes.get_errno()
+        raise ProbeError(f"cannot enter node '{host}' ({os.strerror(code)}); run as root")
+    socket.sethostname(host)
