@@ -11,19 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from records import Progress, Record, Records, now
 from summary import format_table, noise_ratio
 from testbed.measure import measure
-from testbed.network import Testbed, unavailable_reason
+from testbed.network import Testbed
 from testbed.paced import paced_graph
-from testbed_accuracy import MACHINE, MODELS, REPEATS, Bench, probe_host
+from testbed_accuracy import MODELS, REPEATS, Bench
 from testbed_cases import Case
+from testbed_runs import MACHINE, add_options, open_work
 
 from estimator.advise.balance import balance
 from estimator.allocation import Allocation
@@ -292,20 +291,16 @@ def _percent(ratio: float, sign: str = "+") -> str:
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; raises SystemExit with argparse's message."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_options(parser, "balance_accuracy")
     add = parser.add_argument
-    add("--work", type=Path, default=Path("build/balance_accuracy"), help="where results are kept")
-    add("--profile", type=Path, help="a profile of this machine, instead of probing it")
     add("--cases", nargs="+", default=[""], help="only cases whose names hold one of these texts")
     add("--repeats", type=int, default=REPEATS, help="fresh launches of each split")
     add("--steps", type=int, default=15, help="timed steps in each launch")
-    add("--probe-budget", type=float, default=45.0, help="seconds to probe each testbed")
     add("--predict-only", action="store_true", help="write predictions down, measure nothing")
-    add("--json", action="store_true", help="one JSON object on stdout instead of the tables")
     options = parser.parse_args(arguments)
     options.cases = [case for case in CASES if any(text in case.key for text in options.cases)]
     if not options.cases:
         parser.error("no case has such a name; they are " + ", ".join(case.key for case in CASES))
-    options.work = options.work.resolve()
     options.repredict = False
     return options
 
@@ -313,12 +308,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe, predict, write down, measure, report."""
     options = parse_options(arguments)
-    if reason := unavailable_reason():
-        raise SystemExit(f"no testbed here: {reason}")
-    options.work.mkdir(parents=True, exist_ok=True)
-    os.environ["ESTIMATOR_HOME"] = str(options.work / "home")
-    records = Records(options.work / "records.jsonl")
-    probe_host(options)
+    records = open_work(options)
     for name in dict.fromkeys(case.bed for case in options.cases):
         BalanceBench(name, options, records).run()
     found = assemble(options.cases, records)

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 from records import Progress, Record, Records
 from summary import format_table
 from testbed.measure import measure
-from testbed.network import testbed, unavailable_reason
-from testbed_accuracy import MACHINE, Bench, probe_host
+from testbed.network import testbed
+from testbed_accuracy import Bench
 from testbed_cases import Case
+from testbed_runs import MACHINE, add_options, open_work
 
 CAPS_MB = (1, 2, 5, 10, 25, 100)
 # TARGETS A17: within the larger of 15 % of itself and 2 % of the step.
@@ -29,18 +28,14 @@ BOUND_RATIO, BOUND_OF_STEP_RATIO = 0.15, 0.02
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; raises SystemExit with argparse's message."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_options(parser, "testbed_accuracy")
     add = parser.add_argument
-    add("--work", type=Path, default=Path("build/testbed_accuracy"), help="where results are kept")
-    add("--profile", type=Path, help="a profile of this machine, instead of probing it")
     add("--bed", default="even", help="the testbed of testbed_cases")
     add("--models", default="few_big,transformer", help="paced models, joined by commas")
     add("--on", default="n0[0]+n1[0]+n2[0]", help="the allocation")
     add("--repeats", type=int, default=3, help="fresh launches of each step")
     add("--steps", type=int, default=15, help="timed steps in each launch")
-    add("--probe-budget", type=float, default=45.0, help="seconds to probe the testbed")
-    add("--json", action="store_true", help="one JSON object on stdout instead of the table")
     options = parser.parse_args(arguments)
-    options.work = options.work.resolve()
     options.repredict = options.predict_only = False
     options.cases = [
         Case(
@@ -98,12 +93,7 @@ def _row(case: Case, records: Records, seconds: dict[tuple[str, bool], list[floa
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe, predict, measure, report."""
     options = parse_options(arguments)
-    if reason := unavailable_reason():
-        raise SystemExit(f"no testbed here: {reason}")
-    options.work.mkdir(parents=True, exist_ok=True)
-    os.environ["ESTIMATOR_HOME"] = str(options.work / "home")
-    probe_host(options)
-    rows = run(options, Records(options.work / "records.jsonl"))
+    rows = run(options, open_work(options))
     if options.json:
         print(json.dumps({"cases": rows}, allow_nan=False))
         return

@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import permutations
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from records import Progress, Record, say
 from summary import format_table
 from testbed.description import TestbedDescription
-from testbed.launch import launch
 from testbed.measure import measure
-from testbed.network import Testbed, testbed, unavailable_reason
+from testbed.network import Testbed, testbed
 from testbed.orders import all_reduce_seconds
 from testbed.paced import paced_graph, paced_machine
-from testbed_accuracy import MACHINE, probe_host
+from testbed_runs import MACHINE, add_options, open_work, probe_network
 
 from estimator.advise.rank_order import (
     Uplink,
@@ -213,14 +209,16 @@ class Network:
         return rows
 
     def _probe(self, bed: Testbed) -> None:
-        say("probing the network")
         # In no order of racks, as a launcher may number the nodes.
         names = np.random.default_rng(1).permutation([node.name for node in self.description.nodes])
-        command = [sys.executable, "-m", "estimator.probe", "--name", MACHINE, "--pairs", "all"]
-        command += ["--budget", str(self.options.probe_budget)]
-        command += ["--base", str(self.options.profile), "--cluster", str(self.cluster_path)]
-        command += ["--out", str(self.profile_path)]
-        launch(bed, "+".join(f"{name}[0]" for name in names), command)
+        probe_network(
+            bed,
+            "+".join(f"{name}[0]" for name in names),
+            self.options,
+            self.profile_path,
+            cluster=self.cluster_path,
+            all_pairs=True,
+        )
 
     def _orders(self) -> list[tuple[str, tuple[str, ...]]]:
         pairs, cluster = self._profile().pairs, Cluster.load(self.cluster_path)
@@ -325,9 +323,8 @@ def network_report(rows: Sequence[Record]) -> Iterator[str]:
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; raises SystemExit with argparse's message."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_options(parser, "rank_order_accuracy", probe_budget_s=60.0)
     add = parser.add_argument
-    add("--work", type=Path, default=Path("build/rank_order_accuracy"), help="where profiles are")
-    add("--profile", type=Path, help="a profile of this machine, instead of probing it")
     add("--only", choices=["paper", "network"], help="one of the two parts")
     add("--seeds", type=int, default=3, help="made-up matrices of each kind")
     add("--nodes", type=int, default=8, help="nodes of the testbed, half in either rack")
@@ -337,10 +334,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the random orders")
     add("--repeats", type=int, default=5, help="all-reduces timed in each order")
     add("--steps", type=int, default=6, help="steps timed in each order")
-    add("--probe-budget", type=float, default=60.0, help="seconds to probe the testbed")
-    add("--json", action="store_true", help="one JSON object on stdout instead of the tables")
     options = parser.parse_args(arguments)
-    options.work = options.work.resolve()
     return options
 
 
@@ -352,11 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n".join(paper_report(paper)), flush=True)
     rows: list[Record] = []
     if options.only != "paper":
-        if reason := unavailable_reason():
-            raise SystemExit(f"no testbed here: {reason}")
-        options.work.mkdir(parents=True, exist_ok=True)
-        os.environ["ESTIMATOR_HOME"] = str(options.work / "home")
-        probe_host(options)
+        open_work(options)
         rows = Network(options).cases()
         if not options.json:
             print("\n".join(network_report(rows)))

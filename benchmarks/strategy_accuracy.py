@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from records import Progress, Record, Records, say
+from records import Progress, Record, Records
 from summary import format_table
 from testbed.description import TestbedDescription
-from testbed.launch import launch
-from testbed.network import Testbed, set_uplink, testbed, unavailable_reason
+from testbed.network import Testbed, set_uplink, testbed
 from testbed.paced import paced_graph, paced_machine
 from testbed.strategies import step_seconds
-from testbed_accuracy import MACHINE, probe_host
+from testbed_runs import MACHINE, add_options, open_work, probe_network
 
 from estimator.advise.strategies import best_strategy
 from estimator.graph.ops import OpGraph
@@ -77,11 +73,8 @@ class Grid:
                 progress.advance(_key(workers, servers))
 
     def _probe(self, bed: Testbed) -> None:
-        say("probing the workers' network")
-        command = [sys.executable, "-m", "estimator.probe", "--name", MACHINE]
-        command += ["--budget", str(self.options.probe_budget)]
-        command += ["--base", str(self.options.profile), "--out", str(self.profile_path)]
-        launch(bed, "+".join(f"{node}[0]" for node in WORKERS), command)
+        workers = "+".join(f"{node}[0]" for node in WORKERS)
+        probe_network(bed, workers, self.options, self.profile_path)
 
     def _predict(self, workers: str, servers: str) -> None:
         """Write down every strategy's step, from the one probe and the cell's line rates."""
@@ -185,18 +178,14 @@ def report(rows: Sequence[Record]) -> Iterator[str]:
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; raises SystemExit with argparse's message."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_options(parser, "strategy_accuracy")
     add = parser.add_argument
-    add("--work", type=Path, default=Path("build/strategy_accuracy"), help="where results are kept")
-    add("--profile", type=Path, help="a profile of this machine, instead of probing it")
     add("--workers", default=",".join(WORKER_RATES), help="rates of the workers' links")
     add("--servers", default=",".join(SERVER_RATES), help="rates of the servers' links")
     add("--parameter-s", type=float, default=2e-8, help="seconds to update a parameter")
     add("--rounds", type=int, default=1, help="turns of each strategy in a cell")
     add("--steps", type=int, default=3, help="timed steps in a turn")
-    add("--probe-budget", type=float, default=45.0, help="seconds to probe the network")
-    add("--json", action="store_true", help="one JSON object on stdout instead of the tables")
     options = parser.parse_args(arguments)
-    options.work = options.work.resolve()
     options.workers = options.workers.split(",")
     options.servers = options.servers.split(",")
     return options
@@ -205,12 +194,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe, predict, write down, measure, report."""
     options = parse_options(arguments)
-    if reason := unavailable_reason():
-        raise SystemExit(f"no testbed here: {reason}")
-    options.work.mkdir(parents=True, exist_ok=True)
-    os.environ["ESTIMATOR_HOME"] = str(options.work / "home")
-    records = Records(options.work / "records.jsonl")
-    probe_host(options)
+    records = open_work(options)
     Grid(options, records).run()
     rows = assemble(options, records)
     if options.json:

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from records import Progress, Record, Records, now, say
+from records import Progress, Record, Records, now
 from summary import Bound, format_rows, format_table, noise_ratio, summarise
-from testbed.launch import launch
 from testbed.measure import measure
-from testbed.network import Testbed, testbed, unavailable_reason
+from testbed.network import Testbed, testbed
 from testbed.paced import paced_graph, paced_machine
 from testbed_cases import COMPUTING, Case, beds, cases
+from testbed_runs import MACHINE, add_options, open_work, probe_network
 
 from estimator.calibrate.baselines import LinearScaling, OptimusForm, PolluxForm
 from estimator.errors import EstimatorError
@@ -41,7 +39,6 @@ BOUNDS = {
 }
 FORMS = {"linear": LinearScaling, "optimus": OptimusForm, "pollux": PolluxForm}
 MODELS = Path(__file__).with_name("local_models.py")
-MACHINE = "testbed"
 
 
 class Bench:
@@ -78,15 +75,17 @@ class Bench:
         return len(self.records.of("measurement", case.key))
 
     def _probe(self, bed: Testbed) -> None:
-        say(f"{self.name}: probing the network")
         base_path = self.options.work / f"{self.name}_base.json"
         most = max(node.devices for node in self.description.nodes)
         with_devices(load_profile(self.options.profile), most).save(base_path)
-        command = [sys.executable, "-m", "estimator.probe", "--name", MACHINE]
-        command += ["--budget", str(self.options.probe_budget)]
-        command += ["--base", str(base_path), "--cluster", str(self.cluster_path)]
-        command += ["--out", str(self.network_path)]
-        launch(bed, self.description.all_devices(), command)
+        probe_network(
+            bed,
+            self.description.all_devices(),
+            self.options,
+            self.network_path,
+            base=base_path,
+            cluster=self.cluster_path,
+        )
 
     def _predict(self, case: Case) -> None:
         answer = self._estimate(case, self._graph(case), case.allocation)
@@ -312,17 +311,14 @@ def _error(case: Record) -> str:
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; raises SystemExit with argparse's message."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_options(parser, "testbed_accuracy")
     add = parser.add_argument
-    add("--work", type=Path, default=Path("build/testbed_accuracy"), help="where results are kept")
-    add("--profile", type=Path, help="a profile of this machine, instead of probing it")
     add("--beds", help="names of testbeds, joined by commas")
     add("--only", help="paced or computing")
     add("--repeats", type=int, default=REPEATS, help="fresh launches of each case")
     add("--steps", type=int, default=15, help="timed steps in each launch")
-    add("--probe-budget", type=float, default=45.0, help="seconds to probe each testbed")
     add("--repredict", action="store_true", help="predict again, and say so where it is too late")
     add("--predict-only", action="store_true", help="write predictions down, measure nothing")
-    add("--json", action="store_true", help="one JSON object on stdout instead of the tables")
     options = parser.parse_args(arguments)
     wanted = options.beds.split(",") if options.beds else list(beds())
     unknown = sorted(set(wanted) - set(beds()))
@@ -334,32 +330,13 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         if case.bed in wanted
         and options.only in (None, "computing" if case.model in COMPUTING else "paced")
     ]
-    options.work = options.work.resolve()
     return options
-
-
-def probe_host(options: argparse.Namespace) -> None:
-    """The profile of this machine alone, probed once into the work folder."""
-    kept = options.work / "host.json"
-    if options.profile:
-        load_profile(str(options.profile.resolve())).save(kept)
-    elif not kept.exists():
-        from estimator.probe.machine import probe_machine
-
-        say("probing this machine")
-        probe_machine(name=MACHINE).save(kept)
-    options.profile = kept
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe, predict, write down, measure, report."""
     options = parse_options(arguments)
-    if reason := unavailable_reason():
-        raise SystemExit(f"no testbed here: {reason}")
-    options.work.mkdir(parents=True, exist_ok=True)
-    os.environ["ESTIMATOR_HOME"] = str(options.work / "home")
-    records = Records(options.work / "records.jsonl")
-    probe_host(options)
+    records = open_work(options)
     for name in dict.fromkeys(case.bed for case in options.cases):
         Bench(name, options, records).run()
     found = assemble(options, records)

@@ -43,15 +43,6 @@ class Case:
     def nodes(self) -> int:
         return len({group.host for group in Allocation.parse(self.allocation).groups})
 
-    def row(self, batch: int) -> dict[str, Any]:
-        """What a scaling form knows of a case."""
-        return {
-            "ranks": self.ranks,
-            "nodes": self.nodes,
-            "batch": batch,
-            "accumulation": self.accumulation_steps,
-        }
-
 
 def _node(name: str, uplink: str, devices: int = 2, **options: Any) -> TestbedNode:
     rate = parse_bandwidth_bytes_per_s(uplink)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from estimator.allocation import Allocation
     from estimator.api import estimate, trace_model
+    from estimator.calibrate.calibrator import Calibrator
+    from estimator.calibrate.watching import observe
     from estimator.columns import AllocationColumns
     from estimator.errors import EstimatorError
     from estimator.estimates import Breakdown, Estimate
@@ -28,6 +30,7 @@ _HOMES = {
     "Allocation": "estimator.allocation",
     "AllocationColumns": "estimator.columns",
     "Breakdown": "estimator.estimates",
+    "Calibrator": "estimator.calibrate.calibrator",
     "Estimate": "estimator.estimates",
     "EstimateTable": "estimator.tables",
     "EstimatorError": "estimator.errors",
@@ -38,6 +41,7 @@ _HOMES = {
     "estimate_chunks": "estimator.tables",
     "estimate_many": "estimator.tables",
     "load_profile": "estimator.profile",
+    "observe": "estimator.calibrate.watching",
     "trace_model": "estimator.api",
 }
 
@@ -45,6 +49,7 @@ __all__ = [
     "Allocation",
     "AllocationColumns",
     "Breakdown",
+    "Calibrator",
     "Estimate",
     "EstimateTable",
     "EstimatorError",
@@ -55,6 +60,7 @@ __all__ = [
     "estimate_chunks",
     "estimate_many",
     "load_profile",
+    "observe",
     "trace_model",
 ]
 

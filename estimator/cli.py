@@ -5,33 +5,29 @@ torch takes seconds to import, so each command imports what it needs when it run
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import click
 
+from estimator.cli_calibrate import calibrate
+from estimator.console import print_json, print_tables, progress, remark
 from estimator.errors import EstimatorError, ModelError, ProfileError
 from estimator.request import Request
 from estimator.workload import OPTIMIZERS, PRECISIONS
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from estimator.estimates import Estimate
     from estimator.graph.ops import OpGraph
     from estimator.profile import MachineProfile
     from estimator.topology import Cluster
 
 ANSWER_IS_NO, WRONG_INPUT, INTERRUPTED = 1, 2, 130
-# Wide enough that tables do not wrap in a file.
-WIDTH_OF_FILES = 110
 # A measurement this close counts as predicted even outside the interval (TARGETS A2, worst case).
 TOLERATED_ERROR_RATIO = 0.25
 # `check` fails if more of the time than this rests on datasheets and assumptions.
@@ -70,7 +66,7 @@ def _quieten_libraries() -> None:
 
 
 def _refuse(message: str) -> int:
-    click.echo(f"estimator: {' '.join(message.split())}", err=True)
+    remark(message)
     return WRONG_INPUT
 
 
@@ -85,7 +81,8 @@ def commands(context: click.Context) -> None:
     machine and one look at the model.
 
     MODEL is path/to/file.py:function, package.module:function (returning (model, batch) or
-    (model, batch, loss)), a saved graph, or hf:TYPE[:TASK][,key=value...] such as hf:gpt2.
+    (model, batch, loss)), a saved graph, a summary (job.json), or
+    hf:TYPE[:TASK][,key=value...] such as hf:gpt2.
     ALLOCATION is NODESxDEVICES:MACHINE, such as 1x2:local.
 
     Exit codes: 0 done, 1 the answer is no, 2 wrong input.
@@ -94,40 +91,7 @@ def commands(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-def _print(tables: RenderableType) -> None:
-    """Print for a terminal in its width and colours, else as plain lines."""
-    from rich.console import Console
-
-    is_file = not sys.stdout.isatty()
-    width = WIDTH_OF_FILES if is_file else None
-    console = Console(width=width, markup=False, highlight=False, emoji=False)
-    with console.capture() as printed:
-        console.print(tables)
-    text = printed.get()
-    if is_file:
-        text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
-    click.echo(text, nl=False, color=not is_file)
-
-
-@contextlib.contextmanager
-def _progress(label: str) -> Iterator[Callable[[str, float], None]]:
-    """A bar on stderr, if that is a terminal; the value is told what is under way and how far."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task(label, total=1.0)
-
-        def report(what: str, done_ratio: float) -> None:
-            progress.update(task, description=f"{label}: {what}", completed=done_ratio)
-
-        yield report
-
-
-def _print_json(content: Any) -> None:
-    click.echo(json.dumps(content, indent=1, allow_nan=False))
+commands.add_command(calibrate)
 
 
 # probe and profile
@@ -180,7 +144,7 @@ def probe(
     check_writable(path)
     from estimator.probe.machine import probe_machine
 
-    with _progress("probing") as report:
+    with progress("probing") as report:
         profile = probe_machine(
             name=name,
             devices=devices,
@@ -194,7 +158,7 @@ def probe(
     if profile.missing:
         click.echo(f"not measured: {'; '.join(profile.missing)}", err=True)
     if as_json:
-        _print_json(profile.to_dict())
+        print_json(profile.to_dict())
     else:
         click.echo(f"{path}: {len(profile.devices)} x {profile.devices[0].name}")
 
@@ -235,8 +199,8 @@ def profiles() -> None:
 
 @profiles.command("list")
 def list_machines() -> None:
-    """Every machine that can be named in an allocation."""
-    from estimator.profile import known_machines, load_profile
+    """Every machine that can be named in an allocation, measured ones first."""
+    from estimator.profile import home, known_machines, load_profile
     from estimator.render import machines_table
 
     machines: dict[str, tuple[Path, MachineProfile | None]] = {}
@@ -245,10 +209,9 @@ def list_machines() -> None:
             machines[name] = (path, load_profile(path))
         except ProfileError:
             machines[name] = (path, None)
-    if machines:
-        _print(machines_table(machines))
-    else:
-        click.echo("no machine is known yet; run 'estimator probe' to measure this one")
+    print_tables(machines_table(machines))
+    if not any(path.is_relative_to(home()) for path in known_machines().values()):
+        click.echo("none of them was measured here; run 'estimator probe' to measure this machine")
 
 
 @profiles.command()
@@ -258,7 +221,7 @@ def show(name: str) -> None:
     from estimator.profile import load_profile
     from estimator.render import profile_report
 
-    _print(profile_report(load_profile(name)))
+    print_tables(profile_report(load_profile(name)))
 
 
 @profiles.command()
@@ -266,12 +229,18 @@ def show(name: str) -> None:
 @click.argument("second")
 def compare(first: str, second: str) -> None:
     """The ratio of every number that both machines FIRST and SECOND have."""
-    from estimator.comparison import compare_profiles
+    from estimator.comparison import compare_profiles, groups_only_in
     from estimator.profile import load_profile
     from estimator.render import comparison_report
 
-    rows = compare_profiles(load_profile(first), load_profile(second))
-    _print(comparison_report(rows, first=first, second=second))
+    one, other = load_profile(first), load_profile(second)
+    print_tables(comparison_report(compare_profiles(one, other), first=first, second=second))
+    for name, groups in (
+        (first, groups_only_in(one, other)),
+        (second, groups_only_in(other, one)),
+    ):
+        if groups:
+            click.echo(f"only '{name}' says anything of: {', '.join(groups)}")
 
 
 _files_argument = click.argument(
@@ -427,12 +396,12 @@ def estimate(
             "scaling": asdict(scaling) if scaling else None,
             "balance_gain_ratio": balance.gain_ratio if balance else None,
         }
-        _print_json(answer.to_dict() | more)
+        print_json(answer.to_dict() | more)
     else:
         from estimator.render import estimate_report
 
         report = estimate_report(answer, duration_s=duration_s, scaling=scaling, balance=balance)
-        _print(report)
+        print_tables(report)
     if answer.fits == "no":
         raise click.exceptions.Exit(ANSWER_IS_NO)
 
@@ -486,13 +455,13 @@ def sweep(
 
         draw_scaling(rows, picture)
     if as_json:
-        _print_json([row.to_dict() for row in rows])
+        print_json([row.to_dict() for row in rows])
     elif as_csv:
         click.echo(sweep_csv(rows), nl=False)
     else:
         from estimator.render import sweep_report
 
-        _print(sweep_report(rows))
+        print_tables(sweep_report(rows))
 
 
 def _compare_strategies(
@@ -510,13 +479,13 @@ def _compare_strategies(
     graph = _traced(request, allocations[:1])
     rows = [row for text in allocations for row in request.ranked(graph, text, wanted)]
     if as_json:
-        _print_json([row.to_dict() for row in rows])
+        print_json([row.to_dict() for row in rows])
     elif as_csv:
         click.echo(sweep_csv(rows), nl=False)
     else:
         from estimator.render import strategies_report
 
-        _print(strategies_report(rows))
+        print_tables(strategies_report(rows))
 
 
 @commands.command()
@@ -536,30 +505,31 @@ def validate(
     Predictions are made first. Exit code 1: some measurement lies outside its prediction's
     interval and more than 25 % away.
     """
-    from estimator.graph.files import is_saved_graph
+    from estimator.graph.files import is_saved_graph, is_summary_file
     from estimator.validation import validate as run_all
 
     request = Request(**options)
-    if is_saved_graph(request.model):
+    if is_saved_graph(request.model) or is_summary_file(request.model):
+        what = "summary" if is_summary_file(request.model) else "saved graph"
         raise ModelError(
-            f"{request.model} is a saved graph, which cannot be trained; name the model itself"
+            f"{request.model} is a {what}, which cannot be trained; name the model itself"
         )
     graph = _traced(request, on)
     predictions = [request.estimate(graph, text) for text in on]
     train = request.trainer(graph, steps=steps, warmup_steps=warmup)
-    with _progress("training") as progress:
+    with progress("training") as tell:
         total = repeats * len(predictions)
 
         def report(run: int, predicted: Estimate, step_s: float) -> None:
-            progress(f"{predicted.allocation}", run / total)
+            tell(f"{predicted.allocation}", run / total)
 
         cases = run_all(predictions, train, repeats=repeats, report=report)
     if as_json:
-        _print_json([case.to_dict() for case in cases])
+        print_json([case.to_dict() for case in cases])
     else:
         from estimator.render import validation_report
 
-        _print(validation_report(cases))
+        print_tables(validation_report(cases))
     if not all(
         case.is_within_interval or abs(case.error_ratio) <= TOLERATED_ERROR_RATIO for case in cases
     ):
@@ -585,7 +555,7 @@ def check(on: str, **options: Any) -> None:
         for _, source, share_ratio, _ in answer.provenance
         if source in ("assumed", "datasheet")
     )
-    _print(check_report(answer, unmeasured_ratio=unmeasured_ratio))
+    print_tables(check_report(answer, unmeasured_ratio=unmeasured_ratio))
     if unmeasured_ratio > TOLERATED_UNMEASURED_RATIO or answer.fits == "no":
         raise click.exceptions.Exit(ANSWER_IS_NO)
 
@@ -593,7 +563,7 @@ def check(on: str, **options: Any) -> None:
 def _traced(request: Request, allocations: Sequence[str]) -> OpGraph:
     if not request.measure:
         return request.graph(allocations)
-    with _progress("timing operators") as report:
+    with progress("timing operators") as report:
         return request.graph(allocations, report)
 
 

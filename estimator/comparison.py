@@ -41,6 +41,17 @@ def compare_profiles(first: MachineProfile, second: MachineProfile) -> tuple[Com
     )
 
 
+def groups_only_in(first: MachineProfile, second: MachineProfile) -> tuple[str, ...]:
+    """What the first profile knows of and the second says nothing about, in words."""
+    theirs = {_group_in_words(group) for group, *_ in _quantities(second)}
+    mine = dict.fromkeys(_group_in_words(group) for group, *_ in _quantities(first))
+    return tuple(group for group in mine if group not in theirs)
+
+
+def _group_in_words(group: str) -> str:
+    return "kernels" if group.startswith("kernel ") else group
+
+
 def median_difference_ratio(rows: tuple[Compared, ...]) -> float:
     """How far the two profiles typically disagree, relative to the larger number of each pair."""
     return statistics.median(1 - min(row.ratio, 1 / row.ratio) for row in rows)

@@ -7,10 +7,11 @@ EstimatorError
 ├── AllocationError     an allocation cannot be read, or asks for what does not exist (ValueError)
 ├── TopologyError       a cluster file cannot be read, or describes no tree (ValueError)
 ├── StrategyError       a parallel strategy, optimizer or precision is unknown (ValueError)
-├── WorkloadError       a batch size or sample count does not fit the model (ValueError)
+├── WorkloadError       a batch, a sample count or the summary of a job is impossible (ValueError)
 ├── ModelError          a model cannot be built, called or found (ValueError)
 ├── TraceError          a model cannot be traced (RuntimeError)
 ├── GraphFileError      a saved graph is damaged or from another version (ValueError)
+├── ObservationError    an observed step time, or a table of them, makes no sense (ValueError)
 ├── ProbeError          a measurement cannot be made on this machine (RuntimeError)
 ├── TrainingError       a real training run, started to be measured, failed (RuntimeError)
 └── StoreError          a file of the user's store cannot be read or written (OSError)
@@ -48,7 +49,7 @@ class StrategyError(EstimatorError, ValueError):
 
 
 class WorkloadError(EstimatorError, ValueError):
-    """A batch size or sample count does not fit the model or the allocation."""
+    """A batch or sample count fits no model or allocation, or a job's summary cannot be."""
 
 
 class ModelError(EstimatorError, ValueError):
@@ -61,6 +62,10 @@ class TraceError(EstimatorError, RuntimeError):
 
 class GraphFileError(EstimatorError, ValueError):
     """A saved graph is damaged or written by another version."""
+
+
+class ObservationError(EstimatorError, ValueError):
+    """An observed step time, or a table of them, makes no sense."""
 
 
 class ProbeError(EstimatorError, RuntimeError):

@@ -9,7 +9,13 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from estimator.allocation import Allocation
-from estimator.coefficients import UNCALIBRATED, Calibration
+from estimator.coefficients import (
+    UNCALIBRATED,
+    Calibration,
+    Coefficients,
+    PredictedStep,
+    StepQuestion,
+)
 from estimator.errors import WorkloadError
 from estimator.graph.memory import PeakMemory
 from estimator.graph.ops import OpGraph
@@ -29,6 +35,7 @@ from estimator.timeline.sharding import sharded_memory
 from estimator.timeline.spans import Timeline
 from estimator.timeline.step import timeline_of
 from estimator.topology import Cluster
+from estimator.typical import is_known_by_datasheet
 from estimator.units import format_ratio
 from estimator.workload import Strategy
 
@@ -102,6 +109,8 @@ class Estimate:
     def assumptions(self) -> tuple[str, ...]:
         """What the answer takes for granted, one sentence each."""
         found = plan_assumptions(self.plan, self.ranks)
+        remark = self.plan.coefficients.remark
+        found = (remark, *found) if remark else found
         return found if self.batches is None else (*split_assumptions(self.batches), *found)
 
     @property
@@ -172,17 +181,77 @@ def estimate_graph(
         raise WorkloadError(f"accumulation steps must be at least 1, found {accumulation_steps}")
     batches = _batches(graph, placement, batch_per_gpu, global_batch, accumulation_steps)
     members = members_of(graph, placement, batches, plan, accumulation_steps)
-    coefficients = (
-        calibration.coefficients_for(graph.name, placement.allocation)
-        if calibration
-        else UNCALIBRATED
-    )
+    coefficients = UNCALIBRATED
+    if calibration is not None:
+        coefficients = calibration.coefficients_for(
+            _question(graph, placement, batches, accumulation_steps, plan),
+            placement.allocation,
+            StepEngine(graph=graph, cluster=cluster, profile=profile),
+        )
     return _answer(
         step_plan(placement, members, coefficients),
         batches,
         plan,
         accumulation_steps,
         coefficients.relative_error,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepEngine:
+    """Predicts steps of a graph under trial coefficients; see `coefficients.Engine`."""
+
+    graph: OpGraph
+    cluster: Cluster | None
+    profile: MachineProfile | None
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return id(self.graph), id(self.cluster), id(self.profile)
+
+    def predict(
+        self,
+        allocation: str | Allocation,
+        *,
+        batch_per_gpu: int | None,
+        accumulation_steps: int,
+        strategy: str,
+        coefficients: Coefficients,
+    ) -> PredictedStep:
+        """One step, all groups of the allocation with the same batch."""
+        placement = place(allocation, cluster=self.cluster, profile=self.profile)
+        batches = _batches(self.graph, placement, batch_per_gpu, None, accumulation_steps)
+        plan = Strategy.parse(strategy)
+        members = members_of(self.graph, placement, batches, plan, accumulation_steps)
+        step = step_plan(placement, members, coefficients)
+        parts = step_parts(step)
+        lane_s = parts.forward_s + parts.backward_s + parts.host_exposed_s + parts.copies_exposed_s
+        return PredictedStep(
+            question=_question(self.graph, placement, batches, accumulation_steps, plan),
+            compute_s=lane_s / accumulation_steps + parts.update_s,
+            sync_s=step.communication_s,
+            step_s=parts.step_s,
+        )
+
+
+def _question(
+    graph: OpGraph,
+    placement: Placement,
+    batches: tuple[int, ...] | None,
+    accumulation_steps: int,
+    strategy: Strategy,
+) -> StepQuestion:
+    groups = placement.allocation.groups
+    samples = sum(g.ranks * b for g, b in zip(groups, batches or [0] * len(groups), strict=True))
+    return StepQuestion(
+        workload=graph.name,
+        machines="+".join(sorted({kind.profile.name for kind in placement.kinds})),
+        ranks=placement.ranks,
+        nodes=placement.nodes,
+        most_on_node=max([kind.busy for kind in placement.kinds]),
+        batch=samples / placement.ranks,
+        accumulation_steps=accumulation_steps,
+        strategy=str(strategy),
     )
 
 
@@ -265,7 +334,7 @@ def _answer(
         mfu_ratio=_mfu(plan, None if unlike else slowest, accumulation_steps, step),
         peak_memory_bytes=memory.total_bytes,
         memory=memory,
-        fits=_fits(used_ratio),
+        fits=_fits(used_ratio, graph.knows_activations),
         breakdown=Breakdown(
             forward_s=parts.forward_s,
             backward_s=parts.backward_s,
@@ -326,16 +395,17 @@ def _provenance(
         for (family, source), (seconds, error_s) in program.kernels.items()
     ]
     host, reduce = program.profile.host, plan.reduce
+    copies = "datasheet" if is_known_by_datasheet(program.profile) else "fitted"
     waiting_s = breakdown.communication_exposed_s + breakdown.straggler_s + breakdown.idle_s
     rows += [
         (
             "host",
-            "measured",
+            host.provenance.source if host else "measured",
             breakdown.host_exposed_s / step,
             host.provenance.relative_error if host else None,
         ),
-        ("update", "measured", breakdown.update_s / step, program.update_error),
-        ("bucket copies", "fitted", breakdown.copies_exposed_s / step, COPIES_ERROR),
+        ("update", program.update_source, breakdown.update_s / step, program.update_error),
+        ("bucket copies", copies, breakdown.copies_exposed_s / step, COPIES_ERROR),
         (
             "communication",
             reduce.source if reduce else "measured",
@@ -379,16 +449,16 @@ def _mfu(
     flops = peak_flops_per_s = 0.0
     for ranks, program in weighed:
         peak = program.peak_flops_per_s
-        if not peak:
+        if not peak or not program.flops:
             return None
         flops += ranks * program.flops
         peak_flops_per_s += ranks * peak
     return flops * accumulation_steps / (peak_flops_per_s * step)
 
 
-def _fits(used_ratio: float) -> Literal["yes", "no", "uncertain"]:
-    """Whether every class of ranks has the memory it needs."""
-    if used_ratio <= 1 - 2 * NOT_FIT_MARGIN_RATIO:
+def _fits(used_ratio: float, knows_all: bool) -> Literal["yes", "no", "uncertain"]:
+    """Whether every class of ranks has the memory it needs; unsure where not all of it is known."""
+    if knows_all and used_ratio <= 1 - 2 * NOT_FIT_MARGIN_RATIO:
         return "yes"
     return "no" if used_ratio > 1 + NOT_FIT_MARGIN_RATIO else "uncertain"
 

@@ -11,6 +11,7 @@ from estimator.allocation import Allocation, DeviceGroup
 from estimator.errors import AllocationError
 from estimator.profile import MachineProfile, load_profile
 from estimator.topology import Cluster
+from estimator.typical import achieved_bytes_per_s
 
 Value = TypeVar("Value")
 
@@ -256,8 +257,11 @@ def hop_latency_s(profile: MachineProfile, reach: str) -> float:
 
 
 def nic_of(profile: MachineProfile) -> float | None:
-    """Payload rate of a node's network by its profile: the fastest single flow measured."""
-    rates = [link.bandwidth_bytes_per_s for link in profile.network if link.streams == 1]
+    """Payload rate of a node's network by its profile: the fastest single flow measured.
+
+    A datasheet's line rate of all cards together counts with what collectives usually get of it.
+    """
+    rates = [achieved_bytes_per_s(link) for link in profile.network if link.streams == 1]
     return max(rates, default=None)
 
 

@@ -26,7 +26,19 @@ SCHEMA_VERSION = 1
 
 DeviceKind = Literal["cpu", "cuda"]
 Source = Literal["measured", "imported", "fitted", "datasheet"]
-LinkKind = Literal["h2d", "d2h", "d2d", "pcie", "nvlink", "roce", "infiniband", "tcp", "loopback"]
+LinkKind = Literal[
+    "h2d",
+    "d2h",
+    "d2d",
+    "pcie",
+    "nvlink",
+    "infinity_fabric",
+    "roce",
+    "infiniband",
+    "efa",
+    "tcp",
+    "loopback",
+]
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
 # How far apart the two ends of a link are, nearest first.
 Reach = Literal["device_switch", "socket", "node", "rack", "cluster"]
@@ -524,7 +536,8 @@ def known_machines() -> dict[str, Path]:
     """Every machine that can be named, with its file; the user's own hide shipped ones."""
     found: dict[str, Path] = {}
     for folder in machine_folders():
-        for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        paths = sorted(folder.glob("*.json"), key=lambda path: path.stem) if folder.is_dir() else ()
+        for path in paths:
             found.setdefault(path.stem, path)
     return found
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import groupby
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from estimator.advise.strategies import StrategyRow
     from estimator.advise.sweeps import SweepRow
     from estimator.estimates import Estimate
-    from estimator.profile import CollectiveCost, Link, MachineProfile, Provenance
+    from estimator.profile import CollectiveCost, Device, Link, MachineProfile, Provenance
     from estimator.validation import Validation
 
 BAR_WIDTH = 32
@@ -173,7 +174,7 @@ def sweep_report(rows: Sequence[SweepRow]) -> Group:
         )
     refused = [row for row in rows if row.answer is None]
     reasons = dict.fromkeys(row.refusal for row in refused)
-    lines = [f"{len(refused)} allocations do not exist, such as: {next(iter(reasons))}"]
+    lines = [f"{len(refused)} allocations do not exist, such as: {why}" for why in reasons][:1]
     return _stacked(table, _listed("left out", lines) if refused else None)
 
 
@@ -282,14 +283,25 @@ def _validated_breakdown(case: Validation) -> Text:
 
 
 def machines_table(machines: Mapping[str, tuple[Path, MachineProfile | None]]) -> Table:
-    """Every machine that can be named; a damaged profile says so."""
-    table = _grid("", "machine", "devices", "made", "file")
+    """Every machine that can be named; a damaged profile says so, with its file."""
+    table = _grid("", "machine", "devices", "memory", "between nodes", "made")
     for name, (path, profile) in machines.items():
         if profile is None:
-            table.add_row(name, "damaged; probe again", "", str(path))
+            table.add_row(name, f"damaged; probe again ({path})", "", "", "")
         else:
-            table.add_row(name, _devices_in_words(profile), _origin(profile.provenance), str(path))
+            memory = format_bytes(profile.devices[0].memory_bytes)
+            made = f"{profile.provenance.source} {profile.provenance.at[: len('2026-01-01')]}"
+            table.add_row(
+                name, _devices_in_words(profile), memory, _network_in_words(profile), made
+            )
     return table
+
+
+def _network_in_words(profile: MachineProfile) -> str:
+    if not profile.network:
+        return ""
+    best = max(profile.network, key=lambda link: link.bandwidth_bytes_per_s)
+    return f"{format_bandwidth(best.bandwidth_bytes_per_s)} {best.kind.replace('_', ' ')}"
 
 
 def _devices_in_words(profile: MachineProfile) -> str:
@@ -315,18 +327,19 @@ def profile_report(profile: MachineProfile) -> Group:
         _collectives_table(profile),
         _updates_table(profile),
         _listed("missing", profile.missing),
+        _listed("sources", _sources(profile)),
     )
 
 
 def _devices_table(profile: MachineProfile) -> Table:
     table = _grid("devices", "device", "name", "cores", "memory", "bandwidth", "peak", numbers=3)
-    for device in profile.devices:
+    for indices, device in _alike_devices(profile.devices):
         bandwidth = device.memory_bandwidth_bytes_per_s
         peaks = (
             f"{dtype} {format_count(rate)}FLOP/s" for dtype, rate in device.peak_flops_per_s.items()
         )
         table.add_row(
-            f"{device.kind}:{device.index}",
+            f"{device.kind}:{indices}",
             device.name,
             ",".join(map(str, device.cores)),
             format_bytes(device.memory_bytes),
@@ -334,6 +347,21 @@ def _devices_table(profile: MachineProfile) -> Table:
             "\n".join(peaks),
         )
     return table
+
+
+def _alike_devices(devices: Sequence[Device]) -> Iterator[tuple[str, Device]]:
+    """Runs of devices that differ in their index alone, as ("0-7", the first of them)."""
+    for _, run in groupby(devices, key=lambda device: replace(device, index=0)):
+        first, *others = run
+        yield (f"{first.index}-{others[-1].index}" if others else str(first.index)), first
+
+
+def _sources(profile: MachineProfile) -> list[str]:
+    """What a profile says of where its numbers come from, each remark once."""
+    notes = [profile.provenance.note]
+    notes += [str(device.details.get("source", "")) for device in profile.devices]
+    notes += [link.provenance.note for link in (*profile.links, *profile.network)]
+    return list(dict.fromkeys(note for note in notes if note))
 
 
 def _host_facts(profile: MachineProfile) -> Table:
@@ -412,7 +440,8 @@ _REACH_WORDS = {
 
 
 def _link_name(link: Link) -> str:
-    return f"{link.kind}{', pinned' if link.pinned else ''}{_REACH_WORDS[link.reach]}"
+    pinned = ", pinned" if link.pinned else ""
+    return f"{link.kind.replace('_', ' ')}{pinned}{_REACH_WORDS[link.reach]}"
 
 
 def _collective_name(cost: CollectiveCost) -> str:

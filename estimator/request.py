@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from estimator.advise.strategies import StrategyRow
     from estimator.estimates import Estimate
     from estimator.graph.ops import OpGraph
+    from estimator.profile import DeviceKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class Request:
     def graph(
         self, allocations: Sequence[str], report: Callable[[str, float], None] | None = None
     ) -> OpGraph:
-        """The saved graph that the model names, or its trace for the first machine's kind.
+        """The graph that the model names, or its trace for the kind of the first machine.
 
         Allocations and strategy are checked first, since building a model can take long. `report`
         is told what is being measured and how far that is, from 0 to 1.
@@ -48,15 +49,17 @@ class Request:
 
         Strategy.parse(self.strategy)
         machines = [place(text, cluster=self.cluster).sites[0].profile for text in allocations]
-        from estimator.graph.files import is_saved_graph
-        from estimator.graph.models import load_model
+        from estimator.graph.files import is_saved_graph, is_summary_file
         from estimator.graph.ops import OpGraph
 
         if is_saved_graph(self.model):
             graph = OpGraph.load(self.model)
             self._check_as_traced(graph)
             return graph
+        if is_summary_file(self.model):
+            return self._summarised(machines[0].kind)
         from estimator.api import trace_model
+        from estimator.graph.models import load_model  # imports torch: a saved graph needs none
 
         model, batch, loss, name = load_model(
             self.model, batch=self.batch, seq_len=self.seq_len, weights=False
@@ -73,6 +76,32 @@ class Request:
             name=name,
             report=report,
         )
+
+    def _summarised(self, target: DeviceKind) -> OpGraph:
+        from estimator.graph.files import load_summary
+        from estimator.graph.summary import summary_graph
+
+        summary = load_summary(self.model)
+        for option, asked in (
+            ("measure", self.measure),
+            ("seq-len", self.seq_len not in (None, summary.tokens_per_sample)),
+        ):
+            if asked:
+                raise ModelError(
+                    f"{self.model} is a summary, whose operators are not known; leave out "
+                    f"--{option} or name the model itself"
+                )
+        trained = replace(
+            summary,
+            optimizer=self.optimizer or summary.optimizer,
+            precision=self.precision or summary.precision,
+        )
+        if summary.step_times and trained != summary:
+            raise ModelError(
+                f"{self.model} has step times of {summary.optimizer} in {summary.precision}; leave "
+                "out --optimizer and --precision or time such steps"
+            )
+        return summary_graph(trained, target=target)
 
     def _check_as_traced(self, graph: OpGraph) -> None:
         for option, asked, traced in (

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.allocation import Allocation
-from estimator.coefficients import Calibration
+from estimator.coefficients import Calibration, StepQuestion
 from estimator.columns import AllocationColumns, TextReader
 from estimator.errors import EstimatorError
 from estimator.estimates import (
@@ -18,6 +18,7 @@ from estimator.estimates import (
     OVERLAP_ERROR,
     Z_80,
     Estimate,
+    StepEngine,
     estimate_graph,
 )
 from estimator.graph.ops import OpGraph
@@ -130,7 +131,7 @@ class RowAnswers:
         placed.wrong |= ~steps.fits_target[placed.site].all(axis=0)
         batch, wrong = self._batches(question, rows, placed)
         _raise_first(placed.wrong | wrong, rows.start, question)
-        learnt, errors = _learnt(question, rows)
+        learnt, errors = self._learnt(question, placed, batch, rows.start)
         with np.errstate(divide="ignore", invalid="ignore"):
             step = steps.columns(placed, batch, learnt)
         _raise_first(step.unknown, rows.start, question)
@@ -161,6 +162,52 @@ class RowAnswers:
             return batch[rows].astype(np.intp), batch[rows] < 1
         return batch, np.full(len(placed.ranks), batch < 1)
 
+    def _learnt(
+        self, question: Question, placed: PlacedColumns, batch: Indices | int, start: int
+    ) -> tuple[Learnt, Array | None]:
+        """What calibration has learnt of each row: its factors, and its relative errors (or NaN).
+
+        Rows that calibration does not tell apart are asked for once.
+        """
+        if question.calibration is None:
+            return Learnt(), None
+        engine = StepEngine(graph=self._graph, cluster=question.cluster, profile=question.profile)
+        names = sorted({site.profile.name for site in self._sites.sites})
+        number_of = [names.index(site.profile.name) for site in self._sites.sites]
+        has = np.zeros((len(names) + 1, len(placed.ranks)), dtype=np.bool_)
+        for site in np.array([*number_of, len(names)])[placed.site]:
+            has[site, np.arange(len(site))] = True
+        sizes = np.where(np.equal(batch, 0), self._graph.batch or 0, batch)
+        sizes = np.broadcast_to(sizes, placed.ranks.shape)
+        columns = np.vstack([placed.ranks, placed.nodes, placed.busy.max(axis=0), sizes, has[:-1]])
+        unlike, first, place = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+        found = [
+            question.calibration.coefficients_for(
+                StepQuestion(
+                    workload=self._graph.name,
+                    machines="+".join(n for n, one in zip(names, machines, strict=True) if one),
+                    ranks=ranks,
+                    nodes=nodes,
+                    most_on_node=most_on_node,
+                    batch=float(size),
+                    accumulation_steps=self._accumulation_steps,
+                    strategy=str(self._strategy),
+                ),
+                question.allocation(start + row),
+                engine,
+            )
+            for (ranks, nodes, most_on_node, size, *machines), row in zip(
+                unlike.T.tolist(), first.tolist(), strict=True
+            )
+        ]
+        place = place.reshape(-1)
+        learnt = Learnt(
+            compute_ratio=np.array([each.compute_ratio for each in found])[place],
+            update_ratio=np.array([each.update_ratio for each in found])[place],
+            communication_ratio=np.array([each.communication_ratio for each in found])[place],
+        )
+        return learnt, np.array([each.relative_error or np.nan for each in found])[place]
+
     def _columns(
         self,
         placed: PlacedColumns,
@@ -184,7 +231,7 @@ class RowAnswers:
             "samples_per_s": samples / step_s if has_batch else np.nan,
             "mfu_ratio": step.peak_s * self._accumulation_steps / step_s,
             "peak_memory_bytes": step.memory_bytes,
-            "fits_code": _fits_code(step.memory_ratio),
+            "fits_code": _fits_code(step.memory_ratio, self._graph.knows_activations),
             "bottleneck_code": _bottleneck_code(step),
             "ranks": placed.ranks,
             "nodes": placed.nodes,
@@ -210,22 +257,6 @@ def _raise_first(wrong: NDArray[np.bool_], start: int, question: Question) -> No
         raise type(error)(f"row {question.first_row + row}: {error}") from None
 
 
-def _learnt(question: Question, rows: slice) -> tuple[Learnt, Array | None]:
-    """What calibration has learnt of each row: its factors, and its relative errors (or NaN)."""
-    if question.calibration is None:
-        return Learnt(), None
-    found = [
-        question.calibration.coefficients_for(question.graph.name, question.allocation(row))
-        for row in range(rows.start, rows.stop)
-    ]
-    learnt = Learnt(
-        compute_ratio=np.array([each.compute_ratio for each in found]),
-        update_ratio=np.array([each.update_ratio for each in found]),
-        communication_ratio=np.array([each.communication_ratio for each in found]),
-    )
-    return learnt, np.array([each.relative_error or np.nan for each in found])
-
-
 def _relative_error(step: StepColumns, step_s: Array) -> Array:
     """One standard deviation of log(measured / predicted), as `estimates` has it of one row."""
     waiting_s = step.communication_exposed_s + step.straggler_s
@@ -240,9 +271,9 @@ def _relative_error(step: StepColumns, step_s: Array) -> Array:
     return np.sqrt(variance_s2 / step_s**2 + MODEL_ERROR**2)
 
 
-def _fits_code(used_ratio: Array) -> NDArray[np.uint8]:
-    """Index into FITS."""
-    surely = used_ratio <= 1 - 2 * NOT_FIT_MARGIN_RATIO
+def _fits_code(used_ratio: Array, knows_all: bool) -> NDArray[np.uint8]:
+    """Index into FITS; never "yes" where not all memory is known."""
+    surely = (used_ratio <= 1 - 2 * NOT_FIT_MARGIN_RATIO) & knows_all
     perhaps = used_ratio <= 1 + NOT_FIT_MARGIN_RATIO
     return np.add(surely, perhaps, dtype=np.uint8)
 

@@ -38,6 +38,18 @@ def check_precision(text: str) -> str:
     return text
 
 
+def peak_dtype(precision: str) -> str:
+    """The dtype of the device's peak that a model of this precision computes under.
+
+    >>> peak_dtype("bf16-amp"), peak_dtype("tf32")
+    ('bfloat16', 'tfloat32')
+    """
+    dtype = {"fp32": "float32", "tf32": "tfloat32"}.get(precision)
+    if dtype is None:
+        dtype = "bfloat16" if precision.startswith("bf16") else "float16"
+    return dtype
+
+
 StrategyKind = Literal["ddp", "zero1", "zero2", "fsdp", "ps"]
 # Who holds what between steps: shares of optimizer state, gradients and parameters.
 _KINDS: tuple[StrategyKind, ...] = ("ddp", "zero1", "zero2", "fsdp", "ps")

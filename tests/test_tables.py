@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from estimator.allocation import Allocation
-from estimator.coefficients import Calibration, Coefficients
+from estimator.coefficients import Calibration, Coefficients, Engine, StepQuestion
 from estimator.columns import AllocationColumns
 from estimator.errors import AllocationError, ProfileError, UnknownMachineError, WorkloadError
 from estimator.estimates import Breakdown
@@ -295,13 +295,16 @@ def placeable(text: str) -> bool:
 
 
 class LearntByRanks:
-    """A calibration whose factors depend on the allocation."""
+    """A calibration whose factors depend on what is asked."""
 
-    def coefficients_for(self, workload: str, allocation: Allocation) -> Coefficients:
-        ranks = allocation.ranks
+    def coefficients_for(
+        self, question: StepQuestion, allocation: Allocation, engine: Engine
+    ) -> Coefficients:
+        ranks = question.ranks
+        assert ranks == allocation.ranks
         return Coefficients(
-            compute_ratio=1.1,
-            update_ratio=1 + 1 / ranks,
+            compute_ratio=1 + question.batch / 64,
+            update_ratio=1 + 1 / question.most_on_node,
             communication_ratio=0.5 + ranks % 3,
             relative_error=0.2 if ranks % 2 else None,
         )

@@ -29,6 +29,7 @@ Family = Literal[
     "pooling",
     "loss",
     "view",
+    "step",
     "other",
 ]
 CostFormula = Callable[[OpCall], OpCost]

@@ -1,14 +1,21 @@
 """Tell what an operator call costs, and by which features its time can be predicted.
 
 A cost is the least that a call must compute and move; it knows no machine. Formulas are in
-`cost_kernels`, `cost_families`, `cost_indexing` and `cost_pooling`, one per operator.
+`cost_kernels`, `cost_families`, `cost_indexing` and `cost_pooling`, one per operator; that of parts
+of a step known by its time is in `step_parts`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from estimator.graph import cost_families, cost_indexing, cost_kernels, cost_pooling
+from estimator.graph import (
+    cost_families,
+    cost_indexing,
+    cost_kernels,
+    cost_pooling,
+    step_parts,
+)
 from estimator.graph.cost_kernels import matmul_layout
 from estimator.graph.cost_registry import Family, cost_of, formula_of
 from estimator.graph.ops import OpCost
@@ -17,7 +24,7 @@ from estimator.tensors import OpCall, TensorSpec
 __all__ = ["Family", "Features", "cost_of", "family_of", "features_of", "op_cost"]
 
 # Importing these registers their formulas.
-FORMULAS = (cost_kernels, cost_families, cost_indexing, cost_pooling)
+FORMULAS = (cost_kernels, cost_families, cost_indexing, cost_pooling, step_parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

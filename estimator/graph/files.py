@@ -1,4 +1,4 @@
-"""Save a graph as compressed JSON and load it again, executing nothing from the file."""
+"""Save a graph as compressed JSON and load it again; read summaries of jobs. Executes nothing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from estimator.errors import GraphFileError
+from estimator.errors import GraphFileError, ModelError, StrategyError, WorkloadError
 from estimator.graph.ops import (
     GraphInput,
     Op,
@@ -21,6 +22,8 @@ from estimator.graph.ops import (
     Value,
     ValueKind,
 )
+from estimator.graph.step_parts import STEP_PART, StepPart
+from estimator.graph.summary import WorkloadSummary
 from estimator.profile import write_bytes_atomically
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree, tensor_leaves
 
@@ -88,6 +91,40 @@ def load_graph(path: str | os.PathLike[str]) -> OpGraph:
         return _decode(data)
     except _DAMAGE as error:
         raise GraphFileError(_damaged(path, error)) from None
+
+
+def is_summary_file(text: str) -> bool:
+    """Whether a MODEL text names a summary of a job: a JSON file."""
+    return text.endswith(".json") and not text.startswith("hf:")
+
+
+def load_summary(path: str | os.PathLike[str]) -> WorkloadSummary:
+    """Read a summary, a JSON object of `WorkloadSummary`'s fields.
+
+    Raises ModelError where there is none to read, WorkloadError or StrategyError naming the file
+    where it says what cannot be. Its name is the file's unless it has one.
+    """
+    known = [item.name for item in fields(WorkloadSummary)]
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"there is no file {path}; check the path of the summary") from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ModelError(f"{path} cannot be read as JSON ({reason}); correct the summary") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{path} holds no JSON object; write one with {', '.join(known)}")
+    unknown = [key for key in data if key not in known]
+    if unknown:
+        raise WorkloadError(
+            f"{path} has '{unknown[0]}', which is no part of a summary; its parts are "
+            f"{', '.join(known)}"
+        )
+    try:
+        given: dict[str, Any] = {"name": Path(path).stem} | data
+        return WorkloadSummary(**given)
+    except (WorkloadError, StrategyError) as error:
+        raise type(error)(f"{path}: {error}") from None
 
 
 def _damaged(path: str | os.PathLike[str], error: BaseException) -> str:
@@ -237,6 +274,8 @@ def _checked_spec(spec: Any) -> TensorSpec:
 def _checked_call(call: OpCall) -> OpCall:
     for spec in tensor_leaves((call.arguments, call.outputs)):
         _checked_spec(spec)
+    if call.target == STEP_PART:
+        StepPart.of(call)
     return call
 
 

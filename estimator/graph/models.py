@@ -41,7 +41,7 @@ def load_model(
     if not separator or not where or not function_name:
         raise ModelError(
             f"'{text}' does not name a model; write path/to/file.py:function, "
-            "package.module:function, hf:gpt2 or the path of a saved graph"
+            "package.module:function, hf:gpt2, or the path of a saved graph or of a summary (.json)"
         )
     function = _find_function(where, function_name)
     result = _call(function, text, batch=batch, seq_len=seq_len)

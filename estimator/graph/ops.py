@@ -16,7 +16,7 @@ from estimator.tensors import OpCall, TensorSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from estimator.profile import DeviceKind
+    from estimator.profile import DeviceKind, MachineProfile
 
 Phase = Literal["forward", "backward"]
 ValueKind = Literal["parameter", "buffer", "input", "constant", "activation"]
@@ -127,7 +127,8 @@ class OpGraph:
     `parameters` stand in the order in which their gradients become ready. `batch` is the traced
     batch size (samples per device and micro-batch), None where the model has a fixed batch.
     `update_dtype` is the dtype of the parameters that the optimizer updates. `timings` holds the
-    calls measured on `timed_on` (a machine name with its fingerprint) when tracing asked for it.
+    calls measured on `timed_on` (a machine name with its fingerprint) when tracing asked for it. A
+    graph made from a summary has `timed_on` if whole steps were timed there.
     """
 
     name: str
@@ -158,6 +159,21 @@ class OpGraph:
     @property
     def parameter_bytes(self) -> int:
         return sum(parameter.spec.nbytes for parameter in self.parameters)
+
+    @property
+    def is_summary(self) -> bool:
+        """Whether it was made from a summary: its calls stand for shares of the work."""
+        return "summary" in self.versions
+
+    @property
+    def has_step_times(self) -> bool:
+        """Whether its calls stand for shares of steps that were timed on `timed_on`."""
+        return self.is_summary and self.timed_on is not None
+
+    @property
+    def knows_activations(self) -> bool:
+        """Whether the memory of activations is known; a summary may leave it out."""
+        return not self.is_summary or self.values[self.ops[0].outputs[0]].spec.numel > 0
 
     def at(self, batch: int | None = None) -> BoundGraph:
         """The graph's calls and shapes at a batch size (None: as traced); raises WorkloadError."""
@@ -192,6 +208,30 @@ class OpGraph:
         from estimator.graph.files import load_graph
 
         return load_graph(path)
+
+    @classmethod
+    def from_summary(
+        cls,
+        *,
+        target: DeviceKind | None = None,
+        profile: MachineProfile | None = None,
+        **known: Any,
+    ) -> OpGraph:
+        """The graph of a job without its model; `known` are the fields of `WorkloadSummary`.
+
+        `target` is the kind of devices to be asked about: by default that of the machine on which
+        steps were timed, else "cpu"; `profile` stands in for that machine. Raises WorkloadError,
+        StrategyError, UnknownMachineError, ProfileError.
+
+        >>> graph = OpGraph.from_summary(
+        ...     name="bert", parameter_bytes=438_000_000, tensors=199, flops_per_sample=2.5e11
+        ... )
+        >>> graph.parameter_count, graph.knows_activations
+        (109500000, False)
+        """
+        from estimator.graph.summary import WorkloadSummary, summary_graph
+
+        return summary_graph(WorkloadSummary(**known), target=target, profile=profile)
 
 
 class _Line:

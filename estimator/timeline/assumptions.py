@@ -7,7 +7,10 @@ from collections import defaultdict
 from estimator.profile import MachineProfile
 from estimator.timeline.fastpath import StepPlan
 from estimator.timeline.program import StepProgram
+from estimator.timeline.step_times import summary_assumptions
+from estimator.typical import is_known_by_datasheet
 from estimator.units import format_bytes, format_ratio, format_split
+from estimator.workload import peak_dtype
 
 _MOST_NAMED_OPS = 5
 
@@ -26,6 +29,9 @@ def plan_assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
             f"all-reduce over {plan.ring.ranks} ranks on {plan.ring.nodes} nodes was not measured: "
             "a ring over the slowest link, corrected by the nearest measured group if there is one"
         )
+    if plan.ring.nodes > 1:
+        cards = [_card_assumption(profile) for profile in profiles]
+        found.extend(dict.fromkeys(text for text in cards if text is not None))
     if plan.ring.nodes > 1 and len({profile.name for profile in profiles}) > 1:
         found.append(f"unlike machines are joined at {plan.ring.link or 'the slower network'}")
     return tuple(found)
@@ -68,11 +74,41 @@ def _class_assumptions(program: StepProgram, *, graph_too: bool) -> list[str]:
         plural = "s" if cores > 1 else ""
         found.append(f"a device is {cores} CPU core{plural}, pinned, with as many threads")
         found.append(_memory_assumption(machine))
+    if is_known_by_datasheet(machine):
+        found.extend(_datasheet_assumptions(program))
     batch = program.bound.batch
+    if graph.is_summary:
+        found.extend(summary_assumptions(program.bound, machine, program.strategy))
     if graph.timings and batch != graph.batch:
         found.append(f"ops were timed at batch {graph.batch} and scaled to batch {batch}")
     found.extend(f"not probed: {part}" for part in machine.missing)
     return found
+
+
+def _datasheet_assumptions(program: StepProgram) -> list[str]:
+    machine, precision = program.profile, program.bound.graph.precision
+    found = [
+        f"'{machine.name}' is known by its datasheet only: kernels at usual shares of its peaks, "
+        "host and optimizer costs as usual on servers with GPUs; 'estimator probe' on one measures "
+        "them"
+    ]
+    dtype = peak_dtype(precision)
+    if dtype not in machine.devices[0].peak_flops_per_s:
+        found.append(
+            f"the datasheet of '{machine.name}' gives no peak in {dtype}: {precision} computes at "
+            "the rate of float32"
+        )
+    return found
+
+
+def _card_assumption(machine: MachineProfile) -> str | None:
+    cards = machine.hardware.get("nic_count")
+    if not isinstance(cards, int) or cards == 1:
+        return None
+    return (
+        f"a node of '{machine.name}' sends over all its {cards} network cards at once, as NCCL "
+        "does where all devices of a node take part"
+    )
 
 
 def _memory_assumption(machine: MachineProfile) -> str:

@@ -189,6 +189,6 @@ def _values(program: StepProgram, slowdown: float) -> list[float]:
         "bucket_bytes": memory.bucket_bytes,
         "largest_unit_bytes": max((unit.parameter_bytes for unit in program.units), default=0),
         "spread_ratio": profile.rank_spread_ratio or 0.0,
-        "peak_s": program.flops / peak if peak else math.nan,
+        "peak_s": program.flops / peak if peak and program.flops else math.nan,
     }
     return [values[name] for name in VALUES]

@@ -21,6 +21,7 @@ from estimator.profile import CollectiveCost, CollectiveName, DeviceKind, Machin
 from estimator.timeline.nccl import nccl_rounds
 from estimator.timeline.rings import Ring, ring_between
 from estimator.topology import Cluster
+from estimator.typical import achieved_bytes_per_s, is_known_by_datasheet
 
 Array = NDArray[np.float64]
 
@@ -49,6 +50,7 @@ FORMULA_ERROR = 0.3
 _FURTHER_POINTS = 5
 ERROR_PER_E = 0.2
 # Links that carry collectives between devices of a node.
+_DEVICE_LINKS = ("d2d", "nvlink", "infinity_fabric", "pcie")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +139,8 @@ def collective_model(
     # Groups on one node and groups across nodes do not stand in for each other.
     alike = [r for r in references if r.cost.spans_nodes == (ring.nodes > 1)]
     if not alike:
-        return CollectiveModel(op, alpha_s, beta, NO_CORRECTIONS, "fitted", FORMULA_ERROR)
+        source = "datasheet" if is_known_by_datasheet(profile) else "fitted"
+        return CollectiveModel(op, alpha_s, beta, NO_CORRECTIONS, source, FORMULA_ERROR)
     factor, reference = min(
         ((_unlike_factor(r, ring), r) for r in alike), key=lambda candidate: candidate[0]
     )
@@ -215,11 +218,11 @@ def _inner_links(costs: Sequence[CollectiveCost], profile: MachineProfile) -> In
             latency_s=cost.latency_s / float(rounds_of(cost.op, cost.group_size, 1, profile.kind)),
             bytes_per_s=cost.bandwidth_bytes_per_s * RING_SHARE[cost.op](cost.group_size),
         )
-    direct = [link for link in profile.links if link.kind in ("d2d", "nvlink", "pcie")]
+    direct = [link for link in profile.links if link.kind in _DEVICE_LINKS]
     if not direct:
         return None
-    best = max(direct, key=lambda link: link.bandwidth_bytes_per_s)
-    return InnerLinks(best.latency_s, best.bandwidth_bytes_per_s)
+    best = max(direct, key=achieved_bytes_per_s)
+    return InnerLinks(best.latency_s, achieved_bytes_per_s(best))
 
 
 def _reference(

@@ -17,6 +17,8 @@ from estimator.profile import Contention, HostCost, MachineProfile
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.caches import cold_ratios
 from estimator.timeline.kernel_fits import KernelFits, Prediction
+from estimator.timeline.roofline import Roofline
+from estimator.typical import is_known_by_datasheet
 
 Array = NDArray[np.float64]
 
@@ -25,6 +27,9 @@ Array = NDArray[np.float64]
 _COMPUTE_BOUND_FLOPS_PER_BYTE = 20.0
 # For a profile that says nothing of memory: slower than any machine that trains models.
 _SLOW_MEMORY_BYTES_PER_S = 5e9
+# Step times that are proportional to a model's FLOPs miss by 44 % (median of 650 vision models, AMP
+# training on RTX 3090, results/benchmark-train of huggingface/pytorch-image-models).
+_FLOPS_ERROR = 0.44
 # What an op without any formula or probed relative is assumed to miss by.
 _UNKNOWN_ERROR = 1.0
 
@@ -34,8 +39,9 @@ class Durations:
     """Seconds per op of a graph, and where each came from.
 
     `host_s` is issuing work, `device_s` the kernel; on CPUs both run on the same cores. `sources`
-    are "measured" (this exact call was timed), "fitted", "assumed" (no formula: charged as a copy
-    of its bytes) or "view". `in_grid` marks calls whose exact shape is in the probe's grid.
+    are "measured" (this exact call was timed), "fitted", "datasheet" (usual shares of the peaks),
+    "assumed" (no formula: charged as a copy of its bytes) or "view". `in_grid` marks calls whose
+    exact shape is in the probe's grid.
     """
 
     host_s: Array
@@ -45,14 +51,18 @@ class Durations:
     in_grid: NDArray[np.bool_]
 
 
-_fits_of: OrderedDict[int, tuple[MachineProfile, KernelFits]] = OrderedDict()
+_fits_of: OrderedDict[tuple[int, str], tuple[MachineProfile, KernelFits | Roofline]] = OrderedDict()
 
 
-def kernel_fits(profile: MachineProfile) -> KernelFits:
-    """The fits of a profile, made once for each of the last few profiles used."""
-    key = id(profile)
+def kernel_fits(profile: MachineProfile, precision: str = "fp32") -> KernelFits | Roofline:
+    """The fits of a profile, made once for each of the last few profiles used.
+
+    The peaks of a datasheet depend on the `precision` of the graph: fp32 or tf32 products.
+    """
+    key = (id(profile), precision if is_known_by_datasheet(profile) else "")
     if key not in _fits_of:
-        _fits_of[key] = (profile, KernelFits(profile))
+        fits = Roofline(profile, precision=precision) if key[1] else KernelFits(profile)
+        _fits_of[key] = (profile, fits)
         while len(_fits_of) > 8:
             _fits_of.popitem(last=False)
     _fits_of.move_to_end(key)
@@ -64,7 +74,7 @@ def op_durations(bound: BoundGraph, profile: MachineProfile, *, devices_busy: in
 
     Raises ProfileError if the profile has no kernels or no host costs.
     """
-    if not profile.kernels or profile.host is None:
+    if profile.host is None or not (profile.kernels or is_known_by_datasheet(profile)):
         raise ProfileError(
             f"profile '{profile.name}' has no kernel or host costs; run 'estimator probe' with a "
             "larger --budget"
@@ -81,6 +91,8 @@ def op_durations(bound: BoundGraph, profile: MachineProfile, *, devices_busy: in
         device_s[index], errors[index], source = timer.device(index, op, call)
         in_grid[index] = call in timer.fits.exact
         sources.append(source)
+    if bound.graph.is_summary:
+        errors = np.maximum(errors, _FLOPS_ERROR)
     return Durations(
         host_s=_host_seconds(bound, profile.host),
         device_s=device_s,
@@ -96,7 +108,7 @@ class _Timer:
     def __init__(self, bound: BoundGraph, profile: MachineProfile, devices_busy: int) -> None:
         self.bound = bound
         self.profile = profile
-        self.fits = kernel_fits(profile)
+        self.fits = kernel_fits(profile, bound.graph.precision)
         # Devices share the last-level cache, busy or not: virtual machines have neighbours.
         cache = profile.memory.shared_cache_bytes if profile.memory else 0
         self.cold = cold_ratios(bound, cache / len(profile.devices), threads=self.fits.threads)

@@ -136,6 +136,17 @@ class StepPlan:
         return np.asarray(line_s * self.coefficients.communication_ratio)
 
     @property
+    def communication_s(self) -> float:
+        """All collectives of a step one after the other, as if nothing overlapped them."""
+        sharding = self.sharding
+        return (
+            float(self.collective_s.sum())
+            + self.broadcast_s
+            + sharding.gathers_s
+            + sharding.after_s
+        )
+
+    @property
     def latency_s(self) -> Array:
         """The part of each bucket's collective in which the link can serve the one before."""
         return self.collective_s * (self.factors.latency_ratio if self.factors else 0.0)
@@ -276,9 +287,10 @@ def _after_s(plan: StepPlan) -> tuple[float, float]:
     longest = -1.0
     for kind in plan.members.kinds:
         update_s = (kind.update_launch_s + kind.update_shared_s * share) * ratio
-        if kind.copy_back_s + update_s > longest:
-            longest = kind.copy_back_s + update_s
-            after_s = kind.copy_back_s, update_s
+        copy_back_s = kind.copy_back_s * plan.coefficients.compute_ratio
+        if copy_back_s + update_s > longest:
+            longest = copy_back_s + update_s
+            after_s = copy_back_s, update_s
     return after_s
 
 

@@ -18,12 +18,14 @@ from estimator.graph.costs import family_of, op_cost
 from estimator.graph.memory import PeakMemory, peak_memory
 from estimator.graph.ops import BoundGraph, OpGraph
 from estimator.graph.shards import shard_units, unit_path
-from estimator.profile import MachineProfile, UpdateCost
+from estimator.profile import MachineProfile, Provenance, UpdateCost
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.buckets import Bucket, gradient_buckets
 from estimator.timeline.durations import Durations, kernel_fits, op_durations, slowdown_ratio
 from estimator.timeline.lanes import one_lane, two_lanes
-from estimator.workload import Strategy
+from estimator.timeline.step_times import part_durations
+from estimator.typical import with_typical_costs
+from estimator.workload import Strategy, peak_dtype
 
 Array = NDArray[np.float64]
 
@@ -73,6 +75,7 @@ class StepProgram:
     update_s: float
     update_launch_s: float
     update_error: float
+    update_source: str
     kernels_variance_s2: float
     kernels: Mapping[tuple[str, str], tuple[float, float]]
     memory: PeakMemory
@@ -90,10 +93,7 @@ class StepProgram:
     @property
     def peak_flops_per_s(self) -> float | None:
         """The device's dense peak in the dtype that the model computes in."""
-        precision = self.bound.graph.precision
-        dtype = {"fp32": "float32", "tf32": "tfloat32"}.get(precision)
-        if dtype is None:
-            dtype = "bfloat16" if precision.startswith("bf16") else "float16"
+        dtype = peak_dtype(self.bound.graph.precision)
         return self.profile.devices[0].peak_flops_per_s.get(dtype)
 
 
@@ -123,7 +123,8 @@ def step_program(
     if found is not None:
         return found[2]
     bound = _bound(graph, batch)
-    program = _compile(bound, profile, busy, merging, strategy, accumulation_steps)
+    known = with_typical_costs(profile)
+    program = _compile(bound, known, busy, merging, strategy, accumulation_steps)
     _programs[key] = (graph, profile, program)
     while len(_programs) > _MOST_PROGRAMS:
         _programs.popitem(last=False)
@@ -147,7 +148,11 @@ def _compile(
     strategy: Strategy,
     accumulation_steps: int,
 ) -> StepProgram:
-    durations = op_durations(bound, profile, devices_busy=busy)
+    if bound.graph.has_step_times:
+        alone_s = _update(bound, profile, 1, False)[0]
+        durations = part_durations(bound, profile, devices_busy=busy, update_s=alone_s)
+    else:
+        durations = op_durations(bound, profile, devices_busy=busy)
     sharding = merging and strategy.kind == "fsdp"
     buckets = gradient_buckets(bound, strategy) if merging and not sharding else ()
     copies_s, merging_s = _ddp_costs(bound, profile, buckets, busy)
@@ -167,7 +172,7 @@ def _compile(
     kernels = _kernel_seconds(bound, durations)
     kernels_s = float(durations.device_s.sum()) or 1.0
     copied_s = float(copies_s.sum()) + accumulate_s
-    update_s, launch_s, update_error = _update(bound, profile, busy, sharding)
+    update_s, launch_s, update = _update(bound, profile, busy, sharding)
     view = strategy.gradient_as_bucket_view
     copy_back_s = 0.0 if view else sum(_copy_s(profile, b.size_bytes, busy) for b in buckets)
     return StepProgram(
@@ -186,7 +191,8 @@ def _compile(
         copy_back_s=copy_back_s,
         update_s=update_s,
         update_launch_s=launch_s,
-        update_error=update_error,
+        update_error=0.2 if update.relative_error is None else update.relative_error,
+        update_source=update.source,
         kernels_variance_s2=_variance(kernels) * accumulation_steps**2,
         kernels=kernels,
         memory=peak_memory(
@@ -291,8 +297,8 @@ def _lane_units(bound: BoundGraph, durations: Durations) -> tuple[LaneUnit, ...]
 
 def _update(
     bound: BoundGraph, profile: MachineProfile, busy: int, sharding: bool
-) -> tuple[float, float, float]:
-    """(seconds, seconds that no sharding shortens, relative error) of the optimizer step."""
+) -> tuple[float, float, Provenance]:
+    """(seconds, seconds that no sharding shortens, where they come from) of the optimizer step."""
     graph = bound.graph
     trained = [p for p in graph.parameters if p.gradient is not None]
     cost = _update_cost(profile, graph.optimizer, UPDATE_FORMS[graph.target], graph.target)
@@ -302,7 +308,6 @@ def _update(
         idle=_idle_parameters(bound),
     )
     moved = sum(p.spec.nbytes for p in trained)
-    error = cost.provenance.relative_error
     slowdown = slowdown_ratio(profile, "update", busy, float(moved))
     fixed_s = cost.launch_s
     if sharding:
@@ -310,7 +315,7 @@ def _update(
         hooks_s = profile.host.shard_update_tensor_s if profile.host else 0.0
         fixed_s += len(trained) * (cost.per_tensor_s + hooks_s)
         seconds += len(trained) * hooks_s
-    return seconds * slowdown, fixed_s * slowdown, 0.2 if error is None else error
+    return seconds * slowdown, fixed_s * slowdown, cost.provenance
 
 
 def _idle_parameters(bound: BoundGraph) -> float:

@@ -102,12 +102,12 @@ class StepTables:
         classes = self._classes.numbers(placed, batch)
         values = self._classes.values
         slowest, lane_s = _first_largest(classes, values["lane_s"][classes])
-        copy_back_s = values["copy_back_s"]
-        after_s = copy_back_s[classes] + self._update_s(rings, classes) * learnt.update_ratio
+        copy_back_s, compute = values["copy_back_s"], learnt.compute_ratio
+        after_s = copy_back_s[classes] * compute
+        after_s = after_s + self._update_s(rings, classes) * learnt.update_ratio
         last, _ = _first_largest(classes, after_s)
         waiting_s, unknown, error = self._waiting(rings, classes, slowest, lane_s, learnt)
         memory_bytes, memory_ratio = self._memory(rings, classes)
-        compute = learnt.compute_ratio
         spread = np.where(rings.ranks > 1, largest(values["spread_ratio"], classes), 0.0)
         return StepColumns(
             forward_s=values["forward_s"][slowest] * compute,
@@ -116,7 +116,7 @@ class StepTables:
             communication_exposed_s=waiting_s,
             straggler_s=lane_s * compute * spread * self._expected.of(rings.ranks),
             update_s=self._update_s(rings, last) * learnt.update_ratio,
-            copies_exposed_s=values["copies_s"][slowest] * compute + copy_back_s[last],
+            copies_exposed_s=values["copies_s"][slowest] * compute + copy_back_s[last] * compute,
             kernels_variance_s2=values["kernels_variance_s2"][slowest] * compute**2,
             host_error=values["host_error"][slowest],
             update_error=values["update_error"][slowest],

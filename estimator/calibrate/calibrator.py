@@ -1,0 +1,236 @@
+"""Correct every estimate by the steps observed so far: the engine's physics, learnt multipliers."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from estimator.allocation import Allocation
+from estimator.calibrate.database import PATIENCE_S
+from estimator.calibrate.observations import ObservationStore
+from estimator.calibrate.observed import Observation, WorkloadSummary
+from estimator.coefficients import (
+    UNCALIBRATED,
+    Coefficients,
+    Engine,
+    PredictedStep,
+    StepQuestion,
+)
+from estimator.errors import EstimatorError
+
+if TYPE_CHECKING:
+    from estimator.calibrate.corrections import StepCorrections
+    from estimator.graph.ops import OpGraph
+
+logger = logging.getLogger(__name__)
+
+# An observation this old counts half: machines, drivers and neighbours change.
+HALF_LIFE_DAYS = 30.0
+_MOST_ANSWERS = 100_000
+_Asked = tuple[str, int, int, str]
+
+
+class Calibrator:
+    """Observed steps, and what they teach of each workload and each cluster.
+
+    ``estimate(graph, allocation, calibration=calibrator)`` gives the calibrated answer. Nothing is
+    learnt of a workload before it is asked for with its graph; `fit` takes in what any process has
+    observed since. Without observations an estimate is the engine's own.
+
+    `store` is an ObservationStore, a path, or None for the user's store. An observation counts half
+    after `half_life_days`. Raises StoreError where the store cannot be used.
+    """
+
+    def __init__(
+        self,
+        store: ObservationStore | str | os.PathLike[str] | None = None,
+        *,
+        half_life_days: float = HALF_LIFE_DAYS,
+    ) -> None:
+        self.store = store if isinstance(store, ObservationStore) else ObservationStore(store)
+        self.half_life_days = half_life_days
+        self._seen: dict[str, _Seen] = {}
+        self._answers: OrderedDict[StepQuestion, Coefficients] = OrderedDict()
+
+    def observe(
+        self,
+        workload: str | WorkloadSummary | OpGraph,
+        allocation: str | Allocation,
+        *,
+        step_time_s: float,
+        batch_per_gpu: int,
+        **details: Any,
+    ) -> None:
+        """Keep one observed step time; `details` are further fields of `Observation`.
+
+        Counts for estimates after the next `fit`. Raises ObservationError, StoreError.
+        """
+        summary = WorkloadSummary.of(workload)
+        observation = Observation(
+            workload=summary.name,
+            allocation=str(allocation),
+            step_time_s=step_time_s,
+            batch_per_gpu=batch_per_gpu,
+            **details,
+        )
+        self.add_many([observation], summaries=[summary])
+
+    def add_many(
+        self,
+        observations: Iterable[Observation],
+        *,
+        summaries: Iterable[WorkloadSummary] = (),
+        patience_s: float = PATIENCE_S,
+    ) -> int:
+        """Keep observations; how many were new. `estimator.observe` writes here."""
+        return self.store.add_many(observations, summaries=summaries, patience_s=patience_s)
+
+    def fit(self) -> Calibrator:
+        """Learn from what was observed since the last fit, of every workload asked for so far."""
+        self._answers.clear()
+        changed = [seen for seen in self._seen.values() if seen.read(self.store)]
+        for seen in changed:
+            seen.fit(self.half_life_days, self._others(seen))
+        return self
+
+    def coefficients_for(
+        self, question: StepQuestion, allocation: Allocation, engine: Engine
+    ) -> Coefficients:
+        """The factors for a step; see `coefficients.Calibration`."""
+        found = self._answers.get(question)
+        seen = self._seen.get(question.workload)
+        if found is not None and seen is not None and seen.engine.key == engine.key:
+            return found
+        if seen is None or seen.engine.key != engine.key:
+            seen = self._learn(question.workload, engine)
+        found = self._answers[question] = seen.answer(question, allocation)
+        if len(self._answers) > _MOST_ANSWERS:
+            self._answers.popitem(last=False)
+        return found
+
+    def _learn(self, workload: str, engine: Engine) -> _Seen:
+        # What was answered by another graph, cluster or profile holds no more.
+        self._answers.clear()
+        seen = self._seen[workload] = _Seen(workload=workload, engine=engine)
+        seen.read(self.store)
+        seen.fit(self.half_life_days, self._others(seen))
+        return seen
+
+    def _others(self, seen: _Seen) -> list[StepCorrections]:
+        """What was learnt of other workloads, whose network and machines are the same."""
+        return [
+            fitted
+            for other in self._seen.values()
+            if other is not seen
+            for fitted in other.fitted.values()
+        ]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Seen:
+    """The observations of one workload beside what an engine predicts of them."""
+
+    workload: str
+    engine: Engine
+    revision: int = -1
+    observations: list[tuple[Observation, PredictedStep]] = field(default_factory=list)
+    predicted: dict[_Asked, PredictedStep | str] = field(default_factory=dict)
+    fitted: dict[str, StepCorrections] = field(default_factory=dict)
+
+    def read(self, store: ObservationStore) -> bool:
+        """Take in what was observed, if anything is new; whether it was."""
+        # Read first: what comes in between is read again rather than missed.
+        revision = store.revision
+        if revision == self.revision:
+            return False
+        self.revision = revision
+        before = len(self.observations)
+        self.observations, refused = [], Counter[str]()
+        for observation in store.observations(workload=self.workload):
+            # A later observation may have made an earlier one doubtful, or believed.
+            if observation.doubt is not None:
+                continue
+            predicted = self._predict(observation)
+            if isinstance(predicted, PredictedStep):
+                self.observations.append((observation, predicted))
+            else:
+                refused[predicted] += 1
+        for reason, count in refused.items():
+            logger.warning("%d observations of %s are left out: %s", count, self.workload, reason)
+        return len(self.observations) != before
+
+    def _predict(self, observation: Observation) -> PredictedStep | str:
+        """What the engine says of an observed step, or why nothing; asked once for each unlike."""
+        asked = (
+            observation.allocation,
+            observation.batch_per_gpu,
+            observation.accumulation_steps,
+            observation.strategy,
+        )
+        if asked not in self.predicted:
+            try:
+                self.predicted[asked] = self.engine.predict(
+                    observation.allocation,
+                    batch_per_gpu=observation.batch_per_gpu,
+                    accumulation_steps=observation.accumulation_steps,
+                    strategy=observation.strategy,
+                    coefficients=UNCALIBRATED,
+                )
+            except EstimatorError as error:
+                self.predicted[asked] = str(error)
+        return self.predicted[asked]
+
+    def fit(self, half_life_days: float, others: Sequence[StepCorrections]) -> None:
+        """Learn the corrections of every set of machine types that was observed."""
+        from estimator.calibrate.corrections import StepCorrections
+
+        by_machines: dict[str, list[tuple[Observation, PredictedStep]]] = {}
+        for observation, predicted in self.observations:
+            key = predicted.question.machines
+            by_machines.setdefault(key, []).append((observation, predicted))
+        now = datetime.now(UTC)
+        self.fitted = {}
+        for machines, observed in by_machines.items():
+            ages = [(now - one.at).total_seconds() / 86400 for one, _ in observed]
+            weights = [0.5 ** (max(age, 0.0) / half_life_days) for age in ages]
+            alike = [other for other in others if other.machines == machines]
+            self.fitted[machines] = StepCorrections(machines).fit(
+                [predicted for _, predicted in observed],
+                [one.step_time_s for one, _ in observed],
+                weights=weights,
+                others=alike,
+            )
+
+    def answer(self, question: StepQuestion, allocation: Allocation) -> Coefficients:
+        """The factors for one step, by the corrections of its machine types."""
+        fitted = self.fitted.get(question.machines)
+        if fitted is None:
+            return UNCALIBRATED
+        predict = partial(
+            self.engine.predict,
+            allocation,
+            batch_per_gpu=round(question.batch) or None,
+            accumulation_steps=question.accumulation_steps,
+            strategy=question.strategy,
+        )
+        found = fitted.correct(predict(coefficients=UNCALIBRATED))
+        trial = Coefficients(
+            compute_ratio=found.compute_ratio,
+            update_ratio=found.compute_ratio,
+            communication_ratio=found.sync_ratio,
+        )
+        # The engine overlaps in its own way: what it says with the factors is scaled to the answer.
+        scale = found.step_s / predict(coefficients=trial).step_s
+        return Coefficients(
+            compute_ratio=found.compute_ratio * scale,
+            update_ratio=found.compute_ratio * scale,
+            communication_ratio=found.sync_ratio * scale,
+            relative_error=found.relative_error,
+            remark=found.remark,
+        )

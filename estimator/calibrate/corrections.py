@@ -1,0 +1,149 @@
+"""Learn how observed steps differ from the engine's, by the step law with the engine's parts.
+
+The law is no engine: what it says of the engine's own parts before anything is learnt differs from
+the engine's step by an offset, row by row. Taken off what was observed and put onto what is
+predicted, the offset makes the engine's answer the one without observations, and what was seen the
+answer with many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from estimator.calibrate.physical_form import PhysicalForm
+from estimator.calibrate.priors import (
+    COMPUTE_KNOWN,
+    NEUTRAL,
+    SYNC_KNOWN,
+    Array,
+    LogPrior,
+    Priors,
+)
+from estimator.calibrate.step_law import NODES, RANKS, Parts, Reference, factors, log_step
+from estimator.coefficients import PredictedStep
+
+Z_80 = 1.2816
+ENGINE_KNOWN = NEUTRAL.centred(**COMPUTE_KNOWN, **SYNC_KNOWN)
+# Jobs on the same machines have the network and the devices in common, and differ by this much
+# (one standard deviation of a logarithm) in what they make of them.
+_BETWEEN_JOBS = {"compute": 0.15, "within": 0.2, "across": 0.2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """What was learnt of one step.
+
+    `compute_ratio` and `sync_ratio` are the law's factors on the engine's parts; `relative_error`
+    is one standard deviation of log(measured / step_s).
+    """
+
+    step_s: float
+    compute_ratio: float
+    sync_ratio: float
+    relative_error: float
+    remark: str
+
+
+class StepCorrections:
+    """Corrections of one workload on one set of machine types, such as "t4-g4dn"."""
+
+    def __init__(self, machines: str) -> None:
+        self.machines = machines
+
+    def fit(
+        self,
+        predicted: Sequence[PredictedStep],
+        step_times_s: Sequence[float],
+        *,
+        weights: Sequence[float],
+        others: Sequence[StepCorrections] = (),
+    ) -> StepCorrections:
+        """Learn from observed step times beside what the engine says of each.
+
+        `others` are corrections of other workloads on the same machines. A weight is how many
+        observations one counts for.
+        """
+        rows, parts = _rows(predicted), _parts(predicted)
+        observed_s = np.array(step_times_s) / _offsets(predicted, rows, parts)
+        self.form_ = PhysicalForm(priors=_shared(others))
+        self.form_.fit(rows, observed_s, weights, parts=parts)
+        self.rows_ = rows
+        return self
+
+    def correct(self, predicted: PredictedStep) -> Correction:
+        """The correction of one step that the engine predicts."""
+        rows, parts = _rows([predicted]), _parts([predicted])
+        offset = _offsets([predicted], rows, parts)[0]
+        low_s, high_s = self.form_.predict_interval(rows, parts=parts)
+        compute_ratio, sync_ratio = factors(self.form_.log_parameters_, rows, self.form_.reference_)
+        question = predicted.question
+        remark = ""
+        if self.form_.extrapolates_far(rows)[0]:
+            remark = (
+                f"no step of {question.workload} like this one ({question.ranks} ranks on "
+                f"{question.nodes} nodes, batch {question.batch:g}) was observed: do not trust the "
+                "calibration this far out"
+            )
+        return Correction(
+            step_s=float(self.form_.predict(rows, parts=parts)[0] * offset),
+            compute_ratio=float(compute_ratio[0]),
+            sync_ratio=float(sync_ratio[0]),
+            relative_error=math.log(high_s[0] / low_s[0]) / (2 * Z_80),
+            remark=remark,
+        )
+
+    def log_parameter(self, name: str) -> float:
+        """The logarithm of a learnt factor of `priors.PARAMETERS`."""
+        return float(self.form_.log_parameters_[list(ENGINE_KNOWN.by_name).index(name)])
+
+    def informative(self, name: str) -> int:
+        """How many observed rows say something of a factor of _BETWEEN_JOBS."""
+        several = self.rows_[:, RANKS] > 1
+        across = self.rows_[:, NODES] > 1
+        chosen = {"compute": ~several | True, "within": several & ~across, "across": across}[name]
+        return int(chosen.sum())
+
+
+def _shared(others: Sequence[StepCorrections]) -> Priors:
+    """What is believed of a job before it was seen on machines that other jobs have run on."""
+    priors = {}
+    for name, between in _BETWEEN_JOBS.items():
+        known = ENGINE_KNOWN.by_name[name]
+        told = [(each.log_parameter(name), each.informative(name)) for each in others]
+        # A job of n rows knows its own factor to within the width of the prior over √n.
+        precisions = [1 / (between**2 + known.width**2 / n) for _, n in told if n]
+        values = [value for value, n in told if n]
+        total = sum(precisions) + 1 / known.width**2
+        mean = sum(p * value for p, value in zip(precisions, values, strict=True)) / total
+        mean += math.log(known.centre) / known.width**2 / total
+        width = min(math.sqrt(1 / total + between**2), known.width)
+        priors[name] = LogPrior(centre=math.exp(mean), width=width)
+    return ENGINE_KNOWN.centred(**priors)
+
+
+def _rows(predicted: Sequence[PredictedStep]) -> Array:
+    asked = [step.question for step in predicted]
+    return np.array(
+        [
+            (q.ranks, q.nodes, max(q.batch, 1.0), q.accumulation_steps, q.most_on_node)
+            for q in asked
+        ],
+        dtype=float,
+    ).reshape(-1, 5)
+
+
+def _parts(predicted: Sequence[PredictedStep]) -> Parts:
+    return Parts(
+        compute_s=[step.compute_s for step in predicted],
+        sync_s=[step.sync_s for step in predicted],
+    )
+
+
+def _offsets(predicted: Sequence[PredictedStep], rows: Array, parts: Parts) -> Array:
+    """The engine's step over what the law says of its parts before anything is learnt."""
+    law = log_step(ENGINE_KNOWN.log_centres(), rows, Reference(compute_s=1.0, batch=1.0), parts)
+    return np.array([step.step_s for step in predicted]) / np.exp(law.log_step)

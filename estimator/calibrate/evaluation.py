@@ -1,0 +1,279 @@
+"""Run forms over measured jobs: each learns from some rows and predicts the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from itertools import groupby
+from multiprocessing import get_context
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from estimator.accuracy import noise_ratio
+from estimator.calibrate.protocols import Split, divide
+from estimator.calibrate.tables import Job
+from estimator.errors import EstimatorError, ObservationError
+
+Array = NDArray[np.float64]
+Report = Callable[[str, float], None]
+
+# Where the form of each method is; a protocol of asynchronous training has forms of its own.
+FORMS = {
+    "calibrated": "estimator.calibrate.physical_form:PhysicalForm",
+    "linear": "estimator.calibrate.baselines:LinearScaling",
+    "optimus": "estimator.calibrate.baselines:OptimusForm",
+    "pollux": "estimator.calibrate.baselines:PolluxForm",
+    "ones": "estimator.calibrate.baselines:OnesForm",
+}
+WORKER_FORMS = {
+    "calibrated": "estimator.calibrate.asynchronous:AsynchronousForm",
+    "linear": "estimator.calibrate.baselines:SumOfWorkers",
+    "optimus": "estimator.calibrate.baselines:OptimusAsynchronous",
+}
+# An observation this many times too long is what A6 asks to be borne, from so many on.
+OUTLIER_FACTOR, OUTLIER_LEAST_K = 3.0, 5
+# Fits of one job and method that travel to a process together.
+_SPLITS_AT_ONCE = 8
+
+
+class Form(Protocol):
+    """What every method offers; `predict_interval` (low, high) besides where it has one."""
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> Any:
+        """Learn from rows and their step times."""
+        ...
+
+    def predict(self, X: ArrayLike) -> Array:
+        """Step times of rows, in seconds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """What a method predicted for the test rows of one split; NaN where it could not.
+
+    `moved_ratio` is by how much, in the mean, the predictions move where one observation of the
+    split is three times too long.
+    """
+
+    job: int
+    method: str
+    split: Split
+    predicted_s: Array
+    low_s: Array | None
+    high_s: Array | None
+    moved_ratio: float | None
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evaluation:
+    """All runs of one protocol; `skipped` are the labels of jobs with too few rows for it."""
+
+    protocol: str
+    jobs: tuple[Job[Any], ...]
+    methods: tuple[str, ...]
+    runs: tuple[Run, ...]
+    skipped: tuple[str, ...]
+
+    def cases(self, at: str) -> Iterator[dict[str, Any]]:
+        """Every prediction beside its measurement, in the form of all accuracy benchmarks."""
+        abouts = [[step.about() for step in job.steps] for job in self.jobs]
+        noises = [_noises(job) for job in self.jobs]
+        for run in self.runs:
+            job = self.jobs[run.job]
+            for place, index in enumerate(run.split.test):
+                predicted_s = _known(run.predicted_s, place)
+                yield {
+                    "id": f"{self.protocol}/{job.label}/{index}",
+                    **abouts[run.job][index],
+                    "method": run.method,
+                    "k": run.split.k,
+                    "draw": run.split.draw,
+                    "predicted_s": predicted_s,
+                    "low_s": _known(run.low_s, place),
+                    "high_s": _known(run.high_s, place),
+                    "measured_s": job.steps[index].step_time_s,
+                    "noise_ratio": noises[run.job][index],
+                    "predicted_at": at,
+                    "measured_at": None,
+                    "status": "ok" if predicted_s is not None else "no_prediction",
+                    "reason": None if predicted_s is not None else run.reason,
+                }
+
+
+def methods_of(protocol: str) -> dict[str, Callable[[], Form]]:
+    """The forms that a protocol compares, by method."""
+    places = WORKER_FORMS if protocol == "workers" else FORMS
+    forms: dict[str, Callable[[], Form]] = {}
+    for method, place in places.items():
+        module, name = place.split(":")
+        forms[method] = getattr(import_module(module), name)
+    return forms
+
+
+def evaluate(
+    jobs: Sequence[Job[Any]],
+    protocol: str,
+    *,
+    ks: Sequence[int] | None = None,
+    methods: Mapping[str, Callable[[], Form]] | None = None,
+    executor: Executor | None = None,
+    report: Report | None = None,
+) -> Evaluation:
+    """Run methods over all jobs by a protocol of `protocols.NAMES`, all on the same draws.
+
+    `ks` are the numbers of observations of k-shot and online. Raises ObservationError where no job
+    has rows enough.
+    """
+    forms = methods if methods is not None else methods_of(protocol)
+    splits = divide(jobs, protocol, ks)
+    if not splits:
+        raise ObservationError(
+            f"none of the {len(jobs)} jobs of the table has rows enough for the protocol "
+            f"'{protocol}'; take another protocol, or a table with more rows of one model and GPU"
+        )
+    tasks = [
+        _Task(
+            job=index,
+            method=method,
+            form=form,
+            X=jobs[index].X(),
+            y=jobs[index].y(),
+            splits=tuple(members),
+            origins=_origins(jobs, members),
+            has_outlier=protocol == "online",
+        )
+        for index, of_job in groupby(splits, key=lambda pair: pair[0])
+        for members in _chunks([split for _, split in of_job])
+        for method, form in forms.items()
+    ]
+    runs: list[Run] = []
+    answers = executor.map(_run, tasks) if executor is not None else map(_run, tasks)
+    for done, (task, answer) in enumerate(zip(tasks, answers, strict=True), start=1):
+        runs += answer
+        if report is not None:
+            report(f"{task.method}, {jobs[task.job].label}", done / len(tasks))
+    used = {index for index, _ in splits}
+    return Evaluation(
+        protocol=protocol,
+        jobs=tuple(jobs),
+        methods=tuple(forms),
+        runs=tuple(runs),
+        skipped=tuple(job.label for index, job in enumerate(jobs) if index not in used),
+    )
+
+
+@contextmanager
+def processes(workers: int = 2) -> Iterator[Executor | None]:
+    """Processes to evaluate in; None where there is but one core."""
+    workers = min(workers, os.cpu_count() or 1)
+    if workers < 2:
+        yield None
+        return
+    # Spawned, since a fork would take over whatever threads the caller has.
+    context = get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as executor:
+        yield executor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Task:
+    """Some splits of one job for one method."""
+
+    job: int
+    method: str
+    form: Callable[[], Form]
+    X: Array
+    y: Array
+    splits: tuple[Split, ...]
+    origins: Mapping[int, tuple[Array, Array]]
+    has_outlier: bool
+
+
+def _origins(jobs: Sequence[Job[Any]], splits: Sequence[Split]) -> dict[int, tuple[Array, Array]]:
+    places = {split.origin for split in splits if split.origin is not None}
+    return {place: (jobs[place].X(), jobs[place].y()) for place in places}
+
+
+def _chunks(splits: Sequence[Split]) -> Iterator[Sequence[Split]]:
+    for start in range(0, len(splits), _SPLITS_AT_ONCE):
+        yield splits[start : start + _SPLITS_AT_ONCE]
+
+
+def _run(task: _Task) -> list[Run]:
+    return [_run_split(task, split) for split in task.splits]
+
+
+def _run_split(task: _Task, split: Split) -> Run:
+    form = task.form()
+    X = task.X[split.test]
+    run = Run(
+        job=task.job,
+        method=task.method,
+        split=split,
+        predicted_s=np.full(len(X), np.nan),
+        low_s=None,
+        high_s=None,
+        moved_ratio=None,
+        reason=None,
+    )
+    try:
+        fitted = _fitted(form, task, split, task.y)
+        predicted_s = np.asarray(fitted.predict(X), dtype=float)
+        low_s = high_s = None
+        if hasattr(fitted, "predict_interval"):
+            low_s, high_s = fitted.predict_interval(X)
+        moved_ratio = _moved_ratio(task, split, predicted_s) if task.has_outlier else None
+    except (EstimatorError, np.linalg.LinAlgError) as error:
+        return replace(run, reason=str(error))
+    sensible = np.isfinite(predicted_s) & (predicted_s > 0)
+    return replace(
+        run,
+        predicted_s=np.where(sensible, predicted_s, np.nan),
+        low_s=low_s,
+        high_s=high_s,
+        moved_ratio=moved_ratio,
+        reason=None if sensible.all() else "it predicted no positive time",
+    )
+
+
+def _fitted(form: Any, task: _Task, split: Split, y: Array) -> Any:
+    X, times = task.X[split.train], y[split.train]
+    if split.origin is not None and hasattr(form, "fit_from"):
+        return form.fit_from(task.origins[split.origin], X, times)
+    return form.fit(X, times)
+
+
+def _moved_ratio(task: _Task, split: Split, predicted_s: Array) -> float | None:
+    """How far predictions move if the observation drawn last were three times as long."""
+    if split.k is None or split.k < OUTLIER_LEAST_K:
+        return None
+    y = task.y.copy()
+    y[split.train[-1]] *= OUTLIER_FACTOR
+    moved_s = _fitted(task.form(), task, split, y).predict(task.X[split.test])
+    return float(np.mean(np.abs(moved_s / predicted_s - 1)))
+
+
+def _noises(job: Job[Any]) -> list[float | None]:
+    """Half the 10–90 % range of each row's repetitions over their median; None for a single one."""
+    repeated: dict[tuple[Any, ...], list[float]] = {}
+    keys = [(step.about()["allocation"], *step.features) for step in job.steps]
+    for key, step in zip(keys, job.steps, strict=True):
+        repeated.setdefault(key, []).append(step.step_time_s)
+    noises = {
+        key: noise_ratio(times) if len(times) > 1 else None for key, times in repeated.items()
+    }
+    return [noises[key] for key in keys]
+
+
+def _known(values: Array | None, place: int) -> float | None:
+    if values is None or not np.isfinite(values[place]):
+        return None
+    return float(values[place])

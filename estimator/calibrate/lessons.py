@@ -1,0 +1,78 @@
+"""Set every observed step of a model beside the engine alone and beside the calibrated answer."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from estimator.calibrate.calibrator import Calibrator
+from estimator.calibrate.observed import Observation
+from estimator.errors import EstimatorError
+from estimator.estimates import estimate_graph
+from estimator.graph.ops import OpGraph
+from estimator.topology import Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """One allocation at one batch: the median of what was observed, and both predictions.
+
+    The ratios are the factors on the engine's compute and communication in the calibrated answer.
+    """
+
+    allocation: str
+    batch_per_gpu: int
+    accumulation_steps: int
+    strategy: str
+    observations: int
+    observed_s: float
+    engine_s: float
+    calibrated_s: float
+    compute_ratio: float
+    communication_ratio: float
+
+
+def lessons(
+    graph: OpGraph,
+    observations: Iterable[Observation],
+    calibrator: Calibrator,
+    *,
+    cluster: Cluster | None = None,
+) -> Iterator[Lesson]:
+    """One lesson for each unlike step observed; those that no longer exist are left out."""
+    alike: dict[tuple[str, int, int, str], list[float]] = defaultdict(list)
+    for one in observations:
+        if one.doubt is None:
+            key = (one.allocation, one.batch_per_gpu, one.accumulation_steps, one.strategy)
+            alike[key].append(one.step_time_s)
+    for (allocation, batch, accumulation_steps, strategy), times_s in sorted(alike.items()):
+        try:
+            cold, calibrated = (
+                estimate_graph(
+                    graph,
+                    allocation,
+                    batch_per_gpu=batch,
+                    accumulation_steps=accumulation_steps,
+                    strategy=strategy,
+                    cluster=cluster,
+                    calibration=calibration,
+                )
+                for calibration in (None, calibrator)
+            )
+        except EstimatorError:
+            continue
+        factors = calibrated.plan.coefficients
+        yield Lesson(
+            allocation=allocation,
+            batch_per_gpu=batch,
+            accumulation_steps=accumulation_steps,
+            strategy=strategy,
+            observations=len(times_s),
+            observed_s=statistics.median(times_s),
+            engine_s=cold.step_time_s,
+            calibrated_s=calibrated.step_time_s,
+            compute_ratio=factors.compute_ratio,
+            communication_ratio=factors.communication_ratio,
+        )

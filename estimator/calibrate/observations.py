@@ -1,0 +1,277 @@
+"""Keep observed step times in an SQLite file that many processes write at once."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from estimator.calibrate.database import PATIENCE_S, Database
+from estimator.calibrate.doubts import ABSURD_RATIO, doubts
+from estimator.calibrate.observed import Observation, WorkloadSummary, placement_of
+from estimator.errors import StoreError
+from estimator.profile import home
+
+__all__ = ["Observation", "ObservationStore", "WorkloadSummary"]
+
+# Marks the file as ours ("Thru" in ASCII).
+_APPLICATION_ID = 0x54687275
+_MIGRATIONS = (
+    (
+        """CREATE TABLE workloads (
+            name TEXT PRIMARY KEY NOT NULL,
+            parameter_bytes INTEGER,
+            tensors INTEGER,
+            flops_per_sample REAL,
+            optimizer TEXT,
+            precision TEXT
+        )""",
+        """CREATE TABLE observations (
+            number INTEGER PRIMARY KEY,
+            identity TEXT NOT NULL UNIQUE,
+            revision INTEGER NOT NULL,
+            at TEXT NOT NULL,
+            workload TEXT NOT NULL REFERENCES workloads (name),
+            allocation TEXT NOT NULL,
+            ranks INTEGER NOT NULL,
+            nodes INTEGER NOT NULL,
+            most_on_node INTEGER NOT NULL,
+            strategy TEXT NOT NULL,
+            batch_per_gpu INTEGER NOT NULL,
+            accumulation_steps INTEGER NOT NULL,
+            step_time_s REAL NOT NULL CHECK (step_time_s > 0),
+            steps INTEGER NOT NULL,
+            spread_ratio REAL,
+            source TEXT NOT NULL
+        )""",
+        "CREATE INDEX observations_of_workload ON observations (workload, step_time_s)",
+        "CREATE INDEX observations_by_revision ON observations (revision)",
+        "CREATE TABLE state (revision INTEGER NOT NULL)",
+        "INSERT INTO state VALUES (0)",
+    ),
+)
+_COLUMNS = (
+    "identity, at, workload, allocation, strategy, batch_per_gpu, accumulation_steps, "
+    "step_time_s, steps, spread_ratio, source"
+)
+
+
+class ObservationStore:
+    """Observations in one SQLite file, by default ``observations.db`` in the user's store.
+
+    Any number of processes of one machine may write at once. What `add` has returned for stays,
+    whenever the process is killed. A damaged file is moved to NAME.corrupt-DATE with a warning in
+    the log. Everything raises StoreError where the file cannot be used.
+
+    >>> import tempfile
+    >>> store = ObservationStore(Path(tempfile.mkdtemp()) / "observations.db")
+    >>> store.add(
+    ...     Observation(workload="gpt2", allocation="1x2:local", batch_per_gpu=8, step_time_s=0.4)
+    ... )
+    True
+    >>> [(one.ranks, one.step_time_s) for one in store], store.revision
+    ([(2, 0.4)], 1)
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = Path(path) if path is not None else home() / "observations.db"
+        self._database = Database(self.path, application_id=_APPLICATION_ID, migrations=_MIGRATIONS)
+
+    def add(self, observation: Observation, *, patience_s: float = PATIENCE_S) -> bool:
+        """Keep one observation; False: it was known already, by its identity."""
+        return self.add_many([observation], patience_s=patience_s) == 1
+
+    def add_many(
+        self,
+        observations: Iterable[Observation],
+        *,
+        summaries: Iterable[WorkloadSummary] = (),
+        patience_s: float = PATIENCE_S,
+    ) -> int:
+        """Keep observations in one transaction; how many were new.
+
+        What `summaries` know of their workloads takes the place of what was known. Waits at most
+        `patience_s` for other writers.
+        """
+        given, described = list(observations), list(summaries)
+        if not given and not described:
+            return 0
+        return self._database.write(
+            lambda connection: _insert(connection, given, described), patience_s=patience_s
+        )
+
+    def observations(
+        self,
+        *,
+        workload: str | None = None,
+        allocation: str | None = None,
+        source: str | None = None,
+        since: datetime | None = None,
+        added_after: int | None = None,
+    ) -> list[Observation]:
+        """What was observed, in the order of arrival, absurd ones with their `doubt`.
+
+        `since` is a time of observation; `added_after` a revision: what has come since it was read.
+        """
+        conditions: dict[str, Any] = {
+            "workload = ?": workload,
+            "allocation = ?": None if allocation is None else placement_of(allocation)[0],
+            "source = ?": source,
+            "at >= ?": None if since is None else _time_text(since),
+            "revision > ?": added_after,
+        }
+        chosen = {text: value for text, value in conditions.items() if value is not None}
+        return self._database.read(lambda connection: _select(connection, chosen), [])
+
+    def __iter__(self) -> Iterator[Observation]:
+        return iter(self.observations())
+
+    def __len__(self) -> int:
+        return self._number("SELECT COUNT(*) FROM observations")
+
+    @property
+    def revision(self) -> int:
+        """A number that rises whenever something is added: whether a refit is due."""
+        return self._number("SELECT revision FROM state")
+
+    def workloads(self) -> dict[str, WorkloadSummary]:
+        """Every workload observed or described, by name."""
+        query = (
+            "SELECT name, parameter_bytes, tensors, flops_per_sample, optimizer, precision "
+            "FROM workloads ORDER BY name"
+        )
+        none: list[Any] = []
+        rows = self._database.read(lambda connection: connection.execute(query).fetchall(), none)
+        names = tuple(item.name for item in fields(WorkloadSummary))
+        return {row[0]: WorkloadSummary(**dict(zip(names, row, strict=True))) for row in rows}
+
+    def close(self) -> None:
+        """Let go of the file; the next use opens it again."""
+        self._database.close()
+
+    def __enter__(self) -> ObservationStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _number(self, query: str) -> int:
+        return int(
+            self._database.read(lambda connection: connection.execute(query).fetchone()[0], 0)
+        )
+
+
+def _insert(
+    connection: sqlite3.Connection,
+    observations: Iterable[Observation],
+    summaries: Iterable[WorkloadSummary],
+) -> int:
+    revision = connection.execute("SELECT revision FROM state").fetchone()[0] + 1
+    before = connection.total_changes
+    connection.executemany(
+        # Unknown fields keep what is known; a description that says nothing new changes nothing.
+        """INSERT INTO workloads VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET
+            parameter_bytes = COALESCE(excluded.parameter_bytes, parameter_bytes),
+            tensors = COALESCE(excluded.tensors, tensors),
+            flops_per_sample = COALESCE(excluded.flops_per_sample, flops_per_sample),
+            optimizer = COALESCE(excluded.optimizer, optimizer),
+            precision = COALESCE(excluded.precision, precision)
+        WHERE COALESCE(excluded.parameter_bytes, parameter_bytes) IS NOT parameter_bytes
+            OR COALESCE(excluded.tensors, tensors) IS NOT tensors
+            OR COALESCE(excluded.flops_per_sample, flops_per_sample) IS NOT flops_per_sample
+            OR COALESCE(excluded.optimizer, optimizer) IS NOT optimizer
+            OR COALESCE(excluded.precision, precision) IS NOT precision""",
+        [astuple(one) for one in summaries],
+    )
+    connection.executemany(
+        "INSERT INTO workloads (name) VALUES (?) ON CONFLICT DO NOTHING",
+        [(name,) for name in {one.workload for one in observations}],
+    )
+    described = connection.total_changes
+    connection.executemany(
+        f"INSERT INTO observations ({_COLUMNS}, ranks, nodes, most_on_node, revision) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (identity) DO NOTHING",
+        [(*_row(one), one.ranks, one.nodes, one.most_on_node, revision) for one in observations],
+    )
+    added = connection.total_changes - described
+    if connection.total_changes > before:
+        connection.execute("UPDATE state SET revision = ?", (revision,))
+    return added
+
+
+def _row(one: Observation) -> tuple[Any, ...]:
+    return (
+        one.identity,
+        _time_text(one.at),
+        one.workload,
+        one.allocation,
+        one.strategy,
+        one.batch_per_gpu,
+        one.accumulation_steps,
+        float(one.step_time_s),
+        one.steps,
+        None if one.spread_ratio is None else float(one.spread_ratio),
+        one.source,
+    )
+
+
+def _select(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> list[Observation]:
+    found = _rows(connection, conditions)
+    reasons: dict[str, str] = {}
+    for workload in {one.workload for one in found}:
+        shortest_s, longest_s = connection.execute(
+            "SELECT MIN(step_time_s), MAX(step_time_s) FROM observations WHERE workload = ?",
+            (workload,),
+        ).fetchone()
+        # Only then can anything be doubtful; the rule needs to see the whole workload.
+        if longest_s > ABSURD_RATIO * shortest_s:
+            reasons |= doubts(_rows(connection, {"workload = ?": workload}))
+    if not reasons:
+        return found
+    return [replace(one, doubt=reasons.get(one.identity)) for one in found]
+
+
+def _rows(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> list[Observation]:
+    where = " AND ".join(conditions) or "TRUE"
+    rows = connection.execute(
+        f"SELECT {_COLUMNS} FROM observations WHERE {where} ORDER BY number",
+        tuple(conditions.values()),
+    )
+    return [_read(row) for row in rows]
+
+
+def _read(row: Sequence[Any]) -> Observation:
+    try:
+        return Observation(
+            identity=row[0],
+            at=datetime.fromisoformat(row[1]),
+            workload=row[2],
+            allocation=row[3],
+            strategy=row[4],
+            batch_per_gpu=row[5],
+            accumulation_steps=row[6],
+            step_time_s=row[7],
+            steps=row[8],
+            spread_ratio=row[9],
+            source=row[10],
+        )
+    except (ValueError, TypeError) as error:
+        raise StoreError(
+            f"the store holds an observation that was altered ({error}); delete the one whose "
+            f"identity is {row[0]!r}"
+        ) from None
+
+
+def _time_text(at: datetime) -> str:
+    # One length and one zone, so that texts sort as times do.
+    return at.astimezone(UTC).isoformat(timespec="microseconds")

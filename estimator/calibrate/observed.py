@@ -1,0 +1,170 @@
+"""Say what was observed: the time of a step, and what is known of the workload it belongs to."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from estimator.allocation import Allocation
+from estimator.errors import ObservationError
+from estimator.workload import Strategy
+
+if TYPE_CHECKING:
+    from estimator.graph.ops import OpGraph
+
+# SQLite keeps integers in 64 bits.
+_MOST = 2**63 - 1
+_LONGEST_TEXT = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """The time of one optimizer step, seen in a real training.
+
+    `batch_per_gpu` is samples per rank and micro-batch; `step_time_s` the median over `steps` steps
+    and `spread_ratio` half of their 10–90 % range over that median. `workload` is the name of the
+    graph, or whatever the jobs of a cluster are told apart by. `identity` is what makes storing
+    the same observation twice harmless. `doubt` is why the store holds it for absurd
+    (`estimator.calibrate.doubts` has the rule). `ranks`, `nodes` and `most_on_node` (devices used
+    of the fullest node) follow from the allocation. Raises ObservationError, AllocationError,
+    StrategyError.
+    """
+
+    workload: str
+    allocation: str
+    batch_per_gpu: int
+    step_time_s: float
+    accumulation_steps: int = 1
+    strategy: str = "ddp"
+    steps: int = 1
+    spread_ratio: float | None = None
+    source: str = "observed"
+    at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    identity: str = field(default_factory=lambda: uuid4().hex)
+    doubt: str | None = field(default=None, compare=False)
+    ranks: int = field(init=False)
+    nodes: int = field(init=False)
+    most_on_node: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("workload", "source", "identity"):
+            _check_text(name, getattr(self, name))
+        object.__setattr__(self, "step_time_s", _positive("step_time_s", self.step_time_s))
+        for name in ("batch_per_gpu", "accumulation_steps", "steps"):
+            object.__setattr__(self, name, _count(name, getattr(self, name)))
+        if self.spread_ratio is not None:
+            spread_ratio = _positive("spread_ratio", self.spread_ratio, least=0.0)
+            object.__setattr__(self, "spread_ratio", spread_ratio)
+        object.__setattr__(self, "at", _in_utc(self.at))
+        text, ranks, nodes, most_on_node = placement_of(self.allocation)
+        object.__setattr__(self, "allocation", text)
+        object.__setattr__(self, "strategy", str(Strategy.parse(self.strategy)))
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "nodes", nodes)
+        object.__setattr__(self, "most_on_node", most_on_node)
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples that one rank computes in a step."""
+        return self.batch_per_gpu * self.accumulation_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSummary:
+    """What is known of a workload apart from its step times; None is unknown."""
+
+    name: str
+    parameter_bytes: int | None = None
+    tensors: int | None = None
+    flops_per_sample: float | None = None
+    optimizer: str | None = None
+    precision: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_text("workload", self.name)
+        for name in ("parameter_bytes", "tensors"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _count(name, value))
+        if self.flops_per_sample is not None:
+            flops = _positive("flops_per_sample", self.flops_per_sample)
+            object.__setattr__(self, "flops_per_sample", flops)
+        for name in ("optimizer", "precision"):
+            if (text := getattr(self, name)) is not None:
+                _check_text(name, text)
+
+    @classmethod
+    def of(cls, workload: str | WorkloadSummary | OpGraph) -> WorkloadSummary:
+        """The summary of a workload given by name, as a summary, or as a traced graph."""
+        if isinstance(workload, str):
+            return cls(name=workload)
+        if isinstance(workload, WorkloadSummary):
+            return workload
+        return cls(
+            name=workload.name,
+            parameter_bytes=workload.parameter_bytes or None,
+            tensors=len(workload.parameters) or None,
+            optimizer=workload.optimizer,
+            precision=workload.precision,
+        )
+
+
+@lru_cache(maxsize=4096)
+def placement_of(allocation: str) -> tuple[str, int, int, int]:
+    """(text, ranks, nodes, most devices on one node) of an allocation; raises AllocationError."""
+    parsed = Allocation.parse(allocation)
+    on_hosts: Counter[str] = Counter()
+    nodes = most_on_node = 0
+    for group in parsed.groups:
+        if group.host is not None:
+            on_hosts[group.host] += group.devices_per_node
+        else:
+            nodes += group.nodes
+            most_on_node = max(most_on_node, group.devices_per_node)
+    most_on_node = max(most_on_node, *on_hosts.values(), 0)
+    return str(parsed), parsed.ranks, nodes + len(on_hosts), most_on_node
+
+
+def _check_text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value.strip() or len(value) > _LONGEST_TEXT:
+        raise ObservationError(
+            f"{name} must be a text of 1 to {_LONGEST_TEXT} characters, found {str(value)[:40]!r}; "
+            "give it a name"
+        )
+    if not value.isprintable():
+        raise ObservationError(f"{name} {value[:40]!r} has unprintable characters; leave them out")
+
+
+def _positive(name: str, value: Any, least: float = math.ulp(0.0)) -> float:
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not least <= number < math.inf:
+        kind = "a positive number" if least else "0 or more"
+        raise ObservationError(f"{name} must be {kind}, found {value!r}; leave out what is unknown")
+    return number
+
+
+def _in_utc(at: datetime) -> datetime:
+    if at.tzinfo is None:
+        raise ObservationError(f"the time {at} has no time zone; give it one, such as UTC")
+    try:
+        return at.astimezone(UTC)
+    except OverflowError:
+        raise ObservationError(f"the time {at} is before the year 1; correct it") from None
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise ObservationError(f"{name} must be a whole number, found {value!r}") from None
+    if not 1 <= count <= _MOST:
+        raise ObservationError(f"{name} must be at least 1 and below 2^63, found {count}")
+    return count

@@ -1,0 +1,195 @@
+"""Divide the steps of a job into those that a form learns from and those that judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.calibrate.tables import Job, MeasuredStep
+
+Indices = NDArray[np.intp]
+
+SHOTS = (1, 3, 5, 10, 20)
+ONLINE_SHOTS = (0, *SHOTS)
+DRAWS = 8
+FOLDS, FOLD_DRAWS = 5, 3
+# Placements of the multi-device rows of few-shot (TARGETS A4).
+FEW_PLACEMENTS = ((2,), (1, 1), (4,))
+# Workers that the asynchronous forms learn from (TARGETS A14).
+WORKERS_SEEN = (1, 2, 4, 8)
+_RANKS, _NODES, _BATCH, _ACCUMULATION = range(4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Split:
+    """Rows of a job to learn from and rows to be judged on; `k` observations, draw number `draw`.
+
+    `origin` is the place of another job, in the list that was given, learnt from as well.
+    """
+
+    k: int | None
+    draw: int
+    train: Indices
+    test: Indices
+    origin: int | None = None
+
+
+def k_shot(job: Job[Any], ks: Sequence[int] = SHOTS) -> list[Split]:
+    """k rows in all, one on a single device, the others drawn at random; judged on all others.
+
+    Draw number n is the same permutation for every k, so that a larger k adds to a smaller one. A
+    job without single-device rows starts from one on as few devices as it has. k larger than leaves
+    a row to judge are left out.
+    """
+    rows = np.arange(len(job.steps))
+    ranks = _column(job, _RANKS)
+    fewest = np.flatnonzero(ranks == ranks.min())
+    splits = []
+    for draw in range(DRAWS):
+        generator = np.random.default_rng(draw)
+        first = generator.choice(fewest)
+        others = generator.permutation(rows[rows != first])
+        order = np.concatenate([[first], others])
+        splits += [_divided(k, draw, order[:k], order[k:]) for k in ks if k < len(rows)]
+    return _once_without_observation(splits)
+
+
+def online(job: Job[Any], ks: Sequence[int] = ONLINE_SHOTS) -> list[Split]:
+    """All single-device rows and k random rows on several; judged on the other rows on several."""
+    ranks = _column(job, _RANKS)
+    alone, several = np.flatnonzero(ranks == 1), np.flatnonzero(ranks > 1)
+    splits = []
+    for draw in range(DRAWS):
+        order = np.random.default_rng(draw).permutation(several)
+        splits += [
+            _divided(k, draw, np.concatenate([alone, order[:k]]), order[k:])
+            for k in ks
+            if k < len(several) and len(alone) + k
+        ]
+    return _once_without_observation(splits)
+
+
+def few_shot(job: Job[MeasuredStep]) -> list[Split]:
+    """All single-device rows, and 2, 1+1 and 4 devices at the smallest and largest batch (A4)."""
+    train = _few(job)
+    test = np.setdiff1d(np.arange(len(job.steps)), train)
+    return [_divided(None, 0, train, test)] if len(train) and len(test) else []
+
+
+def pairs(job: Job[MeasuredStep]) -> list[Split]:
+    """Learning as in few-shot; predictions for all rows, to be compared with each other (A5)."""
+    train = _few(job)
+    several = (_column(job, _RANKS) > 1).any()
+    return [_divided(None, 0, train, np.arange(len(job.steps)))] if len(train) and several else []
+
+
+def _few(job: Job[MeasuredStep]) -> Indices:
+    """One row of each placement and batch, the first of those measured more than once."""
+    batches = _column(job, _BATCH)
+    extremes = (batches.min(), batches.max())
+    train: list[int] = []
+    taken: set[tuple[tuple[int, ...], float]] = set()
+    for index, step in enumerate(job.steps):
+        key = (step.node_sizes, step.batch_per_gpu)
+        wanted = step.node_sizes in FEW_PLACEMENTS and step.batch_per_gpu in extremes
+        if step.ranks == 1 or (wanted and key not in taken):
+            taken.add(key)
+            train.append(index)
+    return np.array(train, dtype=np.intp)
+
+
+def cross_validation(job: Job[MeasuredStep]) -> list[Split]:
+    """Five folds, for several shuffles."""
+    splits = []
+    for draw in range(FOLD_DRAWS if len(job.steps) >= FOLDS else 0):
+        order = np.random.default_rng(draw).permutation(len(job.steps))
+        for fold in np.array_split(order, FOLDS):
+            splits.append(_divided(None, draw, np.setdiff1d(order, fold), fold))
+    return splits
+
+
+def leave_batch_out(job: Job[MeasuredStep]) -> list[Split]:
+    """Each batch size of a rank is predicted from the rows of the others (A13)."""
+    batches = _column(job, _BATCH)
+    sizes = np.unique(batches)
+    return [
+        _divided(None, 0, np.flatnonzero(batches != size), np.flatnonzero(batches == size))
+        for size in (sizes if len(sizes) > 1 else ())
+    ]
+
+
+def workers(job: Job[Any]) -> list[Split]:
+    """Learn from 1, 2, 4 and 8 asynchronous workers, predict the numbers between (A14)."""
+    seen = np.isin(_column(job, _RANKS), WORKERS_SEEN)
+    if seen.all() or not seen.any():
+        return []
+    return [_divided(None, 0, np.flatnonzero(seen), np.flatnonzero(~seen))]
+
+
+def transfer(jobs: Sequence[Job[Any]]) -> list[tuple[int, Split]]:
+    """(job, split) pairs: each model of the first job's GPU carried over to every other GPU.
+
+    A form learns from the model's rows on the first GPU, and of the new GPU from the single-device
+    rows and one random row on several nodes; judged on the other rows on several devices.
+    """
+    origin = jobs[0].gpu
+    origins = {job.model: index for index, job in enumerate(jobs) if job.gpu == origin}
+    found = []
+    for index, job in enumerate(jobs):
+        if job.gpu == origin or job.model not in origins:
+            continue
+        ranks, across = _column(job, _RANKS), np.flatnonzero(_column(job, _NODES) > 1)
+        alone, several = np.flatnonzero(ranks == 1), np.flatnonzero(ranks > 1)
+        for draw in range(DRAWS if len(across) > 1 else 0):
+            seen = np.random.default_rng(draw).choice(across, 1)
+            split = Split(
+                k=1,
+                draw=draw,
+                train=np.concatenate([alone, seen]),
+                test=np.setdiff1d(several, seen),
+                origin=origins[job.model],
+            )
+            found.append((index, split))
+    return found
+
+
+# Every protocol that looks at one job at a time, and whether it takes k.
+PROTOCOLS: dict[str, Callable[..., list[Split]]] = {
+    "k-shot": k_shot,
+    "online": online,
+    "few-shot": few_shot,
+    "cv": cross_validation,
+    "pairs": pairs,
+    "batch": leave_batch_out,
+    "workers": workers,
+}
+PROTOCOLS_WITH_K = ("k-shot", "online")
+NAMES = (*PROTOCOLS, "transfer")
+
+
+def divide(
+    jobs: Sequence[Job[Any]], protocol: str, ks: Sequence[int] | None = None
+) -> list[tuple[int, Split]]:
+    """(place of the job in `jobs`, split) of every job that has rows enough for the protocol."""
+    if protocol == "transfer":
+        return transfer(jobs)
+    rule = PROTOCOLS[protocol]
+    options = {"ks": ks} if ks is not None and protocol in PROTOCOLS_WITH_K else {}
+    return [(index, split) for index, job in enumerate(jobs) for split in rule(job, **options)]
+
+
+def _column(job: Job[Any], column: int) -> NDArray[np.float64]:
+    return np.array([step.features[column] for step in job.steps], dtype=float)
+
+
+def _divided(k: int | None, draw: int, train: Indices, test: Indices) -> Split:
+    return Split(k=k, draw=draw, train=np.asarray(train, dtype=np.intp), test=np.sort(test))
+
+
+def _once_without_observation(splits: list[Split]) -> list[Split]:
+    """With nothing drawn every draw is the same; one is enough."""
+    return [split for split in splits if split.k != 0 or split.draw == 0]

@@ -1,0 +1,373 @@
+"""Score an evaluation: errors with their spread over draws, order, intervals, wins."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.accuracy import FAILED_ERROR_RATIO, INTERVAL_ALPHA, PAIR_GAP_RATIO
+from estimator.calibrate.evaluation import Evaluation, Run
+
+Array = NDArray[np.float64]
+
+# The method that is judged, and those that it is to be better than.
+OURS, RIVALS = "calibrated", ("pollux", "linear")
+# What A5 asks of pairs: these two placements, and those that differ by as little.
+FEWER_DEVICES, MORE_NODES = (2, 1), (3, 2)
+CLOSE_RANKS, CLOSE_GAP_RATIO = 1, 0.05
+# Of more rows of one batch every second, third, … is compared, as pairs grow with their square.
+MOST_COMPARED = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A mean over draws, and their standard deviation; None for a single draw."""
+
+    mean: float
+    deviation: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of one value a draw."""
+        deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        return cls(mean=float(np.mean(values)), deviation=deviation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """How one method did on one job after k observations.
+
+    `median`, `p90` and `mape` are relative errors of a draw's rows, a row without a prediction
+    counting 100 %. `order_right_ratio` is the share of pairs of one batch whose measured rates
+    differ by 10 % that are predicted in the right order. `moved_ratio` is by how much predictions
+    move for one outlier. None where there is nothing to judge.
+    """
+
+    label: str
+    method: str
+    k: int | None
+    draws: int
+    rows: int
+    failed: int
+    median: Spread
+    p90: Spread
+    mape: Spread
+    pairs: int
+    order_right_ratio: float | None
+    intervals: int
+    coverage_ratio: float | None
+    interval_score_ratio: float | None
+    moved_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overall:
+    """How one method did after k observations, each job weighing the same."""
+
+    method: str
+    k: int | None
+    jobs: int
+    median_ratio: float
+    p90_ratio: float
+    mape_ratio: float
+    worst_mape_ratio: float
+    order_right_ratio: float | None
+    coverage_ratio: float | None
+    moved_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalScore:
+    """How good a method's 80 % intervals are after k observations; of all k together for None.
+
+    `coverage_ratio` is that of all rows, `score_ratio` the mean interval score over the measured
+    time. `constant_score_ratio` is the score of intervals that know nothing: predictions ± one
+    relative width for all, chosen in hindsight so that they cover as much.
+    """
+
+    method: str
+    k: int | None
+    intervals: int
+    coverage_ratio: float
+    score_ratio: float
+    constant_width_ratio: float
+    constant_score_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wins:
+    """On how many jobs the calibrated method is below a rival after k observations."""
+
+    rival: str
+    k: int | None
+    jobs: int
+    median: int
+    p90: int
+    mape: int
+    median_and_p90: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairScore:
+    """A5: how many pairs of placements a method puts in the right order.
+
+    `few` compares 2 devices of one node with 3 over two nodes; `close` every two rows of one batch
+    on different numbers of nodes, devices differing by at most one, rates by at least 5 %.
+    """
+
+    label: str
+    method: str
+    few: int
+    few_right: int
+    close: int
+    close_right: int
+
+
+def scores_of(evaluation: Evaluation) -> list[Score]:
+    """One score per job, method and k, in the order of the runs."""
+    groups: defaultdict[tuple[int, str, int | None], list[Run]] = defaultdict(list)
+    for run in evaluation.runs:
+        groups[run.job, run.method, run.split.k].append(run)
+    return [_score(evaluation, *key, runs) for key, runs in groups.items()]
+
+
+def _score(evaluation: Evaluation, job: int, method: str, k: int | None, runs: list[Run]) -> Score:
+    draws: defaultdict[int, list[Run]] = defaultdict(list)
+    for run in runs:
+        draws[run.split.draw].append(run)
+    errors = [
+        np.concatenate([_errors(evaluation, run) for run in members]) for members in draws.values()
+    ]
+    pairs, right = np.sum([_order(evaluation, run) for run in runs], axis=0)
+    inside, scores = _intervals(evaluation, runs)
+    moved = [run.moved_ratio for run in runs if run.moved_ratio is not None]
+    return Score(
+        label=evaluation.jobs[job].label,
+        method=method,
+        k=k,
+        draws=len(draws),
+        rows=round(np.mean([len(of_draw) for of_draw in errors])),
+        failed=int(sum(np.isnan(run.predicted_s).sum() for run in runs)),
+        median=Spread.of([float(np.median(of_draw)) for of_draw in errors]),
+        p90=Spread.of([float(np.quantile(of_draw, 0.9)) for of_draw in errors]),
+        mape=Spread.of([float(of_draw.mean()) for of_draw in errors]),
+        pairs=int(pairs),
+        order_right_ratio=float(right / pairs) if pairs else None,
+        intervals=len(inside),
+        coverage_ratio=_mean(inside),
+        interval_score_ratio=_mean(scores),
+        moved_ratio=_mean(moved),
+    )
+
+
+def overall(scores: Sequence[Score]) -> list[Overall]:
+    """Every method and k over all jobs."""
+    groups: defaultdict[tuple[str, int | None], list[Score]] = defaultdict(list)
+    for score in scores:
+        groups[score.method, score.k].append(score)
+    return [
+        Overall(
+            method=method,
+            k=k,
+            jobs=len(members),
+            median_ratio=float(np.mean([score.median.mean for score in members])),
+            p90_ratio=float(np.mean([score.p90.mean for score in members])),
+            mape_ratio=float(np.mean([score.mape.mean for score in members])),
+            worst_mape_ratio=max(score.mape.mean for score in members),
+            order_right_ratio=_mean([score.order_right_ratio for score in members]),
+            coverage_ratio=_mean([score.coverage_ratio for score in members]),
+            moved_ratio=_mean([score.moved_ratio for score in members]),
+        )
+        for (method, k), members in groups.items()
+    ]
+
+
+def interval_scores(evaluation: Evaluation) -> list[IntervalScore]:
+    """Every method that has intervals at each k, then over all k where there are several."""
+    groups: defaultdict[tuple[str, int | None], list[Run]] = defaultdict(list)
+    for run in evaluation.runs:
+        if run.low_s is not None:
+            groups[run.method, run.split.k].append(run)
+    ks = {k for _, k in groups}
+    if len(ks) > 1:
+        for (method, _), runs in list(groups.items()):
+            groups[method, None] += runs
+    return [_interval_score(evaluation, *key, runs) for key, runs in groups.items()]
+
+
+def _interval_score(
+    evaluation: Evaluation, method: str, k: int | None, runs: Sequence[Run]
+) -> IntervalScore:
+    inside, scores = _intervals(evaluation, runs)
+    coverage_ratio = float(np.mean(inside))
+    predicted_s = np.concatenate([run.predicted_s for run in runs])
+    measured_s = np.concatenate([_measured_s(evaluation, run) for run in runs])
+    known = np.isfinite(predicted_s)
+    predicted_s, measured_s = predicted_s[known], measured_s[known]
+    width_ratio = float(np.quantile(np.abs(measured_s / predicted_s - 1), coverage_ratio))
+    low_s, high_s = predicted_s * max(0.0, 1 - width_ratio), predicted_s * (1 + width_ratio)
+    return IntervalScore(
+        method=method,
+        k=k,
+        intervals=len(inside),
+        coverage_ratio=coverage_ratio,
+        score_ratio=float(np.mean(scores)),
+        constant_width_ratio=width_ratio,
+        constant_score_ratio=float(np.mean(_interval_scores(low_s, high_s, measured_s))),
+    )
+
+
+def wins(scores: Sequence[Score]) -> list[Wins]:
+    """Our method against each rival at each k, on the same draws."""
+    found = {(score.label, score.method, score.k): score for score in scores}
+    groups: defaultdict[tuple[str, int | None], list[tuple[Score, Score]]] = defaultdict(list)
+    for rival in RIVALS:
+        for (label, method, k), ours in found.items():
+            if method == OURS and (label, rival, k) in found:
+                groups[rival, k].append((ours, found[label, rival, k]))
+    return [
+        Wins(
+            rival=rival,
+            k=k,
+            jobs=len(both),
+            median=sum(ours.median.mean < other.median.mean for ours, other in both),
+            p90=sum(ours.p90.mean < other.p90.mean for ours, other in both),
+            mape=sum(ours.mape.mean < other.mape.mean for ours, other in both),
+            median_and_p90=sum(
+                ours.median.mean < other.median.mean and ours.p90.mean < other.p90.mean
+                for ours, other in both
+            ),
+        )
+        for (rival, k), both in groups.items()
+    ]
+
+
+def pair_scores(evaluation: Evaluation) -> list[PairScore]:
+    """Both questions of A5 for each job and method of the protocol ``pairs``."""
+    found = []
+    for run in evaluation.runs:
+        job = evaluation.jobs[run.job]
+        X = job.X()[run.split.test]
+        # Rates, up to what the rows of one batch have in common.
+        measured = X[:, 0] / job.y()[run.split.test]
+        predicted = X[:, 0] / run.predicted_s
+        first, second = _same_batch(X)
+        gap = np.abs(np.log(measured[first] / measured[second])) >= np.log1p(CLOSE_GAP_RATIO)
+        close = gap & (X[first, 1] != X[second, 1])
+        close &= np.abs(X[first, 0] - X[second, 0]) <= CLOSE_RANKS
+        right = _is_right(measured, predicted, first, second)
+        few, few_right = _few_against_more(X, measured, predicted)
+        found.append(
+            PairScore(
+                label=job.label,
+                method=run.method,
+                few=few,
+                few_right=few_right,
+                close=int(close.sum()),
+                close_right=int((close & right).sum()),
+            )
+        )
+    return found
+
+
+def to_dict(evaluation: Evaluation, scores: Sequence[Score]) -> dict[str, Any]:
+    """All scores in base units, as plain values."""
+    plain: dict[str, Any] = {
+        "scores": [asdict(score) for score in scores],
+        "overall": [asdict(row) for row in overall(scores)],
+        "intervals": [asdict(row) for row in interval_scores(evaluation)],
+        "wins": [asdict(row) for row in wins(scores)],
+    }
+    if evaluation.protocol == "pairs":
+        plain["pairs"] = [asdict(row) for row in pair_scores(evaluation)]
+    return plain
+
+
+def _measured_s(evaluation: Evaluation, run: Run) -> Array:
+    return evaluation.jobs[run.job].y()[run.split.test]
+
+
+def _errors(evaluation: Evaluation, run: Run) -> Array:
+    measured_s = _measured_s(evaluation, run)
+    errors = np.abs(run.predicted_s - measured_s) / measured_s
+    return np.where(np.isnan(errors), FAILED_ERROR_RATIO, errors)
+
+
+def _order(evaluation: Evaluation, run: Run) -> tuple[int, int]:
+    """Pairs of one batch that differ enough, and how many of them are in the right order."""
+    job = evaluation.jobs[run.job]
+    X = job.X()[run.split.test]
+    if X.shape[1] < 5:
+        # Asynchronous workers: more of them are always faster in every form.
+        return 0, 0
+    measured, predicted = X[:, 0] / job.y()[run.split.test], X[:, 0] / run.predicted_s
+    first, second = _same_batch(X)
+    judged = np.abs(np.log(measured[first] / measured[second])) >= np.log1p(PAIR_GAP_RATIO)
+    right = judged & _is_right(measured, predicted, first, second)
+    return int(judged.sum()), int(right.sum())
+
+
+def _same_batch(X: Array) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """First and second place of every two rows of one batch and number of micro-batches."""
+    firsts, seconds = [], []
+    _, groups = np.unique(X[:, 2:4], axis=0, return_inverse=True)
+    for group in range(groups.max() + 1):
+        members = np.flatnonzero(groups.ravel() == group)
+        members = members[:: -(-len(members) // MOST_COMPARED)]
+        first, second = np.triu_indices(len(members), 1)
+        firsts.append(members[first])
+        seconds.append(members[second])
+    return np.concatenate(firsts), np.concatenate(seconds)
+
+
+def _is_right(
+    measured: Array, predicted: Array, first: NDArray[np.intp], second: NDArray[np.intp]
+) -> NDArray[np.bool_]:
+    # A missing prediction is NaN, which is never right.
+    agreement = (measured[first] - measured[second]) * (predicted[first] - predicted[second])
+    return np.asarray(agreement > 0)
+
+
+def _few_against_more(X: Array, measured: Array, predicted: Array) -> tuple[int, int]:
+    """2 devices of one node against 3 over two nodes, once per batch, repetitions averaged."""
+    few = right = 0
+    for batch, accumulation in np.unique(X[:, 2:4], axis=0):
+        alike = (X[:, 2] == batch) & (X[:, 3] == accumulation)
+        two, three = (
+            alike & (X[:, 0] == ranks) & (X[:, 1] == nodes)
+            for ranks, nodes in (FEWER_DEVICES, MORE_NODES)
+        )
+        if two.any() and three.any():
+            few += 1
+            difference = measured[two].mean() - measured[three].mean()
+            right += bool((predicted[two].mean() - predicted[three].mean()) * difference > 0)
+    return few, right
+
+
+def _intervals(evaluation: Evaluation, runs: Sequence[Run]) -> tuple[list[bool], list[float]]:
+    """Whether each row with an interval lies inside, and its interval score over its time."""
+    inside: list[bool] = []
+    scores: list[float] = []
+    for run in runs:
+        if run.low_s is None or run.high_s is None:
+            continue
+        measured_s = _measured_s(evaluation, run)
+        inside += list((run.low_s <= measured_s) & (measured_s <= run.high_s))
+        scores += list(_interval_scores(run.low_s, run.high_s, measured_s))
+    return inside, scores
+
+
+def _interval_scores(low_s: Array, high_s: Array, measured_s: Array) -> Array:
+    """As `estimator.accuracy.interval_score`, of many rows, over what was measured."""
+    outside_s = np.maximum(low_s - measured_s, 0) + np.maximum(measured_s - high_s, 0)
+    return np.asarray((high_s - low_s + 2 / INTERVAL_ALPHA * outside_s) / measured_s)
+
+
+def _mean(values: Sequence[float | None] | Sequence[float] | Sequence[bool]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None

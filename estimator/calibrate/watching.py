@@ -1,0 +1,211 @@
+"""Watch a training loop and keep its step time, apart from warm-up, in a store."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from estimator.calibrate.database import PATIENCE_S
+from estimator.calibrate.observations import ObservationStore
+from estimator.calibrate.observed import Observation, WorkloadSummary
+from estimator.calibrate.windows import WARMUP_STEPS, Window, Windows
+from estimator.errors import ObservationError, StoreError
+
+if TYPE_CHECKING:
+    from estimator.graph.ops import OpGraph
+
+logger = logging.getLogger(__name__)
+
+# With `synchronize`, a lap is this many steps, or fewer if they take longer than this.
+_LAP_STEPS, _LAP_S = 10, 0.5
+# Training does not wait longer than this for another writer; what was seen is written later.
+_PATIENCE_WHILE_TRAINING_S = 0.05
+_MOST_WAITING = 1000
+
+
+class Sink(Protocol):
+    """What takes observations in: an ObservationStore, or what holds one."""
+
+    def add_many(
+        self,
+        observations: Iterable[Observation],
+        *,
+        summaries: Iterable[WorkloadSummary] = (),
+        patience_s: float = PATIENCE_S,
+    ) -> int:
+        """Keep observations and what is known of their workloads; how many were new."""
+        ...
+
+
+def observe(
+    store: Sink | str | os.PathLike[str] | None = None,
+    *,
+    workload: str | WorkloadSummary | OpGraph,
+    allocation: str,
+    batch_per_gpu: int,
+    accumulation_steps: int = 1,
+    strategy: str = "ddp",
+    source: str = "observed",
+    warmup_steps: int = WARMUP_STEPS,
+    synchronize: Callable[[], object] | None = None,
+    rank: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Watch:
+    """Watch a loop that calls `step()` after every optimizer step, and keep its step time.
+
+    `store` is an ObservationStore, a calibrator, a path, or None for the user's store. Several
+    ranks may run the same code: only rank 0 (of torch.distributed, else of $RANK) watches, unless
+    `rank` says which this is. `clock` gives seconds. The first `warmup_steps` are dropped, and then
+    more until step times are steady.
+
+    Raises ObservationError, AllocationError, StrategyError, StoreError at once; while training
+    runs, what cannot be written is told in the log and kept for the next attempt, and never ends
+    the training.
+
+    On accelerators the host runs ahead of the device. A loop that reads the loss in every step is
+    timed as it is; for one that does not, give ``synchronize=torch.cuda.synchronize``: it is called
+    once in 10 steps or 0.5 s, and steps are timed between these calls.
+
+    >>> import itertools, tempfile
+    >>> seconds = itertools.count(0.0)
+    >>> store = ObservationStore(tempfile.mkdtemp() + "/observations.db")
+    >>> with observe(
+    ...     store, workload="gpt2", allocation="1x2:local", batch_per_gpu=8,
+    ...     clock=lambda: next(seconds),
+    ... ) as watch:
+    ...     for _ in range(20):
+    ...         watch.step()
+    >>> {one.step_time_s for one in store}, sum(one.steps for one in store)
+    ({1.0}, 15)
+    """
+    if warmup_steps < 0:
+        raise ObservationError(f"warmup_steps is 0 or more, found {warmup_steps}; leave it out")
+    summary = WorkloadSummary.of(workload)
+
+    def observation(window: Window) -> Observation:
+        return Observation(
+            workload=summary.name,
+            allocation=allocation,
+            batch_per_gpu=batch_per_gpu,
+            accumulation_steps=accumulation_steps,
+            strategy=strategy,
+            source=source,
+            step_time_s=window.step_time_s,
+            steps=window.steps,
+            spread_ratio=window.spread_ratio,
+        )
+
+    # What makes no sense is refused before training starts.
+    observation(Window(steps=1, step_time_s=1.0, spread_ratio=None))
+    is_watching = (_own_rank() if rank is None else rank) == 0
+    return Watch(
+        sink=_opened(store) if is_watching else None,
+        summary=summary,
+        observation=observation,
+        windows=Windows(warmup_steps=warmup_steps),
+        synchronize=synchronize,
+        clock=clock,
+    )
+
+
+class Watch:
+    """Times the steps of one loop; made by `observe`, used in a ``with`` statement.
+
+    `recorded_steps` and `dropped_steps` say how many steps went into observations, and how many
+    were warm-up. Without a sink (on other ranks) it does nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        sink: Sink | None,
+        summary: WorkloadSummary,
+        observation: Callable[[Window], Observation],
+        windows: Windows,
+        synchronize: Callable[[], object] | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._sink, self._summary, self._observation = sink, summary, observation
+        self._windows, self._synchronize, self._clock = windows, synchronize, clock
+        self.recorded_steps = 0
+        self._waiting: list[Observation] = []
+        self._has_complained = False
+        self._steps_of_lap, self._begun_s = 0, clock()
+
+    @property
+    def dropped_steps(self) -> int:
+        return self._windows.dropped_steps
+
+    def __enter__(self) -> Watch:
+        self.skip()
+        return self
+
+    def step(self) -> None:
+        """One optimizer step is done."""
+        if self._sink is None:
+            return
+        self._steps_of_lap += 1
+        now_s = self._clock()
+        if self._synchronize is not None:
+            if self._steps_of_lap < _LAP_STEPS and now_s - self._begun_s < _LAP_S:
+                return
+            self._synchronize()
+            now_s = self._clock()
+        window = self._windows.add(now_s - self._begun_s, self._steps_of_lap)
+        self._steps_of_lap, self._begun_s = 0, now_s
+        if window is not None:
+            self._write(window, _PATIENCE_WHILE_TRAINING_S)
+            self._begun_s = self._clock()
+
+    def skip(self) -> None:
+        """Leave out the time since the last step: an evaluation, a checkpoint."""
+        if self._sink is None:
+            return
+        if self._synchronize is not None:
+            self._synchronize()
+        self._steps_of_lap, self._begun_s = 0, self._clock()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._write(self._windows.close(), PATIENCE_S)
+        if self._waiting:
+            logger.warning("%d observations of %s are lost", len(self._waiting), self._summary.name)
+
+    def _write(self, window: Window | None, patience_s: float) -> None:
+        if window is not None:
+            self._waiting.append(self._observation(window))
+            self.recorded_steps += window.steps
+        if self._sink is None or not self._waiting:
+            return
+        try:
+            self._sink.add_many(self._waiting, summaries=[self._summary], patience_s=patience_s)
+        except StoreError as error:
+            if not self._has_complained:
+                logger.warning("observations cannot be written now: %s", error)
+            self._has_complained = True
+            del self._waiting[:-_MOST_WAITING]
+        else:
+            self._waiting.clear()
+
+
+def _opened(store: Sink | str | os.PathLike[str] | None) -> Sink:
+    if store is None or isinstance(store, str | os.PathLike):
+        return ObservationStore(store)
+    return store
+
+
+def _own_rank() -> int:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdigit() else 0

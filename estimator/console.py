@@ -1,0 +1,68 @@
+"""Print for people on stdout, objects as JSON, progress and remarks on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+# Wide enough that tables do not wrap in a file.
+WIDTH_OF_FILES = 110
+
+
+def print_tables(tables: RenderableType) -> None:
+    """Print for a terminal in its width and colours, else as plain lines."""
+    from rich.console import Console
+
+    is_file = not sys.stdout.isatty()
+    width = WIDTH_OF_FILES if is_file else None
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    with console.capture() as printed:
+        console.print(tables)
+    text = printed.get()
+    if is_file:
+        text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    click.echo(text, nl=False, color=not is_file)
+
+
+@contextlib.contextmanager
+def progress(label: str) -> Iterator[Callable[[str, float], None]]:
+    """A bar on stderr, if that is a terminal; the value is told what is under way and how far."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(label, total=1.0)
+
+        def report(what: str, done_ratio: float) -> None:
+            bar.update(task, description=f"{label}: {what}", completed=done_ratio)
+
+        yield report
+
+
+def print_json(content: Any) -> None:
+    """Print one JSON value on stdout."""
+    click.echo(json.dumps(content, indent=1, allow_nan=False))
+
+
+def print_json_list(about: Mapping[str, Any], name: str, items: Iterable[Any]) -> None:
+    """Print one JSON object whose last field is a list too long to be held as text."""
+    head = json.dumps({**about, name: []}, allow_nan=False)
+    click.echo(head.removesuffix("]}"), nl=False)
+    for index, item in enumerate(items):
+        click.echo((",\n" if index else "\n") + json.dumps(item, allow_nan=False), nl=False)
+    click.echo("\n]}")
+
+
+def remark(message: str) -> None:
+    """Say one line to the person on stderr."""
+    click.echo(f"estimator: {' '.join(message.split())}", err=True)

@@ -1,0 +1,368 @@
+"""Make the graph of a training job of which only a summary is known.
+
+A summary has the sizes of parameters and either FLOPs or a few step times. The graph has one part
+of the forward and one of the backward pass for each parameter tensor, so that buckets, updates,
+memory and everything else follow from it as from a traced graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from estimator.errors import WorkloadError
+from estimator.graph.ops import Op, OpGraph, Parameter, Phase, Value, ValueKind
+from estimator.graph.step_parts import StepLine, StepPart, fit_step_line, known_peak
+from estimator.profile import DeviceKind, MachineProfile, load_profile
+from estimator.tensors import ITEM_BYTES, OpCall, TensorSpec
+from estimator.workload import check_optimizer, check_precision
+
+# The backward pass computes two products for each one of the forward pass.
+_FORWARD_RATIO = 1 / 3
+# torch.nn.TransformerEncoderLayer has 12 parameter tensors: FSDP gathers that many at a time.
+BLOCK_TENSORS = 12
+_PARAMETER_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+_PRODUCT_DTYPES = _PARAMETER_DTYPES | {"bf16-amp": "bfloat16", "fp16-amp": "float16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSummary:
+    """What is known of a training job without its model; raises WorkloadError on what cannot be.
+
+    `parameter_bytes` are spread evenly over `tensors` parameter tensors, unless `tensor_bytes` has
+    the size of each, in the order of the forward pass. In that order `ready_ratios` say after which
+    share (above 0, up to 1) of the backward pass each one's gradient is final; without them the
+    gradients come evenly, the last tensor's first.
+    `flops_per_sample` counts forward and backward pass, a multiply-add as 2: for a transformer
+    6 x parameters x tokens. `step_times` are (samples, seconds) of whole steps, update included, on
+    one device of `machine`; they go before FLOPs, which then only tell the MFU.
+    `activation_bytes_per_sample` is what activations take at the end of the forward pass. `batch`
+    are samples per device and micro-batch where none are asked for: by default the first one timed,
+    else 1.
+    """
+
+    name: str = "job"
+    parameter_bytes: int | None = None
+    tensors: int | None = None
+    tensor_bytes: tuple[int, ...] = ()
+    ready_ratios: tuple[float, ...] = ()
+    flops_per_sample: float | None = None
+    step_times: tuple[tuple[int, float], ...] = ()
+    machine: str | None = None
+    activation_bytes_per_sample: int | None = None
+    tokens_per_sample: int | None = None
+    batch: int | None = None
+    optimizer: str = "adamw"
+    precision: str = "fp32"
+
+    def __post_init__(self) -> None:
+        check_optimizer(self.optimizer)
+        check_precision(self.precision)
+        for field, text in (("name", self.name), ("machine", self.machine or "local")):
+            if not isinstance(text, str) or not text:
+                raise WorkloadError(f"a summary's {field} must be text, found {text!r}; correct it")
+        for field in (
+            *("parameter_bytes", "tensors", "activation_bytes_per_sample", "tokens_per_sample"),
+            "batch",
+        ):
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, _count(field, getattr(self, field)))
+        if self.flops_per_sample is not None:
+            _check_positive("flops_per_sample", self.flops_per_sample)
+        sizes = tuple(_count("tensor_bytes", size) for size in _listed(self, "tensor_bytes"))
+        object.__setattr__(self, "tensor_bytes", sizes)
+        object.__setattr__(self, "ready_ratios", tuple(_listed(self, "ready_ratios")))
+        object.__setattr__(self, "step_times", _checked_times(_listed(self, "step_times")))
+        if self.step_times and not self.machine:
+            raise WorkloadError(
+                "step_times were given without the machine that they were measured on; "
+                "add machine, such as 'local'"
+            )
+        if not self.step_times and self.flops_per_sample is None:
+            raise WorkloadError(
+                "the summary has neither flops_per_sample nor step_times, so nothing says how long "
+                "a step computes; give one of them"
+            )
+        self._check_sizes()
+        self._check_ready_ratios()
+
+    def _check_sizes(self) -> None:
+        if self.tensor_bytes:
+            for field, found in (
+                ("parameter_bytes", sum(self.tensor_bytes)),
+                ("tensors", len(self.tensor_bytes)),
+            ):
+                if getattr(self, field) not in (None, found):
+                    raise WorkloadError(
+                        f"{field} is {getattr(self, field)} but tensor_bytes make {found}; "
+                        f"leave out {field} or correct it"
+                    )
+        elif self.parameter_bytes is None or self.tensors is None:
+            raise WorkloadError(
+                "the summary does not say how large its parameters are; give parameter_bytes and "
+                "tensors, or the tensor_bytes of each"
+            )
+        item = ITEM_BYTES[self.parameter_dtype]
+        if self.tensor_bytes and min(self.tensor_bytes) < item:
+            raise WorkloadError(
+                f"tensor_bytes has a tensor of {min(self.tensor_bytes)} bytes, less than one "
+                f"{self.parameter_dtype}; leave out empty tensors"
+            )
+        if self.parameter_bytes is not None and not self.tensor_bytes:
+            parameters = self.parameter_bytes // item
+            if self.tensors is not None and self.tensors > parameters:
+                raise WorkloadError(
+                    f"tensors is {self.tensors} but parameter_bytes hold {parameters} parameters "
+                    f"of {self.parameter_dtype}; a tensor has at least one, correct either"
+                )
+
+    def _check_ready_ratios(self) -> None:
+        tensors = len(self.numels)
+        if self.ready_ratios and len(self.ready_ratios) != tensors:
+            raise WorkloadError(
+                f"ready_ratios has {len(self.ready_ratios)} entries for {tensors} tensors; give "
+                "one for each, or none"
+            )
+        for ratio in self.ready_ratios:
+            if not _is_number(ratio) or not 0 < ratio <= 1:
+                raise WorkloadError(
+                    f"ready_ratios must be above 0 and at most 1, found {ratio!r}; give shares of "
+                    "the backward pass"
+                )
+
+    @property
+    def parameter_dtype(self) -> str:
+        """What parameters are kept in; automatic mixed precision keeps float32."""
+        return _PARAMETER_DTYPES.get(self.precision, "float32")
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of every parameter tensor, in the order of the forward pass."""
+        item = ITEM_BYTES[self.parameter_dtype]
+        if self.tensor_bytes:
+            return tuple(size // item for size in self.tensor_bytes)
+        return _spread((self.parameter_bytes or 0) // item, self.tensors or 1)
+
+
+def _count(field: str, value: Any) -> int:
+    _check_positive(field, value)
+    if value != int(value):
+        raise WorkloadError(f"{field} must be a whole number, found {value!r}; correct it")
+    return int(value)
+
+
+def _check_positive(field: str, value: Any) -> None:
+    if not _is_number(value) or not 0 < value < math.inf:
+        raise WorkloadError(
+            f"{field} must be a positive number, found {value!r}; correct it or leave it out"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _listed(summary: WorkloadSummary, field: str) -> Sequence[Any]:
+    found = getattr(summary, field)
+    if isinstance(found, str) or not isinstance(found, Sequence):
+        raise WorkloadError(f"{field} must be a list, found {found!r}; give one entry for each")
+    return found
+
+
+def _checked_times(points: Iterable[Any]) -> tuple[tuple[int, float], ...]:
+    checked = []
+    for point in points:
+        if isinstance(point, str) or not isinstance(point, Sequence) or len(point) != 2:
+            raise WorkloadError(
+                f"step_times must be pairs of samples and seconds, found {point!r}; write "
+                "[32, 0.110]"
+            )
+        batch = _count("the samples of a step time", point[0])
+        _check_positive(f"the step time at batch {batch}", point[1])
+        checked.append((batch, float(point[1])))
+    return tuple(checked)
+
+
+def _spread(total: int, parts: int) -> tuple[int, ...]:
+    """A whole number in equal parts, the first ones larger by one where it does not divide.
+
+    >>> _spread(11, 4)
+    (3, 3, 3, 2)
+    """
+    each, more = divmod(total, parts)
+    return tuple(each + (index < more) for index in range(parts))
+
+
+def summary_graph(
+    summary: WorkloadSummary,
+    *,
+    target: DeviceKind | None = None,
+    profile: MachineProfile | None = None,
+) -> OpGraph:
+    """The graph of a job known by summary, to be estimated like any other.
+
+    `target` is the kind of devices to be asked about: by default that of the machine with step
+    times, else "cpu". `profile` stands in for the machine that the step times name. Calls stand for
+    work; the memory of a step is that of the graph's values. Raises UnknownMachineError,
+    ProfileError.
+    """
+    line = None
+    if summary.step_times:
+        profile = profile or load_profile(summary.machine or "local")
+        peak = known_peak(profile.devices[0], summary.precision)
+        line = fit_step_line(summary.step_times, peak_flops_per_s=peak)
+        target = target or profile.kind
+    first_batch = summary.step_times[0][0] if summary.step_times else 1
+    batch = summary.batch or first_batch
+    parts = _Parts(summary, line, (batch, 2 * batch))
+    parameters = parts.step()
+    return OpGraph(
+        name=summary.name,
+        target=target or "cpu",
+        precision=summary.precision,
+        optimizer=summary.optimizer,
+        batch=batch,
+        other_batch=2 * batch,
+        tokens_per_sample=summary.tokens_per_sample,
+        ops=tuple(parts.ops),
+        values=tuple(parts.values),
+        parameters=parameters,
+        assumptions=tuple(_assumptions(summary)),
+        versions={"summary": "1"},
+        timed_on=profile.name if line is not None and profile is not None else None,
+    )
+
+
+def _assumptions(summary: WorkloadSummary) -> list[str]:
+    """What a graph made from a summary takes for granted wherever it runs."""
+    tensors = len(summary.numels)
+    sizes = "" if summary.tensor_bytes else " of equal size"
+    ready = "as listed" if summary.ready_ratios else "evenly, the last one's first"
+    found = [
+        f"known by summary alone: {tensors} parameter tensors{sizes}, their gradients ready "
+        f"{ready}, over a backward pass twice as long as the forward pass"
+    ]
+    if not summary.step_times:
+        found.append(
+            "FLOPs are charged as matrix products, one forward and two backward for each tensor: "
+            "the model's other operators come on top"
+        )
+    elif len({batch for batch, _ in summary.step_times}) == 1:
+        found.append(
+            f"step times are known at batch {summary.step_times[0][0]} alone: a fifth of the step "
+            "is taken not to depend on the batch"
+        )
+    if summary.activation_bytes_per_sample is None:
+        found.append("memory of activations is not known: peak memory is given without it")
+    return found
+
+
+class _Parts:
+    """The values and calls of a summary's step, at two batch sizes.
+
+    Tensors whose size is not known (the batch, what flows between parts) are empty values, so that
+    they count neither as memory nor as traffic.
+    """
+
+    def __init__(
+        self, summary: WorkloadSummary, line: StepLine | None, batches: tuple[int, int]
+    ) -> None:
+        self.summary, self.line, self.batches = summary, line, batches
+        self.values: list[Value] = []
+        self.ops: list[Op] = []
+        self.flow = self._value("input", *(TensorSpec((batch, 0)) for batch in batches))
+
+    def step(self) -> tuple[Parameter, ...]:
+        """Write the whole step down; the parameters, in the order in which gradients are ready."""
+        numels, ratios = self.summary.numels, self.summary.ready_ratios
+        tensors = len(numels)
+        specs = [TensorSpec((numel,), self.summary.parameter_dtype) for numel in numels]
+        weights = [self._value("parameter", spec, spec) for spec in specs]
+        saved = [self._activation(size) for size in self._saved_bytes(tensors)]
+        for index in range(tensors):
+            ends = (self.flow, weights[index], saved[index])
+            self._part("forward", _FORWARD_RATIO / tensors, ends, index)
+        ready = ratios or [(tensors - index) / tensors for index in range(tensors)]
+        done, parameters = 0.0, []
+        for index in sorted(range(tensors), key=lambda index: (ready[index], -index)):
+            gradient = self._value("activation", specs[index], specs[index])
+            share = (1 - _FORWARD_RATIO) * (ready[index] - done)
+            self._backward(share, index, weights[index], saved[index], gradient)
+            done = ready[index]
+            parameters.append(
+                Parameter(
+                    name=f"{_block(index)}.{index % BLOCK_TENSORS}",
+                    spec=specs[index],
+                    gradient=gradient,
+                    ready_after=len(self.ops) - 1,
+                )
+            )
+        if done < 1:
+            rest = (self.flow, weights[0], self.flow)
+            self._part("backward", (1 - _FORWARD_RATIO) * (1 - done), rest, 0)
+        return tuple(parameters)
+
+    def _saved_bytes(self, tensors: int) -> tuple[int, ...]:
+        return _spread(self.summary.activation_bytes_per_sample or 0, tensors)
+
+    def _value(self, kind: ValueKind, spec: TensorSpec, other_spec: TensorSpec) -> int:
+        self.values.append(Value(spec=spec, other_spec=other_spec, kind=kind))
+        return len(self.values) - 1
+
+    def _activation(self, bytes_per_sample: int) -> int:
+        one, two = (TensorSpec((batch, bytes_per_sample), "uint8") for batch in self.batches)
+        return self._value("activation", one, two)
+
+    def _backward(self, share: float, index: int, weight: int, saved: int, gradient: int) -> None:
+        """What makes the gradient of one tensor: of a product, those of both factors."""
+        if self.line is not None:
+            self._part("backward", share, (saved, weight, gradient), index)
+            return
+        self._part("backward", share / 2, (self.flow, weight, self.flow), index)
+        self._part("backward", share / 2, (saved, self.flow, gradient), index)
+
+    def _part(self, phase: Phase, share: float, ends: tuple[int, int, int], index: int) -> None:
+        """One call with a share of the step's compute, which reads two values and writes one."""
+        first, second, written = ends
+        calls = [self._call(share, ends, other=other) for other in (False, True)]
+        self.ops.append(
+            Op(
+                name=f"{phase}_{len(self.ops)}",
+                call=calls[0],
+                other_call=calls[1],
+                phase=phase,
+                module=_block(index),
+                inputs=(first, second),
+                outputs=(written,),
+            )
+        )
+
+    def _call(self, share: float, ends: tuple[int, int, int], *, other: bool) -> OpCall:
+        batch, flops = self.batches[other], self.summary.flops_per_sample
+        if self.line is None:
+            return self._product(share * (flops or 0.0), batch)
+        values = [self.values[value] for value in ends]
+        *read, written = (value.other_spec if other else value.spec for value in values)
+        part = StepPart(share_ratio=share, batch=batch, line=self.line, flops_per_sample=flops)
+        return part.call(tuple(read), (written,))
+
+    def _product(self, flops_per_sample: float, batch: int) -> OpCall:
+        """A product by a square matrix as large as the average tensor, as often as FLOPs ask."""
+        average = sum(self.summary.numels) / len(self.summary.numels)
+        rows = max(round(flops_per_sample / (2 * average)), 1)
+        inner = max(round(math.sqrt(flops_per_sample / (2 * rows))), 1)
+        columns = max(round(flops_per_sample / (2 * rows * inner)), 1)
+        dtype = _PRODUCT_DTYPES.get(self.summary.precision, "float32")
+        left, right, out = (
+            TensorSpec(shape, dtype)
+            for shape in ((batch * rows, inner), (inner, columns), (batch * rows, columns))
+        )
+        return OpCall("aten.mm.default", (left, right), outputs=(out,))
+
+
+def _block(index: int) -> str:
+    """The module that a tensor belongs to, as FSDP's units are told apart."""
+    return f"block.{index // BLOCK_TENSORS}"

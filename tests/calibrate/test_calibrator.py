@@ -1,0 +1,178 @@
+"""Estimates corrected by observed steps, of a synthetic machine whose real speed is made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from estimator.calibrate.calibrator import Calibrator
+from estimator.coefficients import Calibration
+from estimator.estimates import Estimate, estimate_graph
+from estimator.graph.ops import OpGraph
+from estimator.tables import estimate_many
+from tests.synthetic import Machine, perceptron
+
+ASSUMED = Machine(devices=4)
+# What the machine really is: devices 1.25 times as slow, a network at 40 % of its rate.
+REAL = Machine(
+    devices=4,
+    flops_per_s=ASSUMED.flops_per_s / 1.25,
+    memory_bytes_per_s=ASSUMED.memory_bytes_per_s / 1.25,
+    network_bytes_per_s=ASSUMED.network_bytes_per_s * 0.4,
+)
+JOB = perceptron([1024] * 5, batch=64)
+OTHER = replace(perceptron([768] * 6, batch=32), name="other")
+
+
+def answer(
+    allocation: str,
+    *,
+    graph: OpGraph = JOB,
+    machine: Machine = ASSUMED,
+    calibration: Calibration | None = None,
+    batch: int = 64,
+) -> Estimate:
+    return estimate_graph(
+        graph,
+        allocation,
+        batch_per_gpu=batch,
+        profile=machine.profile(),
+        calibration=calibration,
+    )
+
+
+class Cluster:
+    """A calibrator, and trainings on the real machine that it observes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "observations.db"
+        self.calibrator = Calibrator(self.path)
+        self.profile = ASSUMED.profile()
+
+    def observe(self, *allocations: str, graph: OpGraph = JOB, times: int = 1) -> None:
+        for allocation in allocations:
+            real_s = answer(allocation, graph=graph, machine=REAL).step_time_s
+            for _ in range(times):
+                self.calibrator.observe(graph, allocation, step_time_s=real_s, batch_per_gpu=64)
+        self.calibrator.fit()
+
+    def error(self, allocation: str, *, graph: OpGraph = JOB, calibrated: bool = True) -> float:
+        found = self.estimate(allocation, graph=graph, calibrated=calibrated)
+        return abs(
+            found.step_time_s / answer(allocation, graph=graph, machine=REAL).step_time_s - 1
+        )
+
+    def estimate(
+        self, allocation: str, *, graph: OpGraph = JOB, calibrated: bool = True
+    ) -> Estimate:
+        return estimate_graph(
+            graph,
+            allocation,
+            batch_per_gpu=64,
+            profile=self.profile,
+            calibration=self.calibrator if calibrated else None,
+        )
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def test_without_observations_the_answer_is_the_engines(cluster: Cluster) -> None:
+    assert cluster.estimate("2x2:synthetic").to_dict() == (
+        cluster.estimate("2x2:synthetic", calibrated=False).to_dict()
+    )
+
+
+def test_a_step_seen_three_times_is_predicted_within_its_noise(cluster: Cluster) -> None:
+    assert cluster.error("2x2:synthetic") > 0.5
+    cluster.observe("2x2:synthetic", times=3)
+    assert cluster.error("2x2:synthetic") < 0.02
+
+
+def test_what_is_seen_of_some_placements_corrects_others(cluster: Cluster) -> None:
+    before = cluster.error("4x2:synthetic")
+    cluster.observe("1x1:synthetic", "1x2:synthetic", "2x1:synthetic", "2x2:synthetic")
+    assert before > 0.5
+    assert cluster.error("4x2:synthetic") < 0.15
+    assert cluster.error("1x4:synthetic") < 0.15
+
+
+def test_the_network_is_learnt_from_all_jobs_on_it(cluster: Cluster) -> None:
+    before = cluster.error("2x1:synthetic", graph=OTHER)
+    cluster.error("1x1:synthetic")  # the job is known with its graph
+    cluster.observe("1x1:synthetic", "2x1:synthetic", "3x1:synthetic", "4x1:synthetic", times=2)
+    cluster.observe("1x1:synthetic", graph=OTHER)
+    assert cluster.error("2x1:synthetic", graph=OTHER) < before / 2
+
+
+def test_intervals_shrink_with_observations_and_far_answers_are_marked(cluster: Cluster) -> None:
+    def width(allocation: str) -> float:
+        found = cluster.estimate(allocation)
+        return found.high_s / found.low_s
+
+    cluster.observe("1x1:synthetic")
+    few = width("2x2:synthetic")
+    cluster.observe("2x2:synthetic", "2x1:synthetic", "1x2:synthetic", times=3)
+    assert width("2x2:synthetic") < few
+    assert not any("do not trust" in line for line in cluster.estimate("2x2:synthetic").assumptions)
+    far = cluster.estimate("64x4:synthetic")
+    assert any("do not trust" in line for line in far.assumptions)
+
+
+def test_a_table_has_the_calibrated_answers_of_its_allocations(cluster: Cluster) -> None:
+    cluster.observe("1x1:synthetic", "2x2:synthetic")
+    texts = ["1x1:synthetic", "2x2:synthetic", "4x4:synthetic", "3x1:synthetic+1x2:synthetic"]
+    table = estimate_many(
+        JOB, texts, batch_per_gpu=64, profile=cluster.profile, calibration=cluster.calibrator
+    )
+    for text, step_s, low_s in zip(texts, table.step_time_s, table.low_s, strict=True):
+        alone = cluster.estimate(text)
+        assert step_s == pytest.approx(alone.step_time_s, rel=1e-9)
+        assert low_s == pytest.approx(alone.low_s, rel=1e-9)
+
+
+def test_another_process_learns_the_same(cluster: Cluster) -> None:
+    cluster.observe("1x1:synthetic", "2x2:synthetic")
+    first = cluster.estimate("4x1:synthetic").step_time_s
+    cluster.calibrator = Calibrator(cluster.path)
+    assert cluster.estimate("4x1:synthetic").step_time_s == pytest.approx(first, rel=1e-6)
+
+
+def test_the_parts_of_a_calibrated_step_add_up(cluster: Cluster) -> None:
+    cluster.observe("1x1:synthetic", "2x1:synthetic", "2x2:synthetic")
+    found = cluster.estimate("2x2:synthetic")
+    assert found.breakdown.total_s == pytest.approx(found.step_time_s, rel=1e-9)
+    # The network is what is slow: its part of the step grows more than that of computing.
+    cold = cluster.estimate("2x2:synthetic", calibrated=False)
+    network = found.breakdown.communication_exposed_s / cold.breakdown.communication_exposed_s
+    assert network > 1.5 * found.breakdown.backward_s / cold.breakdown.backward_s
+
+
+def test_one_absurd_observation_among_many_moves_little(cluster: Cluster) -> None:
+    seen = ("1x1:synthetic", "1x2:synthetic", "2x1:synthetic", "2x2:synthetic", "3x1:synthetic")
+    cluster.observe(*seen)
+    before = cluster.estimate("4x2:synthetic").step_time_s
+    wrong_s = 3 * cluster.estimate("3x2:synthetic").step_time_s
+    cluster.calibrator.observe(JOB, "3x2:synthetic", step_time_s=wrong_s, batch_per_gpu=64)
+    cluster.calibrator.fit()
+    assert cluster.estimate("4x2:synthetic").step_time_s == pytest.approx(before, rel=0.05)
+
+
+def test_old_observations_count_less(tmp_path: Path) -> None:
+    from datetime import UTC, datetime, timedelta
+
+    calibrator, cold = Calibrator(tmp_path / "o.db"), answer("2x2:synthetic").step_time_s
+    long_ago = datetime.now(UTC) - timedelta(days=365)
+    for ratio, at in ((2.0, long_ago), (1.2, datetime.now(UTC))):
+        for _ in range(3):
+            calibrator.observe(
+                JOB, "2x2:synthetic", step_time_s=ratio * cold, batch_per_gpu=64, at=at
+            )
+    found = answer("2x2:synthetic", calibration=calibrator).step_time_s / cold
+    assert found == pytest.approx(1.2, rel=0.05)
+    assert np.isfinite(found)

@@ -1,0 +1,309 @@
+"""Observations are kept whole, once each, whatever happens to their writers and their file."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import shutil
+import sqlite3
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from store_robustness import kill_writers, write_together
+
+from estimator.calibrate.observations import Observation, ObservationStore, WorkloadSummary
+from estimator.errors import EstimatorError, ObservationError, StoreError
+
+
+def seen(step_time_s: float = 0.4, **fields: Any) -> Observation:
+    given = {"workload": "gpt2", "allocation": "1x2:t4", "batch_per_gpu": 8} | fields
+    return Observation(step_time_s=step_time_s, **given)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> ObservationStore:
+    """A store without a file yet."""
+    return ObservationStore(tmp_path / "observations.db")
+
+
+def test_what_was_kept_is_read_back(kept: ObservationStore) -> None:
+    at = datetime(2026, 1, 2, 3, tzinfo=timezone(timedelta(hours=1)))
+    given = seen(
+        allocation="a1[0,1] + a2[3] + a1[2]",
+        accumulation_steps=2,
+        strategy="zero3",
+        steps=50,
+        spread_ratio=0.02,
+        source="a table",
+        at=at,
+    )
+    assert kept.add(given)
+    (found,) = ObservationStore(kept.path)
+    assert found == given
+    assert (found.ranks, found.nodes, found.most_on_node) == (4, 2, 3)
+    assert (found.strategy, found.samples_per_rank) == ("fsdp", 16)
+    assert found.at == at
+
+
+def test_the_same_observation_is_kept_once(kept: ObservationStore) -> None:
+    first, second = seen(), seen()
+    assert kept.add_many([first, second]) == 2
+    revision = kept.revision
+    assert kept.add_many([first, second, first]) == 0
+    assert (len(kept), kept.revision) == (2, revision)
+
+
+def test_the_revision_tells_what_has_come_since(kept: ObservationStore) -> None:
+    assert kept.revision == 0
+    assert not kept.path.exists(), "reading makes no file"
+    kept.add(seen(0.4))
+    before = kept.revision
+    kept.add(seen(0.5))
+    assert kept.revision > before
+    assert [one.step_time_s for one in kept.observations(added_after=before)] == [0.5]
+
+
+def test_observations_are_chosen_by_what_they_are_of(kept: ObservationStore) -> None:
+    day = datetime(2026, 1, 2, tzinfo=UTC)
+    kept.add_many(
+        [
+            seen(0.1, at=day),
+            seen(0.2, at=day + timedelta(days=1), workload="bert"),
+            seen(0.3, at=day + timedelta(days=2), allocation="2x2:t4", source="a table"),
+        ]
+    )
+
+    def times_s(**chosen: Any) -> list[float]:
+        return [one.step_time_s for one in kept.observations(**chosen)]
+
+    assert times_s(workload="gpt2") == [0.1, 0.3]
+    assert times_s(allocation=" 2x2:t4") == [0.3]
+    assert times_s(source="a table") == [0.3]
+    # The second day, in a zone where it is still the first.
+    start = datetime(2026, 1, 2, 19, tzinfo=timezone(timedelta(hours=-5)))
+    assert times_s(since=start) == [0.2, 0.3]
+
+
+def test_what_is_known_of_a_workload_is_filled_in_and_kept(kept: ObservationStore) -> None:
+    kept.add(seen())
+    assert kept.workloads() == {"gpt2": WorkloadSummary(name="gpt2")}
+    kept.add_many([], summaries=[WorkloadSummary(name="gpt2", parameter_bytes=100, tensors=3)])
+    revision = kept.revision
+    kept.add_many([], summaries=[WorkloadSummary(name="gpt2", tensors=3)])
+    assert kept.revision == revision
+    kept.add_many([], summaries=[WorkloadSummary(name="gpt2", tensors=4, precision="fp32")])
+    known = WorkloadSummary(name="gpt2", parameter_bytes=100, tensors=4, precision="fp32")
+    assert kept.workloads() == {"gpt2": known}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step_time_s": math.nan},
+        {"step_time_s": 0.0},
+        {"step_time_s": -0.4},
+        {"step_time_s": math.inf},
+        {"step_time_s": None},
+        {"step_time_s": "0.4"},
+        {"batch_per_gpu": 0},
+        {"batch_per_gpu": 2.5},
+        {"batch_per_gpu": 2**63},
+        {"accumulation_steps": -1},
+        {"steps": 0},
+        {"spread_ratio": math.nan},
+        {"spread_ratio": -0.1},
+        {"workload": " "},
+        {"workload": "two\nlines"},
+        {"workload": "x" * 501},
+        {"source": ""},
+        {"allocation": "two GPUs"},
+        {"strategy": "magic"},
+        {"at": datetime(2026, 1, 2)},
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(EstimatorError, match=r".{30}"):
+        seen(**wrong)
+
+
+def test_numbers_of_numpy_are_numbers(kept: ObservationStore) -> None:
+    kept.add(seen(np.float32(0.5), batch_per_gpu=np.int64(8), spread_ratio=np.float64(0.25)))
+    (found,) = kept
+    assert (found.step_time_s, found.batch_per_gpu, found.spread_ratio) == (0.5, 8, 0.25)
+
+
+# Files that something happened to
+
+
+def damaged(path: Path, how: str) -> bytes:
+    """Damage a store of 500 observations; what the file then holds."""
+    with ObservationStore(path) as store:
+        store.add_many([seen() for _ in range(500)])
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    content = {
+        "not a database": b"garbage" * 100,
+        "cut off": whole[:middle],
+        "zeroed": whole[:4096] + bytes(len(whole) - 4096),
+        "overwritten": whole[:middle] + os.urandom(8192) + whole[middle + 8192 :],
+    }[how]
+    path.write_bytes(content)
+    return content
+
+
+@pytest.mark.parametrize("how", ["not a database", "cut off", "zeroed", "overwritten"])
+def test_a_damaged_file_is_moved_aside_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    path = tmp_path / "observations.db"
+    content = damaged(path, how)
+    store = ObservationStore(path)
+    assert store.add(seen())
+    assert len(store) == 1
+    (aside,) = tmp_path.glob("observations.db.corrupt-*Z")
+    assert aside.read_bytes() == content
+    assert aside.name in caplog.text
+
+
+def test_whatever_bytes_are_altered_only_errors_of_the_package_are_raised(tmp_path: Path) -> None:
+    with ObservationStore(tmp_path / "whole.db") as store:
+        store.add_many([seen(0.1 + number, workload=f"w{number % 3}") for number in range(60)])
+    whole = (tmp_path / "whole.db").read_bytes()
+    chance = random.Random(0)
+    for number in range(40):
+        content = bytearray(whole)
+        for _ in range(chance.choice((1, 8, 64))):
+            content[chance.randrange(chance.choice((100, len(content))))] = chance.randrange(256)
+        path = tmp_path / f"{number}.db"
+        path.write_bytes(content)
+        with contextlib.suppress(EstimatorError), ObservationStore(path) as store:
+            store.add(seen())
+            assert len(list(store)) >= 1
+            store.workloads()
+
+
+def test_damage_while_the_file_is_in_use_loses_no_later_observation(
+    kept: ObservationStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept.add(seen(0.1))
+    other = ObservationStore(kept.path)
+    for suffix in ("", "-wal"):
+        Path(f"{kept.path}{suffix}").write_bytes(b"garbage" * 1000)
+    kept.close()  # as a process that starts now
+    assert kept.add(seen(0.2))
+    assert other.add(seen(0.3))
+    assert [one.step_time_s for one in ObservationStore(kept.path)] == [0.2, 0.3]
+    assert len(list(tmp_path.glob("*.corrupt-*Z"))) == 1
+
+
+def test_a_file_deleted_under_an_open_store_is_made_again(kept: ObservationStore) -> None:
+    kept.add(seen(0.1))
+    for file in kept.path.parent.iterdir():
+        file.unlink()
+    kept.add(seen(0.2))
+    assert [one.step_time_s for one in ObservationStore(kept.path)] == [0.2]
+
+
+def refused_unchanged(path: Path) -> str:
+    content = path.read_bytes()
+    with pytest.raises(StoreError) as error:
+        ObservationStore(path).add(seen())
+    assert path.read_bytes() == content
+    assert list(path.parent.glob("*corrupt*")) == []
+    return str(error.value)
+
+
+def test_a_store_of_a_newer_version_is_refused(kept: ObservationStore) -> None:
+    kept.add(seen())
+    kept.close()
+    with sqlite3.connect(kept.path) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    assert "schema 99" in refused_unchanged(kept.path)
+
+
+def test_the_database_of_another_program_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE timings (seconds REAL)")
+    connection.close()
+    assert "another program" in refused_unchanged(path)
+
+
+def test_a_text_file_named_by_mistake_stays_where_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("not a store\n")
+    assert "not a database" in refused_unchanged(path)
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="choose another place"):
+        ObservationStore(tmp_path)
+
+
+def test_a_busy_store_is_given_up_after_the_patience_allowed(kept: ObservationStore) -> None:
+    kept.add(seen(0.1))
+    holder = sqlite3.connect(kept.path, isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match="busy"):
+        kept.add(seen(0.2), patience_s=0.01)
+    holder.close()
+    assert kept.add(seen(0.3))
+    assert [one.step_time_s for one in kept] == [0.1, 0.3]
+
+
+# Many processes
+
+
+def test_no_acknowledged_observation_is_lost_when_writers_are_killed(tmp_path: Path) -> None:
+    found = kill_writers(tmp_path / "observations.db", kills=3)
+    assert found.acknowledged > 0
+    assert (found.lost, found.damaged) == (0, 0)
+
+
+def test_processes_that_write_at_once_lose_and_double_nothing(tmp_path: Path) -> None:
+    found = write_together(tmp_path / "observations.db", writers=3, observations=400)
+    assert (found.kept, found.lost, found.doubled) == (1200, 0, 0)
+
+
+def test_a_forked_child_writes_through_its_own_connection(kept: ObservationStore) -> None:
+    kept.add(seen(0.1))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            kept.add(seen(0.2))
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    kept.add(seen(0.3))
+    assert [one.step_time_s for one in kept] == [0.1, 0.2, 0.3]
+
+
+def test_a_file_moved_by_another_process_is_not_written_any_more(
+    kept: ObservationStore, tmp_path: Path
+) -> None:
+    kept.add(seen(0.1))
+    (tmp_path / "away").mkdir()
+    for file in list(tmp_path.glob("observations.db*")):
+        shutil.move(file, tmp_path / "away" / file.name)
+    other = ObservationStore(kept.path)
+    other.add(seen(0.2))
+    # SQLite removes the log of a file by its name when the last user lets go: not this one's.
+    kept.add(seen(0.3))
+    other.add(seen(0.4))
+    kept.close()
+    assert [one.step_time_s for one in ObservationStore(kept.path)] == [0.2, 0.3, 0.4]
+    away = ObservationStore(tmp_path / "away" / kept.path.name)
+    assert [one.step_time_s for one in away] == [0.1]
+
+
+def test_refusals_are_errors_of_the_package() -> None:
+    with pytest.raises(ObservationError, match="step_time_s must be a positive number, found nan"):
+        seen(math.nan)
