@@ -1,6 +1,6 @@
-"""Time what TARGETS bounds: the look at a model (P1), estimates (P2–P4) and start-up (P6).
+"""Time what TARGETS bounds: looks at models (P1), estimates (P2–P4), refits (P5), start-up (P6).
 
-    python benchmarks/speed.py [--parts looks one many memory timeline start-up] [--json]
+    python benchmarks/speed.py [--parts looks one many memory timeline calibration start-up]
     python benchmarks/speed.py --picture docs/speed.svg
 
 P2 to P4 run in one thread and are given in seconds of its CPU, since others share the machine.
@@ -305,6 +305,16 @@ def timeline(options: argparse.Namespace) -> Found:
     }
 
 
+# P5
+
+
+def calibration(options: argparse.Namespace) -> Found:
+    """Refits and calibrated estimates."""
+    from speed_calibration import refit
+
+    return refit(options)
+
+
 # P6
 
 
@@ -333,6 +343,7 @@ PARTS = {
     "many": many,
     "memory": memory,
     "timeline": timeline,
+    "calibration": calibration,
     "start-up": start_up,
 }
 CHILDREN = {"look": look_ratio, "llama": look_at_llama, "goodput": goodput, "chunks": chunks}

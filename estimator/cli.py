@@ -22,6 +22,7 @@ from estimator.request import Request
 from estimator.workload import OPTIMIZERS, PRECISIONS
 
 if TYPE_CHECKING:
+    from estimator.calibrate.calibrator import Calibrator
     from estimator.estimates import Estimate
     from estimator.graph.ops import OpGraph
     from estimator.profile import MachineProfile
@@ -328,6 +329,18 @@ def _cluster(context: click.Context, option: click.Parameter, path: str | None) 
     return None if path is None else Cluster.load(path)
 
 
+def _calibration(
+    context: click.Context, option: click.Parameter, path: str | None
+) -> Calibrator | None:
+    if path is None:
+        return None
+    from estimator.calibrate.calibrator import Calibrator
+
+    if path != "-" and not Path(path).is_file():
+        raise click.BadParameter(f"there is no store '{path}'; see 'estimator calibrate observe'")
+    return Calibrator(None if path == "-" else path)
+
+
 def _workload_options(command: Command) -> Command:
     """Give a command MODEL and the options that make a Request."""
     positive = click.IntRange(min=1)
@@ -338,6 +351,12 @@ def _workload_options(command: Command) -> Command:
             callback=_cluster,
             metavar="FILE",
             help="Nodes and the switches between them (TOML).",
+        ),
+        click.option(
+            "--calibration",
+            callback=_calibration,
+            metavar="STORE",
+            help="Correct by the steps observed in this store; - is the user's own.",
         ),
         click.option("--strategy", default="ddp", help="Such as ddp or ddp:bucket=5MiB,view."),
         click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32."),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import click
 
 from estimator.console import print_json, print_json_list, print_tables, progress, remark
+from estimator.workload import OPTIMIZERS, PRECISIONS
 
 PROTOCOLS = ("k-shot", "online", "few-shot", "cv", "pairs", "batch", "workers", "transfer")
 # More remarks of one kind than this are only counted.
@@ -146,6 +149,83 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
         )
         _tell_first(f"{path} line {line}: {why}" for line, why in table.refused)
     _tell_first(f"doubtful: {one.workload} on {one.allocation}: {one.doubt}" for one in doubtful)
+
+
+_store_option = click.option(
+    "--store",
+    "place",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Not the user's store.",
+)
+
+
+@calibrate.command()
+@click.argument("model")
+@_store_option
+@click.option("--cluster", metavar="FILE", help="Nodes and the switches between them (TOML).")
+@click.option("--seq-len", type=click.IntRange(min=1), help="Tokens per sample.")
+@click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Default adamw.")
+@click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32.")
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **known: Any) -> None:
+    """Learn from the observed steps of MODEL, and set each beside the engine alone and the
+    calibrated answer, with what was learnt of computing and of the network.
+    """
+    from estimator.calibrate.calibrator import Calibrator
+    from estimator.calibrate.lessons import lessons, observed_of
+    from estimator.request import Request
+    from estimator.topology import Cluster
+
+    calibrator = Calibrator(place)
+    request = Request(
+        model=model, cluster=None if cluster is None else Cluster.load(cluster), **known
+    )
+    observed = observed_of(calibrator.store, model)
+    graph = request.graph((observed[0].allocation,))
+    found = list(lessons(graph, observed, calibrator, cluster=request.cluster))
+    if as_json:
+        print_json({"workload": graph.name, "lessons": [asdict(lesson) for lesson in found]})
+        return
+    from estimator.render_observed import lessons_report
+
+    print_tables(lessons_report(graph.name, found))
+
+
+@calibrate.command()
+@_store_option
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+def show(place: Path | None, as_json: bool) -> None:
+    """What was observed of which jobs, what has drifted since when, and what is not used."""
+    from estimator.calibrate.observations import ObservationStore
+    from estimator.calibrate.review import review
+
+    store = ObservationStore(place)
+    found = review(store)
+    if as_json:
+        print_json(
+            {
+                "store": str(store.path),
+                "jobs": [_plain(job) for job in found.jobs],
+                "drifts": [_plain(drift) for drift in found.drifts],
+                "doubtful": [
+                    {"identity": one.identity, "doubt": why} for one, why in found.doubtful
+                ],
+            }
+        )
+        return
+    if not found.jobs and not found.doubtful:
+        click.echo(f"no step was observed yet in {store.path}; see 'estimator calibrate observe'")
+        return
+    from estimator.render_observed import review_report
+
+    print_tables(review_report(found))
+
+
+def _plain(found: Any) -> dict[str, Any]:
+    return {
+        name: value.isoformat() if isinstance(value, datetime) else value
+        for name, value in asdict(found).items()
+    }
 
 
 def _tell_rows(what: str, counts: Mapping[str, int]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
 from estimator.allocation import Allocation
+from estimator.workload import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class StepQuestion:
     most_on_node: int
     batch: float
     accumulation_steps: int
-    strategy: str
+    strategy: Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ class Engine(Protocol):
         *,
         batch_per_gpu: int | None,
         accumulation_steps: int,
-        strategy: str,
+        strategy: str | Strategy,
         coefficients: Coefficients,
     ) -> PredictedStep:
         """One step; raises EstimatorError."""
@@ -95,7 +96,10 @@ class Calibration(Protocol):
     """What `estimate` needs of a calibrator."""
 
     def coefficients_for(
-        self, question: StepQuestion, allocation: Allocation, engine: Engine
-    ) -> Coefficients:
-        """The factors for a step on `allocation`; what is not known yet is asked of `engine`."""
+        self,
+        questions: Sequence[StepQuestion],
+        allocations: Sequence[Allocation],
+        engine: Engine,
+    ) -> list[Coefficients]:
+        """The factors for each step, on an allocation; what is not known is asked of `engine`."""
         ...

@@ -183,9 +183,9 @@ def estimate_graph(
     members = members_of(graph, placement, batches, plan, accumulation_steps)
     coefficients = UNCALIBRATED
     if calibration is not None:
-        coefficients = calibration.coefficients_for(
-            _question(graph, placement, batches, accumulation_steps, plan),
-            placement.allocation,
+        (coefficients,) = calibration.coefficients_for(
+            [_question(graph, placement, batches, accumulation_steps, plan)],
+            [placement.allocation],
             StepEngine(graph=graph, cluster=cluster, profile=profile),
         )
     return _answer(
@@ -215,7 +215,7 @@ class StepEngine:
         *,
         batch_per_gpu: int | None,
         accumulation_steps: int,
-        strategy: str,
+        strategy: str | Strategy,
         coefficients: Coefficients,
     ) -> PredictedStep:
         """One step, all groups of the allocation with the same batch."""
@@ -251,7 +251,7 @@ def _question(
         most_on_node=max([kind.busy for kind in placement.kinds]),
         batch=samples / placement.ranks,
         accumulation_steps=accumulation_steps,
-        strategy=str(strategy),
+        strategy=strategy,
     )
 
 

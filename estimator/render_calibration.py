@@ -35,7 +35,8 @@ def evaluation_report(evaluation: Evaluation) -> RenderableType:
     for label in dict.fromkeys(score.label for score in scores):
         parts.append(_errors_table(label, [score for score in scores if score.label == label]))
     parts.append(_overall_table(overall(scores)))
-    parts += [_intervals_line(row) for row in interval_scores(evaluation)]
+    intervals = interval_scores(evaluation)
+    parts += [_intervals_line(row, of_many=len(intervals) > 1) for row in intervals]
     if evaluation.protocol == "pairs":
         parts.append(_pairs_table(pair_scores(evaluation)))
     parts += [_wins_line(row) for row in wins(scores)]
@@ -82,10 +83,11 @@ def _overall_table(rows: Sequence[Overall]) -> Table:
     return table
 
 
-def _intervals_line(row: IntervalScore) -> str:
+def _intervals_line(row: IntervalScore, *, of_many: bool) -> str:
     saved_ratio = 1 - row.score_ratio / row.constant_score_ratio
+    together = "all k: " if of_many else ""
     return (
-        f"80 % intervals of {row.method}, {'all k' if row.k is None else f'k = {row.k}'}: "
+        f"{together if row.k is None else f'k = {row.k}: '}80 % intervals of {row.method}: "
         f"{_percent(row.coverage_ratio)} % of {row.intervals} inside, score "
         f"{_percent(row.score_ratio)} %, {_percent(saved_ratio)} % below ± "
         f"{_percent(row.constant_width_ratio)} % for all"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from estimator.advise.balance import Balance
     from estimator.advise.scaling import Scaling
     from estimator.advise.strategies import StrategyRow
+    from estimator.coefficients import Calibration
     from estimator.estimates import Estimate
     from estimator.graph.ops import OpGraph
     from estimator.profile import DeviceKind
@@ -35,6 +36,7 @@ class Request:
     precision: str | None = None
     strategy: str = "ddp"
     cluster: Cluster | None = None
+    calibration: Calibration | None = None
     measure: bool = False
 
     def graph(
@@ -128,6 +130,7 @@ class Request:
             accumulation_steps=self.accumulation,
             strategy=self.strategy,
             cluster=self.cluster,
+            calibration=self.calibration,
         )
 
     def exists(self, allocation: str) -> bool:
@@ -153,6 +156,7 @@ class Request:
             accumulation_steps=self.accumulation,
             strategy=self.strategy,
             cluster=self.cluster,
+            calibration=self.calibration,
         )
         return found if found.answer is not found.even else None
 

@@ -181,25 +181,21 @@ class RowAnswers:
         sizes = np.broadcast_to(sizes, placed.ranks.shape)
         columns = np.vstack([placed.ranks, placed.nodes, placed.busy.max(axis=0), sizes, has[:-1]])
         unlike, first, place = np.unique(columns, axis=1, return_index=True, return_inverse=True)
-        found = [
-            question.calibration.coefficients_for(
-                StepQuestion(
-                    workload=self._graph.name,
-                    machines="+".join(n for n, one in zip(names, machines, strict=True) if one),
-                    ranks=ranks,
-                    nodes=nodes,
-                    most_on_node=most_on_node,
-                    batch=float(size),
-                    accumulation_steps=self._accumulation_steps,
-                    strategy=str(self._strategy),
-                ),
-                question.allocation(start + row),
-                engine,
+        questions = [
+            StepQuestion(
+                workload=self._graph.name,
+                machines="+".join(n for n, one in zip(names, machines, strict=True) if one),
+                ranks=ranks,
+                nodes=nodes,
+                most_on_node=most_on_node,
+                batch=float(size),
+                accumulation_steps=self._accumulation_steps,
+                strategy=self._strategy,
             )
-            for (ranks, nodes, most_on_node, size, *machines), row in zip(
-                unlike.T.tolist(), first.tolist(), strict=True
-            )
+            for ranks, nodes, most_on_node, size, *machines in unlike.T.tolist()
         ]
+        allocations = [question.allocation(start + row) for row in first.tolist()]
+        found = question.calibration.coefficients_for(questions, allocations, engine)
         place = place.reshape(-1)
         learnt = Learnt(
             compute_ratio=np.array([each.compute_ratio for each in found])[place],

@@ -20,6 +20,8 @@ HEAVY = ("torch", "numpy", "scipy", "sklearn", "pydantic", "rich", "transformers
         "from estimator.cli import commands; commands(['--help'], standalone_mode=False)",
         "from estimator.cli import commands; "
         "commands(['estimate', '--help'], standalone_mode=False)",
+        "from estimator.cli import commands; "
+        "commands(['calibrate', 'evaluate', '--help'], standalone_mode=False)",
     ],
 )
 def test_nothing_heavy_is_imported_by(code: str) -> None:

@@ -7,7 +7,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,8 +298,14 @@ class LearntByRanks:
     """A calibration whose factors depend on what is asked."""
 
     def coefficients_for(
-        self, question: StepQuestion, allocation: Allocation, engine: Engine
-    ) -> Coefficients:
+        self,
+        questions: Sequence[StepQuestion],
+        allocations: Sequence[Allocation],
+        engine: Engine,
+    ) -> list[Coefficients]:
+        return [self.of(*each) for each in zip(questions, allocations, strict=True)]
+
+    def of(self, question: StepQuestion, allocation: Allocation) -> Coefficients:
         ranks = question.ranks
         assert ranks == allocation.ranks
         return Coefficients(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from estimator.allocation import Allocation
@@ -25,7 +23,7 @@ from estimator.coefficients import (
 from estimator.errors import EstimatorError
 
 if TYPE_CHECKING:
-    from estimator.calibrate.corrections import StepCorrections
+    from estimator.calibrate.corrections import Correction, StepCorrections
     from estimator.graph.ops import OpGraph
 
 logger = logging.getLogger(__name__)
@@ -41,10 +39,12 @@ class Calibrator:
 
     ``estimate(graph, allocation, calibration=calibrator)`` gives the calibrated answer. Nothing is
     learnt of a workload before it is asked for with its graph; `fit` takes in what any process has
-    observed since. Without observations an estimate is the engine's own.
+    observed since. Without observations an estimate is the engine's own. One calibrator goes with
+    one cluster; after its machines were probed again, make a new one.
 
     `store` is an ObservationStore, a path, or None for the user's store. An observation counts half
-    after `half_life_days`. Raises StoreError where the store cannot be used.
+    as much as one of the same job that is `half_life_days` younger. Raises StoreError where the
+    store cannot be used.
     """
 
     def __init__(
@@ -100,18 +100,24 @@ class Calibrator:
         return self
 
     def coefficients_for(
-        self, question: StepQuestion, allocation: Allocation, engine: Engine
-    ) -> Coefficients:
-        """The factors for a step; see `coefficients.Calibration`."""
-        found = self._answers.get(question)
-        seen = self._seen.get(question.workload)
-        if found is not None and seen is not None and seen.engine.key == engine.key:
-            return found
+        self,
+        questions: Sequence[StepQuestion],
+        allocations: Sequence[Allocation],
+        engine: Engine,
+    ) -> list[Coefficients]:
+        """The factors for each step; see `coefficients.Calibration`."""
+        workload = questions[0].workload if questions else ""
+        seen = self._seen.get(workload)
         if seen is None or seen.engine.key != engine.key:
-            seen = self._learn(question.workload, engine)
-        found = self._answers[question] = seen.answer(question, allocation)
-        if len(self._answers) > _MOST_ANSWERS:
-            self._answers.popitem(last=False)
+            seen = self._learn(workload, engine)
+        answers = self._answers
+        new = {
+            q: where for q, where in zip(questions, allocations, strict=True) if q not in answers
+        }
+        answers.update(seen.answers(new))
+        found = [answers[question] for question in questions]
+        while len(answers) > _MOST_ANSWERS:
+            answers.popitem(last=False)
         return found
 
     def _learn(self, workload: str, engine: Engine) -> _Seen:
@@ -194,11 +200,12 @@ class _Seen:
         for observation, predicted in self.observations:
             key = predicted.question.machines
             by_machines.setdefault(key, []).append((observation, predicted))
-        now = datetime.now(UTC)
         self.fitted = {}
         for machines, observed in by_machines.items():
-            ages = [(now - one.at).total_seconds() / 86400 for one, _ in observed]
-            weights = [0.5 ** (max(age, 0.0) / half_life_days) for age in ages]
+            # Aged by what came later, not by the calendar: what is old and alone is all there is.
+            newest = max(one.at for one, _ in observed)
+            ages = [(newest - one.at).total_seconds() / 86400 for one, _ in observed]
+            weights = [0.5 ** (age / half_life_days) for age in ages]
             alike = [other for other in others if other.machines == machines]
             self.fitted[machines] = StepCorrections(machines).fit(
                 [predicted for _, predicted in observed],
@@ -207,26 +214,46 @@ class _Seen:
                 others=alike,
             )
 
-    def answer(self, question: StepQuestion, allocation: Allocation) -> Coefficients:
-        """The factors for one step, by the corrections of its machine types."""
-        fitted = self.fitted.get(question.machines)
-        if fitted is None:
-            return UNCALIBRATED
-        predict = partial(
-            self.engine.predict,
+    def answers(
+        self, asked: Mapping[StepQuestion, Allocation]
+    ) -> Iterator[tuple[StepQuestion, Coefficients]]:
+        """The factors for steps that are asked, by the corrections of their machine types."""
+        by_machines: dict[str, list[StepQuestion]] = {}
+        for question in asked:
+            if question.machines in self.fitted:
+                by_machines.setdefault(question.machines, []).append(question)
+            else:
+                yield question, UNCALIBRATED
+        for machines, questions in by_machines.items():
+            cold = [self._asked(asked[question], question, UNCALIBRATED) for question in questions]
+            corrections = self.fitted[machines].correct(cold)
+            for question, found in zip(questions, corrections, strict=True):
+                yield question, self._scaled(asked[question], question, found)
+
+    def _asked(
+        self, allocation: Allocation, question: StepQuestion, coefficients: Coefficients
+    ) -> PredictedStep:
+        return self.engine.predict(
             allocation,
             batch_per_gpu=round(question.batch) or None,
             accumulation_steps=question.accumulation_steps,
             strategy=question.strategy,
+            coefficients=coefficients,
         )
-        found = fitted.correct(predict(coefficients=UNCALIBRATED))
+
+    def _scaled(
+        self, allocation: Allocation, question: StepQuestion, found: Correction
+    ) -> Coefficients:
+        """Factors that make the engine's step the corrected one.
+
+        The engine overlaps in its own way: what it says with the law's factors is scaled.
+        """
         trial = Coefficients(
             compute_ratio=found.compute_ratio,
             update_ratio=found.compute_ratio,
             communication_ratio=found.sync_ratio,
         )
-        # The engine overlaps in its own way: what it says with the factors is scaled to the answer.
-        scale = found.step_s / predict(coefficients=trial).step_s
+        scale = found.step_s / self._asked(allocation, question, trial).step_s
         return Coefficients(
             compute_ratio=found.compute_ratio * scale,
             update_ratio=found.compute_ratio * scale,

@@ -24,7 +24,7 @@ from estimator.calibrate.priors import (
     Priors,
 )
 from estimator.calibrate.step_law import NODES, RANKS, Parts, Reference, factors, log_step
-from estimator.coefficients import PredictedStep
+from estimator.coefficients import PredictedStep, StepQuestion
 
 Z_80 = 1.2816
 ENGINE_KNOWN = NEUTRAL.centred(**COMPUTE_KNOWN, **SYNC_KNOWN)
@@ -74,27 +74,39 @@ class StepCorrections:
         self.rows_ = rows
         return self
 
-    def correct(self, predicted: PredictedStep) -> Correction:
-        """The correction of one step that the engine predicts."""
-        rows, parts = _rows([predicted]), _parts([predicted])
-        offset = _offsets([predicted], rows, parts)[0]
-        low_s, high_s = self.form_.predict_interval(rows, parts=parts)
-        compute_ratio, sync_ratio = factors(self.form_.log_parameters_, rows, self.form_.reference_)
-        question = predicted.question
-        remark = ""
-        if self.form_.extrapolates_far(rows)[0]:
-            remark = (
-                f"no step of {question.workload} like this one ({question.ranks} ranks on "
-                f"{question.nodes} nodes, batch {question.batch:g}) was observed: do not trust the "
-                "calibration this far out"
+    def correct(self, predicted: Sequence[PredictedStep]) -> list[Correction]:
+        """The corrections of steps that the engine predicts."""
+        rows, parts, form = _rows(predicted), _parts(predicted), self.form_
+        offsets = _offsets(predicted, rows, parts)
+        low_s, high_s = form.predict_interval(rows, parts=parts)
+        # An interval lies evenly about its prediction, in logarithms.
+        step_s = np.sqrt(low_s * high_s) * offsets
+        errors = np.log(high_s / low_s) / (2 * Z_80)
+        factors_of = factors(form.log_parameters_, rows, form.reference_)
+        far = form.extrapolates_far(rows, parts=parts)
+        return [
+            Correction(
+                step_s=float(step_s[row]),
+                compute_ratio=float(factors_of[0][row]),
+                sync_ratio=float(factors_of[1][row]),
+                relative_error=float(errors[row]),
+                remark=self._remark(step.question, is_far=bool(far[row])),
             )
-        return Correction(
-            step_s=float(self.form_.predict(rows, parts=parts)[0] * offset),
-            compute_ratio=float(compute_ratio[0]),
-            sync_ratio=float(sync_ratio[0]),
-            relative_error=math.log(high_s[0] / low_s[0]) / (2 * Z_80),
-            remark=remark,
+            for row, step in enumerate(predicted)
+        ]
+
+    def _remark(self, question: StepQuestion, *, is_far: bool) -> str:
+        seen = len(self.rows_)
+        remark = (
+            f"corrected by {seen} observed step{'s' if seen > 1 else ''} of {question.workload} on "
+            f"{self.machines}"
         )
+        if is_far:
+            remark += (
+                f", none of which is like {question.ranks} ranks on {question.nodes} nodes with "
+                f"batch {question.batch:g}: do not trust it this far out"
+            )
+        return remark
 
     def log_parameter(self, name: str) -> float:
         """The logarithm of a learnt factor of `priors.PARAMETERS`."""

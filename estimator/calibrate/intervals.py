@@ -15,7 +15,7 @@ Array = NDArray[np.float64]
 COVERAGE_RATIO = 0.8
 # Degrees of freedom and scale of the scores known beforehand, and how many observations they weigh.
 _SHIPPED_FREEDOM = 6.0
-_SHIPPED_SCALE = 1.0
+_SHIPPED_SCALE = 0.75
 _SHIPPED_WEIGHT = 12.0
 _SHIPPED_POINTS = 200
 # Places at which factors are found, how far a score is felt from its own, and how much everywhere.

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from estimator.calibrate.calibrator import Calibrator
+from estimator.calibrate.observations import ObservationStore
 from estimator.calibrate.observed import Observation
-from estimator.errors import EstimatorError
+from estimator.errors import EstimatorError, ObservationError
 from estimator.estimates import estimate_graph
+from estimator.graph.files import is_saved_graph
 from estimator.graph.ops import OpGraph
 from estimator.topology import Cluster
 
@@ -32,6 +34,22 @@ class Lesson:
     calibrated_s: float
     compute_ratio: float
     communication_ratio: float
+
+
+def observed_of(store: ObservationStore, model: str) -> list[Observation]:
+    """The observations of a MODEL of the command line; raises ObservationError.
+
+    A function's workload goes by the function's name, a saved graph's by the name in it.
+    """
+    name = OpGraph.load(model).name if is_saved_graph(model) else model
+    for workload in (name, name.removeprefix("hf:"), name.rpartition(":")[2]):
+        if found := store.observations(workload=workload):
+            return found
+    known = ", ".join(list(store.workloads())[:5]) or "nothing"
+    raise ObservationError(
+        f"no step of '{name}' was observed in {store.path}, which has {known}; name one of these, "
+        "or observe some steps"
+    )
 
 
 def lessons(

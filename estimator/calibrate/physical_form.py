@@ -122,7 +122,7 @@ class PhysicalForm:
         sites, law = self._sites(X, parts)
         spread = np.sqrt(self.posterior_.variance(sites, law.jacobian * self.widths_))
         factors = intervals.conformal_factors(
-            *self.posterior_.scores(), law.sync_share, coverage_ratio
+            *self.posterior_.scores, law.sync_share, coverage_ratio
         )
         return intervals.around(self.predict(X, parts=parts), spread, factors)
 

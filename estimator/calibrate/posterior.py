@@ -7,6 +7,7 @@ the residual field Gaussian, so that means, spreads and leave-one-out errors are
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,7 @@ class Posterior:
         """Variance that comes of not knowing the law's parameters."""
         return np.einsum("ij,jk,ik->i", slopes, self.parameter_covariance, slopes)
 
+    @cached_property
     def scores(self) -> tuple[Array, Array]:
         """How far sites are from what all others say, in predicted spreads; and their shares."""
         evidence = self._evidence

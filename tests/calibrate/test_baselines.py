@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from estimator.calibrate.baselines import LinearScaling, OptimusForm, PolluxForm
+from estimator.calibrate.baselines import (
+    LinearScaling,
+    OnesForm,
+    OptimusAsynchronous,
+    OptimusForm,
+    PolluxForm,
+    SumOfWorkers,
+)
 from estimator.errors import WorkloadError
 
 ROWS = np.array(
@@ -55,3 +62,42 @@ def test_the_pollux_form_recovers_steps_that_it_made() -> None:
 def test_a_senseless_table_is_refused(rows: list[tuple[int, ...]], times: list[float]) -> None:
     with pytest.raises(WorkloadError):
         OptimusForm().fit(rows, times)
+
+
+def test_pollux_supposes_nodes_no_faster_apart_than_together_where_none_was_seen() -> None:
+    seen = ROWS[ROWS[:, 1] == 1]
+    times = 0.05 + 0.001 * seen[:, 2] * seen[:, 3] + 0.1 * (seen[:, 0] > 1)
+    within, across = PolluxForm().fit(seen, times).predict([(2, 1, 32, 1), (2, 2, 32, 1)])
+    assert across >= within
+
+
+def test_of_a_single_batch_half_of_the_time_is_taken_as_fixed() -> None:
+    fitted = LinearScaling().fit([(1, 1, 8, 1)], [0.4])
+    # 0.2 s + 0.2 s · 16 / 8.
+    assert fitted.predict([(4, 1, 16, 1)]) == pytest.approx([0.6])
+    assert PolluxForm().fit([(1, 1, 8, 1)], [0.4]).predict([(1, 1, 16, 1)]) == pytest.approx([0.6])
+
+
+def test_ones_draws_lines_through_throughput_at_each_size() -> None:
+    # 8 samples in 0.1 s on 1 rank: 80/s; 2 · 8 in 0.1 s: 160/s; 4 · 8 in 0.2 s: 160/s.
+    fitted = OnesForm().fit([(1, 1, 8, 1), (2, 1, 8, 1), (4, 1, 8, 1)], [0.1, 0.1, 0.2])
+    # 3 ranks: 160/s, 24 samples. Beyond 4 the last line stays flat.
+    predicted = fitted.predict([(3, 1, 8, 1), (8, 2, 8, 1)])
+    assert predicted == pytest.approx([24 / 160, 64 / 160])
+
+
+def test_ones_averages_repeated_throughput_and_follows_the_batches_of_a_size() -> None:
+    fitted = OnesForm().fit([(1, 1, 8, 1), (1, 1, 8, 1), (1, 1, 16, 1)], [0.1, 0.2, 0.1])
+    # Batch 8: (80 + 40)/2 = 60/s; batch 16: 160/s; batch 12 lies between: 110/s.
+    assert fitted.predict([(1, 1, 12, 1)]) == pytest.approx([12 / 110])
+
+
+def test_asynchronous_forms_recover_what_made_the_updates() -> None:
+    rows = np.array([(1, 1), (2, 1), (4, 1), (8, 1)], dtype=float)
+    alone = SumOfWorkers().fit(rows, [0.4, 0.3, 0.2, 0.1])
+    assert alone.predict([(8, 1)]) == pytest.approx([0.05])
+    # A worker's step of 0.2 s + 0.05 s per worker.
+    seen = (0.2 + 0.05 * rows[:, 0]) / rows[:, 0]
+    optimus = OptimusAsynchronous().fit(rows, seen)
+    assert optimus.coefficients_ == pytest.approx([0.2, 0.05])
+    assert optimus.predict([(5, 1)]) == pytest.approx([0.09])

@@ -1,0 +1,73 @@
+"""Time what calibration costs (P5): taking an observation in, refitting, and estimates after it."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from speed_cases import BATCHES, STRATEGY, Machines, model
+
+from estimator import Calibrator, estimate
+from estimator.calibrate.observed import Observation
+
+OBSERVATIONS, TURNS, ESTIMATES = 1000, 20, 300
+
+
+def refit(_options: Any) -> dict[str, tuple[float, str, float | None]]:
+    """Medians over single new observations, each followed by a refit on all there are."""
+    random.seed(0)
+    graph, machines = model(), Machines(1)
+
+    def step_s(allocation: str, batch: int, calibration: Calibrator | None = None) -> float:
+        return estimate(
+            graph, allocation, batch_per_gpu=batch, strategy=STRATEGY, calibration=calibration
+        ).step_time_s
+
+    def observation(allocation: str) -> Observation:
+        batch = random.choice(BATCHES)
+        # As a machine that is a tenth slower than its profile and noisy would be seen.
+        seen_s = step_s(allocation, batch) * random.lognormvariate(0.1, 0.05)
+        return Observation(
+            workload=graph.name,
+            allocation=allocation,
+            batch_per_gpu=batch,
+            strategy=STRATEGY,
+            step_time_s=seen_s,
+        )
+
+    asked = machines.texts(OBSERVATIONS + ESTIMATES, groups=1, machines=1)
+    seen = [observation(text) for text in asked[:OBSERVATIONS]]
+    with tempfile.TemporaryDirectory() as folder:
+        calibrator = Calibrator(Path(folder, "observations.db"))
+        calibrator.add_many(seen[:-TURNS])
+        first_s = _seconds(lambda: step_s(asked[-1], 8, calibrator))
+        taken_s, refit_s = [], []
+        for one in seen[-TURNS:]:
+            taken_s.append(_seconds(lambda one=one: calibrator.add_many([one])))  # type: ignore[misc]
+            refit_s.append(_seconds(calibrator.fit))
+        cold_s, new_s, known_s = [], [], []
+        for text in asked[OBSERVATIONS:]:
+            step_s(text, 16)
+            cold_s.append(_seconds(lambda text=text: step_s(text, 16)))  # type: ignore[misc]
+            new_s.append(_seconds(lambda text=text: step_s(text, 16, calibrator)))  # type: ignore[misc]
+            known_s.append(_seconds(lambda text=text: step_s(text, 16, calibrator)))  # type: ignore[misc]
+    median = statistics.median
+    return {
+        f"P5 refit on {OBSERVATIONS} observations": (median(refit_s) * 1e3, "ms", 200),
+        "P5 one observation taken in": (median(taken_s) * 1e3, "ms", 5),
+        "P5 first learning of a workload": (first_s * 1e3, "ms", None),
+        "P5 an estimate without calibration": (median(cold_s) * 1e6, "µs", None),
+        "P5 a calibrated estimate of a step asked for before": (median(known_s) * 1e6, "µs", None),
+        "P5 a calibrated estimate of a new step": (median(new_s) * 1e6, "µs", None),
+    }
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

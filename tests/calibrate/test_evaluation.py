@@ -1,0 +1,183 @@
+"""Methods are run on the same draws, and scored as the definitions say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from estimator.accuracy import summarise
+from estimator.calibrate.evaluation import Form, evaluate
+from estimator.calibrate.scores import interval_scores, overall, pair_scores, scores_of, wins
+from estimator.calibrate.tables import Job, MeasuredStep
+from estimator.errors import ObservationError, WorkloadError
+
+SIZES = [(1,), (2,), (1, 2), (4,), (4, 4)]
+BATCHES = [8, 16, 32]
+
+
+def true_step_s(sizes: tuple[int, ...], batch: float) -> float:
+    return (0.1 + 0.01 * batch) * (1 + 0.1 * len(sizes))
+
+
+def make_job(model: str = "m", gpu: str = "T4") -> Job[MeasuredStep]:
+    steps = tuple(
+        MeasuredStep(
+            line=0,
+            source="s",
+            gpu=gpu,
+            model=model,
+            precision="fp32",
+            strategy="ddp",
+            variant=(),
+            node_sizes=sizes,
+            batch_per_gpu=batch,
+            accumulation_steps=1,
+            step_time_s=true_step_s(sizes, batch),
+        )
+        for sizes in SIZES
+        for batch in BATCHES
+    )
+    return Job(label=f"{gpu}, {model}", gpu=gpu, model=model, steps=steps)
+
+
+class Oracle:
+    """Knows the law that made the rows; says `factor` times it, ± 20 %."""
+
+    factor = 1.0
+
+    def fit(self, X: Any, y: Any) -> Oracle:
+        self.scale_ = float(np.max(y)) / 1e9
+        return self
+
+    def predict(self, X: Any) -> Any:
+        X = np.asarray(X)
+        return self.factor * (0.1 + 0.01 * X[:, 2]) * (1 + 0.1 * X[:, 1]) * (1 + self.scale_)
+
+    def predict_interval(self, X: Any) -> Any:
+        return 0.8 * self.predict(X), 1.2 * self.predict(X)
+
+
+class TenPercentAbove(Oracle):
+    factor = 1.1
+
+
+class Unwilling(Oracle):
+    def fit(self, X: Any, y: Any) -> Oracle:
+        raise WorkloadError("it needs 99 rows; give more")
+
+
+METHODS: dict[str, Callable[[], Form]] = {
+    "calibrated": Oracle,
+    "pollux": TenPercentAbove,
+    "linear": Unwilling,
+}
+
+
+def test_scores_are_those_of_forms_whose_errors_are_known() -> None:
+    evaluation = evaluate([make_job()], "k-shot", ks=[3, 5], methods=METHODS)
+    scores = {(score.method, score.k): score for score in scores_of(evaluation)}
+    assert set(scores) == {(method, k) for method in METHODS for k in (3, 5)}
+    above = scores["pollux", 3]
+    # 15 rows, of which 3 are learnt from; all others are 10 % off in each of 8 draws.
+    assert (above.draws, above.rows, above.failed) == (8, 12, 0)
+    for spread in (above.median, above.p90, above.mape):
+        assert spread.mean == pytest.approx(0.1)
+        assert spread.deviation == pytest.approx(0, abs=1e-9)
+    assert scores["calibrated", 3].mape.mean == pytest.approx(0, abs=1e-6)
+    assert scores["calibrated", 3].order_right_ratio == 1
+    assert scores["calibrated", 3].coverage_ratio == 1
+
+
+def test_a_form_that_cannot_learn_counts_as_an_error_of_100_percent_with_its_reason() -> None:
+    evaluation = evaluate([make_job()], "k-shot", ks=[3], methods=METHODS)
+    (score,) = (score for score in scores_of(evaluation) if score.method == "linear")
+    assert score.failed == 12 * 8
+    assert score.median.mean == 1
+    failed = [case for case in evaluation.cases("now") if case["method"] == "linear"]
+    assert {(case["status"], case["reason"], case["predicted_s"]) for case in failed} == {
+        ("no_prediction", "it needs 99 rows; give more", None)
+    }
+
+
+def test_wins_are_counted_per_job_and_rival() -> None:
+    evaluation = evaluate([make_job("m"), make_job("n")], "k-shot", ks=[3], methods=METHODS)
+    found = {row.rival: row for row in wins(scores_of(evaluation))}
+    for rival in ("pollux", "linear"):
+        assert (found[rival].k, found[rival].jobs, found[rival].median_and_p90) == (3, 2, 2)
+
+
+def test_cases_have_the_form_of_every_accuracy_benchmark() -> None:
+    evaluation = evaluate([make_job()], "few-shot", methods={"calibrated": TenPercentAbove})
+    cases = list(evaluation.cases("2026-01-01"))
+    # 3 single-device rows; of 2 and 4 devices in a node two rows each; there is no 1+1.
+    assert len(cases) == 15 - 3 - 4
+    case = next(case for case in cases if case["allocation"] == "1x1:t4+1x2:t4")
+    assert (case["ranks"], case["nodes"], case["global_batch"]) == (3, 2, 3 * case["batch_per_gpu"])
+    assert case["predicted_s"] == pytest.approx(1.1 * case["measured_s"])
+    (row,) = summarise(cases, by=("method",))
+    assert row.median_ratio == pytest.approx(0.1)
+
+
+def test_intervals_are_compared_with_one_relative_width_that_covers_as_much() -> None:
+    evaluation = evaluate([make_job()], "cv", methods={"calibrated": TenPercentAbove})
+    (row,) = interval_scores(evaluation)
+    # 1.1 t (1 ± 0.2) holds t for every row: score 1.1 · 0.4. To hold all of them
+    # ± (1 − 1/1.1) is enough: score 1.1 · 2 · 0.1/1.1.
+    assert row.coverage_ratio == 1
+    assert row.score_ratio == pytest.approx(0.44)
+    assert row.constant_width_ratio == pytest.approx(0.1 / 1.1)
+    assert row.constant_score_ratio == pytest.approx(0.2)
+
+
+def test_an_outlier_moves_the_predictions_of_a_mean_by_what_it_weighs() -> None:
+    class Mean(Oracle):
+        def fit(self, X: Any, y: Any) -> Oracle:
+            self.mean_ = float(np.mean(y))
+            return self
+
+        def predict(self, X: Any) -> Any:
+            return np.full(len(X), self.mean_)
+
+    job = make_job()
+    evaluation = evaluate([job], "online", ks=[3, 5], methods={"calibrated": Mean})
+    assert {run.moved_ratio for run in evaluation.runs if run.split.k == 3} == {None}
+    run = next(run for run in evaluation.runs if run.split.k == 5)
+    learnt = job.y()[run.split.train]
+    assert run.moved_ratio == pytest.approx(2 * learnt[-1] / learnt.sum())
+
+
+def test_pairs_ask_which_placement_is_faster() -> None:
+    evaluation = evaluate([make_job()], "pairs", methods={"calibrated": Oracle})
+    (row,) = pair_scores(evaluation)
+    # 2 on one node against 3 over two: one a batch. Close pairs add 4 on one node against those 3.
+    assert (row.few, row.few_right) == (3, 3)
+    assert (row.close, row.close_right) == (6, 6)
+
+
+def test_a_form_that_can_carry_over_learns_from_the_other_device_too() -> None:
+    class Carrying(Oracle):
+        def fit_from(self, origin: tuple[Any, Any], X: Any, y: Any) -> Oracle:
+            assert len(origin[1]) == 15
+            # 3 single-device rows and one on several nodes.
+            assert len(y) == 4
+            return self.fit(X, y)
+
+        def predict(self, X: Any) -> Any:
+            return 2 * super().predict(X)
+
+    jobs = [make_job(), make_job(gpu="A100")]
+    evaluation = evaluate(jobs, "transfer", methods={"calibrated": Carrying, "pollux": Oracle})
+    rows = {row.method: row for row in overall(scores_of(evaluation))}
+    assert rows["calibrated"].mape_ratio == pytest.approx(1)
+    assert rows["pollux"].mape_ratio == pytest.approx(0, abs=1e-6)
+    assert evaluation.skipped == ("T4, m",)
+
+
+def test_a_table_with_too_few_rows_is_refused() -> None:
+    job = make_job()
+    single = Job(label=job.label, gpu=job.gpu, model=job.model, steps=job.steps[:1])
+    with pytest.raises(ObservationError, match="rows enough"):
+        evaluate([single], "k-shot", methods=METHODS)
