@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from estimator.allocation import Allocation
 from estimator.calibrate.database import PATIENCE_S
 from estimator.calibrate.observations import ObservationStore
-from estimator.calibrate.observed import Observation, WorkloadSummary
+from estimator.calibrate.observed import Observation, ObservedWorkload
 from estimator.coefficients import (
     UNCALIBRATED,
     Coefficients,
@@ -60,7 +60,7 @@ class Calibrator:
 
     def observe(
         self,
-        workload: str | WorkloadSummary | OpGraph,
+        workload: str | ObservedWorkload | OpGraph,
         allocation: str | Allocation,
         *,
         step_time_s: float,
@@ -71,7 +71,7 @@ class Calibrator:
 
         Counts for estimates after the next `fit`. Raises ObservationError, StoreError.
         """
-        summary = WorkloadSummary.of(workload)
+        summary = ObservedWorkload.of(workload)
         observation = Observation(
             workload=summary.name,
             allocation=str(allocation),
@@ -85,7 +85,7 @@ class Calibrator:
         self,
         observations: Iterable[Observation],
         *,
-        summaries: Iterable[WorkloadSummary] = (),
+        summaries: Iterable[ObservedWorkload] = (),
         patience_s: float = PATIENCE_S,
     ) -> int:
         """Keep observations; how many were new. `estimator.observe` writes here."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from estimator.allocation import Allocation
-from estimator.calibrate.observed import Observation, WorkloadSummary
+from estimator.calibrate.observed import Observation, ObservedWorkload
 from estimator.calibrate.tables import ALIASES, Row, measured_step, read_rows
 from estimator.errors import EstimatorError, ObservationError
 
@@ -25,14 +25,14 @@ class ObservationTable:
     """What a file holds: observations, what it says of their workloads, and (line, why not)."""
 
     observations: tuple[Observation, ...]
-    summaries: tuple[WorkloadSummary, ...]
+    summaries: tuple[ObservedWorkload, ...]
     refused: tuple[tuple[int, str], ...]
 
 
 def read_observations(path: str | os.PathLike[str]) -> ObservationTable:
     """Read a ``.csv`` or ``.jsonl`` table with a row per observation.
 
-    Columns are those of `Observation` and `WorkloadSummary`; where they are missing, the standard
+    Columns are those of `Observation` and `ObservedWorkload`; where they are missing, the standard
     ones that `estimator.calibrate.tables.read_steps` knows. Of these, `model`, `precision` and
     `seq_len` together name the workload; the allocation follows from `gpu` (in lower case the name
     of its machine), `gpus`, `nodes`, `gpus_per_node` and `placement`. Times without a zone are UTC;
@@ -45,7 +45,7 @@ def read_observations(path: str | os.PathLike[str]) -> ObservationTable:
     rows = _rows(file)
     at = datetime.fromtimestamp(file.stat().st_mtime, UTC)
     observations: list[Observation] = []
-    summaries: dict[str, WorkloadSummary] = {}
+    summaries: dict[str, ObservedWorkload] = {}
     refused: list[tuple[int, str]] = []
     seen: Counter[str] = Counter()
     for line, row in rows:
@@ -106,14 +106,14 @@ def _json_rows(text: str) -> Iterator[tuple[int, Row | str]]:
         yield number, {name: cells[name.strip().lower()] for name in known}
 
 
-def _summary(row: Row) -> WorkloadSummary:
+def _summary(row: Row) -> ObservedWorkload:
     name = row.get("workload")
     if name is None:
         if "model" not in row:
             raise ObservationError("it names no workload; fill in 'workload' or 'model'")
         sequence = f"sequence {row['seq_len']}" if "seq_len" in row else None
         name = ", ".join(filter(None, (row["model"], row.get("precision"), sequence)))
-    return WorkloadSummary(
+    return ObservedWorkload(
         name=name,
         parameter_bytes=_read(row, "parameter_bytes", int),
         tensors=_read(row, "tensors", int),

@@ -13,11 +13,11 @@ from typing import Any
 
 from estimator.calibrate.database import PATIENCE_S, Database
 from estimator.calibrate.doubts import ABSURD_RATIO, doubts
-from estimator.calibrate.observed import Observation, WorkloadSummary, placement_of
+from estimator.calibrate.observed import Observation, ObservedWorkload, placement_of
 from estimator.errors import StoreError
 from estimator.profile import home
 
-__all__ = ["Observation", "ObservationStore", "WorkloadSummary"]
+__all__ = ["Observation", "ObservationStore", "ObservedWorkload"]
 
 # Marks the file as ours ("Thru" in ASCII).
 _APPLICATION_ID = 0x54687275
@@ -90,7 +90,7 @@ class ObservationStore:
         self,
         observations: Iterable[Observation],
         *,
-        summaries: Iterable[WorkloadSummary] = (),
+        summaries: Iterable[ObservedWorkload] = (),
         patience_s: float = PATIENCE_S,
     ) -> int:
         """Keep observations in one transaction; how many were new.
@@ -139,7 +139,7 @@ class ObservationStore:
         """A number that rises whenever something is added: whether a refit is due."""
         return self._number("SELECT revision FROM state")
 
-    def workloads(self) -> dict[str, WorkloadSummary]:
+    def workloads(self) -> dict[str, ObservedWorkload]:
         """Every workload observed or described, by name."""
         query = (
             "SELECT name, parameter_bytes, tensors, flops_per_sample, optimizer, precision "
@@ -147,8 +147,8 @@ class ObservationStore:
         )
         none: list[Any] = []
         rows = self._database.read(lambda connection: connection.execute(query).fetchall(), none)
-        names = tuple(item.name for item in fields(WorkloadSummary))
-        return {row[0]: WorkloadSummary(**dict(zip(names, row, strict=True))) for row in rows}
+        names = tuple(item.name for item in fields(ObservedWorkload))
+        return {row[0]: ObservedWorkload(**dict(zip(names, row, strict=True))) for row in rows}
 
     def close(self) -> None:
         """Let go of the file; the next use opens it again."""
@@ -174,7 +174,7 @@ class ObservationStore:
 def _insert(
     connection: sqlite3.Connection,
     observations: Iterable[Observation],
-    summaries: Iterable[WorkloadSummary],
+    summaries: Iterable[ObservedWorkload],
 ) -> int:
     revision = connection.execute("SELECT revision FROM state").fetchone()[0] + 1
     before = connection.total_changes

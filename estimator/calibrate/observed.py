@@ -76,7 +76,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadSummary:
+class ObservedWorkload:
     """What is known of a workload apart from its step times; None is unknown."""
 
     name: str
@@ -99,11 +99,11 @@ class WorkloadSummary:
                 _check_text(name, text)
 
     @classmethod
-    def of(cls, workload: str | WorkloadSummary | OpGraph) -> WorkloadSummary:
+    def of(cls, workload: str | ObservedWorkload | OpGraph) -> ObservedWorkload:
         """The summary of a workload given by name, as a summary, or as a traced graph."""
         if isinstance(workload, str):
             return cls(name=workload)
-        if isinstance(workload, WorkloadSummary):
+        if isinstance(workload, ObservedWorkload):
             return workload
         return cls(
             name=workload.name,

@@ -54,8 +54,11 @@ def covariance(first: Sites, second: Sites) -> Array:
     shares = first.sync_share[:, None] * second.sync_share[None]
     computing = (1 - first.sync_share)[:, None] * (1 - second.sync_share)[None]
     placement = _SHARED_BY_ALIKE * alike + (1 - _SHARED_BY_ALIKE) * same
-    field = _PLACEMENT_RATIO**2 * shares * placement * np.exp(
-        -batch_distance / _PLACEMENT_BATCH_REACH**2
+    field = (
+        _PLACEMENT_RATIO**2
+        * shares
+        * placement
+        * np.exp(-batch_distance / _PLACEMENT_BATCH_REACH**2)
     )
     field += _COMPUTE_RATIO**2 * computing * np.exp(-batch_distance / _COMPUTE_BATCH_REACH**2)
     several = (first.rows[:, RANKS] > 1)[:, None] & (second.rows[:, RANKS] > 1)[None]

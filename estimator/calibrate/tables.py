@@ -32,14 +32,17 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 # What a table's author did not stand by, in the words of its notes.
 _UNSOUND = re.compile(r"\b(suspect|derived|inferred)\b", re.IGNORECASE)
-_PLACEMENT = re.compile(r"\d+(\+\d+)*")
-_SHARES = re.compile(r"([a-z]+)\s*=?\s*(\d+)", re.IGNORECASE)
+_PLACEMENT = re.compile(r"\d{1,7}(\+\d{1,7})*")
+_SHARES = re.compile(r"([a-z]+)\s*=?\s*(\d{1,9})", re.IGNORECASE)
 _SHARDED = re.compile(r"(fsdp|hsdp|zero[-_ ]?[123])\b.*|fsdp\d+", re.IGNORECASE)
 _DATA_PARALLEL = {"", "single", "ddp", "dp", "data", "data parallel", "horovod", "none"}
 _OTHER_DEGREES = ("tp", "pp", "cp", "ep")
 # Units in which global batch / throughput is the time of a step.
 _SAMPLES_PER_S = {"samples/s", "images/s", "sequences/s", "examples/s"}
 _STEPS_PER_S = {"steps/s", "iterations/s", "it/s"}
+# Beyond these a number is a slip of the pen, and no form can be asked about it.
+SHORTEST_S, LONGEST_S = 1e-6, 1e6
+MOST_GPUS, LARGEST_BATCH = 10**6, 1e9
 # Devices of a node where a table says nothing of nodes: the most common machine of all sources.
 USUAL_GPUS_PER_NODE = 8
 
@@ -243,7 +246,7 @@ def measured_step(line: int, row: Row, assumed: Counter[str]) -> MeasuredStep:
         node_sizes=sizes,
         batch_per_gpu=batch,
         accumulation_steps=accumulation_steps,
-        step_time_s=_step_time_s(row, batch * sum(sizes) * accumulation_steps),
+        step_time_s=_plausible_s(_step_time_s(row, batch * sum(sizes) * accumulation_steps)),
     )
 
 
@@ -268,15 +271,18 @@ def _node_sizes(row: Row, assumed: Counter[str]) -> tuple[int, ...]:
     """Devices used of each node."""
     gpus, nodes = _count(row, "gpus"), _count(row, "nodes")
     placement = row.get("placement", "").replace(" ", "")
+    sizes: tuple[int, ...] = ()
     if _PLACEMENT.fullmatch(placement):
         sizes = tuple(int(size) for size in placement.split("+"))
         if gpus not in (None, sum(sizes)) or nodes not in (None, len(sizes)) or min(sizes) < 1:
             raise ObservationError("its placement contradicts its GPUs or nodes")
-        return sizes
+        gpus = sum(sizes)
     if gpus is None:
         raise ObservationError("it does not say how many GPUs")
-    if gpus > 10**6:
+    if gpus > MOST_GPUS:
         raise ObservationError("it has more than a million GPUs")
+    if sizes:
+        return sizes
     if nodes is None:
         nodes = _assumed_nodes(row, gpus, placement, assumed)
     if nodes > gpus:
@@ -307,7 +313,15 @@ def _batch_per_gpu(row: Row, shares: int) -> float:
         local_batch = global_batch / shares
     if not 0 < local_batch < math.inf:
         raise ObservationError("its batch size is not a positive number")
+    if not 1 / LARGEST_BATCH <= local_batch <= LARGEST_BATCH:
+        raise ObservationError("its batch size is below 10^-9 or above 10^9")
     return local_batch
+
+
+def _plausible_s(step_time_s: float) -> float:
+    if not SHORTEST_S <= step_time_s <= LONGEST_S:
+        raise ObservationError("its step time is below 1 µs or above 10^6 s")
+    return step_time_s
 
 
 def _step_time_s(row: Row, global_batch: float) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from estimator.calibrate.database import PATIENCE_S
 from estimator.calibrate.observations import ObservationStore
-from estimator.calibrate.observed import Observation, WorkloadSummary
+from estimator.calibrate.observed import Observation, ObservedWorkload
 from estimator.calibrate.windows import WARMUP_STEPS, Window, Windows
 from estimator.errors import ObservationError, StoreError
 
@@ -35,7 +35,7 @@ class Sink(Protocol):
         self,
         observations: Iterable[Observation],
         *,
-        summaries: Iterable[WorkloadSummary] = (),
+        summaries: Iterable[ObservedWorkload] = (),
         patience_s: float = PATIENCE_S,
     ) -> int:
         """Keep observations and what is known of their workloads; how many were new."""
@@ -45,7 +45,7 @@ class Sink(Protocol):
 def observe(
     store: Sink | str | os.PathLike[str] | None = None,
     *,
-    workload: str | WorkloadSummary | OpGraph,
+    workload: str | ObservedWorkload | OpGraph,
     allocation: str,
     batch_per_gpu: int,
     accumulation_steps: int = 1,
@@ -85,7 +85,7 @@ def observe(
     """
     if warmup_steps < 0:
         raise ObservationError(f"warmup_steps is 0 or more, found {warmup_steps}; leave it out")
-    summary = WorkloadSummary.of(workload)
+    summary = ObservedWorkload.of(workload)
 
     def observation(window: Window) -> Observation:
         return Observation(
@@ -124,7 +124,7 @@ class Watch:
         self,
         *,
         sink: Sink | None,
-        summary: WorkloadSummary,
+        summary: ObservedWorkload,
         observation: Callable[[Window], Observation],
         windows: Windows,
         synchronize: Callable[[], object] | None,

@@ -76,7 +76,12 @@ def read_workers(paths: Sequence[str | os.PathLike[str]]) -> StepTable[WorkerSte
             f"{', '.join(COLUMNS)}"
         )
     jobs = tuple(
-        Job(label=f"{gpu}, {model}, {servers} servers", gpu=gpu, model=model, steps=tuple(steps))
+        Job(
+            label=f"{gpu}, {model}, {servers} server{'s' if servers > 1 else ''}",
+            gpu=gpu,
+            model=model,
+            steps=tuple(steps),
+        )
         for (gpu, model, servers), steps in found.items()
     )
     return StepTable(jobs=jobs, refused=refused, assumed={})

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ Bound = Literal["compute", "memory", "first_touch", "update"]
 
 # Streaming sums beyond any private cache first: if time runs out, those tell the most.
 _ADDED_BYTES = (64 << 20, 4 << 20, 16 << 20, 512 << 10, 192 << 20, 64 << 10)
+_ADDED_FIRST = 3
 _TOUCHED_BYTES = (4 << 20, 32 << 20)
 _UPDATED_PARAMETERS = 4_000_000
 _PRODUCT_SIDE = 512
@@ -78,9 +79,15 @@ def summarise(results: Sequence[Sequence[Mapping[str, Any]]], *, at: str = "") -
 
 
 def _rank_spread_ratio(results: Sequence[Sequence[Mapping[str, Any]]]) -> float:
-    """Standard deviation of a rank's time over a window of products beside the others, by mean."""
+    """One standard deviation of a rank's time over a window of products beside the others.
+
+    By the median distance from the median: one window that something else disturbed is no spread.
+    """
     windows = [value for cases in results for case in cases for value in case.get("windows_s", ())]
-    return statistics.stdev(windows) / statistics.fmean(windows) if len(windows) > 2 else 0.0
+    if len(windows) <= 2:
+        return 0.0
+    middle = statistics.median(windows)
+    return 1.4826 * statistics.median(abs(value - middle) for value in windows) / middle
 
 
 def measure_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -93,13 +100,12 @@ def measure_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> li
     backend = open_backend(kind, torch.cuda.current_device() if kind == "cuda" else 0)
     if kind == "cpu":
         keep_memory_resident()
-    cases = list(_cases(kind, backend.device))
-    rounds = 3
-    window_s = arguments["budget_s"] / (len(cases) * rounds * (world_size + 1))
+    rounds, count = 3, 2 + len(_TOUCHED_BYTES) + len(_ADDED_BYTES)
+    window_s = arguments["budget_s"] / (count * rounds * (world_size + 1))
     window_s = min(0.08, max(0.004, window_s))
     found: list[dict[str, Any]] = []
     end = time.monotonic() + arguments["budget_s"]
-    for bound, size, call in cases:
+    for bound, size, call in _cases(kind, backend.device):
         # All ranks stop at the same case.
         over = torch.tensor([float(bool(found) and time.monotonic() > end)], device=backend.device)
         dist.all_reduce(over)
@@ -137,7 +143,7 @@ def _window(backend: Any, call: Callable[[int], object], window_s: float) -> lis
     return seconds
 
 
-def _cases(kind: DeviceKind, device: Any) -> list[tuple[Bound, int, Callable[[int], object]]]:
+def _cases(kind: DeviceKind, device: Any) -> Iterator[tuple[Bound, int, Callable[[int], object]]]:
     """(bound, bytes touched, call): products, streaming sums, fresh pages, optimizer steps."""
     import torch
 
@@ -147,21 +153,22 @@ def _cases(kind: DeviceKind, device: Any) -> list[tuple[Bound, int, Callable[[in
     weight.grad = torch.full_like(weight, 0.01)
     stepper = torch.optim.AdamW([weight], lr=1e-4)
     stepper.step()
-    cases: list[tuple[Bound, int, Callable[[int], object]]] = [
-        ("compute", 3 * 4 * _PRODUCT_SIDE**2, lambda _: torch.mm(left, left, out=product)),
-        # weight, gradient and two moments in float32
-        ("update", 16 * _UPDATED_PARAMETERS, lambda _: stepper.step()),
-    ]
-    if kind == "cpu":
-        cases += [("first_touch", size, _toucher(size)) for size in _TOUCHED_BYTES]
-    for size in _ADDED_BYTES:
+
+    def sum_of(size: int) -> Callable[[int], object]:
         a, b, c = (torch.ones(size // 12, device=device) for _ in range(3))
+        return lambda _: torch.add(a, b, out=c)
 
-        def add(_: int, a: Any = a, b: Any = b, c: Any = c) -> Any:
-            return torch.add(a, b, out=c)
-
-        cases.append(("memory", size, add))
-    return cases
+    # What most of a step runs at first, since a busy machine may not come to the end.
+    yield "compute", 3 * 4 * _PRODUCT_SIDE**2, lambda _: torch.mm(left, left, out=product)
+    for size in _ADDED_BYTES[:_ADDED_FIRST]:
+        yield "memory", size, sum_of(size)
+    # Weight, gradient and two moments in float32.
+    yield "update", 16 * _UPDATED_PARAMETERS, lambda _: stepper.step()
+    if kind == "cpu":
+        for size in _TOUCHED_BYTES:
+            yield "first_touch", size, _toucher(size)
+    for size in _ADDED_BYTES[_ADDED_FIRST:]:
+        yield "memory", size, sum_of(size)
 
 
 def _toucher(size_bytes: int) -> Callable[[int], object]:

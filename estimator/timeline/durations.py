@@ -110,12 +110,15 @@ class _Timer:
         self.profile = profile
         self.fits = kernel_fits(profile, bound.graph.precision)
         # Devices share the last-level cache, busy or not: virtual machines have neighbours.
-        cache = profile.memory.shared_cache_bytes if profile.memory else 0
-        self.cold = cold_ratios(bound, cache / len(profile.devices), threads=self.fits.threads)
-        self.contentions = {
-            bound_by: _contention(profile.contentions, bound_by, devices_busy)
-            for bound_by in ("compute", "memory")
-        }
+        shared = profile.memory.shared_cache_bytes if profile.memory else 0
+        cache = shared / len(profile.devices)
+        self.cold = cold_ratios(bound, cache, threads=self.fits.threads)
+        memory = _contention(profile.contentions, "memory", devices_busy)
+        if memory and memory[0][0] > cache > 0:
+            # What stays in a device's part of the cache does not wait for memory.
+            memory = ((cache, 1.0), *memory)
+        compute = _contention(profile.contentions, "compute", devices_busy)
+        self.contentions = {"compute": compute, "memory": memory}
         self.seen: dict[OpCall, Prediction | None] = {}
 
     def device(self, index: int, op: Op, call: OpCall) -> tuple[float, float, str]:

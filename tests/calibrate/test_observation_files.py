@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from estimator.calibrate.observation_files import read_observations
-from estimator.calibrate.observations import Observation, ObservationStore, WorkloadSummary
+from estimator.calibrate.observations import Observation, ObservationStore, ObservedWorkload
 from estimator.errors import EstimatorError, ObservationError
 
 GOOD = {
@@ -82,7 +82,7 @@ def test_our_own_columns_become_an_observation(tmp_path: Path) -> None:
     assert (one.workload, one.allocation, one.batch_per_gpu) == ("mine", "a1[0]+a2[0]", 4)
     assert (one.accumulation_steps, one.strategy, one.steps) == (3, "zero1", 50)
     assert one.spread_ratio == 0.05
-    summary = WorkloadSummary(name="mine", parameter_bytes=400, tensors=7, flops_per_sample=1e9)
+    summary = ObservedWorkload(name="mine", parameter_bytes=400, tensors=7, flops_per_sample=1e9)
     assert found.summaries == (summary,)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from store_robustness import kill_writers, write_together
 
-from estimator.calibrate.observations import Observation, ObservationStore, WorkloadSummary
+from estimator.calibrate.observations import Observation, ObservationStore, ObservedWorkload
 from estimator.errors import EstimatorError, ObservationError, StoreError
 
 
@@ -91,13 +91,13 @@ def test_observations_are_chosen_by_what_they_are_of(kept: ObservationStore) -> 
 
 def test_what_is_known_of_a_workload_is_filled_in_and_kept(kept: ObservationStore) -> None:
     kept.add(seen())
-    assert kept.workloads() == {"gpt2": WorkloadSummary(name="gpt2")}
-    kept.add_many([], summaries=[WorkloadSummary(name="gpt2", parameter_bytes=100, tensors=3)])
+    assert kept.workloads() == {"gpt2": ObservedWorkload(name="gpt2")}
+    kept.add_many([], summaries=[ObservedWorkload(name="gpt2", parameter_bytes=100, tensors=3)])
     revision = kept.revision
-    kept.add_many([], summaries=[WorkloadSummary(name="gpt2", tensors=3)])
+    kept.add_many([], summaries=[ObservedWorkload(name="gpt2", tensors=3)])
     assert kept.revision == revision
-    kept.add_many([], summaries=[WorkloadSummary(name="gpt2", tensors=4, precision="fp32")])
-    known = WorkloadSummary(name="gpt2", parameter_bytes=100, tensors=4, precision="fp32")
+    kept.add_many([], summaries=[ObservedWorkload(name="gpt2", tensors=4, precision="fp32")])
+    known = ObservedWorkload(name="gpt2", parameter_bytes=100, tensors=4, precision="fp32")
     assert kept.workloads() == {"gpt2": known}
 
 

@@ -140,7 +140,7 @@ def test_a_table_of_workers_is_known_by_its_columns(tmp_path: Path) -> None:
     assert is_worker_table(path)
     table = read_workers([path])
     jobs: tuple[Job[object], ...] = table.jobs  # type: ignore[assignment]
-    assert [job.label for job in jobs] == ["K80, m, 1 servers", "K80, m, 2 servers"]
+    assert [job.label for job in jobs] == ["K80, m, 1 server", "K80, m, 2 servers"]
     assert jobs[0].X().tolist() == [[2, 1]]
     # 4 updates a second are 0.25 s between two of them.
     assert jobs[0].y().tolist() == [0.25]

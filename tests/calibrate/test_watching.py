@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import estimator
-from estimator.calibrate.observations import Observation, ObservationStore, WorkloadSummary
+from estimator.calibrate.observations import Observation, ObservationStore, ObservedWorkload
 from estimator.calibrate.watching import Watch, observe
 from estimator.errors import EstimatorError, StoreError
 
@@ -192,7 +192,7 @@ def test_what_makes_no_sense_is_refused_before_training(
 def test_the_default_store_is_the_users(
     store: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = JOB | {"workload": WorkloadSummary(name="gpt2", tensors=148)}
+    job = JOB | {"workload": ObservedWorkload(name="gpt2", tensors=148)}
     with estimator.observe(**job, clock=clock) as watch:
         train(watch, clock, [0.125] * 20)
     users = ObservationStore(store / "observations.db")
