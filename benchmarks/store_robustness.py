@@ -1,7 +1,8 @@
-"""Kill writers of an observation store at random points, and let many write at once.
+"""Kill writers of an observation store and probes at random points, and let many write at once.
 
 Bounds are R2 and R3 of the targets: after every kill -9 the store opens, is whole and holds each
-observation whose writer was told that it is kept; of 8 processes that write 10,000 observations
+observation whose writer was told that it is kept, and the user's store holds a whole profile of the
+machine or none; of 8 processes that write 10,000 observations
 each, in transactions of 1 to 40 and some of them twice, none is lost and none doubled.
 """
 
@@ -16,6 +17,7 @@ import random
 import signal
 import sqlite3
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +26,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from estimator.calibrate.observations import Observation, ObservationStore
+from estimator.errors import ProfileError
+from estimator.profile import load_profile
 
+# A probe of this budget takes some 12 s with all that starts around it.
+PROBES, PROBE_BUDGET_S, LATEST_PROBE_KILL_S = 25, 4, 14.0
 KILLS, WRITERS, OBSERVATIONS = 100, 8, 10_000
 # Kills fall within this much of a writer's first look at the file, or of its first observation.
 LATEST_KILL_S = 0.15
@@ -43,6 +49,19 @@ class Kills:
     @property
     def is_sound(self) -> bool:
         return self.acknowledged > 0 and self.lost == self.damaged == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probes:
+    """Profiles found after killing one probe after the other, and those that do not load."""
+
+    kills: int
+    left: int
+    damaged: int
+
+    @property
+    def is_sound(self) -> bool:
+        return self.damaged == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +160,34 @@ def is_whole(path: Path) -> bool:
         return connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
+def kill_probes(home: Path, *, kills: int, seed: int = 0) -> Probes:
+    """Start ``estimator probe``, kill it with its ranks, and load what it left, `kills` times."""
+    chance = random.Random(seed)
+    command = [sys.executable, "-c", "from estimator.cli import main; main()", "probe"]
+    left = damaged = 0
+    for turn in range(kills):
+        place = home / str(turn)
+        process = subprocess.Popen(
+            [*command, "--budget", str(PROBE_BUDGET_S)],
+            env={**os.environ, "ESTIMATOR_HOME": str(place)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(chance.uniform(0, LATEST_PROBE_KILL_S))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for path in (place / "machines").glob("*.json"):
+            left += 1
+            try:
+                load_profile(str(path))
+            except ProfileError:
+                damaged += 1
+    return Probes(kills=kills, left=left, damaged=damaged)
+
+
 def write_share(path: Path, name: str, count: int, told: Connection) -> None:
     """Keep `count` observations in transactions of 1 to 40, every tenth of them twice."""
     chance = random.Random(name)
@@ -192,6 +239,7 @@ def write_together(path: Path, *, writers: int, observations: int) -> Crowd:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=KILLS)
+    parser.add_argument("--probes", type=int, default=PROBES, help="probes to kill")
     parser.add_argument("--writers", type=int, default=WRITERS)
     parser.add_argument("--observations", type=int, default=OBSERVATIONS, help="of each writer")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -201,18 +249,22 @@ def main() -> int:
             Path(folder) / "crowd.db", writers=chosen.writers, observations=chosen.observations
         )
         killed = kill_writers(Path(folder) / "kills.db", kills=chosen.kills)
+        probes = kill_probes(Path(folder) / "probes", kills=chosen.probes)
     if chosen.json:
-        print(json.dumps({"kills": asdict(killed), "crowd": asdict(crowd)}))
+        print(
+            json.dumps({"kills": asdict(killed), "probes": asdict(probes), "crowd": asdict(crowd)})
+        )
     else:
         print(
             f"{killed.kills} kills: {killed.acknowledged} acknowledged observations looked for, "
             f"{killed.lost} lost, {killed.damaged} files damaged\n"
+            f"{probes.kills} probes killed: {probes.left} profiles left, {probes.damaged} damaged\n"
             f"{crowd.writers} writers: {crowd.written} observations, {crowd.lost} lost, "
             f"{crowd.doubled} doubled, in {crowd.seconds:.0f} s; a transaction takes "
             f"{1e3 * crowd.median_add_s:.2f} ms, one in a hundred over "
             f"{1e3 * crowd.slowest_hundredth_s:.0f} ms"
         )
-    return 0 if killed.is_sound and crowd.is_sound else 1
+    return 0 if killed.is_sound and probes.is_sound and crowd.is_sound else 1
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def evaluate(
         runs += answer
         if report is not None:
             report(f"{task.method}, {jobs[task.job].label}", done / len(tasks))
-    used = {index for index, _ in splits}
+    used = {index for index, _ in splits} | {split.origin for _, split in splits}
     return Evaluation(
         protocol=protocol,
         jobs=tuple(jobs),

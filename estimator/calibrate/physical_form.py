@@ -39,6 +39,7 @@ from estimator.errors import WorkloadError
 
 _ROUNDS = 6
 _SETTLED = 0.01
+_FIRST_STEP = 1.0
 _GUESSES = 3
 # Degrees of freedom of the Student law that errors of single observations are taken to follow.
 _FREEDOM = 4.0
@@ -143,21 +144,25 @@ class PhysicalForm:
 
     def _fit_law(self, seen: Observed) -> None:
         """Alternate between the law's parameters and the weights of doubtful observations."""
-        from scipy.optimize import least_squares
+        from scipy.optimize import leastsq
 
         for _ in range(_ROUNDS):
             law = self._law(self.deviations_, seen.rows, seen.parts)
             variance = residual_field.total_variance(law.sync_share)
             scale = np.sqrt(seen.weights * self.observation_weights_ / variance)
             before = self.deviations_
-            self.deviations_ = least_squares(
+            # Short first steps: far from the priors another optimum, less likely, may lie in wait.
+            self.deviations_ = leastsq(
                 lambda z, scale=scale: self._residuals(z, seen, scale)[0],
                 before,
-                jac=lambda z, scale=scale: self._residuals(z, seen, scale)[1],
+                Dfun=lambda z, scale=scale: self._residuals(z, seen, scale)[1],
+                diag=np.ones(len(before)),
+                factor=_FIRST_STEP,
                 xtol=1e-6,
                 ftol=1e-6,
-                max_nfev=50,
-            ).x
+                maxfev=100,
+                full_output=True,
+            )[0]
             weights = self._doubts(seen, scale)
             change = np.abs(weights - self.observation_weights_).max()
             self.observation_weights_ = weights
@@ -175,7 +180,7 @@ class PhysicalForm:
         """Weights of observations by how far they are from what the others say."""
         errors, slopes = self._residuals(self.deviations_, seen, scale)
         data = slopes[: len(seen.rows)]
-        leverage = np.einsum("ij,jk,ik->i", data, np.linalg.inv(slopes.T @ slopes), data)
+        leverage = ((data @ np.linalg.inv(slopes.T @ slopes)) * data).sum(axis=1)
         free = self.observation_weights_ * np.maximum(1 - leverage, 1e-6)
         apart = np.maximum(np.abs(errors[: len(seen.rows)]) / np.sqrt(free), 1e-9)
         student = (_FREEDOM + 1) / (_FREEDOM + apart**2)

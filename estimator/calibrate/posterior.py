@@ -68,7 +68,7 @@ class Posterior:
 
     def law_variance(self, slopes: Array) -> Array:
         """Variance that comes of not knowing the law's parameters."""
-        return np.asarray(np.einsum("ij,jk,ik->i", slopes, self.parameter_covariance, slopes))
+        return np.asarray(((slopes @ self.parameter_covariance) * slopes).sum(axis=1))
 
     @cached_property
     def scores(self) -> tuple[Array, Array]:

@@ -75,7 +75,9 @@ def own_variance(sites: Sites) -> Array:
 
 
 def _placement_distance(first: Array, second: Array) -> Array:
+    from scipy.spatial.distance import cdist
+
     reach = np.array([_RANKS_REACH, _NODES_REACH, _LARGEST_REACH])
     columns = [RANKS, NODES, LARGEST_NODE]
     left, right = np.log(first[:, columns]) / reach, np.log(second[:, columns]) / reach
-    return np.asarray(((left[:, None] - right[None]) ** 2).sum(axis=2))
+    return np.asarray(cdist(left, right, "sqeuclidean"))
