@@ -1,9 +1,9 @@
 """Fit how asynchronous training through parameter servers speeds up with workers.
 
 Workers neither wait for each other nor run free of each other: each needs its own step's time, and
-all of them share what their servers can take in. With w workers and p servers an update comes every
-((worker_s·(1 + crowding·(w − 1)) / w)^g + (server_s / p^spread)^g)^(1/g) seconds: the slower of both
-rules, and near a tie both are felt.
+all of them share what their servers can take in. With w workers and p servers the seconds between
+updates are ((worker_s·(1 + crowding·(w − 1)) / w)^g + (server_s / p^spread)^g)^(1/g): the slower of
+both rules, and near a tie both are felt.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ Array = NDArray[np.float64]
 
 COVERAGE_RATIO = 0.8
 # Degrees of freedom and scale of the scores known beforehand, and how many observations they weigh.
+# The scale is below one, since priors are kept wider than the jobs that they were found on.
 _SHIPPED_FREEDOM = 6.0
 _SHIPPED_SCALE = 0.75
 _SHIPPED_WEIGHT = 12.0

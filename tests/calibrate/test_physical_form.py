@@ -1,4 +1,4 @@
-"""The physical form learns from few observations, bears outliers, and converges to what was seen."""
+"""The physical form learns from few rows, bears outliers, and converges to what was seen."""
 
 from __future__ import annotations
 
