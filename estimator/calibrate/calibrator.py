@@ -94,9 +94,12 @@ class Calibrator:
     def fit(self) -> Calibrator:
         """Learn from what was observed since the last fit, of every workload asked for so far."""
         self._answers.clear()
-        changed = [seen for seen in self._seen.values() if seen.read(self.store)]
-        for seen in changed:
-            seen.fit(self.half_life_days, self._others(seen))
+        changed = [seen.read(self.store) for seen in self._seen.values()]
+        if any(changed):
+            # What one workload teaches of the machines changes the answers for all; those seen most
+            # teach first.
+            for seen in sorted(self._seen.values(), key=lambda each: -len(each.observations)):
+                seen.fit(self.half_life_days, self._others(seen))
         return self
 
     def coefficients_for(
@@ -129,12 +132,13 @@ class Calibrator:
         return seen
 
     def _others(self, seen: _Seen) -> list[StepCorrections]:
-        """What was learnt of other workloads, whose network and machines are the same."""
+        """What was learnt of other workloads by their own observations."""
         return [
             fitted
             for other in self._seen.values()
             if other is not seen
             for fitted in other.fitted.values()
+            if len(fitted.rows_)
         ]
 
 
@@ -196,15 +200,17 @@ class _Seen:
         """Learn the corrections of every set of machine types that was observed."""
         from estimator.calibrate.corrections import StepCorrections
 
-        by_machines: dict[str, list[tuple[Observation, PredictedStep]]] = {}
+        by_machines: dict[str, list[tuple[Observation, PredictedStep]]] = {
+            other.machines: [] for other in others
+        }
         for observation, predicted in self.observations:
             key = predicted.question.machines
             by_machines.setdefault(key, []).append((observation, predicted))
         self.fitted = {}
         for machines, observed in by_machines.items():
             # Aged by what came later, not by the calendar: what is old and alone is all there is.
-            newest = max(one.at for one, _ in observed)
-            ages = [(newest - one.at).total_seconds() / 86400 for one, _ in observed]
+            newest = max((one.at for one, _ in observed), default=None)
+            ages = [(newest - one.at).total_seconds() / 86400 for one, _ in observed if newest]
             weights = [0.5 ** (age / half_life_days) for age in ages]
             alike = [other for other in others if other.machines == machines]
             self.fitted[machines] = StepCorrections(machines).fit(

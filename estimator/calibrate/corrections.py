@@ -38,13 +38,13 @@ class Correction:
     """What was learnt of one step.
 
     `compute_ratio` and `sync_ratio` are the law's factors on the engine's parts; `relative_error`
-    is one standard deviation of log(measured / step_s).
+    is one standard deviation of log(measured / step_s), None where only other jobs were seen.
     """
 
     step_s: float
     compute_ratio: float
     sync_ratio: float
-    relative_error: float
+    relative_error: float | None
     remark: str
 
 
@@ -64,11 +64,11 @@ class StepCorrections:
     ) -> StepCorrections:
         """Learn from observed step times beside what the engine says of each.
 
-        `others` are corrections of other workloads on the same machines. A weight is how many
-        observations one counts for.
+        `others` are corrections of other workloads on the same machines, all there is to go by
+        where no step of this one was observed. A weight is how many observations one counts for.
         """
         rows, parts = _rows(predicted), _parts(predicted)
-        observed_s = np.array(step_times_s) / _offsets(predicted, rows, parts)
+        observed_s = np.array(step_times_s, dtype=float) / _offsets(predicted, rows, parts)
         self.form_ = PhysicalForm(priors=_shared(others))
         self.form_.fit(rows, observed_s, weights, parts=parts)
         self.rows_ = rows
@@ -89,7 +89,7 @@ class StepCorrections:
                 step_s=float(step_s[row]),
                 compute_ratio=float(factors_of[0][row]),
                 sync_ratio=float(factors_of[1][row]),
-                relative_error=float(errors[row]),
+                relative_error=float(errors[row]) if len(self.rows_) else None,
                 remark=self._remark(step.question, is_far=bool(far[row])),
             )
             for row, step in enumerate(predicted)
@@ -97,6 +97,8 @@ class StepCorrections:
 
     def _remark(self, question: StepQuestion, *, is_far: bool) -> str:
         seen = len(self.rows_)
+        if not seen:
+            return f"corrected by what observed steps of other jobs say of {self.machines}"
         remark = (
             f"corrected by {seen} observed step{'s' if seen > 1 else ''} of {question.workload} on "
             f"{self.machines}"
@@ -114,10 +116,9 @@ class StepCorrections:
 
     def informative(self, name: str) -> int:
         """How many observed rows say something of a factor of _BETWEEN_JOBS."""
-        several = self.rows_[:, RANKS] > 1
-        across = self.rows_[:, NODES] > 1
-        chosen = {"compute": ~several | True, "within": several & ~across, "across": across}[name]
-        return int(chosen.sum())
+        several, across = self.rows_[:, RANKS] > 1, self.rows_[:, NODES] > 1
+        telling = {"compute": len(several), "within": (several & ~across).sum()}
+        return int(telling.get(name, across.sum()))
 
 
 def _shared(others: Sequence[StepCorrections]) -> Priors:

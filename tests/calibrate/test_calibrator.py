@@ -104,8 +104,12 @@ def test_what_is_seen_of_some_placements_corrects_others(cluster: Cluster) -> No
 
 def test_the_network_is_learnt_from_all_jobs_on_it(cluster: Cluster) -> None:
     before = cluster.error("2x1:synthetic", graph=OTHER)
-    cluster.error("1x1:synthetic")  # the job is known with its graph
+    cluster.error("1x1:synthetic")  # both jobs are known with their graphs
     cluster.observe("1x1:synthetic", "2x1:synthetic", "3x1:synthetic", "4x1:synthetic", times=2)
+    # No step of the other job was observed yet.
+    assert cluster.error("2x1:synthetic", graph=OTHER) < 0.6 * before
+    assumed = cluster.estimate("2x1:synthetic", graph=OTHER).assumptions
+    assert any("other jobs" in line for line in assumed)
     cluster.observe("1x1:synthetic", graph=OTHER)
     assert cluster.error("2x1:synthetic", graph=OTHER) < before / 2
 
