@@ -101,7 +101,7 @@ def test_step_time_never_rises_with_the_speed_of_kernels(
 
 
 @settings(max_examples=40, deadline=None)
-@given(graphs, machines, ranks, strategies)
+@given(graphs, overlapping, ranks, strategies)
 def test_more_equal_ranks_never_raise_throughput_per_rank(
     graph: OpGraph, machine: Machine, ranks: int, strategy: str
 ) -> None:
