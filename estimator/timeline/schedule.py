@@ -128,7 +128,7 @@ class _State:
     def start_ready(self) -> None:
         while self.started < len(self.left) and len(self.active) < self.slots:
             k = self.started
-            if self.clock < self.sendable[k] - 1e-15:
+            if self.clock < self.sendable[k]:
                 return
             self.begin[k] = self.now - self.latency_s[k]
             self.active.append(k)
