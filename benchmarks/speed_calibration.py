@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from speed import seconds
 from speed_cases import BATCHES, STRATEGY, Machines, model
 
 from estimator import Calibrator, estimate
@@ -45,17 +44,17 @@ def refit(_options: Any) -> dict[str, tuple[float, str, float | None]]:
     with tempfile.TemporaryDirectory() as folder:
         calibrator = Calibrator(Path(folder, "observations.db"))
         calibrator.add_many(seen[:-TURNS])
-        first_s = _seconds(lambda: step_s(asked[-1], 8, calibrator))
+        first_s = seconds(lambda: step_s(asked[-1], 8, calibrator))
         taken_s, refit_s = [], []
         for one in seen[-TURNS:]:
-            taken_s.append(_seconds(lambda one=one: calibrator.add_many([one])))  # type: ignore[misc]
-            refit_s.append(_seconds(calibrator.fit))
+            taken_s.append(seconds(lambda one=one: calibrator.add_many([one])))  # type: ignore[misc]
+            refit_s.append(seconds(calibrator.fit))
         cold_s, new_s, known_s = [], [], []
         for text in asked[OBSERVATIONS:]:
             step_s(text, 16)
-            cold_s.append(_seconds(lambda text=text: step_s(text, 16)))  # type: ignore[misc]
-            new_s.append(_seconds(lambda text=text: step_s(text, 16, calibrator)))  # type: ignore[misc]
-            known_s.append(_seconds(lambda text=text: step_s(text, 16, calibrator)))  # type: ignore[misc]
+            cold_s.append(seconds(lambda text=text: step_s(text, 16)))  # type: ignore[misc]
+            new_s.append(seconds(lambda text=text: step_s(text, 16, calibrator)))  # type: ignore[misc]
+            known_s.append(seconds(lambda text=text: step_s(text, 16, calibrator)))  # type: ignore[misc]
     median = statistics.median
     return {
         f"P5 refit on {OBSERVATIONS} observations": (median(refit_s) * 1e3, "ms", 200),
@@ -65,9 +64,3 @@ def refit(_options: Any) -> dict[str, tuple[float, str, float | None]]:
         "P5 a calibrated estimate of a step asked for before": (median(known_s) * 1e6, "µs", None),
         "P5 a calibrated estimate of a new step": (median(new_s) * 1e6, "µs", None),
     }
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from estimator.accuracy import Z_80
 from estimator.allocation import Allocation
 from estimator.coefficients import (
     UNCALIBRATED,
@@ -23,6 +24,7 @@ from estimator.placement import Placement, place
 from estimator.profile import MachineProfile
 from estimator.timeline.assumptions import plan_assumptions, split_assumptions
 from estimator.timeline.fastpath import (
+    Members,
     StepParts,
     StepPlan,
     members_of,
@@ -39,9 +41,6 @@ from estimator.typical import is_known_by_datasheet
 from estimator.units import format_ratio
 from estimator.workload import Strategy
 
-# The stated interval holds the truth in 8 of 10 cases.
-INTERVAL_COVERAGE = 0.80
-Z_80 = 1.2816
 # What the physical model itself misses even with perfect kernel times: caches, allocator, overlap.
 # One standard deviation of log(measured / predicted), from benchmarks/local_accuracy.py.
 MODEL_ERROR = 0.05
@@ -169,7 +168,49 @@ def estimate_graph(
 
     Here a global batch is split evenly whatever the devices; `advise.balance` splits it by speed.
     """
-    placement = place(allocation, cluster=cluster, profile=profile)
+    step = _compiled(
+        graph,
+        place(allocation, cluster=cluster, profile=profile),
+        batch_per_gpu=batch_per_gpu,
+        global_batch=global_batch,
+        accumulation_steps=accumulation_steps,
+        strategy=strategy,
+    )
+    coefficients = UNCALIBRATED
+    if calibration is not None:
+        (coefficients,) = calibration.coefficients_for(
+            [_question(graph, step, accumulation_steps)],
+            [step.placement.allocation],
+            StepEngine(graph=graph, cluster=cluster, profile=profile),
+        )
+    return _answer(
+        step_plan(step.placement, step.members, coefficients),
+        step.batches,
+        step.strategy,
+        accumulation_steps,
+        coefficients.relative_error,
+    )
+
+
+class _Compiled(NamedTuple):
+    """What an estimate is made of before the network and calibration are looked at."""
+
+    placement: Placement
+    strategy: Strategy
+    batches: tuple[int, ...] | None
+    members: Members
+
+
+def _compiled(
+    graph: OpGraph,
+    placement: Placement,
+    *,
+    batch_per_gpu: int | Sequence[int] | None,
+    global_batch: int | None,
+    accumulation_steps: int,
+    strategy: str | Strategy,
+) -> _Compiled:
+    """Check what is asked of a placement and compile its ranks; raises WorkloadError."""
     plan = Strategy.parse(strategy)
     for node in placement.kinds:
         if graph.target != node.profile.kind:
@@ -181,20 +222,7 @@ def estimate_graph(
         raise WorkloadError(f"accumulation steps must be at least 1, found {accumulation_steps}")
     batches = _batches(graph, placement, batch_per_gpu, global_batch, accumulation_steps)
     members = members_of(graph, placement, batches, plan, accumulation_steps)
-    coefficients = UNCALIBRATED
-    if calibration is not None:
-        (coefficients,) = calibration.coefficients_for(
-            [_question(graph, placement, batches, accumulation_steps, plan)],
-            [placement.allocation],
-            StepEngine(graph=graph, cluster=cluster, profile=profile),
-        )
-    return _answer(
-        step_plan(placement, members, coefficients),
-        batches,
-        plan,
-        accumulation_steps,
-        coefficients.relative_error,
-    )
+    return _Compiled(placement, plan, batches, members)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -219,28 +247,27 @@ class StepEngine:
         coefficients: Coefficients,
     ) -> PredictedStep:
         """One step, all groups of the allocation with the same batch."""
-        placement = place(allocation, cluster=self.cluster, profile=self.profile)
-        batches = _batches(self.graph, placement, batch_per_gpu, None, accumulation_steps)
-        plan = Strategy.parse(strategy)
-        members = members_of(self.graph, placement, batches, plan, accumulation_steps)
-        step = step_plan(placement, members, coefficients)
+        compiled = _compiled(
+            self.graph,
+            place(allocation, cluster=self.cluster, profile=self.profile),
+            batch_per_gpu=batch_per_gpu,
+            global_batch=None,
+            accumulation_steps=accumulation_steps,
+            strategy=strategy,
+        )
+        step = step_plan(compiled.placement, compiled.members, coefficients)
         parts = step_parts(step)
         lane_s = parts.forward_s + parts.backward_s + parts.host_exposed_s + parts.copies_exposed_s
         return PredictedStep(
-            question=_question(self.graph, placement, batches, accumulation_steps, plan),
+            question=_question(self.graph, compiled, accumulation_steps),
             compute_s=lane_s / accumulation_steps + parts.update_s,
             sync_s=step.communication_s,
             step_s=parts.step_s,
         )
 
 
-def _question(
-    graph: OpGraph,
-    placement: Placement,
-    batches: tuple[int, ...] | None,
-    accumulation_steps: int,
-    strategy: Strategy,
-) -> StepQuestion:
+def _question(graph: OpGraph, step: _Compiled, accumulation_steps: int) -> StepQuestion:
+    placement, batches = step.placement, step.batches
     groups = placement.allocation.groups
     samples = sum(g.ranks * b for g, b in zip(groups, batches or [0] * len(groups), strict=True))
     return StepQuestion(
@@ -251,7 +278,7 @@ def _question(
         most_on_node=max([kind.busy for kind in placement.kinds]),
         batch=samples / placement.ranks,
         accumulation_steps=accumulation_steps,
-        strategy=strategy,
+        strategy=step.strategy,
     )
 
 

@@ -52,7 +52,7 @@ def _facts(rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def _grid(title: str, *columns: str, numbers: int = 0) -> Table:
+def grid(title: str, *columns: str, numbers: int = 0) -> Table:
     """A table whose last `numbers` columns are right-aligned figures."""
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
@@ -150,7 +150,7 @@ def _scaling_words(scaling: Scaling) -> str:
 def sweep_report(rows: Sequence[SweepRow]) -> Group:
     """One row an allocation: step, throughput, efficiency and what holds it back."""
     first = next(row.answer for row in rows if row.answer is not None)
-    table = _grid(
+    table = grid(
         f"{first.model}, {first.strategy}, {first.optimizer}, {first.precision}",
         "allocation",
         "bottleneck",
@@ -181,7 +181,7 @@ def sweep_report(rows: Sequence[SweepRow]) -> Group:
 def strategies_report(rows: Sequence[StrategyRow]) -> Group:
     """One row a strategy, the fastest of each allocation first."""
     first = next(row.answer for row in rows if row.answer is not None)
-    table = _grid(
+    table = grid(
         f"{first.model}, {first.optimizer}, {first.precision}",
         "allocation",
         "strategy",
@@ -210,7 +210,7 @@ def _trained_how(answer: Estimate) -> str:
 
 
 def _breakdown_table(answer: Estimate) -> Table:
-    table = _grid("where the time goes", "part", "", "time", "share", numbers=2)
+    table = grid("where the time goes", "part", "", "time", "share", numbers=2)
     for field in fields(answer.breakdown):
         seconds = getattr(answer.breakdown, field.name)
         if seconds > 0:
@@ -222,7 +222,7 @@ def _breakdown_table(answer: Estimate) -> Table:
 
 
 def _provenance_table(answer: Estimate) -> Table:
-    table = _grid(
+    table = grid(
         "where the numbers come from", "part", "source", "share of time", "error", numbers=2
     )
     for part, source, share_ratio, relative_error in answer.provenance:
@@ -250,7 +250,7 @@ def check_report(answer: Estimate, *, unmeasured_ratio: float) -> Group:
 def validation_report(cases: Iterable[Validation]) -> Group:
     """Predicted beside measured, one row an allocation, then where the time was expected to go."""
     cases = tuple(cases)
-    table = _grid(
+    table = grid(
         f"{cases[0].predicted.model}: predicted first, then measured",
         "allocation",
         "predicted",
@@ -284,7 +284,7 @@ def _validated_breakdown(case: Validation) -> Text:
 
 def machines_table(machines: Mapping[str, tuple[Path, MachineProfile | None]]) -> Table:
     """Every machine that can be named; a damaged profile says so, with its file."""
-    table = _grid("", "machine", "devices", "memory", "between nodes", "made")
+    table = grid("", "machine", "devices", "memory", "between nodes", "made")
     for name, (path, profile) in machines.items():
         if profile is None:
             table.add_row(name, f"damaged; probe again ({path})", "", "", "")
@@ -332,7 +332,7 @@ def profile_report(profile: MachineProfile) -> Group:
 
 
 def _devices_table(profile: MachineProfile) -> Table:
-    table = _grid("devices", "device", "name", "cores", "memory", "bandwidth", "peak", numbers=3)
+    table = grid("devices", "device", "name", "cores", "memory", "bandwidth", "peak", numbers=3)
     for indices, device in _alike_devices(profile.devices):
         bandwidth = device.memory_bandwidth_bytes_per_s
         peaks = (
@@ -393,7 +393,7 @@ def _kernels_table(profile: MachineProfile) -> Table | None:
             cost = op_cost(OpCall.decode(dict(point.call)))
             flops, moved = (cost.flops, cost.moved_bytes) if cost else (0.0, 0.0)
             family.append((point.warm_s, flops / point.warm_s, moved / point.warm_s))
-    table = _grid(
+    table = grid(
         "kernels, inputs in cache",
         "family",
         "dtype",
@@ -417,7 +417,7 @@ def _kernels_table(profile: MachineProfile) -> Table | None:
 
 
 def _links_table(profile: MachineProfile) -> Table | None:
-    table = _grid("links", "link", "streams", "latency", "bandwidth", "fit error", numbers=4)
+    table = grid("links", "link", "streams", "latency", "bandwidth", "fit error", numbers=4)
     for link in (*profile.links, *profile.network):
         error = link.provenance.relative_error
         table.add_row(
@@ -450,7 +450,7 @@ def _collective_name(cost: CollectiveCost) -> str:
 
 
 def _collectives_table(profile: MachineProfile) -> Table | None:
-    table = _grid(
+    table = grid(
         "collectives", "collective", "ranks", "latency", "bandwidth", "fit error", numbers=4
     )
     for cost in profile.collectives:
@@ -466,7 +466,7 @@ def _collectives_table(profile: MachineProfile) -> Table | None:
 
 
 def _updates_table(profile: MachineProfile) -> Table | None:
-    table = _grid(
+    table = grid(
         "updates", "optimizer", "dtype", "launch", "per tensor", "per 1 M parameters", numbers=3
     )
     for update in profile.updates:
@@ -484,7 +484,7 @@ def comparison_report(rows: tuple[Compared, ...], *, first: str, second: str) ->
     """Two profiles side by side; the calls of a kernel are drawn together into one ratio."""
     if not rows:
         return Text(f"{first} and {second} have no number in common")
-    table = _grid("", "quantity", first, second, "ratio", numbers=3)
+    table = grid("", "quantity", first, second, "ratio", numbers=3)
     calls: dict[str, list[float]] = {}
     for row in rows:
         if row.group.startswith("kernel "):

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from estimator.calibrate.lessons import Lesson
 from estimator.calibrate.review import Review
+from estimator.render import grid
 from estimator.units import format_ratio, format_seconds
 
 
 def review_report(found: Review) -> RenderableType:
     """The jobs of a store, what has drifted, and what no fit uses."""
-    table = _table("observed steps", "job", "machines")
-    for name in ("observed", "allocations", "since", "until", "fits within", "network"):
-        table.add_column(name, justify="right")
+    figures = ("observed", "allocations", "since", "until", "fits within", "network")
+    table = grid("observed steps", "job", "machines", *figures, numbers=len(figures))
     for job in found.jobs:
         table.add_row(
             job.workload,
@@ -39,9 +37,9 @@ def review_report(found: Review) -> RenderableType:
 
 def lessons_report(workload: str, lessons: Sequence[Lesson]) -> RenderableType:
     """Every observed step of a model beside the engine alone and beside the calibrated answer."""
-    table = _table(f"{workload}: observed and predicted steps", "allocation")
-    for name in ("batch", "seen", "observed", "engine", "calibrated", "compute", "network"):
-        table.add_column(name, justify="right")
+    figures = ("batch", "seen", "observed", "engine", "calibrated", "compute", "network")
+    title = f"{workload}: observed and predicted steps"
+    table = grid(title, "allocation", *figures, numbers=len(figures))
     for lesson in lessons:
         observed_s = lesson.observed_s
         table.add_row(
@@ -59,10 +57,3 @@ def lessons_report(workload: str, lessons: Sequence[Lesson]) -> RenderableType:
 
 def _beside(predicted_s: float, observed_s: float) -> str:
     return f"{format_seconds(predicted_s)} ({100 * (predicted_s / observed_s - 1):+.0f} %)"
-
-
-def _table(title: str, *words: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for name in words:
-        table.add_column(name)
-    return table

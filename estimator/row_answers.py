@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.accuracy import Z_80
 from estimator.allocation import Allocation
 from estimator.coefficients import Calibration, StepQuestion
 from estimator.columns import AllocationColumns, TextReader
@@ -16,7 +17,6 @@ from estimator.estimates import (
     MODEL_ERROR,
     NOT_FIT_MARGIN_RATIO,
     OVERLAP_ERROR,
-    Z_80,
     Estimate,
     StepEngine,
     estimate_graph,

@@ -13,10 +13,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from estimator.calibrate.step_law import ACCUMULATION, BATCH, NODES, RANKS
 from estimator.errors import WorkloadError
 
 Array = NDArray[np.float64]
-RANKS, NODES, BATCH, ACCUMULATION = range(4)
 
 
 class ScalingForm(Protocol):

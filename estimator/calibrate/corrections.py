@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from estimator.accuracy import Z_80
 from estimator.calibrate.physical_form import PhysicalForm
 from estimator.calibrate.priors import (
     COMPUTE_KNOWN,
     NEUTRAL,
+    PARAMETERS,
     SYNC_KNOWN,
     Array,
     LogPrior,
@@ -26,7 +28,6 @@ from estimator.calibrate.priors import (
 from estimator.calibrate.step_law import NODES, RANKS, Parts, Reference, factors, log_step
 from estimator.coefficients import PredictedStep, StepQuestion
 
-Z_80 = 1.2816
 ENGINE_KNOWN = NEUTRAL.centred(**COMPUTE_KNOWN, **SYNC_KNOWN)
 # Jobs on the same machines have the network and the devices in common, and differ by this much
 # (one standard deviation of a logarithm) in what they make of them.
@@ -112,7 +113,7 @@ class StepCorrections:
 
     def log_parameter(self, name: str) -> float:
         """The logarithm of a learnt factor of `priors.PARAMETERS`."""
-        return float(self.form_.log_parameters_[list(ENGINE_KNOWN.by_name).index(name)])
+        return float(self.form_.log_parameters_[PARAMETERS.index(name)])
 
     def informative(self, name: str) -> int:
         """How many observed rows say something of a factor of _BETWEEN_JOBS."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.accuracy import INTERVAL_ALPHA
+
 Array = NDArray[np.float64]
 
-COVERAGE_RATIO = 0.8
+COVERAGE_RATIO = 1 - INTERVAL_ALPHA
 # Degrees of freedom and scale of the scores known beforehand, and how many observations they weigh.
 # The scale is below one, since priors are kept wider than the jobs that they were found on.
 _SHIPPED_FREEDOM = 6.0

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.calibrate.step_law import BATCH, NODES, RANKS
 from estimator.calibrate.tables import Job, MeasuredStep
 
 Indices = NDArray[np.intp]
@@ -21,7 +22,6 @@ FOLDS, FOLD_DRAWS = 5, 3
 FEW_PLACEMENTS = ((2,), (1, 1), (4,))
 # Workers that the asynchronous forms learn from (TARGETS A14).
 WORKERS_SEEN = (1, 2, 4, 8)
-_RANKS, _NODES, _BATCH, _ACCUMULATION = range(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,7 +46,7 @@ def k_shot(job: Job[Any], ks: Sequence[int] = SHOTS) -> list[Split]:
     a row to judge are left out.
     """
     rows = np.arange(len(job.steps))
-    ranks = _column(job, _RANKS)
+    ranks = job.X()[:, RANKS]
     fewest = np.flatnonzero(ranks == ranks.min())
     splits = []
     for draw in range(DRAWS):
@@ -60,7 +60,7 @@ def k_shot(job: Job[Any], ks: Sequence[int] = SHOTS) -> list[Split]:
 
 def online(job: Job[Any], ks: Sequence[int] = ONLINE_SHOTS) -> list[Split]:
     """All single-device rows and k random rows on several; judged on the other rows on several."""
-    ranks = _column(job, _RANKS)
+    ranks = job.X()[:, RANKS]
     alone, several = np.flatnonzero(ranks == 1), np.flatnonzero(ranks > 1)
     splits = []
     for draw in range(DRAWS):
@@ -83,13 +83,13 @@ def few_shot(job: Job[MeasuredStep]) -> list[Split]:
 def pairs(job: Job[MeasuredStep]) -> list[Split]:
     """Learning as in few-shot; predictions for all rows, to be compared with each other (A5)."""
     train = _few(job)
-    several = (_column(job, _RANKS) > 1).any()
+    several = (job.X()[:, RANKS] > 1).any()
     return [_divided(None, 0, train, np.arange(len(job.steps)))] if len(train) and several else []
 
 
 def _few(job: Job[MeasuredStep]) -> Indices:
     """One row of each placement and batch, the first of those measured more than once."""
-    batches = _column(job, _BATCH)
+    batches = job.X()[:, BATCH]
     extremes = (batches.min(), batches.max())
     train: list[int] = []
     taken: set[tuple[tuple[int, ...], float]] = set()
@@ -114,7 +114,7 @@ def cross_validation(job: Job[MeasuredStep]) -> list[Split]:
 
 def leave_batch_out(job: Job[MeasuredStep]) -> list[Split]:
     """Each batch size of a rank is predicted from the rows of the others (A13)."""
-    batches = _column(job, _BATCH)
+    batches = job.X()[:, BATCH]
     sizes = np.unique(batches)
     return [
         _divided(None, 0, np.flatnonzero(batches != size), np.flatnonzero(batches == size))
@@ -124,7 +124,7 @@ def leave_batch_out(job: Job[MeasuredStep]) -> list[Split]:
 
 def workers(job: Job[Any]) -> list[Split]:
     """Learn from 1, 2, 4 and 8 asynchronous workers, predict the numbers between (A14)."""
-    seen = np.isin(_column(job, _RANKS), WORKERS_SEEN)
+    seen = np.isin(job.X()[:, RANKS], WORKERS_SEEN)
     if seen.all() or not seen.any():
         return []
     return [_divided(None, 0, np.flatnonzero(seen), np.flatnonzero(~seen))]
@@ -142,7 +142,7 @@ def transfer(jobs: Sequence[Job[Any]]) -> list[tuple[int, Split]]:
     for index, job in enumerate(jobs):
         if job.gpu == origin or job.model not in origins:
             continue
-        ranks, across = _column(job, _RANKS), np.flatnonzero(_column(job, _NODES) > 1)
+        ranks, across = job.X()[:, RANKS], np.flatnonzero(job.X()[:, NODES] > 1)
         alone, several = np.flatnonzero(ranks == 1), np.flatnonzero(ranks > 1)
         for draw in range(DRAWS if len(across) > 1 else 0):
             seen = np.random.default_rng(draw).choice(across, 1)
@@ -180,10 +180,6 @@ def divide(
     rule = PROTOCOLS[protocol]
     options = {"ks": ks} if ks is not None and protocol in PROTOCOLS_WITH_K else {}
     return [(index, split) for index, job in enumerate(jobs) for split in rule(job, **options)]
-
-
-def _column(job: Job[Any], column: int) -> NDArray[np.float64]:
-    return np.array([step.features[column] for step in job.steps], dtype=float)
 
 
 def _divided(k: int | None, draw: int, train: Indices, test: Indices) -> Split:

@@ -13,6 +13,7 @@ from estimator.allocation import Allocation
 from estimator.calibrate.drift import Drift, Residual, drifts
 from estimator.calibrate.observed import Observation
 from estimator.calibrate.physical_form import PhysicalForm
+from estimator.calibrate.step_law import RANKS
 
 # Named hosts stand without their machine type, which only a cluster file tells.
 NAMED_HOSTS = "named hosts"
@@ -76,7 +77,7 @@ def _reviewed(
     times_s = np.array([one.step_time_s for one in seen])
     law = PhysicalForm().fit(rows, times_s).law(rows)
     values = np.log(times_s) - law.log_step
-    several = rows[:, 0] > 1
+    several = rows[:, RANKS] > 1
     found = JobReview(
         workload=workload,
         machines=machines,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.accuracy import FAILED_ERROR_RATIO, INTERVAL_ALPHA, PAIR_GAP_RATIO
+from estimator.accuracy import FAILED_ERROR_RATIO, PAIR_GAP_RATIO, interval_score
 from estimator.calibrate.evaluation import Evaluation, Run
 
 Array = NDArray[np.float64]
@@ -218,7 +218,7 @@ def _interval_score(
         coverage_ratio=coverage_ratio,
         score_ratio=float(np.mean(scores)),
         constant_width_ratio=width_ratio,
-        constant_score_ratio=float(np.mean(_interval_scores(low_s, high_s, measured_s))),
+        constant_score_ratio=float(np.mean(interval_score(low_s, high_s, measured_s) / measured_s)),
     )
 
 
@@ -358,14 +358,8 @@ def _intervals(evaluation: Evaluation, runs: Sequence[Run]) -> tuple[list[bool],
             continue
         measured_s = _measured_s(evaluation, run)
         inside += list((run.low_s <= measured_s) & (measured_s <= run.high_s))
-        scores += list(_interval_scores(run.low_s, run.high_s, measured_s))
+        scores += list(interval_score(run.low_s, run.high_s, measured_s) / measured_s)
     return inside, scores
-
-
-def _interval_scores(low_s: Array, high_s: Array, measured_s: Array) -> Array:
-    """As `estimator.accuracy.interval_score`, of many rows, over what was measured."""
-    outside_s = np.maximum(low_s - measured_s, 0) + np.maximum(measured_s - high_s, 0)
-    return np.asarray((high_s - low_s + 2 / INTERVAL_ALPHA * outside_s) / measured_s)
 
 
 def _mean(values: Sequence[float | None] | Sequence[float] | Sequence[bool]) -> float | None:
