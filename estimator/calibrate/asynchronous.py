@@ -66,8 +66,10 @@ class AsynchronousForm:
         slopes = (ahead - self._log_s(self.deviations_, rows)[:, None]) / 1e-5
         spread = np.sqrt(np.einsum("ij,jk,ik->i", slopes, self.covariance_, slopes) + _RUN_RATIO**2)
         none = np.empty(0)
-        factors = intervals.conformal_factors(none, none, np.zeros(len(rows)), coverage_ratio)
-        return intervals.around(self.predict(rows), spread, factors)
+        knots = intervals.knot_factors(none, none, coverage_ratio)
+        factors = intervals.factors_at(knots, np.zeros(len(rows)))
+        width = np.exp(factors * spread)
+        return self.predict(rows) / width, self.predict(rows) * width
 
     def _start(self, rows: Array, times: Array) -> Array:
         """Servers full at the fastest row: far from full, nothing would show how to move them."""

@@ -25,7 +25,7 @@ from estimator.calibrate.priors import (
     LogPrior,
     Priors,
 )
-from estimator.calibrate.step_law import NODES, RANKS, Parts, Reference, factors, log_step
+from estimator.calibrate.step_law import NODES, RANKS, Parts, Reference, log_step
 from estimator.coefficients import PredictedStep, StepQuestion
 
 ENGINE_KNOWN = NEUTRAL.centred(**COMPUTE_KNOWN, **SYNC_KNOWN)
@@ -77,21 +77,17 @@ class StepCorrections:
 
     def correct(self, predicted: Sequence[PredictedStep]) -> list[Correction]:
         """The corrections of steps that the engine predicts."""
-        rows, parts, form = _rows(predicted), _parts(predicted), self.form_
-        offsets = _offsets(predicted, rows, parts)
-        low_s, high_s = form.predict_interval(rows, parts=parts)
-        # An interval lies evenly about its prediction, in logarithms.
-        step_s = np.sqrt(low_s * high_s) * offsets
-        errors = np.log(high_s / low_s) / (2 * Z_80)
-        factors_of = factors(form.log_parameters_, rows, form.reference_)
-        far = form.extrapolates_far(rows, parts=parts)
+        rows, parts = _rows(predicted), _parts(predicted)
+        answer = self.form_.answer(rows, parts=parts)
+        step_s = np.exp(answer.log_step) * _offsets(predicted, rows, parts)
+        law = answer.law
         return [
             Correction(
                 step_s=float(step_s[row]),
-                compute_ratio=float(factors_of[0][row]),
-                sync_ratio=float(factors_of[1][row]),
-                relative_error=float(errors[row]) if len(self.rows_) else None,
-                remark=self._remark(step.question, is_far=bool(far[row])),
+                compute_ratio=math.exp(law.log_compute[row]) / step.compute_s,
+                sync_ratio=math.exp(law.log_sync[row]) / step.sync_s if step.sync_s else 1.0,
+                relative_error=float(answer.half_width[row]) / Z_80 if len(self.rows_) else None,
+                remark=self._remark(step.question, is_far=bool(answer.is_far[row])),
             )
             for row, step in enumerate(predicted)
         ]

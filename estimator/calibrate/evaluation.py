@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from itertools import groupby
 from multiprocessing import get_context
@@ -16,8 +17,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from estimator.accuracy import noise_ratio
+from estimator.calibrate.machine_priors import priors_of
+from estimator.calibrate.physical_form import PhysicalForm
 from estimator.calibrate.protocols import Split, divide
-from estimator.calibrate.tables import Job
+from estimator.calibrate.tables import Job, MeasuredStep
 from estimator.errors import EstimatorError, ObservationError
 
 Array = NDArray[np.float64]
@@ -143,7 +146,7 @@ def evaluate(
         _Task(
             job=index,
             method=method,
-            form=form,
+            form=_believing(form, jobs[index]),
             X=jobs[index].X(),
             y=jobs[index].y(),
             splits=tuple(members),
@@ -195,6 +198,15 @@ class _Task:
     splits: tuple[Split, ...]
     origins: Mapping[int, tuple[Array, Array]]
     has_outlier: bool
+
+
+def _believing(form: Callable[[], Form], job: Job[Any]) -> Callable[[], Form]:
+    """The form for a job: the step law starts from what is known of the job's machine."""
+    return partial(_law_of_machine, job.steps[0]) if form is PhysicalForm else form
+
+
+def _law_of_machine(step: MeasuredStep) -> PhysicalForm:
+    return PhysicalForm(priors=priors_of(step))
 
 
 def _origins(jobs: Sequence[Job[Any]], splits: Sequence[Split]) -> dict[int, tuple[Array, Array]]:

@@ -7,6 +7,7 @@ interface is that of `baselines`, with the most devices on one node as a fifth c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -46,8 +47,24 @@ _FREEDOM = 4.0
 # Beyond the 99.9 % interval of a normal variable an observation is doubted, until two more agree.
 _DOUBTFUL = 3.29
 _CONFIRMED = 3
+# What a row is near or far by.
+_TOLD = [RANKS, NODES, BATCH, LARGEST_NODE]
 # The field learns from so many distinct rows, the last ones: its cost grows with their cube.
 _FIELD_SITES = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Answer:
+    """What a fitted form says of rows, in logarithms of seconds.
+
+    Measured steps lie within `half_width` of `log_step` as often as was asked; rows that are
+    `is_far` from everything seen are not to be trusted. `law` is the fitted law alone.
+    """
+
+    log_step: Array
+    half_width: Array
+    is_far: NDArray[np.bool_]
+    law: LawValues
 
 
 class PhysicalForm:
@@ -90,7 +107,8 @@ class PhysicalForm:
         if len(seen.rows):
             self._fit_law(seen)
         self.log_parameters_ = self.centres_ + self.widths_ * self.deviations_
-        self.seen_rows_ = seen.rows
+        told = seen.rows[:, _TOLD]
+        self.seen_range_ = np.stack([told.min(axis=0), told.max(axis=0)]) if len(told) else told
         self.posterior_ = Posterior(self._evidence(seen))
         return self
 
@@ -98,9 +116,9 @@ class PhysicalForm:
         self, origin: tuple[ArrayLike, ArrayLike], X: ArrayLike, y: ArrayLike
     ) -> PhysicalForm:
         """Learn the same job on a new kind of device, with what `origin`'s rows say of the job."""
-        known = PhysicalForm(priors=self.priors).fit(*origin)
+        known = PhysicalForm().fit(*origin)
         spreads = known.widths_ * np.sqrt(np.diag(known.posterior_.parameter_covariance))
-        priors = carried_over(known.log_parameters_, spreads)
+        priors = carried_over(known.log_parameters_, spreads, new=self.priors or NEUTRAL)
         return PhysicalForm(priors=priors).fit(X, y)
 
     def law(self, X: ArrayLike, *, parts: Parts | None = None) -> LawValues:
@@ -120,19 +138,35 @@ class PhysicalForm:
         coverage_ratio: float = intervals.COVERAGE_RATIO,
     ) -> tuple[Array, Array]:
         """Step times between which the given share of measured ones should lie, in seconds."""
-        sites, law = self._sites(X, parts)
-        spread = np.sqrt(self.posterior_.variance(sites, law.jacobian * self.widths_))
-        factors = intervals.conformal_factors(
-            *self.posterior_.scores, law.sync_share, coverage_ratio
+        answer = self.answer(X, parts=parts, coverage_ratio=coverage_ratio)
+        return (
+            np.exp(answer.log_step - answer.half_width),
+            np.exp(answer.log_step + answer.half_width),
         )
-        return intervals.around(self.predict(X, parts=parts), spread, factors)
 
     def extrapolates_far(self, X: ArrayLike, *, parts: Parts | None = None) -> NDArray[np.bool_]:
         """Which rows are so far from everything seen that their prediction is not to be trusted."""
+        return self.answer(X, parts=parts).is_far
+
+    def answer(
+        self,
+        X: ArrayLike,
+        *,
+        parts: Parts | None = None,
+        coverage_ratio: float = intervals.COVERAGE_RATIO,
+    ) -> Answer:
+        """All that the form has to say of rows."""
         sites, law = self._sites(X, parts)
-        spread = np.sqrt(self.posterior_.law_variance(law.jacobian * self.widths_))
-        told = [RANKS, NODES, BATCH, LARGEST_NODE]
-        return intervals.extrapolates_far(sites.rows[:, told], self.seen_rows_[:, told], spread)
+        slopes = law.jacobian * self.widths_
+        mean, variance = self.posterior_.mean_and_variance(sites, slopes)
+        factors = self.posterior_.factors(law.sync_share, coverage_ratio)
+        of_law = np.sqrt(self.posterior_.law_variance(slopes))
+        return Answer(
+            log_step=law.log_step + mean,
+            half_width=factors * np.sqrt(variance),
+            is_far=intervals.extrapolates_far(sites.rows[:, _TOLD], self.seen_range_, of_law),
+            law=law,
+        )
 
     def _law(self, deviations: Array, rows: Array, parts: Parts | None) -> LawValues:
         return log_step(self.centres_ + self.widths_ * deviations, rows, self.reference_, parts)
@@ -208,6 +242,9 @@ class PhysicalForm:
         mean = np.bincount(place, weights * residuals, minlength=len(rows)) / total
         last = np.sort(np.argsort(first)[-_FIELD_SITES:])
         at = first[last]
+        kept = np.full(len(rows), -1)
+        kept[last] = np.arange(len(last))
+        of_kept = kept[place] >= 0
         return Evidence(
             sites=Sites(rows=rows[last], sync_share=law.sync_share[at]),
             slopes=law.jacobian[at] * self.widths_,
@@ -215,6 +252,9 @@ class PhysicalForm:
             noise=(residual_field.run_variance(law.sync_share[at]) / total[last]),
             own=own[last],
             deviations=self.deviations_,
+            run_sites=kept[place[of_kept]],
+            run_residuals=residuals[of_kept],
+            run_noise=(residual_field.run_variance(law.sync_share) / seen.weights)[of_kept],
         )
 
 

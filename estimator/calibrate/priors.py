@@ -127,14 +127,15 @@ _KEPT = {
 _NEW_NETWORK = {"two_nodes": LogPrior(centre=1.15, width=0.28)}
 
 
-def carried_over(log_parameters: Array, spreads: Array) -> Priors:
+def carried_over(log_parameters: Array, spreads: Array, *, new: Priors = NEUTRAL) -> Priors:
     """Beliefs about a job on a new kind of device, from its fitted parameters on another.
 
-    `spreads` are standard deviations of `log_parameters`.
+    `spreads` are standard deviations of `log_parameters`; `new` is what is believed of any job on
+    the new device.
     """
     priors = dict(_NEW_NETWORK)
     for name, between in _KEPT.items():
         place = PARAMETERS.index(name)
         width = min(math.hypot(float(spreads[place]), between), NEUTRAL.by_name[name].width)
         priors[name] = LogPrior(centre=math.exp(log_parameters[place]), width=width)
-    return NEUTRAL.centred(**priors)
+    return new.centred(**priors)

@@ -6,7 +6,7 @@ both, in the logarithm of step time, scaled by how much synchronisation rules th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,7 +17,9 @@ from estimator.calibrate.step_law import BATCH, LARGEST_NODE, NODES, RANKS
 # a placement's own synchronisation differs by 10 %, half of it shared with placements like it.
 _PLACEMENT_RATIO = 0.10
 _SHARED_BY_ALIKE = 0.5
-_RANKS_REACH, _NODES_REACH, _LARGEST_REACH = 0.7, 0.5, 0.7
+_PLACEMENT_COLUMNS, _PLACEMENT_REACHES = [RANKS, NODES, LARGEST_NODE], np.array([0.7, 0.5, 0.7])
+# Squared distance of placements that are the same but for rounding.
+_SAME = 1e-12
 _PLACEMENT_BATCH_REACH = 1.5
 _COMPUTE_RATIO, _COMPUTE_BATCH_REACH = 0.03, 0.5
 _SPREAD_RATIO, _SPREAD_BATCH_REACH = 0.04, 1.0
@@ -38,46 +40,46 @@ def total_variance(sync_share: Array) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sites:
-    """Rows where the field is looked at: the rows, and synchronisation's share of each."""
+    """Rows where the field is looked at: the rows, and synchronisation's share of each.
+
+    `placements` are logarithms of ranks, nodes and most devices on a node, in their reaches.
+    """
 
     rows: Array
     sync_share: Array
+    placements: Array = field(init=False)
+    log_batches: Array = field(init=False)
+    several: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        placements = np.log(self.rows[:, _PLACEMENT_COLUMNS]) / _PLACEMENT_REACHES
+        object.__setattr__(self, "placements", placements)
+        object.__setattr__(self, "log_batches", np.log(self.rows[:, BATCH]))
+        object.__setattr__(self, "several", (self.rows[:, RANKS] > 1).astype(float))
 
 
 def covariance(first: Sites, second: Sites) -> Array:
     """How much of the field two sets of sites have in common, without noise of a run."""
-    distance = _placement_distance(first.rows, second.rows)
+    from scipy.spatial.distance import cdist
+
+    distance = cdist(first.placements, second.placements, "sqeuclidean")
     alike = np.exp(-distance / 2)
-    same = (distance < 1e-12).astype(float)
-    log_ratio = np.log(first.rows[:, BATCH])[:, None] - np.log(second.rows[:, BATCH])[None]
-    batch_distance = log_ratio**2 / 2
-    shares = first.sync_share[:, None] * second.sync_share[None]
-    computing = (1 - first.sync_share)[:, None] * (1 - second.sync_share)[None]
-    placement = _SHARED_BY_ALIKE * alike + (1 - _SHARED_BY_ALIKE) * same
-    field = (
-        _PLACEMENT_RATIO**2
-        * shares
-        * placement
-        * np.exp(-batch_distance / _PLACEMENT_BATCH_REACH**2)
-    )
-    field += _COMPUTE_RATIO**2 * computing * np.exp(-batch_distance / _COMPUTE_BATCH_REACH**2)
-    several = (first.rows[:, RANKS] > 1)[:, None] & (second.rows[:, RANKS] > 1)[None]
-    spread = alike * np.exp(-batch_distance / _SPREAD_BATCH_REACH**2)
-    return np.asarray(field + _SPREAD_RATIO**2 * several * spread)
+    batch_distance = (first.log_batches[:, None] - second.log_batches) ** 2 / 2
+    placement = _SHARED_BY_ALIKE * alike
+    same = distance < _SAME
+    if same.any():
+        placement[same] += 1 - _SHARED_BY_ALIKE
+    placement *= np.exp(batch_distance * (-1 / _PLACEMENT_BATCH_REACH**2))
+    placement *= (_PLACEMENT_RATIO**2 * first.sync_share)[:, None] * second.sync_share
+    compute = np.exp(batch_distance * (-1 / _COMPUTE_BATCH_REACH**2))
+    compute *= (_COMPUTE_RATIO**2 * (1 - first.sync_share))[:, None] * (1 - second.sync_share)
+    alike *= np.exp(batch_distance * (-1 / _SPREAD_BATCH_REACH**2))
+    alike *= (_SPREAD_RATIO**2 * first.several)[:, None] * second.several
+    return np.asarray(placement + compute + alike)
 
 
 def own_variance(sites: Sites) -> Array:
     """The diagonal of `covariance(sites, sites)`."""
-    several = sites.rows[:, RANKS] > 1
     placement = (_PLACEMENT_RATIO * sites.sync_share) ** 2
     computing = (_COMPUTE_RATIO * (1 - sites.sync_share)) ** 2
-    return np.asarray(placement + computing + _SPREAD_RATIO**2 * several)
-
-
-def _placement_distance(first: Array, second: Array) -> Array:
-    from scipy.spatial.distance import cdist
-
-    reach = np.array([_RANKS_REACH, _NODES_REACH, _LARGEST_REACH])
-    columns = [RANKS, NODES, LARGEST_NODE]
-    left, right = np.log(first[:, columns]) / reach, np.log(second[:, columns]) / reach
-    return np.asarray(cdist(left, right, "sqeuclidean"))
+    return np.asarray(placement + computing + _SPREAD_RATIO**2 * sites.several)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from estimator.calibrate.priors import PARAMETERS, Array
+from estimator.calibrate.step_law_scalar import log_step_of_parts
 from estimator.errors import WorkloadError
 
 RANKS, NODES, BATCH, ACCUMULATION, LARGEST_NODE = range(5)
@@ -69,11 +70,14 @@ class Reference:
 class LawValues:
     """Logarithms of step times, their derivatives, and how much of the step synchronisation rules.
 
-    `jacobian` is d log(step) / d log(parameter), (rows, parameters); `sync_share` is
-    d log(step) / d log(synchronisation).
+    `log_compute` is that of one micro-batch with its stragglers, `log_sync` of a step's whole
+    synchronisation, -inf on one rank. `jacobian` is d log(step) / d log(parameter), (rows,
+    parameters); `sync_share` is d log(step) / d log(synchronisation).
     """
 
     log_step: Array
+    log_compute: Array
+    log_sync: Array
     jacobian: Array
     sync_share: Array
 
@@ -83,6 +87,15 @@ def log_step(
 ) -> LawValues:
     """The law at rows of (ranks, nodes, batch, micro-batches, most devices on one node)."""
     compute_s, sync_s = (parts or Parts()).columns(len(rows))
+    if len(rows) == 1 and compute_s is not None and sync_s is not None:
+        one = log_step_of_parts(
+            log_parameters.tolist(),
+            rows[0].tolist(),
+            reference.batch,
+            float(compute_s[0]),
+            float(sync_s[0]),
+        )
+        return LawValues(**{name: np.array([value]) for name, value in one._asdict().items()})
     values = dict(zip(PARAMETERS, np.exp(log_parameters), strict=True))
     log_compute, d_compute = _compute(values, rows, reference, compute_s)
     _straggling(values, rows, log_compute, d_compute)
@@ -99,17 +112,13 @@ def log_step(
         earlier = np.log(rows[:, ACCUMULATION] - 1) + log_compute
     step, last = _norm(earlier, exposed, 1.0)
     jacobian = (1 - last)[:, None] * d_compute + last[:, None] * d_exposed
-    return LawValues(log_step=step, jacobian=jacobian, sync_share=last * share)
-
-
-def factors(log_parameters: Array, rows: Array, reference: Reference) -> tuple[Array, Array]:
-    """What the parameters make of the engine's seconds: factors on compute and synchronisation."""
-    values = dict(zip(PARAMETERS, np.exp(log_parameters), strict=True))
-    ones = np.ones(len(rows))
-    log_compute, slopes = _compute(values, rows, reference, ones)
-    _straggling(values, rows, log_compute, slopes)
-    log_sync, _ = _sync(values, rows, reference, ones)
-    return np.exp(log_compute), np.where(rows[:, RANKS] > 1, np.exp(log_sync), 1.0)
+    return LawValues(
+        log_step=step,
+        log_compute=log_compute,
+        log_sync=log_sync,
+        jacobian=jacobian,
+        sync_share=last * share,
+    )
 
 
 def _norm(first: Array, second: Array, power: float) -> tuple[Array, Array]:

@@ -62,6 +62,8 @@ class MeasuredStep:
     batch_per_gpu: float
     accumulation_steps: int
     step_time_s: float
+    gpus_per_node: int | None = None
+    interconnect: str = ""
 
     @property
     def ranks(self) -> int:
@@ -193,7 +195,8 @@ def read_steps(paths: Sequence[str | os.PathLike[str]]) -> StepTable[MeasuredSte
 
     A row needs `model` or `gpu`; `gpus`, else `placement` (devices used per node, such as ``1+3``);
     `local_batch`, else `global_batch`; and `step_time_s`, else `throughput` with its unit. Where
-    `placement` is blank the devices are spread evenly over `nodes`. Rows of other parallelism than
+    `placement` is blank the devices are spread evenly over `nodes`. The words of `interconnect`,
+    such as ``NVLink; 2x 100Gb IB``, say which network to expect. Rows of other parallelism than
     data parallel, and rows that their notes call suspect, derived or inferred, are left out. Steps
     are one job where source, GPU, model and setting are equal. Raises ObservationError where a file
     is no table or no row of them all can be used.
@@ -247,6 +250,8 @@ def measured_step(line: int, row: Row, assumed: Counter[str]) -> MeasuredStep:
         batch_per_gpu=batch,
         accumulation_steps=accumulation_steps,
         step_time_s=_plausible_s(_step_time_s(row, batch * sum(sizes) * accumulation_steps)),
+        gpus_per_node=_count(row, "gpus_per_node"),
+        interconnect=row.get("interconnect", ""),
     )
 
 

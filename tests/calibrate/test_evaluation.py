@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -181,3 +182,19 @@ def test_a_table_with_too_few_rows_is_refused() -> None:
     single = Job(label=job.label, gpu=job.gpu, model=job.model, steps=job.steps[:1])
     with pytest.raises(ObservationError, match="rows enough"):
         evaluate([single], "k-shot", methods=METHODS)
+
+
+def test_the_step_law_starts_from_the_machines_network_in_any_process() -> None:
+    import pickle
+
+    from estimator.calibrate.evaluation import _believing
+    from estimator.calibrate.physical_form import PhysicalForm
+
+    job = make_job()
+    named = [replace(step, interconnect="400Gb IB") for step in job.steps]
+    form = pickle.loads(pickle.dumps(_believing(PhysicalForm, replace(job, steps=tuple(named)))))
+    slow, fast = (
+        made.fit([(1, 1, 8, 1)], [1.0]).predict([(4, 4, 8, 1)])[0]
+        for made in (PhysicalForm(), form())
+    )
+    assert fast < slow

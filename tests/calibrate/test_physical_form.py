@@ -93,6 +93,17 @@ def test_an_outlier_three_times_too_long_hardly_moves_other_predictions() -> Non
     assert np.mean(np.abs(form.predict(ROWS) / clean - 1)) < 0.05
 
 
+def test_an_outlier_that_is_not_believed_still_counts_as_a_miss() -> None:
+    times = MEASURED_S.copy()
+    times[5] *= 3
+    form = PhysicalForm().fit(ROWS, times)
+    assert form.observation_weights_[5] < 0.05
+    scores, _ = form.posterior_.scores
+    # It is log 3 away from what its neighbours say, whose spread is some percent.
+    assert scores.argmax() == 5
+    assert scores[5] > 5
+
+
 def test_an_observation_that_counts_more_pulls_more() -> None:
     row = np.repeat(ROWS[rows_like((2, 2, 16))], 2, axis=0)
     first = PhysicalForm().fit(row, [1.0, 1.1], [4.0, 0.5]).predict(row[:1])

@@ -29,3 +29,9 @@ def test_a_new_device_keeps_the_jobs_overlap_and_not_the_old_networks_speed() ->
     priors = carried_over(fitted, np.full(len(PARAMETERS), 0.1)).by_name
     assert priors["overlap"].centre == pytest.approx(np.e * NEUTRAL.by_name["overlap"].centre)
     assert priors["across"] == NEUTRAL.by_name["across"]
+
+
+def test_a_new_device_keeps_what_is_believed_of_its_own_network() -> None:
+    fast = NEUTRAL.centred(across=LogPrior(centre=0.01, width=1.1))
+    priors = carried_over(NEUTRAL.log_centres(), np.full(len(PARAMETERS), 0.1), new=fast)
+    assert priors.by_name["across"].centre == 0.01

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
 from estimator.calibrate.priors import NEUTRAL, PARAMETERS
-from estimator.calibrate.step_law import Parts, Reference, expected_largest, factors, log_step
+from estimator.calibrate.step_law import (
+    LawValues,
+    Parts,
+    Reference,
+    expected_largest,
+    log_step,
+)
 from estimator.errors import WorkloadError
 
 REFERENCE = Reference(compute_s=0.3, batch=30.0)
@@ -76,12 +84,24 @@ def test_one_rank_has_nothing_to_synchronise() -> None:
     assert (law.sync_share[ROWS[:, 0] > 1] > 0).all()
 
 
-def test_factors_turn_the_engines_seconds_into_the_laws() -> None:
+def test_compute_and_synchronisation_of_the_law_make_its_step() -> None:
     at = parameters(overlap=1e-9, compute=1.2, across=3.0, within=0.5)
-    compute_ratio, sync_ratio = factors(at, ROWS, REFERENCE)
     law = log_step(at, ROWS, REFERENCE, Parts(compute_s=COMPUTE_S, sync_s=SYNC_S))
-    expected = ROWS[:, 3] * COMPUTE_S * compute_ratio + SYNC_S * sync_ratio
+    expected = ROWS[:, 3] * np.exp(law.log_compute) + np.exp(law.log_sync)
     assert np.exp(law.log_step) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [item.name for item in fields(LawValues)])
+def test_a_row_alone_is_as_it_is_among_others(name: str) -> None:
+    # Alone it goes through plain Python, among others through arrays.
+    at = NEUTRAL.log_centres() + 0.3 * np.cos(np.arange(len(PARAMETERS)))
+    together = log_step(at, ROWS, REFERENCE, Parts(compute_s=COMPUTE_S, sync_s=SYNC_S))
+    for row in range(len(ROWS)):
+        one = slice(row, row + 1)
+        parts = Parts(compute_s=COMPUTE_S[one], sync_s=SYNC_S[one])
+        alone = log_step(at, ROWS[one], REFERENCE, parts)
+        expected = pytest.approx(getattr(together, name)[row], rel=1e-12, abs=1e-13)
+        assert getattr(alone, name)[0] == expected
 
 
 def test_the_largest_of_two_normal_draws_is_that_of_the_textbook() -> None:
