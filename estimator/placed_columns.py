@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from estimator.allocation import MOST_RANKS
 from estimator.columns import HOST_MARK, AllocationColumns
 from estimator.errors import EstimatorError
-from estimator.placement import Site, nic_of, place, site_of
+from estimator.network import NodeNetwork, network_in_cluster, network_of
+from estimator.placement import Site, place, site_of
 from estimator.profile import MachineProfile, load_profile
 from estimator.topology import Cluster
 
@@ -44,8 +45,9 @@ class PlacedColumns:
 class SiteTable:
     """The sites that rows name, numbered as they are met, and what is known of each.
 
-    Without a cluster a site is a machine type, with one it is a node. The arrays have one value
-    more than there are sites, for the number −1.
+    Without a cluster a site is a machine type, with one it is a node. The arrays have one row more
+    than there are sites, for the number −1. `nic_bytes_per_s` has a column for each number of ranks
+    on a node, what they get of its network (inf where nothing is known of it).
     """
 
     def __init__(self, cluster: Cluster | None, profile: MachineProfile | None) -> None:
@@ -53,33 +55,48 @@ class SiteTable:
         self.profile = profile
         self.sites: list[Site] = []
         self.devices: Indices = np.zeros(1, dtype=np.intp)
-        self.nic_bytes_per_s: Array = np.full(1, math.inf)
+        self.nic_bytes_per_s: Array = np.full((1, 1), math.inf)
         self._numbers: dict[str, int] = {}
+        self._networks: list[NodeNetwork | None] = []
 
     def numbers(self, names: Iterable[str]) -> list[int]:
         """The numbers of machine types, or of hosts where there is a cluster; −2 for unknown."""
         before = len(self.sites)
         found = [self._number(name) for name in names]
         if len(self.sites) > before:
-            nics = [site.nic_bytes_per_s for site in self.sites]
             self.devices = np.array([len(site.profile.devices) for site in self.sites] + [0])
-            self.nic_bytes_per_s = np.array([nic or math.inf for nic in nics] + [math.inf])
+            self.nic_bytes_per_s = rates_by_ranks(self._networks, int(self.devices.max()))
         return found
 
     def _number(self, name: str) -> int:
         if name not in self._numbers:
             try:
-                self.sites.append(self._site(name))
-                self._numbers[name] = len(self.sites) - 1
+                site, network = self._site(name)
             except EstimatorError:
                 self._numbers[name] = _UNKNOWN
+            else:
+                self._numbers[name] = len(self.sites)
+                self.sites.append(site)
+                self._networks.append(network)
         return self._numbers[name]
 
-    def _site(self, name: str) -> Site:
+    def _site(self, name: str) -> tuple[Site, NodeNetwork | None]:
         if self.cluster is not None:
-            return site_of(name, (0,), self.cluster, self.profile)
+            site = site_of(name, (0,), self.cluster, self.profile)
+            return site, network_in_cluster(site.profile, self.cluster, name)
         machine = self.profile or load_profile(name)
-        return Site(machine, 1, 1, nic_of(machine))
+        return Site(machine, 1, 1), network_of(machine)
+
+
+def rates_by_ranks(networks: Sequence[NodeNetwork | None], most: int) -> Array:
+    """For each network and for none, what 0 to `most` ranks of a node get of it."""
+    unknown = [math.inf] * (most + 1)
+    rows: dict[NodeNetwork | None, list[float]] = {
+        network: [math.inf, *map(network.sent_bytes_per_s, range(1, most + 1))]
+        for network in dict.fromkeys(networks)
+        if network is not None
+    }
+    return np.array([*(rows.get(network, unknown) for network in networks), unknown])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -106,7 +123,8 @@ def place_columns(columns: AllocationColumns, table: SiteTable) -> PlacedColumns
     else:
         placed = _in_cluster(groups, table, table.cluster)
     placed.wrong |= (placed.busy > table.devices[placed.site]).any(axis=0)
-    offline = (np.isinf(table.nic_bytes_per_s)[placed.site] & (placed.site != -1)).any(axis=0)
+    unknown = np.isinf(table.nic_bytes_per_s[:, -1])
+    offline = (unknown[placed.site] & (placed.site != -1)).any(axis=0)
     placed.wrong |= offline & (placed.nodes > 1)
     return placed
 

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from estimator.allocation import Allocation, DeviceGroup
 from estimator.errors import AllocationError
+from estimator.network import NodeNetwork, network_in_cluster, network_of
 from estimator.profile import MachineProfile, load_profile
 from estimator.topology import Cluster
-from estimator.typical import achieved_bytes_per_s
 
 Value = TypeVar("Value")
 
@@ -20,14 +20,12 @@ Value = TypeVar("Value")
 class Site:
     """`nodes` equal nodes in rank order with `per_node` ranks each.
 
-    `host` names the node of a cluster file (then `nodes` is 1). `nic_bytes_per_s` is the payload
-    rate of a node's network, each way; None where nothing is known of it.
+    `host` names the node of a cluster file (then `nodes` is 1).
     """
 
     profile: MachineProfile
     nodes: int
     per_node: int
-    nic_bytes_per_s: float | None
     host: str | None = None
     devices: tuple[int, ...] = ()
     slowdown_ratio: float = 1.0
@@ -41,7 +39,9 @@ class Site:
 class NodeKind:
     """Nodes that are alike for a step: one object for one machine, load, speed and network.
 
-    `busy` ranks work on each. `hop_latency_s` is that of a hop to the next node.
+    `busy` ranks work on each. `nic_bytes_per_s` is the payload rate that they get of the node's
+    network, each way; None where nothing is known of it. `hop_latency_s` is that of a hop to the
+    next node.
     """
 
     profile: MachineProfile
@@ -74,7 +74,7 @@ class Placement:
             return self.hosted
         kinds = [self.kinds[number] for number in self.kind_of]
         return tuple(
-            Site(kind.profile, group.nodes, group.devices_per_node, kind.nic_bytes_per_s)
+            Site(kind.profile, group.nodes, group.devices_per_node)
             for group, kind in zip(self.allocation.groups, kinds, strict=True)
         )
 
@@ -140,9 +140,9 @@ def _on_machines(allocation: Allocation, profile: MachineProfile | None) -> Plac
         nodes += count
         ranks += count * devices
     if nodes > 1:
-        for each in machines.values():
-            if each.nic_bytes_per_s is None:
-                raise _no_network(allocation, each.profile.name)
+        for kind in kinds:
+            if kind.nic_bytes_per_s is None:
+                raise _no_network(allocation, kind.profile.name)
     return Placement(allocation, None, tuple(kinds), tuple(kind_of), ranks, nodes)
 
 
@@ -163,17 +163,15 @@ def _on_hosts(allocation: Allocation, sites: Sequence[Site], cluster: Cluster) -
     for site in sites:
         if on_host[site.host] > len(site.profile.devices):
             raise _too_many(allocation, site.profile, on_host[site.host], site.host)
-    if len(on_host) > 1:
-        for site in sites:
-            if site.nic_bytes_per_s is None:
-                raise _no_network(allocation, site.host)
     reach = hop_reach(cluster)
-    kinds = [
-        _nodes_of(site.profile, reach, site.nic_bytes_per_s, site.slowdown_ratio)[
-            on_host[site.host]
-        ]
-        for site in sites
-    ]
+    kinds = []
+    for site in sites:
+        network = network_in_cluster(site.profile, cluster, site.host or "")
+        nodes = _nodes_of(site.profile, reach, network, site.slowdown_ratio)
+        kind = nodes[on_host[site.host]]
+        if kind.nic_bytes_per_s is None and len(on_host) > 1:
+            raise _no_network(allocation, site.host)
+        kinds.append(kind)
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     kind_of = tuple(numbers[kind] for kind in kinds)
     ranks = sum(on_host.values())
@@ -205,40 +203,41 @@ class _Nodes(dict[int, NodeKind]):
         self,
         profile: MachineProfile,
         reach: str,
-        nic_bytes_per_s: float | None,
+        network: NodeNetwork | None,
         slowdown_ratio: float,
     ) -> None:
         self.profile, self.most = profile, len(profile.devices)
-        self.nic_bytes_per_s = nic_of(profile) if nic_bytes_per_s is None else nic_bytes_per_s
+        self._network = network or network_of(profile)
         self._slowdown_ratio = slowdown_ratio
         self._hop_latency_s = hop_latency_s(profile, reach)
 
     def __missing__(self, busy: int) -> NodeKind:
+        network = self._network
         kind = self[busy] = NodeKind(
             profile=self.profile,
             busy=busy,
             slowdown_ratio=self._slowdown_ratio,
-            nic_bytes_per_s=self.nic_bytes_per_s,
+            nic_bytes_per_s=None if network is None else network.sent_bytes_per_s(busy),
             hop_latency_s=self._hop_latency_s,
         )
         return kind
 
 
-_nodes: OrderedDict[tuple[int, str, float | None, float], _Nodes] = OrderedDict()
+_nodes: OrderedDict[tuple[int, str, NodeNetwork | None, float], _Nodes] = OrderedDict()
 _MOST_NODES = 4096
 
 
 def _nodes_of(
     profile: MachineProfile,
     reach: str,
-    nic_bytes_per_s: float | None = None,
+    network: NodeNetwork | None = None,
     slowdown_ratio: float = 1.0,
 ) -> _Nodes:
     """The nodes of that kind, kept from one placement to the next; by default as the profile is."""
-    key = (id(profile), reach, nic_bytes_per_s, slowdown_ratio)
+    key = (id(profile), reach, network, slowdown_ratio)
     found = _nodes.get(key)
     if found is None:
-        found = _nodes[key] = _Nodes(profile, reach, nic_bytes_per_s, slowdown_ratio)
+        found = _nodes[key] = _Nodes(profile, reach, network, slowdown_ratio)
         while len(_nodes) > _MOST_NODES:
             _nodes.popitem(last=False)
     return found
@@ -256,13 +255,10 @@ def hop_latency_s(profile: MachineProfile, reach: str) -> float:
     return max(exact or [link.latency_s for link in singles], default=0.0)
 
 
-def nic_of(profile: MachineProfile) -> float | None:
-    """Payload rate of a node's network by its profile: the fastest single flow measured.
-
-    A datasheet's line rate of all cards together counts with what collectives usually get of it.
-    """
-    rates = [achieved_bytes_per_s(link) for link in profile.network if link.streams == 1]
-    return max(rates, default=None)
+def nic_of(profile: MachineProfile, ranks: int) -> float | None:
+    """Payload rate that some ranks of a node get of its network by its profile; None if unknown."""
+    network = network_of(profile)
+    return None if network is None else network.sent_bytes_per_s(ranks)
 
 
 def _in_cluster(
@@ -312,9 +308,4 @@ def site_of(
         raise AllocationError(
             f"node '{host}' has no device {unknown}; it has {len(machine.devices)}, counted from 0"
         )
-    nic = (
-        nic_of(machine)
-        if node.uplink_bytes_per_s is None
-        else cluster.payload_bytes_per_s(node.uplink_bytes_per_s)
-    )
-    return Site(machine, 1, len(devices), nic, host, devices, node.slowdown_ratio)
+    return Site(machine, 1, len(devices), host, devices, node.slowdown_ratio)

@@ -341,6 +341,9 @@ class UpdateCost:
     `per_idle_parameter_s` comes on top for a parameter whose gradient has always been zero, as in
     rows of an embedding that no batch has picked: some CPUs take the square root of zero slowly.
 
+    On CUDA the first two are the host's, the last the device's, and `lanes` are (tensors,
+    parameters, host seconds, device seconds) of measured steps: in a training loop the two overlap.
+
     `form` is how torch runs it: ``loop`` (one tensor at a time), ``foreach`` or ``fused``.
     `zero_grad` costs are part of the step's host cost.
     """
@@ -354,6 +357,7 @@ class UpdateCost:
     per_parameter_s: float
     per_idle_parameter_s: float = 0.0
     points: tuple[tuple[float, float, float], ...] = ()
+    lanes: tuple[tuple[float, float, float, float], ...] = ()
     provenance: Provenance
 
     def __post_init__(self) -> None:
@@ -514,10 +518,11 @@ def _platform_home(*_environment: str | None) -> Path:
     return user_data_path("throughput-estimator", appauthor=False)
 
 
-@lru_cache(maxsize=1)
-def _shipped_machines() -> Path:
-    packaged = Path(str(resources.files("estimator"))) / "data" / "machines"
-    checkout = Path(__file__).resolve().parent.parent / "data" / "machines"
+@lru_cache(maxsize=4)
+def shipped_data(folder: str) -> Path:
+    """A folder of the data that ships: inside the package once installed, else beside it."""
+    packaged = Path(str(resources.files("estimator"))) / "data" / folder
+    checkout = Path(__file__).resolve().parent.parent / "data" / folder
     return packaged if packaged.is_dir() else checkout
 
 
@@ -529,7 +534,7 @@ def machine_folders() -> tuple[Path, ...]:
 def _folder_names() -> tuple[str, str]:
     # As text: every estimate asks whether its machines have changed, and paths are slow to join.
     chosen = os.environ.get("ESTIMATOR_HOME") or str(home())
-    return f"{chosen}{os.sep}machines", str(_shipped_machines())
+    return f"{chosen}{os.sep}machines", str(shipped_data("machines"))
 
 
 def known_machines() -> dict[str, Path]:
@@ -546,6 +551,7 @@ def known_machines() -> dict[str, Path]:
 _FileState = tuple[int, int, int]
 _loaded: OrderedDict[str, tuple[_FileState, MachineProfile]] = OrderedDict()
 _MOST_LOADED = 256
+_MOST_NAMED = 5
 
 
 def load_profile(name_or_path: str | os.PathLike[str]) -> MachineProfile:
@@ -576,9 +582,21 @@ def _find_profile(text: str) -> tuple[str, _FileState | None]:
                 return path, state
     if text.endswith(".json") or os.sep in text:
         return text, _file_state(text)
-    known = ", ".join(known_machines()) or "none yet"
-    hint = "run 'estimator probe' first" if text.startswith("local") else f"known: {known}"
+    hint = "run 'estimator probe' first" if text.startswith("local") else _close_to(text)
     raise UnknownMachineError(f"no machine profile is called '{text}'; {hint}")
+
+
+def _close_to(text: str) -> str:
+    """What to do about a name that no machine has: those it may have meant, at most five."""
+    from difflib import get_close_matches
+
+    known, asked = list(known_machines()), text.lower()
+    within = [name for name in known if asked and asked in name]
+    within.sort(key=lambda name: (not name.startswith(asked), len(name)))
+    alike = get_close_matches(asked, known, n=_MOST_NAMED)
+    close = list(dict.fromkeys([*within, *alike]))[:_MOST_NAMED]
+    everything = "run 'estimator profile list' for all that are known"
+    return f"close to it are {', '.join(close)}; {everything}" if close else everything
 
 
 def _file_state(path: str) -> _FileState | None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from estimator.estimates import estimate_graph
 from estimator.profile import Device, MachineProfile, load_profile
+from estimator.render_profiles import machines_report
 from tests.synthetic import perceptron
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -163,13 +166,12 @@ def test_links_are_one_way_rates_of_their_generation(profile: MachineProfile) ->
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=NAMES)
 def test_a_network_is_its_cards_times_their_rate(profile: MachineProfile) -> None:
-    cards = [link for link in profile.network if link.kind != "nvlink"]
-    for link in cards:
+    for link in profile.network:
         count, rate = profile.hardware["nic_count"], profile.hardware["nic_bit_per_s"]
         assert isinstance(count, int)
         assert isinstance(rate, int)
         assert link.bandwidth_bytes_per_s == count * rate / 8
-    assert bool(cards) == ("nic_count" in profile.hardware)
+    assert bool(profile.network) == ("nic_count" in profile.hardware)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -184,6 +186,22 @@ def test_every_machine_answers_and_says_that_nothing_was_measured(
     assert any("known by its datasheet only" in text for text in answer.assumptions)
     # Nobody who has measured nothing knows a step within 15 %.
     assert answer.high_s > 1.15 * answer.step_time_s
+
+
+def test_the_list_of_machines_names_each_once_on_eighty_columns() -> None:
+    machines = {name: (DATA / "machines" / f"{name}.json", PROFILES[name]) for name in NAMES}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(machines_report(machines, store=Path("nowhere")))
+    lines = console.export_text().splitlines()
+    named = [line.split()[0] for line in lines if line.split() and line.split()[0] in NAMES]
+    assert sorted(named) == NAMES
+    assert max(map(len, lines)) <= 80
+    titles = [line.strip() for line in lines if line.startswith(("chips", "machines", "rented"))]
+    assert titles == [
+        "chips, in a server of the usual size",
+        "machines sold whole",
+        "rented machines",
+    ]
 
 
 def prices() -> list[dict[str, str]]:

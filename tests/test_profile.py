@@ -32,9 +32,22 @@ def test_a_machine_is_found_by_name_in_the_users_store(store: Path) -> None:
     assert load_profile("local").name == "local"
 
 
-def test_an_unknown_machine_is_answered_with_the_known_ones(store: Path) -> None:
-    with pytest.raises(UnknownMachineError, match=r"known: .*local"):
-        load_profile("h900")
+@pytest.mark.parametrize(
+    ("asked", "close"),
+    [
+        ("v100-smx", "v100-sxm"),  # two letters swapped
+        ("T4-G4DN", "t4-g4dn"),
+        ("a100-sxm", "a100-sxm-40gb, a100-sxm-80gb"),
+    ],
+)
+def test_an_unknown_machine_is_answered_with_close_names(
+    store: Path, asked: str, close: str
+) -> None:
+    with pytest.raises(UnknownMachineError, match=f"close to it are {close}") as found:
+        load_profile(asked)
+    named = str(found.value).split("close to it are ")[1].split(";")[0].split(", ")
+    assert len(named) <= 5
+    assert "run 'estimator profile list'" in str(found.value)
 
 
 def test_a_transfer_takes_latency_plus_size_over_bandwidth() -> None:
