@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,9 +23,11 @@ _TOUCH_BLOCK_BYTES = 64 << 20
 # launches is timed too. So a spinning kernel is queued first, for longer than the host needs.
 _CALLS_PER_FLIGHT = 64
 _HIGHEST_CLOCK_HZ = 2.5e9
-_LONGEST_SPIN_S = 0.5
-# Host time of one operator of a replayed graph, Python included, generously.
-_HOST_ALLOWANCE_S = 40e-6
+_LONGEST_SPIN_S = 0.2
+_SPARE_SPIN = 2.0
+# Host time of one operator of a replayed graph, Python included, until one flight has told.
+_HOST_ALLOWANCE_S = 60e-6
+_SHORTEST_S = 1e-7
 
 
 def _nothing(_number: int) -> None:
@@ -153,6 +156,9 @@ class CudaBackend:
         self.index = index
         self._cuda = cuda
         self._clock = clock
+        self._sequence_host_s = _HOST_ALLOWANCE_S
+        # What two events add to the time between them, beyond what the kernels take back to back.
+        self.event_s = 0.0
         cuda.set_device(index)
 
     @property
@@ -176,7 +182,10 @@ class CudaBackend:
         call(0)
         host_s = self._clock() - begin
         self.synchronize()
-        return self._in_flights(call, repeats, host_s, before=before)
+        seconds: list[float] = []
+        for flight in _flights(repeats):
+            seconds += self._fly(call, flight, host_s, before=before)[0]
+        return seconds
 
     def time_sequence(
         self,
@@ -185,33 +194,55 @@ class CudaBackend:
         count: int,
         after: Callable[[int], object] = _nothing,
     ) -> list[float]:
-        return self._in_flights(call, count, _HOST_ALLOWANCE_S, after=after)
+        seconds: list[float] = []
+        for flight in _flights(count):
+            flown, host_s = self._fly(call, flight, self._sequence_host_s, after=after)
+            seconds += flown
+            # One slow flight (memory from the driver, modules loaded) is forgotten by halves.
+            self._sequence_host_s = max(host_s, 0.5 * self._sequence_host_s)
+        return seconds
 
-    def _in_flights(
+    def _fly(
         self,
         call: Callable[[int], object],
-        count: int,
+        flight: range,
         host_s: float,
         *,
         before: Callable[[int], object] = _nothing,
         after: Callable[[int], object] = _nothing,
-    ) -> list[float]:
-        seconds: list[float] = []
-        for first in range(0, count, _CALLS_PER_FLIGHT):
-            flight = range(first, min(count, first + _CALLS_PER_FLIGHT))
-            spin_s = min(_LONGEST_SPIN_S, 2.0 * host_s * len(flight) + 50e-6)
-            self._cuda._sleep(int(spin_s * _HIGHEST_CLOCK_HZ))
-            spans = []
-            for number in flight:
-                before(number)
-                begun = self._mark()
+    ) -> tuple[list[float], float]:
+        """(device seconds of each call, host seconds per call), queued behind a spinning kernel."""
+        spin_s = min(_LONGEST_SPIN_S, _SPARE_SPIN * host_s * len(flight) + 50e-6)
+        self._cuda._sleep(int(spin_s * _HIGHEST_CLOCK_HZ))
+        spans = []
+        begin = self._clock()
+        for number in flight:
+            before(number)
+            begun = self._mark()
+            call(number)
+            spans.append((begun, self._mark()))
+            after(number)
+        issued_s = (self._clock() - begin) / len(flight)
+        self.synchronize()
+        # Event.elapsed_time is in milliseconds and resolves about 0.5 µs.
+        elapsed_s = [one.elapsed_time(two) * 1e-3 for one, two in spans]
+        return [max(each - self.event_s, _SHORTEST_S) for each in elapsed_s], issued_s
+
+    def measure_events(self, call: Callable[[int], object]) -> None:
+        """Learn what a pair of events adds to a short `call`, so that it is not charged to calls.
+
+        Calls with events around each are compared with as many between two events.
+        """
+        self.event_s = 0.0
+        self.time_calls(call, repeats=_CALLS_PER_FLIGHT)
+        single_s = statistics.median(self.time_calls(call, repeats=_CALLS_PER_FLIGHT))
+
+        def several(_: int) -> None:
+            for number in range(_CALLS_PER_FLIGHT):
                 call(number)
-                spans.append((begun, self._mark()))
-                after(number)
-            self.synchronize()
-            # Event.elapsed_time is in milliseconds and resolves about 0.5 µs.
-            seconds += [max(one.elapsed_time(two) * 1e-3, 1e-9) for one, two in spans]
-        return seconds
+
+        together_s = statistics.median(self.time_calls(several, repeats=3)) / _CALLS_PER_FLIGHT
+        self.event_s = max(0.0, single_s - together_s)
 
     def _mark(self) -> Any:
         event = self._cuda.Event(enable_timing=True)
@@ -231,6 +262,13 @@ class CudaBackend:
             for _ in range(10):
                 torch.mm(block, block)
             self.synchronize()
+        tiny = torch.ones(16, device=self.device)
+        self.measure_events(lambda _: torch.neg(tiny))
+
+
+def _flights(count: int) -> Iterator[range]:
+    for first in range(0, count, _CALLS_PER_FLIGHT):
+        yield range(first, min(count, first + _CALLS_PER_FLIGHT))
 
 
 def open_backend(kind: DeviceKind, index: int = 0) -> Backend:

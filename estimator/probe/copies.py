@@ -25,7 +25,6 @@ Points = list[tuple[float, float]]
 
 
 def probe_copies(
-    backend: Backend,
     devices: Sequence[Device],
     *,
     budget_s: float,
@@ -46,7 +45,7 @@ def probe_copies(
             report(finding)
 
     try:
-        if backend.kind == "cuda":
+        if devices[0].kind == "cuda":
             _probe_accelerators(devices, budget_s, keep)
         elif len(devices) > 1:
             windows = run_on_devices(

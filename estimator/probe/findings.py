@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from estimator.probe.memory import cache_sizes
-from estimator.probe.updates import fit_update
+from estimator.probe.updates import fit_lanes, fit_update
 from estimator.profile import (
     CollectiveCost,
     Contention,
@@ -32,6 +32,7 @@ class Findings:
 
     at: str
     points: list[KernelPoint] = field(default_factory=list)
+    tf32_points: list[KernelPoint] = field(default_factory=list)
     host: dict[str, float] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     updates: list[UpdateCost] = field(default_factory=list)
@@ -42,6 +43,8 @@ class Findings:
     canary_s: float | None = None
     rank_spread_ratio: float | None = None
     memory_resident: bool | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    sustained: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
     def take(self, part: str, message: Mapping[str, Any]) -> None:
@@ -56,10 +59,23 @@ class Findings:
             self.host.update(message)
         elif part in ("first touch", "cold reads"):
             self.memory.update(message)
+        elif part == "device":
+            self.facts.update(message.get("facts", {}))
+            self.sustained.update(message.get("sustained", {}))
         elif part == "canary":
             self.canary_s = message["canary_s"]
         elif "memory_resident" in message:
             self.memory_resident = message["memory_resident"]
+
+    def described(self, devices: Sequence[Device]) -> tuple[Device, ...]:
+        """The devices, which are alike, with what was found; the first is the one seen at work."""
+        return tuple(
+            replace(
+                device,
+                details={**device.details, **self.facts, **(self.sustained if first else {})},
+            )
+            for device, first in zip(devices, (True, *(False for _ in devices)), strict=False)
+        )
 
     def keep(self, finding: Link | CollectiveCost | OverlapCost | str) -> None:
         """Keep one measured link, collective or overlap, or a sentence on what is missing."""
@@ -74,7 +90,9 @@ class Findings:
 
     def _take_kernel(self, message: Mapping[str, Any]) -> None:
         if "call" in message:
-            self.points.append(KernelPoint(**message))
+            found = {name: value for name, value in message.items() if name != "math"}
+            points = self.tf32_points if message.get("math") == "tf32" else self.points
+            points.append(KernelPoint(**found))
             return
         if message["done"] < message["grid"]:
             left = message["grid"] - message["done"]
@@ -92,6 +110,8 @@ class Findings:
             return
         points = [(float(t), float(p), float(s)) for t, p, s in message["points"]]
         launch_s, per_tensor_s, per_parameter_s, relative_error = fit_update(points)
+        if message.get("lanes"):
+            launch_s, per_tensor_s, per_parameter_s = fit_lanes(message["lanes"])
         tensors, parameters, idle_s = message["zero_point"]
         busy_s = next(s for t, p, s in points if (t, p) == (tensors, parameters))
         self.updates.append(
@@ -104,6 +124,7 @@ class Findings:
                 per_parameter_s=per_parameter_s,
                 per_idle_parameter_s=max(0.0, idle_s - busy_s) / parameters,
                 points=tuple(points),
+                lanes=tuple(map(tuple, message.get("lanes", ()))),
                 provenance=Provenance(
                     source="measured",
                     at=self.at,
@@ -119,6 +140,8 @@ class Findings:
         for point in self.points:
             call = OpCall.decode(dict(point.call))
             groups.setdefault((call.target, call.dtype), []).append(point)
+        for point in self.tf32_points:
+            groups.setdefault((str(point.call["target"]), "tfloat32"), []).append(point)
         return tuple(
             KernelCost(
                 target=target,
@@ -152,9 +175,7 @@ class Findings:
         middle = statistics.median(rates) if rates else 0.0
         error = statistics.median(abs(rate / middle - 1) for rate in rates) if rates else None
         return MemoryCost(
-            **found,
-            private_cache_bytes=private,
-            shared_cache_bytes=shared,
+            **{"private_cache_bytes": private, "shared_cache_bytes": shared, **found},
             provenance=Provenance(
                 source="measured", at=self.at, samples=len(rates), relative_error=error
             ),

@@ -24,7 +24,8 @@ class GridCall:
     Integer tensors get values below `index_high`; the tensors numbered in `positive` (in argument
     order) get positive values, those in `counting` 0, 1, 2, …. `flops` is 0 where moving bytes is
     all there is. A gradient that needs what only its forward call can make (a library's workspace)
-    `follows` that call; its last argument is then the last tensor which that call returned.
+    `follows` that call; its last tensor is then the one that call `handed` over, by default the
+    last it returned. `math` is "tf32" where float32 products shall run on tensor cores.
     """
 
     call: OpCall
@@ -33,6 +34,8 @@ class GridCall:
     positive: tuple[int, ...] = ()
     counting: tuple[int, ...] = ()
     follows: GridCall | None = None
+    handed: int = -1
+    math: str = ""
 
     @property
     def read_bytes(self) -> int:
@@ -63,6 +66,7 @@ def grid_call(
     positive: tuple[int, ...] = (),
     counting: tuple[int, ...] = (),
     follows: GridCall | None = None,
+    handed: int = -1,
     **keywords: Any,
 ) -> GridCall:
     """A call of ``aten.<target>``; lists stand for lists of the operator."""
@@ -77,6 +81,7 @@ def grid_call(
         positive=positive,
         counting=counting,
         follows=follows,
+        handed=handed,
     )
 
 
@@ -98,11 +103,11 @@ def interleave(families: Iterable[Sequence[GridCall]]) -> list[GridCall]:
         for position, call in enumerate(spread(family))
     ]
     placed.sort(key=lambda item: item[:2])
-    return list({call.call: call for _, _, call in placed}.values())
+    return list({(call.call, call.math): call for _, _, call in placed}.values())
 
 
 def in_dtype(grid_calls: Iterable[GridCall], dtype: str) -> list[GridCall]:
-    """The same calls with every float32 tensor in another dtype."""
+    """The same calls with every float32 tensor, and every mention of it, in another dtype."""
     return [
         replace(each, call=replace(each.call, arguments=_retyped(each.call.arguments, dtype)))
         for each in grid_calls
@@ -115,20 +120,69 @@ def _retyped(tree: Any, dtype: str) -> Any:
         return replace(tree, dtype=dtype) if tree.dtype == "float32" else tree
     if isinstance(tree, tuple):
         return tuple(_retyped(item, dtype) for item in tree)
-    return tree
+    return f"torch.{dtype}" if tree == "torch.float32" else tree
 
 
 def kernel_grid(kind: DeviceKind, *, thorough: bool = False) -> list[GridCall]:
     """Every call of the probe, the most informative first; bfloat16 where `thorough` or on GPUs."""
-    from estimator.probe import grid_products, grid_shapes, grid_streams
+    from estimator.probe import grid_products
 
-    dense = [
+    dense, light = _dense(), _light()
+    if kind == "cuda":
+        return _cuda_grid(dense, light)
+    own = [grid_products.attention_on_cpu(), grid_products.recurrent_on_cpu()]
+    grid = interleave([*dense, *own, *light])
+    if not thorough:
+        return grid
+    return grid + interleave([in_dtype(family, "bfloat16") for family in [*dense, *light[:4]]])
+
+
+def _cuda_grid(dense: list[list[GridCall]], light: list[list[GridCall]]) -> list[GridCall]:
+    """The sizes that fill a GPU in every dtype that its products take; then every other small one.
+
+    Small calls are bound by their launch, which is alike for all of them.
+    """
+    from estimator.probe import grid_cuda, grid_cuda_streams
+
+    products = grid_cuda.large_products()
+    large = [
+        products,
+        grid_cuda.large_convolutions(),
+        grid_cuda.large_convolutions(gradient=True),
+        grid_cuda_streams.pointwise(),
+        grid_cuda_streams.rows(),
+        grid_cuda_streams.strided(),
+        grid_cuda_streams.lookups(),
+        grid_cuda_streams.pools(),
+    ]
+    own = [
+        grid_cuda.products_in_tf32(),
+        grid_cuda.attention(),
+        grid_cuda.recurrent(),
+        grid_cuda_streams.batch_norms_by_cudnn(),
+    ]
+    low = [in_dtype(family, "bfloat16") for family in [*large, grid_cuda.recurrent()]]
+    low.append(in_dtype(products[::3], "float16"))
+    small = [family[::2] for family in [*dense, *light]]
+    small_low = [in_dtype(family, "bfloat16") for family in [*small[:4], *small[4:12]]]
+    return interleave([interleave([*large, *own, *low]), interleave([*small, *small_low])])
+
+
+def _dense() -> list[list[GridCall]]:
+    from estimator.probe import grid_products
+
+    return [
         grid_products.matrix_products(),
         grid_products.batched_products(),
         grid_products.convolutions(),
-        grid_products.convolution_gradients(),
+        grid_products.convolutions(gradient=True),
     ]
-    light = [
+
+
+def _light() -> list[list[GridCall]]:
+    from estimator.probe import grid_shapes, grid_streams
+
+    return [
         grid_streams.pointwise(),
         grid_streams.pointwise_gradients(),
         grid_streams.in_place(),
@@ -144,13 +198,3 @@ def kernel_grid(kind: DeviceKind, *, thorough: bool = False) -> list[GridCall]:
         grid_shapes.losses(),
         grid_shapes.orders(),
     ]
-    own = (
-        [grid_products.attention_on_cuda()]
-        if kind == "cuda"
-        else [grid_products.attention_on_cpu(), grid_products.recurrent_on_cpu()]
-    )
-    grid = interleave([*dense, *own, *light])
-    if not thorough and kind == "cpu":
-        return grid
-    low = interleave([in_dtype(family, "bfloat16") for family in [*dense, *light[:4]]])
-    return interleave([grid, low]) if kind == "cuda" else grid + low

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from estimator.probe.grid import GridCall, grid_call, tensor, transposed
 from estimator.tensors import TensorSpec
+
+Shapes = Sequence[tuple[int, ...]]
 
 # (rows, inner, columns) of a linear layer: from one skinny row to many, narrow to wide.
 _LINEAR = (
@@ -54,10 +58,10 @@ _LINEAR = (
 )
 
 
-def matrix_products() -> list[GridCall]:
+def matrix_products(shapes: Shapes = _LINEAR) -> list[GridCall]:
     """Linear layers as training runs them: forward x·Wᵀ + b, then grad·W and gradᵀ·x."""
     calls = []
-    for number, (rows, inner, columns) in enumerate(_LINEAR):
+    for number, (rows, inner, columns) in enumerate(shapes):
         flops = 2.0 * rows * inner * columns
         x, grad = tensor(rows, inner), tensor(rows, columns)
         forward = grid_call(
@@ -94,10 +98,10 @@ _BATCHED = (
 )
 
 
-def batched_products() -> list[GridCall]:
+def batched_products(shapes: Shapes = _BATCHED) -> list[GridCall]:
     """bmm in its three layouts, in the proportions that attention and mixing layers have."""
     calls = []
-    for number, (batch, rows, inner, columns) in enumerate(_BATCHED):
+    for number, (batch, rows, inner, columns) in enumerate(shapes):
         flops = 2.0 * batch * rows * inner * columns
         left, right = tensor(batch, rows, inner), tensor(batch, inner, columns)
         left_t = TensorSpec(left.shape, "float32", (rows * inner, 1, rows))
@@ -283,30 +287,24 @@ def _has_bias(number: int) -> bool:
     return number % 3 == 1
 
 
-def convolutions() -> list[GridCall]:
-    """Forward: dense, strided, patch-wise, depthwise, grouped and transposed."""
-    plain = [
-        _convolution(shape, gradient=False, bias=_has_bias(number))
-        for number, shape in enumerate(_CONVOLUTIONS)
-    ]
-    last = [
-        _convolution(shape, gradient=False, bias=_has_bias(number), channels_last=True)
-        for number, shape in enumerate(_CHANNELS_LAST)
-    ]
-    return plain + last + [_upward(shape, gradient=False) for shape in _TRANSPOSED]
+def convolutions(
+    shapes: Shapes = _CONVOLUTIONS,
+    channels_last: Shapes = _CHANNELS_LAST,
+    transposed: Shapes = _TRANSPOSED,
+    *,
+    gradient: bool = False,
+) -> list[GridCall]:
+    """Dense, strided, patch-wise, depthwise, grouped and transposed convolutions, or gradients.
 
-
-def convolution_gradients() -> list[GridCall]:
-    """The same convolutions' gradients, of input and weight in one call as autograd asks."""
+    Gradients of input and weight come in one call, as autograd asks.
+    """
+    layouts = ((shapes, False), (channels_last, True))
     plain = [
-        _convolution(shape, gradient=True, bias=_has_bias(number))
-        for number, shape in enumerate(_CONVOLUTIONS)
+        _convolution(shape, gradient=gradient, bias=_has_bias(number), channels_last=last)
+        for listed, last in layouts
+        for number, shape in enumerate(listed)
     ]
-    last = [
-        _convolution(shape, gradient=True, bias=_has_bias(number), channels_last=True)
-        for number, shape in enumerate(_CHANNELS_LAST)
-    ]
-    return plain + last + [_upward(shape, gradient=True) for shape in _TRANSPOSED]
+    return plain + [_upward(shape, gradient=gradient) for shape in transposed]
 
 
 # (batch, heads, length, head width, causal)
@@ -324,7 +322,7 @@ _ATTENTION = (
 )
 
 
-def _heads_inside(batch: int, heads: int, length: int, width: int) -> TensorSpec:
+def heads_inside(batch: int, heads: int, length: int, width: int) -> TensorSpec:
     """(batch, heads, length, width), a view of the (batch, length, heads·width) of a projection."""
     strides = (length * heads * width, width, heads * width, 1)
     return TensorSpec((batch, heads, length, width), "float32", strides)
@@ -335,7 +333,7 @@ def attention_on_cpu() -> list[GridCall]:
     calls = []
     for batch, heads, length, width, causal in _ATTENTION:
         flops = 4.0 * batch * heads * length * length * width * (0.5 if causal else 1.0)
-        x = _heads_inside(batch, heads, length, width)
+        x = heads_inside(batch, heads, length, width)
         sums = TensorSpec((batch, heads, length), "float32", (heads * length, 1, heads))
         name = "_scaled_dot_product_flash_attention_for_cpu"
         calls.append(grid_call(f"{name}.default", x, x, x, 0.0, causal, flops=flops))
@@ -343,42 +341,6 @@ def attention_on_cpu() -> list[GridCall]:
             grid_call(
                 f"{name}_backward.default",
                 *(x, x, x, x, x, sums, 0.0, causal),
-                flops=2.5 * flops,
-                positive=(5,),
-            )
-        )
-    return calls
-
-
-def attention_on_cuda() -> list[GridCall]:
-    """Fused attention as CUDA runs it: memory-efficient in float32, flash in bfloat16."""
-    calls = []
-    for batch, heads, length, width, causal in _ATTENTION:
-        batch = 4 * batch
-        flops = 4.0 * batch * heads * length * length * width * (0.5 if causal else 1.0)
-        x = _heads_inside(batch, heads, length, width)
-        half = TensorSpec(x.shape, "bfloat16", x.strides)
-        calls.append(
-            grid_call(
-                "_scaled_dot_product_efficient_attention.default",
-                *(x, x, x, None, True, 0.0, causal),
-                flops=flops,
-            )
-        )
-        # The flash kernels take head widths in steps of 8.
-        calls.append(
-            grid_call(
-                "_scaled_dot_product_flash_attention.default",
-                *(half, half, half, 0.0, causal),
-                flops=flops,
-            )
-        )
-        sums, seed = tensor(batch, heads, length), TensorSpec((2,), "uint64")
-        calls.append(
-            grid_call(
-                "_scaled_dot_product_flash_attention_backward.default",
-                *(half, half, half, half, half, sums, None, None, length, length),
-                *(0.0, causal, seed, TensorSpec((), "uint64")),
                 flops=2.5 * flops,
                 positive=(5,),
             )

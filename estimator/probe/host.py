@@ -40,8 +40,8 @@ def measure_host(backend: Backend, emit: Emit, *, budget_s: float) -> None:
         "ddp_bucket_s": 0.0,
     }
     emit(found)
-    if time.monotonic() < end and backend.kind == "cpu":
-        found["ddp_step_s"], found["ddp_bucket_s"] = _ddp_costs()
+    if time.monotonic() < end:
+        found["ddp_step_s"], found["ddp_bucket_s"] = _ddp_costs(backend)
         emit(found)
     if time.monotonic() < end and backend.kind == "cpu":
         found["shard_unit_s"], found["shard_update_tensor_s"] = shard_costs()
@@ -256,8 +256,8 @@ def _zero_grad_s(backend: Backend) -> float:
     return max(0.0, _host_s(backend, with_zero) - _host_s(backend, without)) / 20
 
 
-def _ddp_costs() -> tuple[float, float]:
-    """What DDP adds to a step, and to it per bucket, in a world of one rank over gloo."""
+def _ddp_costs(backend: Backend) -> tuple[float, float]:
+    """What DDP adds to a step of the host, and to it per bucket, in a world of one rank."""
     import torch
     import torch.distributed as torch_distributed
     from torch import nn
@@ -267,12 +267,14 @@ def _ddp_costs() -> tuple[float, float]:
     def model() -> nn.Module:
         # 16 × 16 float32 is 1 KiB: one bucket under a cap of 25 MiB, a bucket each under 1 byte.
         # Every form has its own, since DDP leaves hooks on the parameters it is given.
-        return nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(_MANY_BUCKETS)])
+        layers = [nn.Linear(16, 16, bias=False) for _ in range(_MANY_BUCKETS)]
+        return nn.Sequential(*layers).to(backend.device)
 
-    x = torch.ones(1, 16)
+    x = torch.ones(1, 16, device=backend.device)
     # As ranks.py does: gloo otherwise looks up the host's own name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    over = "nccl" if backend.kind == "cuda" else "gloo"
+    dist.init_process_group(over, store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrap = nn.parallel.DistributedDataParallel
         forms = {
@@ -284,6 +286,7 @@ def _ddp_costs() -> tuple[float, float]:
         for round_number in range(_ROUNDS + 4):
             for name, form in forms.items():
                 form.zero_grad()
+                backend.synchronize()
                 begin = time.perf_counter()
                 form(x).sum().backward()
                 if round_number >= 4:  # DDP builds its buckets in the first steps

@@ -257,7 +257,7 @@ def read_gpus(nvml: Any = None) -> tuple[Device, ...]:
         nvml.nvmlShutdown()
 
 
-def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
+def nvml_answer(nvml: Any, question: str, *arguments: Any) -> Any:
     """One NVML answer, or None where this GPU or driver does not know (NVLink on a PCIe card…)."""
     function = getattr(nvml, question, None)
     if function is None:
@@ -273,7 +273,7 @@ def _read_gpu(nvml: Any, index: int, handles: list[Any]) -> Device:
     handle = handles[index]
     name = nvml.nvmlDeviceGetName(handle)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    node = _ask(nvml, "nvmlDeviceGetNumaNodeId", handle)
+    node = nvml_answer(nvml, "nvmlDeviceGetNumaNodeId", handle)
     return Device(
         kind="cuda",
         index=index,
@@ -282,7 +282,7 @@ def _read_gpu(nvml: Any, index: int, handles: list[Any]) -> Device:
         numa_node=node if isinstance(node, int) and node >= 0 else None,
         details={
             **_bus_facts(nvml, handle),
-            **_clock_facts(nvml, handle),
+            **clock_facts(nvml, handle),
             **_peer_facts(nvml, index, handles),
             "nvlink_links": _nvlinks(nvml, handle),
             "other_processes": _other_processes(nvml, handle),
@@ -292,22 +292,23 @@ def _read_gpu(nvml: Any, index: int, handles: list[Any]) -> Device:
 
 def _bus_facts(nvml: Any, handle: Any) -> dict[str, Fact]:
     return {
-        "pcie_generation": _ask(nvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
-        "pcie_generation_most": _ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
-        "pcie_width": _ask(nvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
-        "pcie_width_most": _ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
+        "pcie_generation": nvml_answer(nvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
+        "pcie_generation_most": nvml_answer(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
+        "pcie_width": nvml_answer(nvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
+        "pcie_width_most": nvml_answer(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
     }
 
 
-def _clock_facts(nvml: Any, handle: Any) -> dict[str, Fact]:
+def clock_facts(nvml: Any, handle: Any) -> dict[str, Fact]:
+    """Clocks, power and what holds them back, at this moment."""
     streaming = getattr(nvml, "NVML_CLOCK_SM", 1)
     memory = getattr(nvml, "NVML_CLOCK_MEM", 2)
-    power = _ask(nvml, "nvmlDeviceGetPowerUsage", handle)
-    limit = _ask(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)
+    power = nvml_answer(nvml, "nvmlDeviceGetPowerUsage", handle)
+    limit = nvml_answer(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)
     return {
-        "sm_clock_mhz": _ask(nvml, "nvmlDeviceGetClockInfo", handle, streaming),
-        "sm_clock_most_mhz": _ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, streaming),
-        "memory_clock_mhz": _ask(nvml, "nvmlDeviceGetClockInfo", handle, memory),
+        "sm_clock_mhz": nvml_answer(nvml, "nvmlDeviceGetClockInfo", handle, streaming),
+        "sm_clock_most_mhz": nvml_answer(nvml, "nvmlDeviceGetMaxClockInfo", handle, streaming),
+        "memory_clock_mhz": nvml_answer(nvml, "nvmlDeviceGetClockInfo", handle, memory),
         "power_w": None if power is None else power / 1000,
         "power_limit_w": None if limit is None else limit / 1000,
         "throttle_reasons": _throttle_reasons(nvml, handle),
@@ -315,7 +316,7 @@ def _clock_facts(nvml: Any, handle: Any) -> dict[str, Fact]:
 
 
 def _throttle_reasons(nvml: Any, handle: Any) -> str | None:
-    mask = _ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+    mask = nvml_answer(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
     if mask is None:
         return None
     prefix = "nvmlClocksThrottleReason"
@@ -332,7 +333,7 @@ def _throttle_reasons(nvml: Any, handle: Any) -> str | None:
 
 def _nvlinks(nvml: Any, handle: Any) -> int:
     most = getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18)
-    states = (_ask(nvml, "nvmlDeviceGetNvLinkState", handle, link) for link in range(most))
+    states = (nvml_answer(nvml, "nvmlDeviceGetNvLinkState", handle, link) for link in range(most))
     return sum(1 for state in states if state)
 
 
@@ -344,8 +345,10 @@ def _peer_facts(nvml: Any, index: int, handles: list[Any]) -> dict[str, Fact]:
     for other, handle in enumerate(handles):
         if other == index:
             continue
-        over_nvlink = _ask(nvml, "nvmlDeviceGetP2PStatus", handles[index], handle, link_index)
-        readable = _ask(nvml, "nvmlDeviceGetP2PStatus", handles[index], handle, read_index)
+        over_nvlink = nvml_answer(
+            nvml, "nvmlDeviceGetP2PStatus", handles[index], handle, link_index
+        )
+        readable = nvml_answer(nvml, "nvmlDeviceGetP2PStatus", handles[index], handle, read_index)
         # NVML_P2P_STATUS_OK is 0.
         way = "nvlink" if over_nvlink == 0 else "pcie" if readable == 0 else "no"
         peers.append(f"{other}:{way}")
@@ -353,5 +356,5 @@ def _peer_facts(nvml: Any, index: int, handles: list[Any]) -> dict[str, Fact]:
 
 
 def _other_processes(nvml: Any, handle: Any) -> int:
-    running = _ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle) or ()
+    running = nvml_answer(nvml, "nvmlDeviceGetComputeRunningProcesses", handle) or ()
     return sum(1 for process in running if process.pid != os.getpid())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,8 @@ from estimator.probe.source import TensorSource
 from estimator.profile import KernelPoint
 from estimator.tensors import OpCall, TensorSpec
 
-_LEAST_REPEATS, _MOST_REPEATS = 5, 300
+# Calls of a CUDA device are timed in flights of 64, and disturbed far less.
+_LEAST_REPEATS, _MOST_REPEATS = 5, {"cpu": 300, "cuda": 64}
 # A long call is long compared with what disturbs it: fewer repeats agree as well.
 _FEW_REPEATS, _LONG_CALL_S = 3, 0.008
 _WARM_S, _COLD_S = 0.006, 0.006
@@ -29,13 +31,17 @@ _NO_COLD_BELOW_BYTES = 16 << 10
 _COLD_S_PER_BYTE, _COLD_SHARE = 1e-10, 0.02
 # These make blocked copies of their tensors in memory of their own, which a training step finds as
 # cold as its inputs: the caches are emptied before each call.
-_WITH_SCRATCH = ("aten.convolution", "aten._scaled_dot_product", "aten.mkldnn_rnn")
+_WITH_SCRATCH = (
+    *("aten.convolution", "aten._scaled_dot_product", "aten.mkldnn_rnn", "aten._cudnn_rnn"),
+)
 # Argument sets that must be made beforehand: integers, masks, tensors to be written to.
 _MOST_SETS = 6
 # Outputs kept beyond the repeats, for the calls that only warm up.
 _SPARE_OUTPUTS = 4
 # The ring of outputs stays within memory that was touched when the process began.
 _RING_BYTES = 192 << 20
+# What torch says of an error after which a process cannot use its GPU any more.
+_LOST_DEVICE = "CUDA error:"
 _CANARY_SIDE = 512
 _TOUCHED_BYTES = 896 << 20
 
@@ -89,10 +95,13 @@ def measure_kernels(
             break
         done += 1
         try:
-            point = measure_call(backend, source, grid_call)
+            with float32_products(on_tensor_cores=grid_call.math == "tf32"):
+                point = measure_call(backend, source, grid_call)
         # An operator that this build or device does not have, or calls otherwise; listed below.
         except (ProbeError, RuntimeError, TypeError, IndexError, ValueError) as error:
             lacking.append(f"{grid_call.call.target}: {str(error).splitlines()[0][:120]}")
+            if _LOST_DEVICE in str(error):
+                break
             continue
         emit(
             {
@@ -100,9 +109,25 @@ def measure_kernels(
                 "warm_s": point.warm_s,
                 "cold_s": point.cold_s,
                 "spread_ratio": point.spread_ratio,
+                "math": grid_call.math,
             }
         )
     emit({"done": done, "grid": len(grid), "lacking": lacking})
+
+
+@contextlib.contextmanager
+def float32_products(*, on_tensor_cores: bool) -> Iterator[None]:
+    """Let float32 products round to TF32 within, if asked for."""
+    import torch
+
+    if not on_tensor_cores:
+        yield
+        return
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def measure_call(backend: Backend, source: TensorSource, grid_call: GridCall) -> KernelPoint:
@@ -157,12 +182,12 @@ def _cold_matters(grid_call: GridCall, written_bytes: int, warm_s: float) -> boo
 
 def _repeat(backend: Backend, call: Callable[[int], object], wanted_s: float) -> list[float]:
     one_s = max(backend.time_calls(call, repeats=1)[0], 1e-7)
-    return backend.time_calls(call, repeats=_repeats(one_s, wanted_s))
+    return backend.time_calls(call, repeats=_repeats(backend, one_s, wanted_s))
 
 
-def _repeats(one_s: float, wanted_s: float) -> int:
+def _repeats(backend: Backend, one_s: float, wanted_s: float) -> int:
     least = _LEAST_REPEATS if one_s <= _LONG_CALL_S else _FEW_REPEATS
-    return min(_MOST_REPEATS, max(least, math.ceil(wanted_s / one_s)))
+    return min(_MOST_REPEATS[backend.kind], max(least, math.ceil(wanted_s / one_s)))
 
 
 def _cold_s(
@@ -180,7 +205,7 @@ def _cold_s(
     caches are emptied once all are made; from then on each call meets inputs and outputs that were
     not touched since. Results that are views or in-place hold no memory of their own.
     """
-    repeats = _repeats(warm_s, _COLD_S)
+    repeats = _repeats(backend, warm_s, _COLD_S)
     sets = None
     has_scratch = grid_call.call.target.startswith(_WITH_SCRATCH)
     if has_scratch:
@@ -229,11 +254,12 @@ def _with_workspace(source: TensorSource, grid_call: GridCall) -> tuple[GridCall
     positional, keywords = real_arguments(
         forward, iter(source.arguments(grid_call.follows)), device=source.backend.device
     )
-    workspace = output_tensors(find_operator(forward.target)(*positional, **keywords))[-1]
-    call = grid_call.call
+    made = output_tensors(find_operator(forward.target)(*positional, **keywords))
+    workspace, call = made[grid_call.handed], grid_call.call
+    last = max(n for n, value in enumerate(call.arguments) if isinstance(value, TensorSpec))
     described = OpCall(
         target=call.target,
-        arguments=(*call.arguments[:-1], spec_of(workspace)),
+        arguments=(*call.arguments[:last], spec_of(workspace), *call.arguments[last + 1 :]),
         keywords=call.keywords,
     )
     return replace(grid_call, call=described), workspace

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from estimator.errors import ProbeError
-from estimator.probe.backend import allocator_text, open_backend
+from estimator.probe.backend import allocator_text
 from estimator.probe.findings import Findings, with_best_rates
 from estimator.probe.inventory import Cpu, core_groups, read_cpu, read_gpus
 from estimator.probe.jobs import FINISHED, Job, run_jobs
@@ -31,6 +31,12 @@ _JOBS = {
     "cold reads": ("memory:measure_cold_read", 0.01),
     "kernels": ("kernels:measure_kernels", 0.80),
     "updates": ("updates:measure_updates", 0.12),
+}
+# One bad kernel leaves a process without its GPU: what would be lost with it goes first there.
+_GPU_JOBS = {
+    **{part: _JOBS[part] for part in ("preparing", "canary")},
+    "device": ("accelerator:measure_facts", 0.02),
+    **{part: _JOBS[part] for part in ("host", "cold reads", "updates", "kernels")},
 }
 
 
@@ -144,7 +150,7 @@ class _Probe:
         findings, hardware = self.findings, self.cpu.facts()
         return MachineProfile(
             name=name,
-            devices=with_best_rates(self.devices, findings.points),
+            devices=with_best_rates(findings.described(self.devices), findings.points),
             links=tuple(findings.links),
             collectives=tuple(findings.collectives),
             overlaps=tuple(findings.overlaps),
@@ -203,9 +209,12 @@ class _Probe:
                 budget_s=budget_s * share,
                 arguments={"thorough": self.thorough} if part in ("kernels", "updates") else {},
             )
-            for part, (function, share) in _JOBS.items()
+            for part, (function, share) in self._jobs().items()
         ]
         self._run_jobs(self.devices[0], jobs)
+
+    def _jobs(self) -> dict[str, tuple[str, float]]:
+        return _GPU_JOBS if self.devices[0].kind == "cuda" else _JOBS
 
     def _run_jobs(self, device: Device, jobs: Sequence[Job]) -> None:
         begun: set[str] = set()
@@ -271,8 +280,7 @@ class _Probe:
     def _copies(self, budget_s: float) -> None:
         from estimator.probe.copies import probe_copies
 
-        backend = open_backend(self.devices[0].kind, self.devices[0].index)
-        probe_copies(backend, self.devices, budget_s=budget_s, report=self._keep("copies"))
+        probe_copies(self.devices, budget_s=budget_s, report=self._keep("copies"))
 
     def _keep(self, part: str) -> Callable[[Any], None]:
         def keep(finding: Any) -> None:

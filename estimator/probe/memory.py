@@ -14,7 +14,8 @@ from estimator.profile import Device
 
 _TOUCHED_SIZES = (1 << 20, 8 << 20, 32 << 20, 128 << 20)
 _TOUCH_ROUNDS = 5
-_READ_BYTES = 512 << 10
+# So long that a read of it takes a device far longer than to start.
+_READ_BYTES = {"cpu": 512 << 10, "cuda": 16 << 20}
 _LARGEST_TESTED_BLOCK_BYTES = 1 << 30
 
 
@@ -106,14 +107,19 @@ def measure_cold_read(backend: Backend, emit: Emit, *, budget_s: float) -> None:
     """Emit what reading a byte from main memory costs beyond reading it from cache."""
     import torch
 
-    count = _READ_BYTES // 4
+    count = _READ_BYTES[backend.kind] // 4
     block = torch.ones(max(4 * backend.last_level_cache_bytes(), 128 << 20) // 4)
     block = block.to(backend.device)
     pieces = block.split(count)[:-1]
     cold = backend.time_calls(lambda number: pieces[number].sum(), repeats=len(pieces))
     warm = backend.time_calls(lambda _: pieces[0].sum(), repeats=len(pieces))
     more_s = statistics.median(cold) - statistics.median(warm)
-    emit({"cold_read_s_per_byte": max(0.0, more_s) / _READ_BYTES})
+    found: dict[str, float] = {"cold_read_s_per_byte": max(0.0, more_s) / (4 * count)}
+    if (
+        backend.kind == "cuda"
+    ):  # an accelerator has a cache of its own, whatever the host's cores have
+        found |= {"private_cache_bytes": 0, "shared_cache_bytes": backend.last_level_cache_bytes()}
+    emit(found)
 
 
 def cache_sizes(hardware: dict[str, Any], device: Device) -> tuple[int, int]:

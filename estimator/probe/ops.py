@@ -41,7 +41,9 @@ def measure_ops(
     _check_machine(graph, profile)
     bound = graph.at(batch)
     wanted = distinct_calls(bound)
-    kept = TimingStore(store or home() / "timings" / "ops.sqlite", fingerprint(profile))
+    # The same call takes another time on tensor cores.
+    machine = fingerprint(profile) + (" | tf32" if graph.precision == "tf32" else "")
+    kept = TimingStore(store or home() / "timings" / "ops.sqlite", machine)
     known = kept.read(wanted)
     if len(known) == len(wanted):
         return known
@@ -159,7 +161,8 @@ def replay_plan(bound: BoundGraph) -> dict[str, Any]:
         if high is None and value in bounds:
             low, high = 0, bounds[value] - 1
         made.append([value, encode_tree(spec), graph.values[value].kind, low, high])
-    return {"calls": [call.encode() for call in calls], "ops": rows, "made": made}
+    coded = [call.encode() for call in calls]
+    return {"calls": coded, "ops": rows, "made": made, "tf32": graph.precision == "tf32"}
 
 
 def _made_before(bound: BoundGraph) -> dict[int, TensorSpec]:

@@ -34,6 +34,9 @@ def send(link: socket.socket, message: Mapping[str, Any]) -> None:
 def serve(control_number: int, modules: Sequence[str]) -> None:
     """Import `modules`, then fork a rank for every pair of descriptors received."""
     control = socket.socket(fileno=control_number)
+    # Asking the CUDA runtime for its devices, as some modules do when imported, would keep every
+    # forked rank from using them; asking NVML does not (torch.cuda.is_available, "fork poisoning").
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for module in modules:
         importlib.import_module(module)
     children: set[int] = set()

@@ -15,6 +15,8 @@ from estimator.profile import DeviceKind
 # any cache, as that of a model which has run forward and backward in between.
 _SETS = ((1, 64), (100, 64), (100, 60_000), (30, 200_000), (6, 1_000_000))
 _FEW_SETS = ((1, 64), (100, 64), (6, 1_000_000))
+# On a GPU a step of few parameters is all launches: as many more as models for GPUs have.
+_GPU_SETS = ((6, 1_000_000), (400, 64), (100, 400_000), (40, 4_000_000), (300, 1_000_000))
 _ZERO_SET = (6, 1_000_000)
 _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {"lr": 1e-4}),
@@ -28,6 +30,8 @@ _FORMS: dict[str, dict[str, bool]] = {
     "fused": {"fused": True},
 }
 _REPEATS, _MOST_S = 9, 0.08
+# Steps queued behind one spinning kernel: some hundred kernels each, and a queue holds a thousand.
+_FLIGHT = 3
 
 
 def default_form(kind: DeviceKind) -> str:
@@ -50,13 +54,14 @@ def measure_updates(
         except RuntimeError as error:  # a form that this build lacks on this device
             skipped.append(f"{optimizer} ({form}): {str(error).splitlines()[0]}")
             continue
-        zero_s = _step_s(backend, optimizer, form, *_ZERO_SET, gradient=0.0)
+        zero_s = _step_s(backend, optimizer, form, *_ZERO_SET, gradient=0.0)[0]
         emit(
             {
                 "optimizer": optimizer,
                 "form": form,
                 "device": backend.kind,
-                "points": points,
+                "points": [(tensors, count, seconds[0]) for tensors, count, seconds in points],
+                "lanes": [(t, n, *seconds[1:]) for t, n, seconds in points if len(seconds) > 1],
                 "zero_point": (_ZERO_SET[0], _ZERO_SET[0] * _ZERO_SET[1], zero_s),
             }
         )
@@ -72,8 +77,10 @@ def _order(kind: DeviceKind) -> Iterator[tuple[str, str]]:
 
 def _points(
     backend: Backend, optimizer: str, form: str, *, thorough: bool
-) -> Iterator[tuple[int, int, float]]:
+) -> Iterator[tuple[int, int, tuple[float, ...]]]:
     sets = _SETS if thorough or form == default_form(backend.kind) else _FEW_SETS
+    if backend.kind == "cuda":
+        sets = tuple(dict.fromkeys((*sets, *_GPU_SETS)))
     for tensors, elements in sets + (((200, 500_000),) if thorough else ()):
         yield tensors, tensors * elements, _step_s(backend, optimizer, form, tensors, elements)
 
@@ -86,8 +93,11 @@ def _step_s(
     elements: int,
     *,
     gradient: float = 0.01,
-) -> float:
-    """Median seconds of optimizer.step(), host and device together."""
+) -> tuple[float, ...]:
+    """Median seconds of optimizer.step() from start to end; on CUDA also of host and device alone.
+
+    In a training loop the two overlap: the host issues the step while the device still computes.
+    """
     import torch
 
     weights = [
@@ -99,14 +109,20 @@ def _step_s(
     name, options = _OPTIMIZERS[optimizer]
     stepper = getattr(torch.optim, name)(weights, **options, **_FORMS[form])
     seconds: list[float] = []
+    issued: list[float] = []
     stepper.step()  # makes the optimizer's state
     backend.synchronize()
     while len(seconds) < _REPEATS and (len(seconds) < 3 or sum(seconds) < _MOST_S):
         begin = time.perf_counter()
         stepper.step()
+        issued.append(time.perf_counter() - begin)
         backend.synchronize()
         seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+    both_s = statistics.median(seconds)
+    if backend.kind == "cpu":
+        return (both_s,)
+    device_s = statistics.median(backend.time_calls(lambda _: stepper.step(), repeats=_FLIGHT))
+    return both_s, statistics.median(issued), device_s
 
 
 def fit_update(
@@ -121,12 +137,40 @@ def fit_update(
     (1.0, 1.0, 0.01)
     """
     import numpy as np
-    from scipy.optimize import nnls
 
     rows = np.array([(1.0, tensors, parameters) for tensors, parameters, _ in points])
     seconds = np.array([measured for _, _, measured in points])
     scale = rows.max(axis=0)
-    solution, _ = nnls(rows / scale / seconds[:, None], np.ones(len(points)))
-    costs = solution / scale
+    costs = _nonnegative(rows / scale / seconds[:, None]) / scale
     errors = np.abs(rows @ costs / seconds - 1.0)
     return float(costs[0]), float(costs[1]), float(costs[2]), float(np.median(errors))
+
+
+def fit_lanes(lanes: Sequence[tuple[float, float, float, float]]) -> tuple[float, float, float]:
+    """(launch_s, per_tensor_s, per_parameter_s) of (tensors, parameters, host s, device s).
+
+    What a step costs per launch and tensor is the host's; per parameter it is the device's.
+    """
+    launch_s, per_tensor_s, _, _ = fit_update([(t, n, host_s) for t, n, host_s, _ in lanes])
+    *_, per_parameter_s, _ = fit_update([(t, n, device_s) for t, n, _, device_s in lanes])
+    return launch_s, per_tensor_s, per_parameter_s
+
+
+def _nonnegative(rows: Any) -> Any:
+    """Coefficients ≥ 0 for which rows @ coefficients is closest to 1.
+
+    With few columns every choice of those that are not 0 can be tried, and the probe, which runs
+    where little is installed, needs no solver.
+    """
+    import numpy as np
+
+    columns, ones = rows.shape[1], np.ones(len(rows))
+    best, least = np.zeros(columns), float(len(rows))
+    for chosen in range(1, 1 << columns):
+        kept = [column for column in range(columns) if chosen >> column & 1]
+        found = np.linalg.lstsq(rows[:, kept], ones, rcond=None)[0]
+        missed = float(((rows[:, kept] @ found - ones) ** 2).sum())
+        if found.min() >= 0 and missed < least:
+            best, least = np.zeros(columns), missed
+            best[kept] = found
+    return best

@@ -76,6 +76,39 @@ def test_a_sequence_calls_everything_exactly_once() -> None:
     assert numbers == list(range(70))
 
 
+def test_what_events_add_to_a_call_is_taken_off() -> None:
+    class SlowEvents(FakeCuda):
+        """Recording an event takes the device 1 ms."""
+
+        def Event(self, *, enable_timing: bool) -> Any:
+            self.now_ms += 1.0
+            return super().Event(enable_timing=enable_timing)
+
+    cuda = SlowEvents(call_ms=2.0)
+    backend = CudaBackend(0, cuda=cuda, clock=lambda: 0.0)
+    assert backend.time_calls(cuda.work, repeats=2) == pytest.approx([0.003] * 2)
+    backend.measure_events(cuda.work)
+    # 64 calls between two events take 64 · 2 + 1 ms, 129 / 64 ms each: nearly 1 ms less than 3.
+    assert backend.time_calls(cuda.work, repeats=2) == pytest.approx([129e-3 / 64] * 2)
+
+
+def test_a_slow_host_makes_the_next_spin_of_a_sequence_longer() -> None:
+    now, spins = [0.0], []
+
+    class Spinning(FakeCuda):
+        def _sleep(self, cycles: int) -> None:
+            spins.append(cycles)
+
+    def slow(_number: int) -> None:
+        now[0] += 1e-3
+
+    backend = CudaBackend(0, cuda=Spinning(1.0), clock=lambda: now[0])
+    backend.time_sequence(slow, count=128)
+    # Two spins of 64 calls each; the host turned out to need 1 ms a call, twice that is allowed.
+    assert spins[1] == pytest.approx(2.5e9 * 2 * 64e-3, rel=0.01)
+    assert spins[1] > 5 * spins[0]
+
+
 def test_preparing_a_call_on_the_cpu_is_not_timed() -> None:
     now = [0.0]
 

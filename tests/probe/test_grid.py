@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from estimator.probe import kernels
 from estimator.probe.backend import CpuBackend
 from estimator.probe.grid import GridCall, grid_call, interleave, kernel_grid, tensor
-from estimator.probe.kernels import measure_call, spread_ratio
+from estimator.probe.kernels import float32_products, measure_call, spread_ratio
 from estimator.probe.source import TensorSource
 from estimator.tensors import OpCall, TensorSpec
+
+MM = "aten.mm.default"
 
 
 class SmallCache(CpuBackend):
@@ -49,7 +53,7 @@ def test_a_prefix_of_a_family_is_spread_over_its_sizes() -> None:
 def test_no_call_of_the_grid_is_measured_twice() -> None:
     for kind in ("cpu", "cuda"):
         grid = kernel_grid(kind, thorough=True)  # type: ignore[arg-type]
-        assert len({each.call for each in grid}) == len(grid)
+        assert len({(each.call, each.math) for each in grid}) == len(grid)
 
 
 def smallest_of_each_operator() -> Iterator[GridCall]:
@@ -84,6 +88,36 @@ class QuickBackend(SmallCache):
         before(0)
         call(0)
         return [self.seconds]
+
+
+def test_the_cuda_grid_has_every_dtype_of_products_and_every_attention() -> None:
+    grid = kernel_grid("cuda")
+    products = {(each.call.dtype, each.math) for each in grid if each.call.target == MM}
+    halves = {("bfloat16", ""), ("float16", "")}
+    assert products == {("float32", ""), ("float32", "tf32"), *halves}
+    fused = {each.call.target.split(".")[1] for each in grid if "dot_product" in each.call.target}
+    kinds = ("flash", "efficient", "cudnn")
+    names = [f"_scaled_dot_product_{kind}_attention" for kind in kinds]
+    assert fused == {*names, *(f"{name}_backward" for name in names)}
+    # 8192 x 5120 x 5120: half a millisecond at 800 TFLOP/s, long beside any launch.
+    assert max(each.flops for each in grid if each.call.target == MM) > 4e11
+
+
+def test_the_call_that_a_gradient_follows_hands_over_the_output_it_names() -> None:
+    """A forward call of which the second output, not the last, is the workspace."""
+    values, picked = tensor(4, 8), TensorSpec((0,), "int64")
+    forward = grid_call("topk.default", values, 2)
+    backward = grid_call(
+        "gather.default", values, -1, picked, index_high=8, follows=forward, handed=1
+    )
+    point = measure_call(QuickBackend(), TensorSource(SmallCache()), backward)
+    assert OpCall.decode(dict(point.call)).arguments[2] == TensorSpec((4, 2), "int64")
+
+
+def test_products_on_tensor_cores_are_asked_for_while_they_are_timed_only() -> None:
+    with float32_products(on_tensor_cores=True):
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_a_point_describes_the_outputs_that_the_call_gave(source: TensorSource) -> None:
@@ -124,3 +158,20 @@ def test_cold_inputs_are_timed_where_reading_them_could_tell(source: TensorSourc
 def test_the_spread_is_half_the_middle_eighty_percent_over_the_median() -> None:
     # 0, 1, … 100: the 10th percentile is 10, the 90th is 90, the median 50.
     assert spread_ratio([float(value) for value in range(101)]) == pytest.approx(0.8)
+
+
+def test_after_an_error_that_loses_the_device_no_further_call_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = []
+
+    def lose(_backend: object, _source: object, each: GridCall) -> None:
+        tried.append(each)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(kernels, "measure_call", lose)
+    emitted: list[dict[str, Any]] = []
+    kernels.measure_kernels(SmallCache(), emitted.append, budget_s=5.0)
+    (last,) = emitted
+    assert len(tried) == last["done"] == 1
+    assert "illegal memory access" in last["lacking"][0]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from estimator.probe import updates
 from estimator.probe.backend import CpuBackend
-from estimator.probe.updates import fit_update, measure_updates
+from estimator.probe.updates import fit_lanes, fit_update, measure_updates
 
 
 def test_the_fit_recovers_the_costs_it_was_made_from() -> None:
@@ -23,6 +26,30 @@ def test_no_cost_is_negative_even_where_a_free_fit_would_make_it_so() -> None:
     # More tensors in less time: an unbounded fit would give tensors a negative cost.
     found = fit_update([(1.0, 100.0, 1.0), (100.0, 100.0, 0.5), (1.0, 10_000.0, 2.0)])
     assert min(found[:3]) >= 0.0
+
+
+def test_the_host_pays_for_tensors_and_the_device_for_parameters() -> None:
+    sets = ((1.0, 64.0), (400.0, 25_600.0), (100.0, 4e7), (300.0, 3e8))
+    # 50 µs and 4 µs a tensor on the host; 3 µs to start and 30 ps a parameter on the device.
+    lanes = [(t, n, 5e-5 + 4e-6 * t, 3e-6 + 3e-11 * n) for t, n in sets]
+    assert fit_lanes(lanes) == pytest.approx((5e-5, 4e-6, 3e-11), rel=1e-6)
+
+
+def test_on_an_accelerator_host_and_device_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Beside(CpuBackend):
+        """An accelerator in name: what it runs is done when the host has issued it."""
+
+        kind = "cuda"
+
+    monkeypatch.setattr(updates, "_SETS", ((1, 64),))
+    monkeypatch.setattr(updates, "_GPU_SETS", ((6, 1_000_000), (2, 100)))
+    emitted: list[dict[str, Any]] = []
+    measure_updates(Beside(), emitted.append, budget_s=0.2)
+    (first, *_) = emitted
+    assert (first["form"], first["device"]) == ("foreach", "cuda")
+    assert [row[:2] for row in first["lanes"]] == [(1, 64), (6, 6_000_000), (2, 200)]
+    # Here the host waits for the kernels: it is never done before them.
+    assert all(host_s > 0 and device_s > 0 for _, _, host_s, device_s in first["lanes"])
 
 
 def test_a_spent_budget_names_what_was_left_out() -> None:

@@ -1,0 +1,141 @@
+"""Train a workload for real on one device: seconds per step, of the host alone, peak memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from estimator.graph.trace import loss_of
+from estimator.probe.kernels import float32_products
+from gpu.cases import Case
+from gpu.workloads import BY_NAME, Workload
+
+WARM_UP_STEPS, TIMED_STEPS = 4, 20
+# Each of these waits for the device, which the steps of a training loop do not.
+AWAITED_STEPS = 5
+LEARNING_RATE = 1e-5
+
+
+class RealTraining:
+    """A workload with its optimizer and batch on a device, ready to step."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        workload: Workload = BY_NAME[case.workload]
+        torch.manual_seed(0)
+        self.device, self.precision = device, case.precision
+        with torch.device(device):
+            self.model: Any = workload.build()
+            self.batch = workload.inputs(case.batch)
+        self.loss = workload.loss or (lambda output, _batch: loss_of(output))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+        if case.execution == "compiled":
+            self.model = torch.compile(self.model)
+
+    def step(self) -> None:
+        """zero_grad, forward, loss, backward, update."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with self._autocast():
+            if isinstance(self.batch, Mapping):
+                output = self.model(**self.batch)
+            else:
+                output = self.model(self.batch)
+            loss = self.loss(output, self.batch)
+        del output
+        loss.backward()
+        del loss
+        self.optimizer.step()
+
+    def _autocast(self) -> Any:
+        if self.precision != "bf16-amp":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, dtype=torch.bfloat16)
+
+    def synchronize(self) -> None:
+        """Wait for the device; a CPU is never behind."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def mark(self) -> Any:
+        """Now: in the device's stream, or on the CPU's clock."""
+        if self.device != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between_s(self, one: Any, two: Any) -> float:
+        """Seconds between two marks that have passed."""
+        # Event.elapsed_time is in milliseconds.
+        return float(one.elapsed_time(two) * 1e-3 if self.device == "cuda" else two - one)
+
+
+def run_for_real(case: Case, device: str) -> dict[str, Any]:
+    """Build, warm up and time a case; everything it held is let go before it returns."""
+    before_bytes = allocated_bytes(device)
+    with float32_products(on_tensor_cores=case.precision == "tf32"):
+        training = RealTraining(case, device)
+        try:
+            found = time_training(training)
+        finally:
+            del training
+            release(device)
+    return {**found, "allocated_before_bytes": before_bytes}
+
+
+def time_training(training: RealTraining) -> dict[str, Any]:
+    """Steps as a training loop runs them, then some that are awaited, for the host's own time."""
+    for _ in range(WARM_UP_STEPS):
+        training.step()
+    training.synchronize()
+    if training.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    marks = [training.mark()]
+    begin = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        training.step()
+        marks.append(training.mark())
+    training.synchronize()
+    wall_s = (time.perf_counter() - begin) / TIMED_STEPS
+    steps_s = [training.between_s(one, two) for one, two in itertools.pairwise(marks)]
+    issued, awaited = awaited_steps(training.step, training.synchronize)
+    return {
+        "measured_s": training.between_s(marks[0], marks[-1]) / TIMED_STEPS,
+        "wall_s": wall_s,
+        "steps_s": steps_s,
+        "host_s": statistics.median(issued),
+        "awaited_s": statistics.median(awaited),
+        "peak_bytes": torch.cuda.max_memory_allocated() if training.device == "cuda" else None,
+    }
+
+
+def awaited_steps(
+    step: Callable[[], None], synchronize: Callable[[], None]
+) -> tuple[list[float], list[float]]:
+    """(seconds until the host has issued a step, seconds until the device has done it) of each."""
+    issued, awaited = [], []
+    for _ in range(AWAITED_STEPS):
+        begin = time.perf_counter()
+        step()
+        issued.append(time.perf_counter() - begin)
+        synchronize()
+        awaited.append(time.perf_counter() - begin)
+    return issued, awaited
+
+
+def allocated_bytes(device: str) -> int:
+    """What torch holds on the device now; 0 on a CPU, where nobody counts."""
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def release(device: str) -> None:
+    """Give back what nothing holds any more, so that the next case finds the memory empty."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
