@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,26 +99,31 @@ def read_results(path: Path, suite: str) -> dict[str, dict[str, Any]]:
 
 
 def trace_all(suite: str, names: list[str]) -> Iterator[dict[str, Any]]:
-    """Trace the models in worker processes; one that hangs or dies is a failure of its model."""
+    """Trace the models of a suite, one after the other."""
+    for name, case in ask_all([sys.executable, __file__, "--worker", suite], names):
+        yield {"suite": suite, "model": name, **case}
+
+
+def ask_all(command: list[str], names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What workers say of each name; one that hangs or dies is a failure of its name."""
     waiting = list(names)
     while waiting:
-        worker = subprocess.Popen(
-            [sys.executable, __file__, "--worker", suite],
+        with subprocess.Popen(
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-        )
-        try:
-            for _ in range(min(MODELS_PER_WORKER, len(waiting))):
-                name = waiting.pop(0)
-                case = ask(worker, name)
-                yield {"suite": suite, "model": name, **case}
-                if case.get("died"):
-                    break
-        finally:
-            worker.kill()
-            worker.wait()
+        ) as worker:
+            try:
+                for _ in range(min(MODELS_PER_WORKER, len(waiting))):
+                    name = waiting.pop(0)
+                    case = ask(worker, name)
+                    yield name, case
+                    if case.get("died"):
+                        break
+            finally:
+                worker.kill()
 
 
 def ask(worker: subprocess.Popen[str], name: str) -> dict[str, Any]:
@@ -241,6 +246,11 @@ _NOT_TRAINED = r"[Tt]raining\b[^.]* is not (yet )?(supported|implemented)|not su
 
 
 def work(suite: str) -> None:
+    """Answer for the models of a suite."""
+    answer(look_at_timm if suite == "timm" else look_at_transformers)
+
+
+def answer(look: Callable[[str], dict[str, Any]]) -> None:
     """Answer each name on stdin with one line of JSON on stdout."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     answers, sys.stdout = sys.stdout, sys.stderr
@@ -248,7 +258,6 @@ def work(suite: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    look = look_at_timm if suite == "timm" else look_at_transformers
     for line in sys.stdin:
         began = time.process_time()
         # Unhandled, the signal ends the worker.
@@ -267,19 +276,25 @@ def work(suite: str) -> None:
 
 
 def look_at_timm(name: str) -> dict[str, Any]:
-    """Trace a timm model, without weights if it can be built so, on its own input size."""
-    import timm
+    """Trace a timm model on its own input size."""
     import torch
+
+    model = build_timm(name)
+    size = model.default_cfg.get("input_size") or (3, 224, 224)
+    return traced(model, torch.randn(BATCH, *size), name)
+
+
+def build_timm(name: str, **settings: Any) -> Any:
+    """A timm model to be trained, without weights if it can be built so."""
+    import timm
 
     from estimator.graph.transformers_models import WithoutWeights
 
     try:
         with WithoutWeights():
-            model = timm.create_model(name, pretrained=False).train()
+            return timm.create_model(name, pretrained=False, **settings).train()
     except (RuntimeError, NotImplementedError):  # a constructor that computes with weights
-        model = timm.create_model(name, pretrained=False).train()
-    size = model.default_cfg.get("input_size") or (3, 224, 224)
-    return traced(model, torch.randn(BATCH, *size), name)
+        return timm.create_model(name, pretrained=False, **settings).train()
 
 
 def look_at_transformers(kind: str) -> dict[str, Any]:

@@ -1,0 +1,392 @@
+"""Describe the sources that published step times of reference implementations on servers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from estimator.calibrate.tables import Row
+from published.graphs import ModelSpec
+from published.language_sources import bert
+from published.machines import Setting
+from published.rows import NotMapped, NotQualified, PublishedRow
+from published.scheduler_sources import RESNET50
+from published.sources import Source, Workload, needs_pytorch
+
+RESNEXT101 = ModelSpec.of("ResNeXt-101", "resnet", blocks=(3, 4, 23, 3), groups=32, group_width=4)
+SE_RESNEXT101 = ModelSpec.of(
+    "SE-ResNeXt-101", "resnet", blocks=(3, 4, 23, 3), groups=32, group_width=4, squeezed=True
+)
+EFFICIENTNETS = {
+    "efficientnet-b0": ModelSpec.of("EfficientNet-B0", "efficientnet"),
+    "efficientnet-b4": ModelSpec.of(
+        "EfficientNet-B4", "efficientnet", width=1.4, depth=1.8, size=380
+    ),
+    "efficientnet-widese-b0": ModelSpec.of("EfficientNet-WideSE-B0", "efficientnet", wide_se=True),
+    "efficientnet-widese-b4": ModelSpec.of(
+        "EfficientNet-WideSE-B4", "efficientnet", width=1.4, depth=1.8, size=380, wide_se=True
+    ),
+}
+RETINANET = ModelSpec.of("RetinaNet ResNeXt50", "retinanet", size=800, classes=264)
+SSD300 = ModelSpec.of("SSD300 ResNet-50", "ssd", classes=81)
+# Utterances of LibriSpeech, in frames of 10 ms: assumed 13 s, padding included.
+JASPER = ModelSpec.of("Jasper 10x5", "jasper", frames=1300)
+QUARTZNET = ModelSpec.of("QuartzNet 15x5", "quartznet", frames=1300)
+NCF = ModelSpec.of("NCF", "ncf")
+# Tokens of a sentence of WMT English-German: assumed. Batches given in tokens follow from it.
+_SENTENCE = 27
+GNMT = ModelSpec.of("GNMT v2", "gnmt", length=_SENTENCE, vocabulary=32320)
+TRANSFORMER_BIG = ModelSpec.of(
+    "Transformer big",
+    "translator",
+    width=1024,
+    heads=16,
+    hidden=4096,
+    layers=6,
+    length=_SENTENCE,
+    vocabulary=33712,
+    shared=True,
+)
+# pytorch/wt103_base.yaml and wt103_large.yaml of PyTorch/LanguageModeling/Transformer-XL.
+_TRANSFORMER_XL: Mapping[str, Mapping[str, Any]] = {
+    "Base": {"width": 512, "layers": 16, "heads": 8, "hidden": 2048, "length": 192}
+    | {"memory": 192, "tail_width": 512},
+    "Large": {"width": 1024, "layers": 18, "heads": 16, "hidden": 4096, "length": 384}
+    | {"memory": 384, "tail_width": 64},
+}
+_TRANSFORMER_XL_BATCH = {"Base": 256, "Large": 128}
+# What MLPerf's BERT computes of its 512 tokens where padding is left out: assumed. Not in v0.7,
+# assumed too, after its two rows were seen to take twice what half of the tokens would.
+_UNPADDED_RATIO = 0.5
+
+
+def precision_of(text: str, *, narrow: str = "fp16-amp") -> str:
+    """The engine's name of a precision; `narrow` is what the source means by half precision."""
+    plain = text.lower()
+    if "bf16" in plain:
+        return "bf16-amp"
+    if "16" in plain:
+        return narrow
+    # NGC's builds of torch multiply matrices in TF32 where the GPU has it; where it has not, the
+    # engine computes TF32 at the rate of float32.
+    return "tf32"
+
+
+def _lambda(row: PublishedRow) -> Workload:
+    """NVIDIA's reference code on single servers; BERT in half precision has fp16 weights."""
+    model = row.step.model.lower()
+    if "resnet-50" in model:
+        return Workload(
+            spec=RESNET50,
+            precision=precision_of(row.step.precision),
+            optimizer="sgd-momentum",
+        )
+    if "bert" in model:
+        size = "large" if "large" in model else "base"
+        return Workload(
+            spec=bert(size, "QuestionAnswering", row.seq_len or 384),
+            precision=precision_of(row.step.precision, narrow="fp16"),
+            optimizer="adam",
+        )
+    raise NotMapped(f"no builder for the model {row.step.model}")
+
+
+# Batches where the table has none, by half precision and float32. ResNets: those for DGX1V in
+# PyTorch/Classification/ConvNets/configs.yml of NVIDIA/DeepLearningExamples (other machines there
+# have others). EfficientNets, which that file lacks: assumed, half of it on 16 GB.
+_BATCHES: Mapping[str, tuple[int, int]] = {
+    "resnet50": (256, 112),
+    "se-resnext101-32x4d": (112, 64),
+    "resnext101-32x4d": (128, 64),
+    "efficientnet-widese-b0": (256, 128),
+    "efficientnet-widese-b4": (64, 32),
+    "efficientnet-b0": (256, 128),
+    "efficientnet-b4": (64, 32),
+}
+
+
+def _dle_cells(cells: Row) -> Row:
+    """Batches of convolutional networks, and what the throughput of other models counts."""
+    model, precision = cells.get("model", ""), cells.get("precision", "")
+    if "quant" in model:
+        raise NotQualified("it trains with simulated quantisation")
+    if "mel-scale" in cells.get("throughput_unit", ""):
+        raise NotMapped(f"no builder for the model {model}")
+    if "Transformer-XL" in model:
+        return _transformer_xl_cells(cells)
+    if "GNMT" in model:
+        # Tokens of both languages are counted.
+        return {**cells, "seq_len": str(2 * _SENTENCE)}
+    if "Jasper" in model:
+        return {**cells, "throughput_unit": "samples/s"}
+    if "Translation/Transformer" in model:
+        return _token_batch(cells, re.search(r"batch_cell=(\d+)/(\d+)", cells.get("notes", "")))
+    if "local_batch" in cells or "global_batch" in cells:
+        return cells
+    for name, (narrow, wide) in _BATCHES.items():
+        if name in model:
+            batch = narrow if "16" in precision else wide
+            if "V100-16GB" in cells.get("gpu", "") and "efficientnet" in name:
+                batch //= 2
+            return {**cells, "local_batch": str(batch)}
+    raise NotMapped("its batch size is not known")
+
+
+def _transformer_xl_cells(cells: Row) -> Row:
+    """Gradients are accumulated up to the batch of the launch configuration."""
+    size = "Base" if "Base" in cells.get("notes", "") else "Large"
+    gpus, local_batch = int(cells["gpus"]), int(cells["local_batch"])
+    full = 512 if "8x NVIDIA" in cells.get("notes", "") else _TRANSFORMER_XL_BATCH[size]
+    steps = max(full // (gpus * local_batch), 1)
+    return {
+        **cells,
+        "seq_len": str(_TRANSFORMER_XL[size]["length"]),
+        "grad_accum": str(steps),
+        "global_batch": str(gpus * local_batch * steps),
+    }
+
+
+def _token_batch(cells: Row, batches: re.Match[str] | None) -> Row:
+    """A batch given in tokens, as sentences; of two the larger is that of half precision."""
+    text = cells.get("local_batch")
+    if batches is not None:
+        text = batches[1] if "16" in cells.get("precision", "") else batches[2]
+    if text is None:
+        raise NotMapped("its batch size is not known")
+    sentences = round(float(text) / _SENTENCE)
+    filled = {key: value for key, value in cells.items() if key != "global_batch"}
+    return {**filled, "local_batch": str(sentences), "seq_len": str(_SENTENCE)}
+
+
+def _dle_machine(row: PublishedRow) -> Setting:
+    """DGX-1 and DGX-2 by the size of the node, DGX A100 by its memory."""
+    gpu, size = row.step.gpu, row.text("gpus_per_node")
+    if "V100" in gpu:
+        if size == "16":
+            return Setting(machine="dgx-2")
+        return Setting(machine="dgx-1-32gb" if "32" in gpu else "dgx-1")
+    if "A100" in gpu:
+        return Setting(machine="dgx-a100-80gb" if "80" in gpu else "dgx-a100")
+    return Setting()
+
+
+def _dle_bert(row: PublishedRow) -> Workload:
+    head = "PreTraining" if "Pre-training" in row.text("notes") else "QuestionAnswering"
+    return Workload(
+        spec=bert("large", head, row.seq_len or 384),
+        precision=precision_of(row.step.precision, narrow="fp16"),
+        optimizer="adam",
+        setting=_dle_machine(row),
+    )
+
+
+def _dle_convolutions(spec: ModelSpec) -> Callable[[PublishedRow], Workload]:
+    def workload(row: PublishedRow) -> Workload:
+        assumed = "EfficientNet" in spec.name
+        source = "assumed" if assumed else "of NVIDIA's launch configuration for DGX-1"
+        precision = precision_of(row.step.precision)
+        return Workload(
+            # In half precision that configuration asks for memory_format: nhwc.
+            spec=replace(spec, channels_last=precision == "fp16-amp"),
+            precision=precision,
+            optimizer="sgd-momentum",
+            setting=_dle_machine(row),
+            # A row without a batch has no step time of its own either.
+            remarks=() if "step_time_s" in row.cells else (f"batch {source}",),
+        )
+
+    return workload
+
+
+def _dle_model(
+    spec: ModelSpec, *remarks: str, narrow: str = "fp16-amp", optimizer: str = "adam"
+) -> Callable[[PublishedRow], Workload]:
+    def workload(row: PublishedRow) -> Workload:
+        return Workload(
+            spec=spec,
+            precision=precision_of(row.step.precision, narrow=narrow),
+            optimizer=optimizer,
+            setting=_dle_machine(row),
+            remarks=remarks,
+        )
+
+    return workload
+
+
+def _transformer_xl(row: PublishedRow) -> Workload:
+    size = "Base" if "Base" in row.text("notes") else "Large"
+    spec = ModelSpec.of(
+        f"Transformer-XL {size.lower()}",
+        "transformer_xl",
+        vocabulary=267735,
+        head=20000,
+        tail_ratio=0.05,
+        head_dim=64,
+        **_TRANSFORMER_XL[size],
+    )
+    return _dle_model(spec, "5 % of the words taken as rare")(row)
+
+
+def _unet(row: PublishedRow) -> Workload:
+    flat = row.notes.get("Dimension") == "2"
+    spec = ModelSpec.of(
+        "nnU-Net 2D" if flat else "nnU-Net 3D",
+        "unet",
+        patch=(192, 160) if flat else (128, 128, 128),
+        most_channels=512 if flat else 320,
+    )
+    return _dle_model(spec)(row)
+
+
+_PADDED = "utterances taken as 13 s long"
+_SENTENCES = f"sentences taken as {_SENTENCE} tokens long"
+# Looked for in the model's cell, in this order.
+_DLE_MODELS: tuple[tuple[str, Callable[[PublishedRow], Workload]], ...] = (
+    ("se-resnext101", _dle_convolutions(SE_RESNEXT101)),
+    ("resnext101", _dle_convolutions(RESNEXT101)),
+    ("resnet50", _dle_convolutions(RESNET50)),
+    *((f"{name}$", _dle_convolutions(spec)) for name, spec in EFFICIENTNETS.items()),
+    ("LanguageModeling/BERT", _dle_bert),
+    ("Transformer-XL", _transformer_xl),
+    ("Jasper", _dle_model(JASPER, _PADDED)),
+    ("QuartzNet", _dle_model(QUARTZNET, _PADDED)),
+    ("NCF", _dle_model(NCF)),
+    ("GNMT", _dle_model(GNMT, _SENTENCES)),
+    ("Translation/Transformer", _dle_model(TRANSFORMER_BIG, _SENTENCES)),
+    ("nnUNet", _unet),
+    ("Detection/SSD", _dle_model(SSD300, optimizer="sgd-momentum")),
+)
+
+
+def _dle(row: PublishedRow) -> Workload:
+    for pattern, workload in _DLE_MODELS:
+        if re.search(pattern, row.step.model):
+            return workload(row)
+    raise NotMapped(f"no builder for the model {row.step.model}")
+
+
+def _network(interconnect: str) -> Setting:
+    """The network for computing in MLPerf's descriptions: cards times rate, where it says so."""
+    described = interconnect.partition("net:")[2]
+    compute = re.search(r"Compute:(.*)", described)
+    found = re.search(
+        r"(\d+) ?x .*?(?:HDR|EDR|NDR)\d* ?(\d+) ?Gb", compute[1] if compute else described
+    )
+    if found is None:
+        return Setting()
+    return Setting(
+        network="infiniband",
+        network_bit_per_s=float(found[1]) * float(found[2]) * 1e9,
+        source="column interconnect",
+    )
+
+
+_BY_HAND = "kernels fused by hand are taken as torch.compile fuses them"
+
+
+def _mlperf(row: PublishedRow) -> Workload:
+    """Submissions, whose kernels are the fastest of their day; ResNet-50 is MXNet's but for two."""
+    model, framework = row.step.model.lower(), row.text("framework_version").lower()
+    setting = _network(row.text("interconnect"))
+    if "resnet-50" in model:
+        if "pytorch v" not in framework:
+            raise NotQualified("it was measured with MXNet, whose kernels are its own")
+        return Workload(
+            spec=RESNET50, precision="fp16-amp", optimizer="sgd-momentum", setting=setting
+        )
+    if "bert" in model:
+        length, remarks = row.seq_len or 512, (_BY_HAND,)
+        if "v0." not in row.step.source:
+            length = round(length * _UNPADDED_RATIO)
+            remarks = (_BY_HAND, "half of the 512 tokens taken as padding that is left out")
+        spec = bert("large", "PreTraining", length, attention="sdpa")
+        return Workload(
+            spec=replace(spec, compiled=True),
+            precision="fp16",
+            optimizer="adam",
+            setting=setting,
+            remarks=remarks,
+        )
+    if "retinanet" in model:
+        return Workload(
+            spec=replace(RETINANET, compiled=True, channels_last=True),
+            precision="fp16-amp",
+            optimizer="adam",
+            setting=setting,
+            remarks=(_BY_HAND,),
+        )
+    raise NotMapped(f"no builder for the model {row.step.model}")
+
+
+def _oneflow(row: PublishedRow) -> Workload:
+    """OneFlow's and Paddle's tables of NVIDIA's reference code."""
+    model, remarks = row.step.model.lower(), ()
+    if "resnet" in model and "50" in model:
+        spec, narrow, optimizer = RESNET50, "fp16-amp", "sgd-momentum"
+    elif model == "transformer":
+        spec, narrow, optimizer = TRANSFORMER_BIG, "fp16-amp", "adam"
+        remarks = (_SENTENCES,)
+    elif megatron := re.match(r"gpt h(\d+) l(\d+) a(\d+)", model):
+        spec, narrow, optimizer = _gpt(row, *map(int, megatron.groups())), "fp16", "adam"
+    elif "bert" in model:
+        spec, narrow, optimizer = bert("base", "PreTraining", row.seq_len or 128), "fp16", "adam"
+    else:
+        raise NotMapped(f"no builder for the model {row.step.model}")
+    rate = re.search(r"(\d+)x (\d+)Gb", row.text("interconnect"))
+    setting = Setting()
+    if rate is not None:
+        setting = Setting(
+            network="infiniband",
+            network_bit_per_s=float(rate[1]) * float(rate[2]) * 1e9,
+            source="column interconnect",
+        )
+    return Workload(
+        spec=spec,
+        precision=precision_of(row.step.precision, narrow=narrow),
+        optimizer=optimizer,
+        setting=setting,
+        remarks=remarks,
+    )
+
+
+def _gpt(row: PublishedRow, width: int, layers: int, heads: int) -> ModelSpec:
+    """Megatron-LM's GPT, its activations kept."""
+    return ModelSpec.of(
+        row.step.model,
+        "decoder",
+        width=width,
+        heads=heads,
+        layers=layers,
+        length=row.seq_len,
+        hidden=4 * width,
+        vocabulary=50304,
+        biased=True,
+        wide_loss=True,
+        fused=False,
+        drop=0.1,
+    )
+
+
+def _token_cells(cells: Row) -> Row:
+    """Paddle's Transformer is given tokens where other models are given samples."""
+    if cells.get("model") == "Transformer" and cells.get("throughput_unit") == "tokens/s":
+        return _token_batch(needs_pytorch(cells), None)
+    return needs_pytorch(cells)
+
+
+def _unmapped(row: PublishedRow) -> Workload:
+    raise NotMapped(f"no builder for the model {row.step.model}")
+
+
+SOURCES = (
+    Source(pattern="lambda", workload=_lambda),
+    Source(pattern="NVIDIA DeepLearningExamples", workload=_dle, complete=_dle_cells),
+    Source(pattern="mlperf", workload=_mlperf),
+    Source(pattern="dlperf", workload=_oneflow, complete=needs_pytorch),
+    Source(pattern="paddle", workload=_oneflow, complete=_token_cells),
+    Source(pattern="alpa", workload=_unmapped, complete=needs_pytorch),
+    Source(pattern="cm-dare", workload=_unmapped, complete=needs_pytorch),
+    Source(pattern="sailor|dgxc", workload=_unmapped),
+)

@@ -1,0 +1,222 @@
+"""Build the detectors and segmenters of published tables in plain torch, without weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from published.vision_models import Built, convolution, residual_stages
+
+
+def _own_loss(output: Any, batch: Any) -> Tensor:
+    loss: Tensor = output
+    return loss
+
+
+def _stages(blocks: tuple[int, ...], **kind: Any) -> nn.ModuleList:
+    """A ResNet's stem and stages, one module each."""
+    layers, _ = residual_stages(64, blocks, **kind)
+    stem = nn.Sequential(*convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+    stages: list[nn.Module] = [stem]
+    for count in blocks:
+        stages.append(nn.Sequential(*layers[:count]))
+        layers = layers[count:]
+    return nn.ModuleList(stages)
+
+
+class RetinaNet(nn.Module):
+    """A feature pyramid over a ResNeXt-50, and two heads over all its levels (Lin et al., 2017)."""
+
+    ANCHORS = 9
+
+    def __init__(self, *, classes: int, width: int = 256) -> None:
+        super().__init__()
+        self.stages = _stages((3, 4, 6, 3), groups=32, group_width=4)
+        self.lateral = nn.ModuleList(nn.Conv2d(each, width, 1) for each in (512, 1024, 2048))
+        self.smooth = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(3))
+        self.coarser = nn.ModuleList(nn.Conv2d(width, width, 3, 2, 1) for _ in range(2))
+        self.scores = self._head(width, classes)
+        self.boxes = self._head(width, 4)
+        self.classes = classes
+
+    def _head(self, width: int, outputs: int) -> nn.Sequential:
+        layers: list[nn.Module] = []
+        for _ in range(4):
+            layers += [nn.Conv2d(width, width, 3, padding=1), nn.ReLU(inplace=True)]
+        return nn.Sequential(*layers, nn.Conv2d(width, outputs * self.ANCHORS, 3, padding=1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        levels, states = [], images
+        for stage in self.stages:
+            states = stage(states)
+            levels.append(states)
+        pyramid: list[Tensor] = []
+        coarse: Tensor | None = None
+        for lateral, smooth, level in zip(
+            reversed(self.lateral), reversed(self.smooth), reversed(levels[2:]), strict=True
+        ):
+            joined = lateral(level)
+            if coarse is not None:
+                joined = joined + F.interpolate(coarse, size=joined.shape[-2:])
+            coarse = joined
+            pyramid.insert(0, smooth(joined))
+        for coarser in self.coarser:
+            pyramid.append(coarser(pyramid[-1]))
+        return self._loss(pyramid)
+
+    def _loss(self, pyramid: list[Tensor]) -> Tensor:
+        """Focal loss of anchors that hold nothing, as nearly all do, and distances of the boxes."""
+        images = pyramid[0].shape[0]
+        scores = [self.scores(level).flatten(2).transpose(1, 2) for level in pyramid]
+        boxes = [self.boxes(level).flatten(2).transpose(1, 2) for level in pyramid]
+        logits = torch.cat([each.reshape(images, -1, self.classes) for each in scores], 1).float()
+        chances = torch.sigmoid(logits)
+        loss = (F.softplus(logits) * chances * chances).sum()
+        distances = torch.cat([each.reshape(images, -1, 4) for each in boxes], 1).float()
+        return loss + distances.abs().sum()
+
+
+def retinanet(batch: int, *, size: int, classes: int) -> Built:
+    """RetinaNet as MLPerf trains it on Open Images.
+
+    Its norms and the first two parts of its backbone are frozen (trainable-backbone-layers 3).
+    """
+    with torch.device("meta"):
+        model = RetinaNet(classes=classes).train()
+    model.stages[:2].requires_grad_(False)
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.eval().requires_grad_(False)
+    return model, torch.randn(batch, 3, size, size), _own_loss
+
+
+class Ssd(nn.Module):
+    """SSD300 over a ResNet-50 cut after its third stage (NVIDIA's variant of Liu et al., 2016)."""
+
+    def __init__(self, *, classes: int) -> None:
+        super().__init__()
+        stages = _stages((3, 4, 6, 3))
+        self.backbone = nn.Sequential(*stages[:4])
+        for layer in self.backbone[3].modules():
+            if isinstance(layer, nn.Conv2d):
+                layer.stride = (1, 1)
+        widths = (1024, 512, 512, 256, 256, 256)
+        self.extra = nn.ModuleList(
+            nn.Sequential(
+                *convolution(before, middle, 1),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(middle, after, 3, stride, padding, bias=False),
+                nn.BatchNorm2d(after),
+                nn.ReLU(inplace=True),
+            )
+            for before, middle, after, stride, padding in zip(
+                widths,
+                (256, 256, 128, 128, 128),
+                widths[1:],
+                (2, 2, 2, 1, 1),
+                (1, 1, 1, 0, 0),
+                strict=False,
+            )
+        )
+        boxes = (4, 6, 6, 6, 4, 4)
+        self.places = nn.ModuleList(
+            nn.Conv2d(width, 4 * count, 3, padding=1)
+            for width, count in zip(widths, boxes, strict=True)
+        )
+        self.scores = nn.ModuleList(
+            nn.Conv2d(width, classes * count, 3, padding=1)
+            for width, count in zip(widths, boxes, strict=True)
+        )
+        self.classes = classes
+
+    def forward(self, images: Tensor) -> Tensor:
+        levels = [self.backbone(images)]
+        for layer in self.extra:
+            levels.append(layer(levels[-1]))
+        count = images.shape[0]
+        places = torch.cat(
+            [
+                head(level).reshape(count, 4, -1)
+                for head, level in zip(self.places, levels, strict=True)
+            ],
+            2,
+        )
+        scores = torch.cat(
+            [
+                head(level).reshape(count, self.classes, -1)
+                for head, level in zip(self.scores, levels, strict=True)
+            ],
+            2,
+        ).float()
+        labels = torch.zeros(count, scores.shape[2], dtype=torch.long)
+        entropy = F.cross_entropy(scores, labels, reduction="none")
+        # The hardest negatives are found by sorting twice.
+        order = entropy.sort(dim=1, descending=True)[1].sort(dim=1)[1]
+        hard = (order < 3 * scores.shape[2] // 100).float()
+        return (entropy * hard).sum() + F.smooth_l1_loss(
+            places.float(), torch.zeros_like(places, dtype=torch.float32)
+        )
+
+
+def ssd(batch: int, *, classes: int) -> Built:
+    """SSD300 on COCO."""
+    with torch.device("meta"):
+        model = Ssd(classes=classes)
+    return model.train(), torch.randn(batch, 3, 300, 300), _own_loss
+
+
+class Unet(nn.Module):
+    """nnU-Net in 2 or 3 dimensions: strided convolutions down, transposed ones up."""
+
+    def __init__(self, *, dimensions: int, widths: tuple[int, ...], channels: int, classes: int):
+        super().__init__()
+        self.flat = dimensions == 2
+        self.down = nn.ModuleList(
+            self._two(before, after, stride=1 if level == 0 else 2)
+            for level, (before, after) in enumerate(zip((channels, *widths), widths, strict=False))
+        )
+        deep, shallow = widths[:0:-1], widths[-2::-1]
+        lift = nn.ConvTranspose2d if self.flat else nn.ConvTranspose3d
+        self.lift = nn.ModuleList(
+            lift(before, after, 2, 2) for before, after in zip(deep, shallow, strict=True)
+        )
+        self.up = nn.ModuleList(self._two(2 * after, after, stride=1) for after in shallow)
+        layer = nn.Conv2d if self.flat else nn.Conv3d
+        self.head = layer(widths[0], classes, 1)
+
+    def _two(self, before: int, after: int, *, stride: int) -> nn.Sequential:
+        layer = nn.Conv2d if self.flat else nn.Conv3d
+        norm = nn.InstanceNorm2d if self.flat else nn.InstanceNorm3d
+        return nn.Sequential(
+            layer(before, after, 3, stride, 1, bias=False),
+            norm(after, affine=True),
+            nn.LeakyReLU(0.01, inplace=True),
+            layer(after, after, 3, 1, 1, bias=False),
+            norm(after, affine=True),
+            nn.LeakyReLU(0.01, inplace=True),
+        )
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        skips = []
+        for block in self.down:
+            images = block(images)
+            skips.append(images)
+        skips.pop()
+        for lift, block in zip(self.lift, self.up, strict=True):
+            images = block(torch.cat([skips.pop(), lift(images)], 1))
+        scores = self.head(images).float()
+        chances = F.softmax(scores, 1)
+        overlap = chances * F.one_hot(labels, scores.shape[1]).movedim(-1, 1)
+        return F.cross_entropy(scores, labels) - overlap.sum() / chances.sum()
+
+
+def unet(batch: int, *, patch: tuple[int, ...], most_channels: int) -> Built:
+    """nnU-Net on brain tumours: 4 modalities, 4 classes, 6 levels from 32 channels."""
+    widths = tuple(min(32 * 2**level, most_channels) for level in range(6))
+    with torch.device("meta"):
+        model = Unet(dimensions=len(patch), widths=widths, channels=4, classes=4)
+    labels = torch.randint(0, 4, (batch, *patch))
+    return model.train(), (torch.randn(batch, 4, *patch), labels), _own_loss

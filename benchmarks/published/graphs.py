@@ -1,0 +1,140 @@
+"""Trace the models of published tables once each and keep their graphs in files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from records import say
+
+import estimator as est
+from estimator.errors import EstimatorError
+from published.rows import NotMapped
+
+# Shapes are affine in the batch size: one traced batch serves all.
+_TRACE_BATCH = 2
+BUILDERS = {
+    "decoder": "published.language_models",
+    "from_transformers": "published.language_models",
+    "resnet": "published.vision_models",
+    "cifar_resnet18": "published.vision_models",
+    "efficientnet": "published.vision_models",
+    "deepspeech2": "published.sequence_models",
+    "word_lstm": "published.sequence_models",
+    "translator": "published.sequence_models",
+    "transformer_xl": "published.sequence_models",
+    "gnmt": "published.sequence_models",
+    "ncf": "published.sequence_models",
+    "jasper": "published.speech_models",
+    "quartznet": "published.speech_models",
+    "unet": "published.dense_models",
+    "ssd": "published.dense_models",
+    "retinanet": "published.dense_models",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A builder of this package and its settings; `name` is what people call the model.
+
+    The setting `trace_batch` is not the builder's: the batch to trace with.
+    """
+
+    name: str
+    builder: str
+    settings: tuple[tuple[str, Any], ...] = ()
+    compiled: bool = False
+    channels_last: bool = False
+
+    @property
+    def is_forward_only(self) -> bool:
+        """Whether the source measured no backward pass."""
+        return dict(self.settings).get("training", True) is False
+
+    @classmethod
+    def of(cls, name: str, builder: str, **settings: Any) -> ModelSpec:
+        """The spec with its settings as keywords."""
+        return cls(name=name, builder=builder, settings=tuple(sorted(settings.items())))
+
+    def with_settings(self, **more: Any) -> ModelSpec:
+        """The same model with other settings."""
+        changed = {**dict(self.settings), **more}
+        return replace(self, settings=tuple(sorted(changed.items())))
+
+
+class GraphStore:
+    """Graphs in a folder, by what they were traced from; traced where they are missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known: dict[tuple[ModelSpec, str, str], est.OpGraph] = {}
+
+    def graph(self, spec: ModelSpec, precision: str, optimizer: str) -> est.OpGraph:
+        """The model's graph under a precision and an optimizer, the same object every time.
+
+        Raises NotMapped where the model cannot be traced.
+        """
+        key = spec, precision, optimizer
+        if key not in self._known:
+            path = self.folder / _file_name(spec, precision)
+            if not path.is_file():
+                self._trace(spec, precision, path)
+            graph = est.OpGraph.load(path)
+            # Calibration tells jobs apart by this name.
+            name = f"{spec.name}, {precision}"
+            name += (", compiled" if spec.compiled else "") + (
+                ", nhwc" if spec.channels_last else ""
+            )
+            if spec.is_forward_only:
+                graph, name = forward_only(graph), f"{name}, forward"
+            self._known[key] = replace(graph, name=name, optimizer=optimizer)
+        return self._known[key]
+
+    def _trace(self, spec: ModelSpec, precision: str, path: Path) -> None:
+        say(f"tracing {spec.name} in {precision}")
+        build: Callable[..., Any] = getattr(import_module(BUILDERS[spec.builder]), spec.builder)
+        settings = dict(spec.settings)
+        model, batch, loss = build(settings.pop("trace_batch", _TRACE_BATCH), **settings)
+        try:
+            graph = est.trace_model(
+                model,
+                batch,
+                loss=loss,
+                precision=precision,
+                target="cuda",
+                name=spec.name,
+                compiled=spec.compiled,
+                channels_last=spec.channels_last,
+            )
+        except EstimatorError as error:
+            raise NotMapped(f"its model cannot be traced: {error}") from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        graph.save(path)
+
+
+def _file_name(spec: ModelSpec, precision: str) -> str:
+    """Readable, and different for different models, settings and precisions."""
+    modes = [mode for mode in ("compiled", "channels_last") if getattr(spec, mode)]
+    described = json.dumps([spec.builder, spec.settings, precision, *modes], sort_keys=True)
+    plain = re.sub(r"[^a-z0-9]+", "-", spec.name.lower()).strip("-")
+    return f"{plain}_{precision}_{hashlib.sha256(described.encode()).hexdigest()[:12]}.graph"
+
+
+def forward_only(graph: est.OpGraph) -> est.OpGraph:
+    """The graph without its backward pass and with nothing to update.
+
+    Indices stay what they are: forward ops come first, and values of the backward pass are merely
+    used by none. The parameters stand as frozen, so that memory still holds them.
+    """
+    return replace(
+        graph,
+        ops=tuple(op for op in graph.ops if op.phase == "forward"),
+        parameters=(),
+        frozen_parameter_bytes=graph.frozen_parameter_bytes + graph.parameter_bytes,
+    )

@@ -1,0 +1,221 @@
+"""Build the language models of published tables from their configurations, without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode
+from torch.utils.checkpoint import checkpoint
+
+from estimator.graph.transformers_models import WithoutWeights
+
+Built = tuple[nn.Module, Any, Callable[[Any, Any], Tensor] | None]
+
+
+def random_tokens(batch: int, length: int, vocabulary: int) -> Tensor:
+    return torch.randint(0, vocabulary, (batch, length))
+
+
+def _same_mode() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What is recomputed in backward runs under the tracer's function mode, as forward does."""
+    return nullcontext(), _get_current_function_mode() or nullcontext()
+
+
+def recomputed(block: nn.Module, *arguments: Any) -> Any:
+    """The block under activation checkpointing: its forward is run again in backward."""
+    return checkpoint(block, *arguments, use_reentrant=False, context_fn=_same_mode)
+
+
+class GatedFeedForward(nn.Module):
+    """Llama's feed-forward: SiLU of a gate times a widened copy, narrowed again."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        narrowed: Tensor = self.down(F.silu(self.gate(states)) * self.up(states))
+        return narrowed
+
+
+class DecoderBlock(nn.Module):
+    """Pre-norm causal attention and feed-forward; with `key_heads`, Llama's kind, else GPT's."""
+
+    def __init__(
+        self, width: int, heads: int, *, hidden: int, key_heads: int | None, biased: bool,
+        fused: bool, drop: float,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.fused, self.drop = fused, drop
+        self.head_dim, self.key_heads = width // heads, key_heads or heads
+        self.rotary = key_heads is not None
+        shared = 2 * self.key_heads * self.head_dim
+        self.joint = nn.Linear(width, width + shared, bias=biased)
+        self.project = nn.Linear(width, width, bias=biased)
+        self.feed: nn.Module
+        if self.rotary:
+            self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+            self.feed = GatedFeedForward(width, hidden)
+        else:
+            self.norms = nn.ModuleList(nn.LayerNorm(width, bias=biased) for _ in range(2))
+            self.feed = nn.Sequential(
+                nn.Linear(width, hidden, bias=biased),
+                nn.GELU(),
+                nn.Linear(hidden, width, bias=biased),
+            )
+
+    def forward(self, states: Tensor, turns: Tensor | None) -> Tensor:
+        batch, length, width = states.shape
+        keys = self.key_heads * self.head_dim
+        joint = self.joint(self.norms[0](states)).split([width, keys, keys], dim=-1)
+        query, key, value = (each.view(batch, length, -1, self.head_dim) for each in joint)
+        if turns is not None:
+            query, key = _turned(query, turns), _turned(key, turns)
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        if self.fused:
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=self.rotary
+            )
+        else:
+            mixed = _written_out_attention(query, key, value, self.drop)
+        mixed = self.project(mixed.transpose(1, 2).reshape(batch, length, width))
+        states = states + F.dropout(mixed, self.drop)
+        return states + F.dropout(self.feed(self.norms[1](states)), self.drop)
+
+
+def _written_out_attention(query: Tensor, key: Tensor, value: Tensor, drop: float) -> Tensor:
+    """Causal attention as products and a softmax, which one kernel scales and masks."""
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(2, 3)
+    return F.dropout(F.softmax(scores, -1), drop) @ value
+
+
+def _turned(heads: Tensor, turns: Tensor) -> Tensor:
+    """Rotary positions on pairs of channels, in complex numbers and float32 as torchtitan does."""
+    pairs = torch.view_as_complex(heads.float().reshape(*heads.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns[:, None]).flatten(3).to(heads.dtype)
+
+
+class Decoder(nn.Module):
+    """A decoder and its loss.
+
+    Of `recompute_every` blocks one is run again in backward (0: none); with `wide_loss` logits are
+    copied to float32; without `fused` attention is written out.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        heads: int,
+        layers: int,
+        length: int,
+        vocabulary: int,
+        hidden: int,
+        key_heads: int | None = None,
+        tied: bool = True,
+        biased: bool = False,
+        recompute_every: int = 0,
+        wide_loss: bool = False,
+        fused: bool = True,
+        drop: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.positions = None if key_heads else nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(
+            DecoderBlock(
+                width,
+                heads,
+                hidden=hidden,
+                key_heads=key_heads,
+                biased=biased,
+                fused=fused,
+                drop=drop,
+            )
+            for _ in range(layers)
+        )
+        self.norm = nn.RMSNorm(width) if key_heads else nn.LayerNorm(width, bias=biased)
+        self.logits = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.logits.weight = self.embedding.weight
+        self.recompute_every, self.wide_loss = recompute_every, wide_loss
+        if key_heads:
+            angles = torch.zeros(length, width // heads // 2, dtype=torch.complex64)
+            self.register_buffer("turns", angles)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states = self.embedding(tokens)
+        turns: Any = None
+        if self.positions is None:
+            turns = self.turns
+        else:
+            states = states + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for number, block in enumerate(self.blocks):
+            if self.recompute_every and number % self.recompute_every == 0:
+                states = recomputed(block, states, turns)
+            else:
+                states = block(states, turns)
+        logits = self.logits(self.norm(states))
+        if self.wide_loss:
+            logits = logits.float()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _own_loss(output: Any, batch: Any) -> Tensor:
+    loss: Tensor = output
+    return loss
+
+
+def decoder(batch: int, **settings: Any) -> Built:
+    """A GPT- or Llama-like language model; `settings` are those of `Decoder`."""
+    with torch.device("meta"):
+        model = Decoder(**settings)
+    tokens = random_tokens(batch, settings["length"], settings["vocabulary"])
+    return model.train(), tokens, _own_loss
+
+
+def from_transformers(
+    batch: int,
+    *,
+    kind: str,
+    head: str,
+    length: int,
+    attention: str = "eager",
+    training: bool = True,
+    **settings: Any,
+) -> Built:
+    """A model of transformers with random weights; not `training`: in eval mode, without labels."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(kind, use_cache=False, **settings)
+    with WithoutWeights():
+        auto = getattr(transformers, f"AutoModelFor{head}")
+        model = auto.from_config(config, attn_implementation=attention)
+    tokens = random_tokens(batch, length, config.vocab_size)
+    inputs: dict[str, Tensor] = {"input_ids": tokens}
+    if kind == "bert":
+        inputs["token_type_ids"] = torch.zeros_like(tokens)
+        inputs["attention_mask"] = torch.ones_like(tokens)
+    if training:
+        inputs.update(_labels(head, tokens, length))
+    return model.train(training), inputs, None
+
+
+def _labels(head: str, tokens: Tensor, length: int) -> dict[str, Tensor]:
+    first = tokens[:, 0]
+    if head == "QuestionAnswering":
+        places = torch.randint(0, length, first.shape)
+        return {"start_positions": places, "end_positions": places.clone()}
+    if head == "PreTraining":
+        follows = torch.randint(0, 2, first.shape)
+        return {"labels": tokens.clone(), "next_sentence_label": follows}
+    if head == "SequenceClassification":
+        return {"labels": torch.randint(0, 2, first.shape)}
+    return {"labels": tokens.clone()}

@@ -1,0 +1,287 @@
+"""Describe the sources that published step times of language models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from estimator.calibrate.tables import Row
+from published.graphs import ModelSpec
+from published.machines import Setting
+from published.rows import NotMapped, NotQualified, PublishedRow
+from published.sources import Source, Workload
+
+# (width, heads, layers): scripts/train/yamls/pretrain of mosaicml/llm-foundry.
+_MPT = {
+    "125m": (768, 12, 12),
+    "350m": (1024, 16, 24),
+    "760m": (1536, 12, 24),
+    "1b": (2048, 16, 24),
+    "3b": (2560, 20, 32),
+    "7b": (4096, 32, 32),
+    "13b": (5120, 40, 40),
+    "30b": (7168, 56, 48),
+    "70b": (8192, 64, 80),
+}
+# Settings of `Decoder`: Touvron et al., LLaMA (2023), table 2; Llama 2 (2023), Code Llama (2023)
+# for 34B; Llama 3 (2024), table 3.
+_LLAMA: Mapping[str, Mapping[str, int]] = {
+    "llama-7b": {"width": 4096, "heads": 32, "layers": 32, "hidden": 11008, "key_heads": 32},
+    "llama-13b": {"width": 5120, "heads": 40, "layers": 40, "hidden": 13824, "key_heads": 40},
+    "llama-34b": {"width": 8192, "heads": 64, "layers": 48, "hidden": 22016, "key_heads": 8},
+    "llama-70b": {"width": 8192, "heads": 64, "layers": 80, "hidden": 28672, "key_heads": 8},
+    "llama-3-8b": {"width": 4096, "heads": 32, "layers": 32, "hidden": 14336, "key_heads": 8},
+    "llama-3-70b": {"width": 8192, "heads": 64, "layers": 80, "hidden": 28672, "key_heads": 8},
+    "llama-3-405b": {"width": 16384, "heads": 128, "layers": 126, "hidden": 53248, "key_heads": 8},
+}
+LLAMA_2_VOCABULARY, LLAMA_3_VOCABULARY = 32000, 128256
+BERT_SIZES: Mapping[str, Mapping[str, int]] = {
+    "base": {},
+    "large": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    },
+}
+# (width, layers, heads): Radford et al. (2019), table 2; Brown et al. (2020), table 2.1, whose 24
+# heads of 128 do not fit the width of its XL model; Zhang et al., OPT (2022), table 1.
+_GPT = {
+    ("2", ""): (768, 12, 12),
+    ("2", "medium"): (1024, 24, 16),
+    ("2", "large"): (1280, 36, 20),
+    ("2", "xl"): (1600, 48, 25),
+    ("3", "xl"): (2048, 24, 16),
+    ("3", "2.7b"): (2560, 32, 32),
+}
+_OPT = {
+    "1.3": (2048, 24, 32),
+    "2.7": (2560, 32, 32),
+    "6.7": (4096, 32, 32),
+    "13": (5120, 40, 40),
+}
+# Every block, every other block, or none is run again in backward.
+_RECOMPUTED = {"full": 1, "selective": 2, "no": 0}
+
+
+def bert(size: str, head: str, length: int, **more: Any) -> ModelSpec:
+    """BERT-base or -large under one of transformers' heads."""
+    settings = {**BERT_SIZES[size], **more}
+    if length > 512:
+        settings["max_position_embeddings"] = length
+    return ModelSpec.of(
+        f"bert-{size} {head} {length}",
+        "from_transformers",
+        kind="bert",
+        head=head,
+        length=length,
+        **settings,
+    )
+
+
+def _neusight(row: PublishedRow) -> Workload:
+    """HF models at torch 2.1, before attention was fused there; forward alone unless `train`."""
+    training = row.notes.get("mode") == "train"
+    kind, length = row.step.model.lower(), row.seq_len or 0
+    if "bert" in kind:
+        # Its last node is a classifier of two classes.
+        spec = bert("large" if "large" in kind else "base", "SequenceClassification", length)
+    elif size := re.search(r"gpt-?(2|3)-?(medium|large|xl|2\.7b)?", kind):
+        width, layers, heads = _gpt_size(row, size[1], size[2] or "")
+        spec = ModelSpec.of(
+            f"{row.step.model} {length}",
+            "from_transformers",
+            kind="gpt2",
+            head="CausalLM",
+            length=length,
+            n_positions=length,
+            n_embd=width,
+            n_layer=layers,
+            n_head=heads,
+        )
+    elif size := re.search(r"opt-?(1\.3|2\.7|6\.7|13)b", kind):
+        width, layers, heads = _OPT[size[1]]
+        spec = ModelSpec.of(
+            f"{row.step.model} {length}",
+            "from_transformers",
+            kind="opt",
+            head="CausalLM",
+            length=length,
+            hidden_size=width,
+            word_embed_proj_dim=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            ffn_dim=4 * width,
+        )
+    else:
+        raise NotMapped(f"no builder for the model {row.step.model}")
+    spec = replace(spec, compiled="torch.compile" in row.text("notes"))
+    return Workload(
+        spec=spec if training else spec.with_settings(training=False),
+        precision="fp32",
+        has_update=False,
+    )
+
+
+def _gpt_size(row: PublishedRow, generation: str, size: str) -> tuple[int, int, int]:
+    if (generation, size) not in _GPT:
+        raise NotMapped(f"no builder for the model {row.step.model}")
+    return _GPT[generation, size]
+
+
+def _llm_foundry(row: PublishedRow) -> Workload:
+    """MPT with learned positions and biases (as their parameter counts say), flash attention."""
+    size = row.step.model.lower().removeprefix("mpt-")
+    if size not in _MPT:
+        raise NotMapped(f"no builder for the model {row.step.model}")
+    width, heads, layers = _MPT[size]
+    recomputed = row.notes.get("act_ckpt") == "True"
+    if row.notes.get("act_offload") == "True":
+        raise NotMapped("its activations are offloaded to the CPU, which the engine does not model")
+    length = row.seq_len or 2048
+    spec = ModelSpec.of(
+        f"mpt-{size} {length}" + (" recomputed" if recomputed else ""),
+        "decoder",
+        width=width,
+        heads=heads,
+        layers=layers,
+        length=length,
+        hidden=4 * width,
+        vocabulary=50368,
+        biased=True,
+        recompute_every=int(recomputed),
+    )
+    rate = re.search(r"with (\d+) ?Gbps.*?(RoCE|InfiniBand)?\)", row.text("notes"))
+    setting = Setting(
+        network="roce" if rate and rate[2] == "RoCE" else "infiniband",
+        network_bit_per_s=float(rate[1]) * 1e9 if rate else None,
+        source="section of the table",
+    )
+    # Both mixed-precision policies gather and compute in bf16 (Composer's FSDP guide); DEFAULT
+    # sums gradients in float32.
+    return Workload(spec=spec, precision="bf16", strategy="fsdp", setting=setting)
+
+
+def llama(name: str, length: int, recompute: str) -> ModelSpec:
+    """A Llama whose blocks are recomputed "full", "selective" (half of them) or "no"."""
+    vocabulary = LLAMA_3_VOCABULARY if "llama-3" in name else LLAMA_2_VOCABULARY
+    return ModelSpec.of(
+        f"{name} {length} {recompute} recomputation",
+        "decoder",
+        length=length,
+        vocabulary=vocabulary,
+        tied=False,
+        wide_loss=True,
+        recompute_every=_RECOMPUTED[recompute],
+        **_LLAMA[name],
+    )
+
+
+def _recomputation(notes: str) -> str:
+    if re.search(r"selective ac", notes, re.IGNORECASE):
+        return "selective"
+    return "full" if re.search(r"full ac", notes, re.IGNORECASE) else "no"
+
+
+_SELECTIVE = "selective checkpointing is taken as recomputing every other block"
+
+
+def _remarks(notes: str) -> tuple[str, ...]:
+    return (_SELECTIVE,) if _recomputation(notes) == "selective" else ()
+
+
+def _torchtitan_cells(cells: Row) -> Row:
+    if "float8" in cells.get("precision", ""):
+        raise NotQualified("its products are in float8, a precision that the engine has not")
+    parallelism = cells.get("parallelism", "")
+    if degree := re.search(r"(tp|cp|pp)([2-9]|\d\d+)", parallelism):
+        raise NotQualified(f"it is not data parallel alone but {degree[0]}")
+    return {**cells, "parallelism": re.sub(r"^(fsdp|hsdp)\d*.*", r"\1", parallelism)}
+
+
+def _llama_name(model: str) -> str:
+    found = re.search(r"llama(?:[- ](\d)(?:\.\d)?)?[- ](\d+)b", model, re.IGNORECASE)
+    generation = "llama-3" if found and found[1] == "3" else "llama"
+    name = f"{generation}-{found[2]}b" if found else ""
+    if name not in _LLAMA:
+        raise NotMapped(f"no builder for the model {model}")
+    return name
+
+
+def _torchtitan(row: PublishedRow) -> Workload:
+    """Llama 3 by FSDP2: parameters gathered in bf16, gradients summed in float32."""
+    notes = row.text("notes")
+    spec = llama(_llama_name(row.step.model), row.seq_len or 8192, _recomputation(notes))
+    spec = replace(spec, compiled="compile" in notes)
+    odd = "2.4TB/s" in row.step.gpu
+    setting = Setting(
+        network="infiniband",
+        network_bit_per_s=8 * 400e9,
+        memory_bytes_per_s=2.4e12 if odd else None,
+        source="columns gpu and interconnect",
+    )
+    return Workload(
+        spec=spec,
+        precision="bf16",
+        strategy=_sharded(row),
+        setting=setting,
+        remarks=_remarks(notes),
+    )
+
+
+def _sharded(row: PublishedRow) -> str:
+    return "fsdp" if re.match(r"fsdp|hsdp|zero[-_ ]?3", row.step.strategy) else row.step.strategy
+
+
+def _fms_fsdp(row: PublishedRow) -> Workload:
+    notes = f"{row.text('notes')};{row.text('framework_version')}"
+    spec = llama(_llama_name(row.step.model), row.seq_len or 4096, _recomputation(notes))
+    spec = replace(spec, compiled="compile" in notes)
+    rate = re.search(r"(\d+) ?Gb/s per node", row.text("interconnect"))
+    setting = Setting(
+        network="infiniband",
+        network_bit_per_s=float(rate[1]) * 1e9 if rate else None,
+        source="column interconnect",
+    )
+    hybrid = ("hybrid sharding is taken as full sharding",) if "hsdp" in row.step.strategy else ()
+    return Workload(
+        spec=spec,
+        precision="bf16",
+        strategy="fsdp",
+        setting=setting,
+        remarks=(*_remarks(notes), *hybrid),
+    )
+
+
+def _vtrain(row: PublishedRow) -> Workload:
+    """Megatron's GPT, every block recomputed; its data-parallel rows alone qualify."""
+    width, layers, heads = (int(row.notes[name]) for name in ("hidden", "layers", "heads"))
+    spec = ModelSpec.of(
+        f"{row.step.model} {row.seq_len} recomputed",
+        "decoder",
+        width=width,
+        heads=heads,
+        layers=layers,
+        length=row.seq_len,
+        hidden=4 * width,
+        vocabulary=51200,
+        biased=True,
+        wide_loss=True,
+        recompute_every=1,
+        fused=False,
+        drop=0.1,
+    )
+    return Workload(
+        spec=spec, precision="fp16", optimizer="adam", remarks=("precision taken as fp16",)
+    )
+
+
+SOURCES = (
+    Source(pattern="neusight", workload=_neusight),
+    Source(pattern="llm-foundry", workload=_llm_foundry),
+    Source(pattern="torchtitan", workload=_torchtitan, complete=_torchtitan_cells),
+    Source(pattern="fms-fsdp", workload=_fms_fsdp),
+    Source(pattern="vtrain", workload=_vtrain),
+)

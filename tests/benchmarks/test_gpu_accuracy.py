@@ -1,0 +1,93 @@
+"""The run on a GPU: its cases, its report, and what another memory makes of a profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gpu.cases import Case, gpu_cases
+from gpu.cross_device import on_other_memory
+from gpu.report import assemble, report
+from records import Records
+
+from estimator.profile import Device, KernelCost, KernelPoint, MachineProfile, Provenance
+from estimator.tensors import OpCall, TensorSpec
+
+MEASURED = Provenance(source="measured")
+
+
+def test_the_cases_are_those_of_the_issue() -> None:
+    cases = gpu_cases()
+    assert len({case.key for case in cases}) == len(cases) <= 75
+    assert len({case.workload for case in cases}) >= 16
+    eager = [case for case in cases if case.execution == "eager" and case.precision != "tf32"]
+    for workload in {case.workload for case in cases}:
+        own = {(case.batch, case.precision) for case in eager if case.workload == workload}
+        assert len(own) == 4  # two batch sizes, two precisions
+    compiled = [case for case in cases if case.execution == "compiled"]
+    assert [case.precision for case in compiled] == ["bf16-amp"] * 4
+    assert sum(case.precision == "tf32" for case in cases) == 3
+
+
+def h100(**changes: object) -> Device:
+    facts = {"name": "NVIDIA H100", "memory_bytes": 80 << 30, "memory_bandwidth_bytes_per_s": 3e12}
+    return Device(kind="cuda", index=0, **{**facts, **changes})  # type: ignore[arg-type]
+
+
+def profile_with(call: OpCall, warm_s: float, cold_s: float) -> MachineProfile:
+    point = KernelPoint(call=call.encode(), warm_s=warm_s, cold_s=cold_s)
+    kernel = KernelCost(target=call.target, dtype="float32", points=(point,), provenance=MEASURED)
+    return MachineProfile(name="m", devices=(h100(),), kernels=(kernel,), provenance=MEASURED)
+
+
+def test_another_memory_changes_the_share_of_time_that_waits_for_memory() -> None:
+    line = TensorSpec((100_000_000,))
+    call = OpCall("aten.add.Tensor", (line, line), outputs=(line,))
+    # 1.2 GB at 3 TB/s take 0.4 of the 0.5 ms; on a memory twice as fast they take half of that.
+    found = on_other_memory(
+        profile_with(call, 5e-4, 5e-4),
+        h100(),
+        h100(name="NVIDIA H200", memory_bandwidth_bytes_per_s=6e12),
+    )
+    (point,) = found.kernels[0].points
+    assert point.cold_s == pytest.approx(3e-4)
+    assert point.warm_s == pytest.approx(3e-4)
+
+
+def test_another_memory_leaves_products_nearly_alone() -> None:
+    square = TensorSpec((4096, 4096))
+    call = OpCall("aten.mm.default", (square, square), outputs=(square,))
+    other = h100(name="NVIDIA H200", memory_bandwidth_bytes_per_s=6e12)
+    found = on_other_memory(profile_with(call, 2e-3, 2e-3), h100(), other)
+    (point,) = found.kernels[0].points
+    # 201 MB at 3 TB/s are 67 of 2000 µs, of which half is saved.
+    assert point.cold_s == pytest.approx(2e-3 - 33.5e-6, rel=1e-3)
+
+
+def test_cases_without_measurement_or_prediction_stay_with_their_reason(tmp_path: Path) -> None:
+    records = Records(tmp_path / "records.jsonl")
+    done, lost, later = (Case(workload=w, batch=2, precision="fp32") for w in "abc")
+    said = {"low_s": 0.9, "high_s": 1.1, "bottleneck": "the host", "op_time_in_grid_ratio": 0.0}
+    for case in (done, lost):
+        records.add(
+            {"kind": "prediction", "key": case.key, "method": "probe", "predicted_s": 1.0, **said}
+            | {"peak_memory_bytes": 90 << 20}
+        )
+    records.add(
+        {"kind": "measurement", "key": done.key, "measured_s": 1.25, "steps_s": [1.25] * 15}
+        | {"host_s": 1.2, "peak_bytes": 110 << 20, "allocated_before_bytes": 10 << 20}
+    )
+    records.add({"kind": "failure", "key": lost.key, "reason": "OutOfMemoryError: no"})
+    line = TensorSpec((8,))
+    profile = profile_with(OpCall("aten.relu.default", (line,), outputs=(line,)), 1e-6, 1e-6)
+    found = {case["id"]: case for case in assemble([done, lost, later], profile, records)}
+    assert found[f"{done.key}-probe"]["status"] == "ok"
+    assert found[f"{done.key}-probe"]["peak_measured_bytes"] == 100 << 20
+    assert found[f"{done.key}-measured"]["status"] == "no_prediction"
+    assert found[f"{lost.key}-probe"]["reason"] == "OutOfMemoryError: no"
+    assert found[f"{later.key}-probe"]["status"] == "not_measured"
+    text = "\n".join(report(list(found.values())))
+    # 1.2 of 1.25 s of host: host-bound, as the estimate said; 90 of 100 MiB.
+    assert "host-bound, said to be host-bound" in text
+    assert "-20.0 %" in text
+    assert "-10.0 %" in text

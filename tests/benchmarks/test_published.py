@@ -1,0 +1,221 @@
+"""Published rows: which qualify, what they are mapped to, and how their predictions are scored."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published import known_sources, mapping
+from published.graphs import GraphStore, ModelSpec, forward_only
+from published.known_sources import source_of
+from published.language_models import decoder
+from published.machines import machine_name
+from published.mapping import Verdict, verdicts
+from published.methods import calibrated_cases, cold_cases, naive_cases
+from published.report import constant_score_ratio
+from published.rows import NotMapped, NotQualified, parsed
+from published.sources import Source, Workload
+from published.vision_models import resnet
+from torch import nn
+
+import estimator as est
+
+ROW = {
+    "source": "Lambda deeplearning-benchmark",
+    "model": "ResNet-50 v1.5",
+    "gpu": "V100-16GB",
+    "nodes": "1",
+    "gpus": "1",
+    "precision": "amp fp16",
+    "local_batch": "64",
+    "grad_accum": "1",
+    "parallelism": "single",
+    "framework_version": "NGC PyTorch 20.10",
+    "step_time_s": "0.1",
+    "notes": "",
+}
+
+
+def outcome(cells: Mapping[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Verdict:
+    """What becomes of one row; its graph is not asked for."""
+    table = tmp_path / "table.csv"
+    with table.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, ROW)
+        writer.writeheader()
+        writer.writerow({**ROW, **cells})
+    monkeypatch.setattr(GraphStore, "graph", lambda *_: None)
+    (verdict,) = verdicts(tmp_path, GraphStore(tmp_path))
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("gpu", "machine"),
+    [
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("A100-PCIe-80GB", "a100-pcie-80gb"),
+        ("A100-SXM4-40GB", "a100-sxm-40gb"),
+        ("V100-SXM2-32GB", "v100-sxm-32gb"),
+        ("Tesla V100-PCIE-32GB", "v100-pcie-32gb"),
+        ("V100-16GB(AWS p3.8xlarge)", "v100-p3"),
+        ("H100-SXM-96GB-HBM2e (500W, 2.4TB/s)", "h100-sxm"),
+        ("RTX 2080 Ti", "rtx-2080-ti"),
+        ("Quadro RTX 8000", "quadro-rtx-8000"),
+    ],
+)
+def test_a_gpu_is_found_in_the_catalogue_by_its_name(gpu: str, machine: str) -> None:
+    assert machine_name(gpu) == machine
+
+
+def test_a_gpu_that_the_catalogue_lacks_is_not_guessed() -> None:
+    with pytest.raises(NotMapped, match="no machine of the catalogue is called GTX 580"):
+        machine_name("GTX 580")
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"parallelism": "tp2/dp4/pp1"}, "not data parallel alone but tp2"),
+        ({"notes": "suspect=copy error"}, "notes call it suspect"),
+        ({"source": "OneFlow DLPerf", "framework_version": "MxNet"}, "measured with MxNet"),
+        ({"source": "torchtitan", "precision": "bf16+float8 linear"}, "float8"),
+    ],
+)
+def test_a_row_that_is_no_data_parallel_pytorch_training_does_not_qualify(
+    cells: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    verdict = outcome(cells, monkeypatch, tmp_path)
+    assert verdict.outcome == "not_qualified"
+    assert reason in verdict.reason
+
+
+@pytest.mark.parametrize("cells", [{"model": "Parrot-9000"}, {"source": "a blog"}])
+def test_a_row_that_qualifies_but_has_no_builder_counts_against_the_share_mapped(
+    cells: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert outcome(cells, monkeypatch, tmp_path).outcome == "unmapped"
+
+
+def test_uneven_placements_keep_their_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cells = {**ROW, "source": "Pollux OSDI21 artifact", "model": "ResNet-18", "gpu": "T4"}
+    row = parsed("t", 2, {**cells, "placement": "1+3+3", "gpus": "7", "nodes": "3"})
+    monkeypatch.setattr(GraphStore, "graph", lambda *_: None)
+    question = mapping._question(row, source_of(row.cells), GraphStore(tmp_path))
+    assert question.allocation == "1x1:t4-g4dn+2x3:t4-g4dn"
+
+
+def test_throughput_in_tokens_is_turned_into_the_time_of_an_accumulated_step() -> None:
+    cells = {
+        **{key: value for key, value in ROW.items() if key != "step_time_s"},
+        "source": "NVIDIA DeepLearningExamples",
+        "model": "PyTorch/LanguageModeling/Transformer-XL",
+        "gpus": "8",
+        "parallelism": "ddp",
+        "local_batch": "4",
+        "throughput": "49152",
+        "throughput_unit": "tokens/s",
+        "notes": "table=Large model",
+    }
+    row = parsed("t", 2, source_of(cells).complete(cells))
+    # wt103_large.yaml: 128 samples of 384 tokens a step, so 4 micro-batches of 4 on each of 8 GPUs.
+    assert row.step.accumulation_steps == 4
+    assert row.step.step_time_s == pytest.approx(128 * 384 / 49152)
+
+
+def test_models_have_as_many_parameters_as_was_published() -> None:
+    # torchvision's resnet50; params= of llm-foundry's row MPT-125m, sequence 2048.
+    image_model, _, _ = resnet(2, blocks=(3, 4, 6, 3))
+    assert sum(p.numel() for p in image_model.parameters()) == 25_557_032
+    settings = {"width": 768, "heads": 12, "layers": 12, "hidden": 3072, "biased": True}
+    model, _, _ = decoder(1, length=2048, vocabulary=50368, **settings)
+    assert sum(p.numel() for p in model.parameters()) == 125_311_488
+
+
+def test_the_forward_part_of_a_graph_has_nothing_of_the_backward_pass() -> None:
+    import torch
+
+    graph = est.trace_model(nn.Linear(64, 32), torch.randn(8, 64), target="cuda")
+    part = forward_only(graph)
+    assert 0 < len(part.ops) < len(graph.ops)
+    answer = est.estimate(part, "1x1:v100-sxm")
+    assert answer.breakdown.forward_s > 0
+    assert answer.breakdown.backward_s == 0
+
+
+def small_model(batch: int, width: int) -> tuple[nn.Module, Any, None]:
+    import torch
+
+    return nn.Linear(width, 1024), torch.randn(batch, width), None
+
+
+@pytest.fixture
+def questions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[mapping.Question]:
+    """Twelve rows of a small model, each measured at twice what the engine says."""
+    monkeypatch.setattr("published.graphs.BUILDERS", {"small_model": __name__})
+    spec = ModelSpec.of("small", "small_model", width=4096)
+    source = Source(pattern="", workload=lambda row: Workload(spec=spec, precision="fp32"))
+    monkeypatch.setattr(known_sources, "SOURCES", (source,))
+    graphs, found = GraphStore(tmp_path), []
+    for line, batch in enumerate(range(1024, 1024 * 13, 1024), start=2):
+        cells = {**ROW, "local_batch": str(batch)}
+        answer = est.estimate(
+            graphs.graph(spec, "fp32", "adamw"), "1x1:v100-sxm", batch_per_gpu=batch
+        )
+        row = parsed("t", line, {**cells, "step_time_s": str(2 * answer.step_time_s)})
+        found.append(mapping._question(row, source, graphs))
+    return found
+
+
+def test_cold_cases_stand_beside_what_was_measured(questions: list[mapping.Question]) -> None:
+    cases = list(cold_cases(questions))
+    assert [case["status"] for case in cases] == ["ok"] * 12
+    assert [case["measured_s"] / case["predicted_s"] for case in cases] == pytest.approx([2] * 12)
+
+
+def test_calibrated_cases_are_those_not_observed_and_learn_from_the_others(
+    questions: list[mapping.Question],
+) -> None:
+    cases = list(calibrated_cases(questions, draws=2))
+    # 12 rows less 8 observed, twice.
+    assert len(cases) == 8
+    for draw in range(2):
+        assert len({case["id"] for case in cases if case["draw"] == draw}) == 4
+    assert all(abs(case["predicted_s"] / case["measured_s"] - 1) < 0.1 for case in cases)
+
+
+def test_too_few_rows_give_no_calibrated_case(questions: list[mapping.Question]) -> None:
+    assert list(calibrated_cases(questions[:8])) == []
+
+
+def test_the_naive_line_is_three_forward_passes_at_a_share_of_the_peak(
+    questions: list[mapping.Question],
+) -> None:
+    case = next(naive_cases(questions))
+    # 1024 rows by 4096 by 1024, two operations each; the peak of V100 in fp32 is 15.7 TFLOP/s.
+    flops = 3 * 2 * 1024 * 4096 * 1024
+    assert case["predicted_s"] == pytest.approx(flops / (0.4 * 15.7e12), rel=0.02)
+
+
+def test_the_constant_width_covers_eight_in_ten() -> None:
+    # Off by factors e^0.1 … e^1.0: the 80 % quantile of 0.1 … 1.0 is 0.82.
+    cases = [
+        {"predicted_s": 1.0, "measured_s": math.exp(k / 10), "low_s": 1.0, "high_s": 1.0}
+        for k in range(1, 11)
+    ]
+    width = math.exp(0.82)
+    expected = [
+        (width - 1 / width + 10 * max(math.exp(k / 10) - width, 0)) / math.exp(k / 10)
+        for k in range(1, 11)
+    ]
+    assert constant_score_ratio(cases) == pytest.approx(sum(expected) / 10)
+
+
+def test_a_source_says_which_of_its_rows_do_not_qualify_before_they_are_parsed() -> None:
+    cells = {**ROW, "source": "NVIDIA DeepLearningExamples", "model": "efficientnet-quant-b0"}
+    with pytest.raises(NotQualified, match="simulated quantisation"):
+        source_of(cells).complete(cells)
