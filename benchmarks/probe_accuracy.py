@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -140,7 +141,8 @@ def collective_halves(profile: MachineProfile) -> Iterator[tuple[str, list[float
     """Errors on every second size, interpolated between the others."""
     for cost in profile.collectives:
         half = dataclasses.replace(profile, collectives=(halved(cost),))
-        ring = ring_between(cost, network_latency_s(half), nic_of(half), half.pairs)
+        nic = nic_of(half, math.ceil(cost.group_size / cost.nodes))
+        ring = ring_between(cost, network_latency_s(half), nic, half)
         model = collective_model(half, cost.op, ring)
         if model is not None and len(cost.points) >= 4:
             name = f"{cost.op}, {cost.backend}, {cost.group_size} ranks"

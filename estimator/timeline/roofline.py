@@ -1,51 +1,37 @@
-"""Turn a datasheet's peaks into seconds for operator calls, by what kernels usually reach of them.
+"""Give operator calls their seconds on a machine known by its datasheet, by the fitted kernel law.
 
-A kernel takes a start, then the longer of computing and of moving its bytes (Williams, Waterman,
-Patterson: Roofline, 2009), each at the usual share of its peak for the operator's family, on as
-many multiprocessors as the call has tiles of work for.
+What the law covers by a shape of its own (products, convolutions, attention) it computes on the
+chip's multiprocessors; every other operator streams its bytes. Bytes that are still in the
+last-level cache come faster, which is what `Prediction` calls warm.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from estimator.graph.cost_registry import Family
 from estimator.graph.costs import Features, features_of
-from estimator.profile import Device, MachineProfile
+from estimator.profile import MachineProfile
 from estimator.tensors import OpCall
 from estimator.timeline.kernel_fits import Prediction
-from estimator.typical import STREAMED_RATIO
+from estimator.timeline.kernel_law import (
+    Chip,
+    attention_seconds,
+    chip_of,
+    convolution_kind,
+    load_law,
+    peak_flops_per_s,
+    product_seconds,
+    sustained_ratio,
+)
 
-# Share of the dense peak that large calls reach. Matrix products: 0.60 (MI300X) to 0.87 (A100) of
-# bf16 at the best shapes (Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS",
-# 2025), less at those of models. Attention: FlashAttention-2 on A100 forward 0.5 to 0.7, backward
-# 0.4 to 0.6 (Dao, 2023). Convolutions and recurrent layers by cuDNN: about half on tensor cores.
-_COMPUTE_RATIOS: dict[Family, float] = {
-    "matmul": 0.70,
-    "convolution": 0.50,
-    "attention": 0.45,
-    "recurrent": 0.30,
-}
+# Recurrent layers by cuDNN: a small product per step, whose weights stay where they are; small
+# products leave tensor cores idle more than other units.
+_RECURRENT_RATIO = 0.45
+_TENSOR_RECURRENT_RATIO = 0.30
 # Operators of other families compute in fp32 whatever their tensors hold, far from its peak.
 _OTHER_COMPUTE_RATIO = 0.30
-# Rows walked by another order than memory's, or in several passes, reach less than a stream.
-_MEMORY_RATIOS: dict[Family, float] = {
-    "elementwise": STREAMED_RATIO,
-    "copy": STREAMED_RATIO,
-    "fill": STREAMED_RATIO,
-    "index": 0.40,
-    "pooling": 0.50,
-    "other": 0.50,
-}
-_OTHER_MEMORY_RATIO = 0.65
-# From the launch on an idle device to the end of a kernel that does nothing: 2 to 3 µs.
-_START_S = 2.5e-6
-# Libraries cut products into tiles of 64 to 256 rows and columns, and long sums into pieces where
-# tiles are few (CUTLASS documentation, "Efficient GEMM", split-K).
-_TILE = 64
-_SPLIT = 1024
-# What the shares miss by for one call, typically.
-_RELATIVE_ERROR = 0.3
 # torch lets cuDNN round fp32 convolutions to TF32 unless told otherwise; products only when told
 # (torch.backends.cudnn.allow_tf32 is True, torch.backends.cuda.matmul.allow_tf32 False).
 _TF32_BY_DEFAULT = ("convolution", "recurrent")
@@ -54,55 +40,125 @@ _TF32_BY_DEFAULT = ("convolution", "recurrent")
 class Roofline:
     """Seconds of calls on a machine known by its datasheet; stands in for `KernelFits`."""
 
-    def __init__(self, profile: MachineProfile, *, precision: str = "fp32") -> None:
+    def __init__(
+        self, profile: MachineProfile, *, precision: str = "fp32", law: Path | None = None
+    ) -> None:
         self.threads = 1
         self.exact: dict[OpCall, tuple[float, float]] = {}
         self._device = profile.devices[0]
         self._precision = precision
-        self._multiprocessors = _count(self._device)
+        self.law = load_law(law)
+        self._chips: dict[str, Chip] = {}
+        streams = self.law.streams
+        rate = self._device.memory_bandwidth_bytes_per_s or 0.0
+        self._bytes_per_s = rate * streams.memory_ratio(self._device)
+        cache = self._device.details.get("l2_cache_bytes")
+        self.cache_bytes = float(cache) if isinstance(cache, int | float) else 0.0
 
     def predict(self, call: OpCall) -> Prediction | None:
         """Seconds of a call; None where its operator has no formula."""
         features = features_of(call)
         if features is None:
             return None
-        seconds = _START_S + max(self._compute_s(features), self._memory_s(features))
-        return Prediction(seconds, seconds, _RELATIVE_ERROR, "datasheet")
+        speedup = self.law.streams.cache_speedup
+        warm_s, cold_s = (self._seconds(features, cached) for cached in (speedup, 1.0))
+        errors = self.law.errors
+        error = errors.get(features.family, errors["other"])
+        return Prediction(warm_s, max(cold_s, warm_s), error, "datasheet")
 
-    def _compute_s(self, features: Features) -> float:
-        ratio = _COMPUTE_RATIOS.get(features.family)
-        if ratio is None:
-            rate = _OTHER_COMPUTE_RATIO * peak_flops_per_s(self._device, "float32")
-            return features.cost.flops / rate
+    def _seconds(self, features: Features, cached: float) -> float:
+        compute = _COMPUTED.get(features.family)
+        if compute is not None:
+            return compute(self, features, self._chip(features), cached)
+        rate = _OTHER_COMPUTE_RATIO * peak_flops_per_s(self._device, "float32")
+        compute_s = features.cost.flops / rate
+        return self.law.streams.start_s + max(compute_s, self._stream_s(features, cached))
+
+    def _chip(self, features: Features) -> Chip:
         dtype = features.dtype
         if dtype == "float32" and (
             self._precision == "tf32" or features.family in _TF32_BY_DEFAULT
         ):
             dtype = "tfloat32"
-        rate = ratio * peak_flops_per_s(self._device, dtype) * self._filled(features)
-        return features.cost.flops / rate
+        return self._chip_in(dtype)
 
-    def _memory_s(self, features: Features) -> float:
-        ratio = _MEMORY_RATIOS.get(features.family, _OTHER_MEMORY_RATIO)
-        rate = self._device.memory_bandwidth_bytes_per_s
-        return features.cost.moved_bytes / (ratio * rate) if rate else 0.0
+    def _chip_in(self, dtype: str) -> Chip:
+        if dtype not in self._chips:
+            self._chips[dtype] = chip_of(self._device, dtype)
+        return self._chips[dtype]
 
-    def _filled(self, features: Features) -> float:
-        """The share of the multiprocessors that a product of matrices has tiles for."""
-        if features.family != "matmul":
-            return 1.0
+    def _product_s(self, features: Features, chip: Chip, cached: float) -> float:
+        law = self.law.products
         batch, rows, columns, inner = features.dims[:4]
-        tiles = batch * math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
-        pieces = max(inner / _SPLIT, 1.0)
-        return min(tiles * pieces / self._multiprocessors, 1.0)
+        seconds = product_seconds(
+            law,
+            chip,
+            batch=batch,
+            rows=rows,
+            columns=columns,
+            inner=inner,
+            moved_bytes=features.cost.moved_bytes,
+            cached=cached,
+        )
+        # A gradient of several products is costed as one; its flops say how many there are.
+        times = features.cost.flops / max(2.0 * batch * rows * columns * inner, 1.0)
+        return law.start_s + float(seconds[0]) * max(times, 1.0)
+
+    def _attention_s(self, features: Features, chip: Chip, cached: float) -> float:
+        law = self.law.attention
+        seconds = attention_seconds(
+            law,
+            chip,
+            sustained=sustained_ratio(self.law.products, chip),
+            heads=features.dims[0],
+            queries=features.dims[1],
+            head_size=features.dims[3],
+            flops=features.cost.flops,
+            moved_bytes=features.cost.moved_bytes,
+            is_backward=_phase(features) == "backward",
+            cached=cached,
+        )
+        return law.start_s + float(seconds)
+
+    def _convolution_s(self, features: Features, chip: Chip, cached: float) -> float:
+        kind = convolution_kind(features.dims, is_tensor=bool(chip.is_tensor))
+        flops, moved = self.law.convolutions.factors(kind, _phase(features), features.layout)
+        if kind.endswith("depthwise"):  # too little to multiply for tensor cores
+            chip = self._chip_in("float32")
+        rate = float(chip.flops_per_s) * float(sustained_ratio(self.law.products, chip))
+        bytes_s = features.cost.moved_bytes / (self._bytes_per_s * cached)
+        return self.law.streams.start_s + flops * features.cost.flops / rate + moved * bytes_s
+
+    def _recurrent_s(self, features: Features, chip: Chip, cached: float) -> float:
+        ratio = _TENSOR_RECURRENT_RATIO if chip.is_tensor else _RECURRENT_RATIO
+        compute_s = features.cost.flops / (ratio * float(chip.flops_per_s))
+        return self.law.streams.start_s + max(compute_s, self._stream_s(features, cached))
+
+    def _stream_s(self, features: Features, cached: float) -> float:
+        if not self._bytes_per_s:
+            return 0.0
+        keys = stream_keys(features)
+        length = features.dims[1] if len(features.dims) > 1 else 1.0
+        share = self.law.streams.share(keys, length)
+        return features.cost.moved_bytes / (share * self._bytes_per_s * cached)
 
 
-def peak_flops_per_s(device: Device, dtype: str) -> float:
-    """The dense peak in a dtype; that of fp32, in which the rest is computed, where it has none."""
-    peaks = device.peak_flops_per_s
-    return peaks.get(dtype) or peaks.get("float32") or max(peaks.values())
+def stream_keys(features: Features) -> tuple[str, ...]:
+    """Under which names the law may know what a call reaches of a stream, the closest first."""
+    phase = _phase(features)
+    kinds = (kind for kind in _OWN_SHARES if kind in features.target)
+    return (*(f"{kind}.{phase}" for kind in kinds), f"{features.family}.{phase}", features.family)
 
 
-def _count(device: Device) -> float:
-    count = device.details.get("sm_count")
-    return float(count) if isinstance(count, int | float) and count > 0 else 1.0
+def _phase(features: Features) -> str:
+    return "backward" if "backward" in features.target else "forward"
+
+
+# Kinds of operators whose kernels are unlike the rest of their family.
+_OWN_SHARES = ("batch_norm", "group_norm")
+_COMPUTED: Mapping[Family, Callable[[Roofline, Features, Chip, float], float]] = {
+    "matmul": Roofline._product_s,
+    "convolution": Roofline._convolution_s,
+    "attention": Roofline._attention_s,
+    "recurrent": Roofline._recurrent_s,
+}

@@ -1,0 +1,201 @@
+"""Fit the kernel law to published operators and write the file that ships.
+
+    python benchmarks/fit_kernels.py --data DIR --bank DIR [--without SOURCE ...] [--out FILE]
+
+Products, attention and streams are learnt from tables of operators, convolutions and what goes
+with them from timm's steps, whose graphs are in the bank (`published/timm_bank.py`). `--without`
+leaves sources out, so that what is judged on them was not learnt from them. The error of each
+family is that on dies the law was not fitted to (`kernel_accuracy.py`), that of convolutions the
+one on models of families that were not fitted to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kernel_accuracy import Score, unseen_dies
+from kernel_fit import CACHE_SPEEDUP, START_S, fit_law
+from kernel_tables import SOURCES, read_op_tables
+from published.timm_rows import read_timm_rows
+from rich.console import Console
+from whole_models import (
+    CONVOLUTION_PRIORS,
+    Design,
+    ModelCase,
+    design_of,
+    multiples,
+    without_own_family,
+)
+
+from estimator import load_profile
+from estimator.profile import shipped_data
+
+VISION = "timm_train"
+VISION_MACHINE = "rtx-3090"
+# Forward passes alone tell them from backward ones; later versions of torch in this table run
+# attention by other kernels than the graphs hold.
+INFERENCE = "timm_infer"
+EAGER_INFERENCE_TORCH = "1.13"
+SAME_PARAMETERS = 0.005
+# Families that no table measures: as far off as a plain share of a roofline usually is.
+UNMEASURED_ERROR = 0.3
+# Convolutions in fp32 without tensor cores, which no table times apart from other kernels: cuDNN
+# runs 3 × 3 filters by Winograd's transform, 2.25 times fewer multiplications (Lavin and Gray,
+# 2016) of which some two thirds are gained, and gradients of filters as sums over all positions.
+VECTOR_CONVOLUTIONS = {
+    "vector dense.forward": [0.8, 1.5],
+    "vector dense.backward": [0.9, 2.0],
+    "vector pointwise.forward": [1.1, 1.2],
+    "vector pointwise.backward": [1.2, 2.0],
+}
+KINDS = ("first", "dense", "pointwise", "grouped", "depthwise", "wide depthwise")
+PHASES = ("forward", "backward")
+
+
+def shipped_law(sources: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The law fitted to these tables of operators, as plain JSON values."""
+    tables = read_op_tables(folder, tuple(sources))
+    fitted = fit_law(tables.rows)
+    streams = {**fitted.streams, "cache_speedup": CACHE_SPEEDUP, "start_s": START_S}
+    prior = {name: value for name, (value, _) in CONVOLUTION_PRIORS.items()}
+    convolutions = {
+        f"{kind}.{phase}": [prior["flops"], prior[f"{phase} bytes"]]
+        for kind in KINDS
+        for phase in PHASES
+    }
+    return {
+        "products": _rounded(fitted.products),
+        "convolutions": convolutions | VECTOR_CONVOLUTIONS,
+        "streams": streams,
+        "attention": _rounded(fitted.attention),
+        "errors": {**family_errors(unseen_dies(tables.rows)), "other": UNMEASURED_ERROR},
+        "provenance": {
+            "source": "fitted",
+            "at": date.today().isoformat(),
+            "samples": len(tables.rows),
+            "note": f"benchmarks/fit_kernels.py on {', '.join(sources)}",
+        },
+    }
+
+
+def add_vision(law: dict[str, Any], design: Design) -> None:
+    """Put what whole models teach into a law: convolutions, batch norm, pooling, this memory."""
+    found = multiples(design)
+    device = load_profile(VISION_MACHINE).devices[0]
+    ratios, shares = law["streams"]["memory_ratios"], law["streams"]["shares"]
+    ratio = round(1.0 / found.pop("stream"), 4)
+    ratios[str(device.details["architecture"])] = ratio
+    for name, multiple in found.items():
+        if name.endswith(" flops"):
+            kind = name.removesuffix(" flops")
+            flops, moved = (found[f"{kind} {term}"] for term in ("flops", "bytes"))
+            law["convolutions"][kind] = [round(flops, 4), round(moved * ratio, 4)]
+        elif not name.endswith((" bytes", " statistics")) and multiple > 0:
+            shares[name] = round(1.0 / (multiple * ratio), 4)
+    trained = design.only([not case.is_inference for case in design.cases])
+    errors = np.abs(without_own_family(design, trained) / trained.measured_s - 1.0)
+    law["errors"]["convolution"] = round(float(np.median(errors)), 3)
+    law["provenance"]["samples"] += len(design.cases)
+    law["provenance"]["note"] += f", {VISION}, {INFERENCE}"
+
+
+def vision_cases(table: Path, bank: Path) -> list[ModelCase]:
+    """timm's training steps with the graphs of their models."""
+    return [
+        ModelCase(
+            model=row.model,
+            family=row.family,
+            graph_path=row.graph_path,
+            machine=row.machine,
+            batch=row.batch_per_gpu,
+            layout=row.layout,
+            step_time_s=row.step_time_s,
+        )
+        for row in read_timm_rows(table, bank).rows
+    ]
+
+
+def family_errors(scores: Sequence[Score]) -> dict[str, float]:
+    """Median relative error on an unseen die, by family: the median over dies."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        if score.source == "all":
+            found[score.family].append(score.median)
+    return {family: round(float(np.median(values)), 3) for family, values in found.items()}
+
+
+def _rounded(section: dict[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in section.items()}
+
+
+def main() -> None:
+    """Fit and write, whole or not at all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder of the shared tables")
+    parser.add_argument("--bank", type=Path, help="folder of timm's graphs")
+    parser.add_argument(
+        "--without", nargs="*", default=[], choices=(*SOURCES, VISION), metavar="SOURCE"
+    )
+    parser.add_argument("--out", type=Path, default=shipped_data("fits") / "kernels.json")
+    options = parser.parse_args()
+    if options.bank is None and VISION not in options.without:
+        parser.error(f"give --bank, the graphs of {VISION}, or leave it out: --without {VISION}")
+    sources = [source for source in SOURCES if source not in options.without]
+    with Console(stderr=True).status(f"fitting to {', '.join(sources)}"):
+        law = shipped_law(sources, options.data)
+    write(law, options.out)
+    if VISION not in options.without:
+        # The steps are set beside the law of the operators, so that goes first.
+        with Console(stderr=True).status(f"fitting to {VISION}"):
+            cases = vision_cases(options.data / f"{VISION}.csv", options.bank)
+            cases += inference_cases(options.data / f"{INFERENCE}.csv", options.bank)
+            add_vision(law, design_of(cases, options.out))
+        write(law, options.out)
+    print(f"wrote {options.out.name}, fitted to {law['provenance']['samples']} rows")
+
+
+def inference_cases(table: Path, bank: Path) -> list[ModelCase]:
+    """timm's forward passes of the models in the bank, as eager torch ran them."""
+    models = json.loads((bank / "index.json").read_text(encoding="utf-8"))["models"]
+    cases = []
+    with table.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            entry = models.get(f"{row['model']}@{row['img_size']}")
+            eager = row["compiled"] == "0" and row["torch"] == EAGER_INFERENCE_TORCH
+            if entry is None or "file" not in entry or not eager or row["gpu"] != "RTX 3090":
+                continue
+            if abs(entry["parameters"] / (1e6 * float(row["param_count_M"])) - 1) > SAME_PARAMETERS:
+                continue
+            cases.append(
+                ModelCase(
+                    model=row["model"],
+                    family=entry["family"],
+                    graph_path=bank / entry["file"],
+                    machine=VISION_MACHINE,
+                    batch=int(row["batch"]),
+                    layout=row["layout"],
+                    step_time_s=float(row["step_time_ms"]) * 1e-3,
+                    is_inference=True,
+                )
+            )
+    return cases
+
+
+def write(law: dict[str, Any], path: Path) -> None:
+    """Write a law, whole or not at all."""
+    whole = path.with_suffix(".new")
+    whole.write_text(json.dumps(law, indent=1) + "\n", encoding="utf-8")
+    os.replace(whole, path)
+
+
+if __name__ == "__main__":
+    main()

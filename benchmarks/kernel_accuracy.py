@@ -1,0 +1,126 @@
+"""Judge the kernel law on chips it was not fitted to, operator family by operator family.
+
+    python benchmarks/kernel_accuracy.py --data DIR [--json]
+
+Every die in turn is left out, with all the boards that carry it (A100 PCIe and SXM are one die),
+the law is fitted to the others, and its predictions of the left-out rows are set beside the plain
+roofline: the longer of flops over the peak and bytes over the memory's rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from kernel_fit import fit_law, predict
+from kernel_tables import SOURCES, OpRow, read_op_tables
+from rich.console import Console
+from rich.table import Table
+
+from estimator.timeline.kernel_law import peak_flops_per_s
+
+# What the law must reach on an unseen device: median, and mean for products and attention, others.
+MEDIAN_GOAL = 0.15
+MEAN_GOALS = {"matmul": 0.20, "attention": 0.20}
+OTHER_MEAN_GOAL = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Relative errors of one family of one source on one left-out die."""
+
+    source: str
+    family: str
+    die: str
+    rows: int
+    median: float
+    mean: float
+    p90: float
+    bias: float
+    roofline_median: float
+    roofline_mean: float
+
+    @property
+    def reached(self) -> bool:
+        goal = MEAN_GOALS.get(self.family, OTHER_MEAN_GOAL)
+        return self.median <= MEDIAN_GOAL and self.mean <= goal
+
+
+def roofline_s(row: OpRow) -> float:
+    """The plain roofline of Williams, Waterman and Patterson (2009)."""
+    rate = row.device.memory_bandwidth_bytes_per_s or 1e12
+    compute_s = row.flops / peak_flops_per_s(row.device, row.dtype)
+    return max(compute_s, row.moved_bytes / rate)
+
+
+def unseen_dies(rows: Sequence[OpRow]) -> list[Score]:
+    """Scores of every (source, family, die), each die predicted without any row of its own."""
+    scores = []
+    for die in sorted({row.die for row in rows}):
+        fitted = fit_law([row for row in rows if row.die != die])
+        groups: dict[tuple[str, str], list[OpRow]] = defaultdict(list)
+        for row in rows:
+            if row.die == die:
+                groups[row.source, row.family].append(row)
+                groups["all", row.family].append(row)
+        for (source, family), group in sorted(groups.items()):
+            measured = np.array([row.seconds for row in group])
+            errors = predict(fitted, group) / measured - 1.0
+            plain = np.array([roofline_s(row) for row in group]) / measured - 1.0
+            scores.append(
+                Score(
+                    source=source,
+                    family=family,
+                    die=die,
+                    rows=len(group),
+                    median=float(np.median(np.abs(errors))),
+                    mean=float(np.mean(np.abs(errors))),
+                    p90=float(np.quantile(np.abs(errors), 0.9)),
+                    bias=float(np.median(errors)),
+                    roofline_median=float(np.median(np.abs(plain))),
+                    roofline_mean=float(np.mean(np.abs(plain))),
+                )
+            )
+    return sorted(scores, key=lambda score: (score.family, score.die, score.source))
+
+
+def main() -> None:
+    """Fit without each die, judge on it, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder of the shared tables")
+    parser.add_argument("--only", nargs="*", default=SOURCES, choices=SOURCES)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    tables = read_op_tables(options.data, tuple(options.only))
+    with Console(stderr=True).status("fitting without each die in turn"):
+        scores = unseen_dies(tables.rows)
+    if options.json:
+        refused = dict(tables.refused)
+        print(json.dumps({"scores": [asdict(score) for score in scores], "refused": refused}))
+        return
+    table = Table(box=None, header_style="bold")
+    for name in ("family", "die left out", "source"):
+        table.add_column(name)
+    for name in ("rows", "median", "mean", "p90", "bias", "roofline median", "mean", "goal"):
+        table.add_column(name, justify="right")
+    for score in scores:
+        numbers = (score.median, score.mean, score.p90, score.bias)
+        plain = (score.roofline_median, score.roofline_mean)
+        table.add_row(
+            *(score.family, score.die, score.source, f"{score.rows}"),
+            *(f"{100 * value:.1f} %" for value in (*numbers, *plain)),
+            "reached" if score.reached else "missed",
+        )
+    console = Console(width=max(Console().width, 118))
+    console.print(table)
+    for reason, count in tables.refused.most_common():
+        console.print(f"left out: {count} rows of {reason}")
+
+
+if __name__ == "__main__":
+    main()

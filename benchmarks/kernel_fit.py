@@ -1,0 +1,399 @@
+"""Fit the kernel law to published operators.
+
+Every source times its operators in its own way, so each has its own fixed cost per call, fitted
+beside the law and then forgotten: what ships as a kernel's start is that of a source that times
+whole CUDA graphs. Groups (source, pass, machine, dtype) weigh the same, whatever their rows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from kernel_tables import OpRow, device_of
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+from sklearn.linear_model import HuberRegressor
+
+from estimator.timeline.kernel_law import (
+    AttentionLaw,
+    Chip,
+    ProductLaw,
+    StreamLaw,
+    attention_seconds,
+    chip_of,
+    memory_class,
+    product_seconds,
+    sustained_ratio,
+)
+
+Array = NDArray[np.float64]
+
+ROWS_PER_FIT = 3000
+# Errors beyond this weigh less than their square (soft L1).
+ROBUST_FROM = 0.15
+# Where the fit starts and is drawn to, and how strongly (1 / standard deviation of the prior, in
+# the scale in which it is fitted): the shape of tiles is known, shares of peaks are not.
+PRODUCT_PRIOR: dict[str, tuple[float, float]] = {
+    "vector_ratio": (0.97, 10.0),
+    "tensor_ratio": (0.95, 2.0),
+    "early_tensor_ratio": (0.82, 2.0),
+    "vector_half_tile": (4.0, 30.0),
+    "tensor_half_tile": (14.8, 2.0),
+    "vector_extra_inner": (7.4, 2.0),
+    "tensor_extra_inner": (55.0, 2.0),
+    "memory_ratio": (0.82, 2.0),
+    "vector_headroom": (11.0, 2.0),
+    # A T4 held to 70 W reaches 24 of its 65 fp16 Tflop/s (NVIDIA developer forum, thread 264462).
+    "tensor_headroom": (1.4, 4.0),
+    "process_exponent": (0.9, 12.0),
+    "long_inner": (0.05, 20.0),
+    "old_tlb_long_inner": (0.5, 40.0),
+}
+RATIOS = (
+    "vector_ratio",
+    "tensor_ratio",
+    "early_tensor_ratio",
+    "memory_ratio",
+    "forward_ratio",
+    "backward_ratio",
+    "padded_ratio",
+)
+AS_THEY_ARE = ("process_exponent", "long_inner", "old_tlb_long_inner")
+FIXED_S = {
+    "neusight_ops": 1e-5,
+    "aic_gemm": 3e-6,
+    "aic_attention": 2e-5,
+    "hpc_train_ops": 2e-5,
+    "sailor_ops": 3e-5,
+}
+FIXED_CHOICES_S = (2e-6, 5e-6, 1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5)
+ATTENTION_PRIOR: dict[str, tuple[float, float]] = {
+    "forward_ratio": (0.6, 1.0),
+    "backward_ratio": (0.5, 1.0),
+    "padded_ratio": (0.9, 1.0),
+    "small_head": (30.0, 1.0),
+    "memory_ratio": (0.6, 1.0),
+}
+ROW_LENGTHS = (256.0, 1024.0, 1025.0, 4096.0, 8192.0, 32768.0)
+BY_ROW_LENGTH = ("softmax.forward", "normalization.forward")
+# What kernels of families that no table measures reach of a stream: those that walk rows in another
+# order than memory's, or in several passes, less.
+SHARE_PRIORS = {
+    "elementwise": 1.0,
+    "copy": 1.0,
+    "fill": 1.0,
+    "softmax.forward": 0.7,
+    "softmax.backward": 0.5,
+    "normalization.forward": 0.65,
+    "normalization.backward": 0.4,
+    "reduction": 0.8,
+    "pooling": 0.6,
+    "index": 0.5,
+    "loss": 0.6,
+    "other": 0.55,
+}
+# What the last-level cache gives over memory: 2 to 3 times on A100 and H100 (their whitepapers);
+# a kernel after another on one stream starts within 2 µs.
+CACHE_SPEEDUP = 2.5
+START_S = 2e-6
+# The first HBM2 runs its pins at 1.4 of 2 Gbit/s and reaches less of even that.
+OWN_MEMORY = ("gp100",)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A law's sections as they are written, and fixed seconds per call by way of timing."""
+
+    products: dict[str, float]
+    attention: dict[str, float]
+    streams: dict[str, Any]
+    fixed_s: dict[str, dict[str, float]]
+
+
+def fit_law(rows: Sequence[OpRow], *, seed: int = 0) -> Fitted:
+    """Fit every section of the law to rows of operators."""
+    families: dict[str, list[OpRow]] = defaultdict(list)
+    for row in rows:
+        families[_kind(row)].append(row)
+    products, products_fixed_s = fit_products(drawn(families["matmul"], seed))
+    attention, attention_fixed_s = fit_attention(drawn(families["attention"], seed), products)
+    streams, streams_fixed_s = fit_streams(drawn(families["streams"], seed))
+    return Fitted(
+        products,
+        attention,
+        streams,
+        {"matmul": products_fixed_s, "attention": attention_fixed_s, "streams": streams_fixed_s},
+    )
+
+
+def timing_key(row: OpRow) -> str:
+    """Under which name a row's fixed seconds are fitted: a source times each family its own way."""
+    return f"{row.source}.{row.family}"
+
+
+def usual_fixed_s(timing: str) -> float:
+    """Where the fit of a source's fixed seconds starts."""
+    return FIXED_S[timing.split(".")[0]]
+
+
+def drawn(rows: Sequence[OpRow], seed: int) -> list[OpRow]:
+    """As many rows of each (source, operator pass, machine, dtype), drawn at random."""
+    groups: dict[tuple[str, ...], list[OpRow]] = defaultdict(list)
+    for row in rows:
+        phase = f"{row.family}.{row.is_backward}" if row.family != "matmul" else ""
+        groups[row.source, phase, row.machine, row.dtype].append(row)
+    random = np.random.default_rng(seed)
+    each = max(ROWS_PER_FIT // max(len(groups), 1), 1)
+    chosen: list[OpRow] = []
+    for key in sorted(groups):
+        group = groups[key]
+        picked = random.choice(len(group), min(len(group), each), replace=False)
+        chosen.extend(group[index] for index in picked)
+    return chosen
+
+
+def chips_of(rows: Sequence[OpRow]) -> Chip:
+    """The chips of rows as one Chip of arrays."""
+    found = [chip_of(device_of(row.machine), row.dtype) for row in rows]
+    names = [item.name for item in fields(Chip)]
+    return Chip(**{name: np.array([getattr(chip, name) for chip in found]) for name in names})
+
+
+def product_columns(rows: Sequence[OpRow]) -> dict[str, Any]:
+    """Arguments of `product_seconds`, but for the law."""
+    sizes = np.array([row.dims for row in rows]).T
+    named = dict(zip(("batch", "rows", "columns", "inner"), sizes, strict=True))
+    moved = np.array([row.moved_bytes for row in rows])
+    return {"chip": chips_of(rows), **named, "moved_bytes": moved}
+
+
+def attention_columns(rows: Sequence[OpRow], products: dict[str, float]) -> dict[str, Any]:
+    """Arguments of `attention_seconds`, but for the law."""
+    chip = chips_of(rows)
+    sizes = np.array([row.dims for row in rows]).T
+    return {
+        "chip": chip,
+        "sustained": sustained_ratio(ProductLaw(**products), chip),
+        **dict(zip(("heads", "queries", "head_size"), sizes, strict=True)),
+        "flops": np.array([row.flops for row in rows]),
+        "moved_bytes": np.array([row.moved_bytes for row in rows]),
+        "is_backward": np.array([row.is_backward for row in rows]),
+    }
+
+
+def fit_products(rows: Sequence[OpRow]) -> tuple[dict[str, float], dict[str, float]]:
+    """(section "products", fixed seconds by timing) that minimise the robust log error."""
+    columns = product_columns(rows)
+
+    def seconds(found: dict[str, float]) -> Array:
+        return product_seconds(ProductLaw(**found, start_s=0.0), **columns)
+
+    found, fixed_s = _fit(rows, PRODUCT_PRIOR, seconds)
+    return {**found, "start_s": fixed_s.get("aic_gemm.matmul", FIXED_S["aic_gemm"])}, fixed_s
+
+
+def fit_attention(
+    rows: Sequence[OpRow], products: dict[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(section "attention", fixed seconds by timing); the prior itself where there are no rows."""
+    if not rows:
+        prior = {name: value for name, (value, _) in ATTENTION_PRIOR.items()}
+        return {**prior, "start_s": products["start_s"]}, {}
+    columns = attention_columns(rows, products)
+
+    def seconds(found: dict[str, float]) -> Array:
+        return attention_seconds(AttentionLaw(**found, start_s=0.0), **columns)
+
+    found, fixed_s = _fit(rows, ATTENTION_PRIOR, seconds)
+    return {**found, "start_s": products["start_s"]}, fixed_s
+
+
+def _fit(
+    rows: Sequence[OpRow],
+    prior: dict[str, tuple[float, float]],
+    seconds: Callable[[dict[str, float]], Array],
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Least squares of log(predicted / measured) with a prior on every number (scipy)."""
+    names = list(prior)
+    timings = sorted({timing_key(row) for row in rows})
+    timing = np.array([timings.index(timing_key(row)) for row in rows])
+    measured = np.array([row.seconds for row in rows])
+    start = [_free(name, prior[name][0]) for name in names]
+    start += [float(np.log(usual_fixed_s(name))) for name in timings]
+    strength = np.array([prior[name][1] for name in names] + [1.0] * len(timings))
+
+    def misses(free: Array) -> Array:
+        found = {name: _bound(name, value) for name, value in zip(names, free, strict=False)}
+        predicted = seconds(found) + np.exp(free[len(names) :])[timing]
+        return np.concatenate([np.log(predicted / measured), strength * (free - start)])
+
+    solution = least_squares(misses, start, loss="soft_l1", f_scale=ROBUST_FROM, max_nfev=40).x
+    found = {name: _bound(name, value) for name, value in zip(names, solution, strict=False)}
+    fixed = np.exp(solution[len(names) :])
+    return found, dict(zip(timings, map(float, fixed), strict=True))
+
+
+def _free(name: str, value: float) -> float:
+    """A bounded number in a scale without bounds: ratios by their logit, others by their log."""
+    if name in AS_THEY_ARE:
+        return value
+    return float(np.log(value / (1.0 - value)) if name in RATIOS else np.log(value))
+
+
+def _bound(name: str, free: float) -> float:
+    if name in AS_THEY_ARE:
+        return max(float(free), 0.0)
+    return float(1.0 / (1.0 + np.exp(-free)) if name in RATIOS else np.exp(free))
+
+
+def fit_streams(rows: Sequence[OpRow]) -> tuple[dict[str, Any], dict[str, float]]:
+    """(section "streams", fixed seconds by timing): memory ratios and shares by Huber's regression.
+
+    log(measured / seconds at the peak rate) is a sum of what the memory and what the kernel leave
+    unused; an elementwise pass forward leaves nothing. Fixed seconds are chosen one by one.
+    """
+    design = _Streams(rows)
+    fixed_s = {timing: usual_fixed_s(timing) for timing in design.timings}
+    for timing in design.timings:
+        fixed_s[timing] = min(
+            FIXED_CHOICES_S, key=lambda value: design.loss({**fixed_s, timing: value})
+        )
+    weights = design.fit(fixed_s)
+    return design.section(weights), fixed_s
+
+
+class _Streams:
+    """The regression's columns: classes of memory, then kernels by the length of their rows."""
+
+    def __init__(self, rows: Sequence[OpRow]) -> None:
+        self.rows = rows
+        self.timings = sorted({timing_key(row) for row in rows})
+        self.memories = sorted({memory_key(row) for row in rows})
+        self.kernels = sorted({stream_key(row) for row in rows} - {"elementwise.forward"})
+        self.columns = [("memory", key, 0.0) for key in self.memories]
+        for key in self.kernels:
+            lengths = ROW_LENGTHS if key in BY_ROW_LENGTH else (1.0,)
+            self.columns += [("kernel", key, length) for length in lengths]
+        self.measured = np.array([row.seconds for row in rows])
+        rates = np.array([device_of(row.machine).memory_bandwidth_bytes_per_s for row in rows])
+        self.ideal_s = np.array([row.moved_bytes for row in rows]) / rates
+        self.matrix = np.array([self._row(row) for row in rows])
+
+    def _row(self, row: OpRow) -> list[float]:
+        key, memory = stream_key(row), memory_key(row)
+        shares = dict(zip(ROW_LENGTHS, _hats(row.dims[1]), strict=True))
+        return [
+            float(name == memory)
+            if kind == "memory"
+            else float(name == key) * (shares[length] if name in BY_ROW_LENGTH else 1.0)
+            for kind, name, length in self.columns
+        ]
+
+    def _target(self, fixed_s: dict[str, float]) -> Array:
+        fixed = np.array([fixed_s[timing_key(row)] for row in self.rows])
+        return np.log(np.maximum(self.measured - fixed, 0.1 * self.measured) / self.ideal_s)
+
+    def fit(self, fixed_s: dict[str, float]) -> Array:
+        """Logs of how many times longer than at the peak rate, column by column.
+
+        Elementwise passes say what the memory gives, all others what their kernels leave of it.
+        """
+        target = self._target(fixed_s)
+        memories = len(self.memories)
+        plain = ~self.matrix[:, memories:].any(axis=1)
+        weights = np.zeros(len(self.columns))
+        weights[:memories] = _huber(self.matrix[plain, :memories], target[plain])
+        if not plain.all():
+            rest = target[~plain] - self.matrix[~plain, :memories] @ weights[:memories]
+            weights[memories:] = _huber(self.matrix[~plain, memories:], rest)
+        return weights
+
+    def loss(self, fixed_s: dict[str, float]) -> float:
+        """Mean relative error of all rows under these fixed seconds."""
+        fixed = np.array([fixed_s[timing_key(row)] for row in self.rows])
+        predicted = fixed + np.exp(self.matrix @ self.fit(fixed_s)) * self.ideal_s
+        return float(np.mean(np.abs(predicted / self.measured - 1.0)))
+
+    def section(self, weights: Array) -> dict[str, Any]:
+        ratios: dict[str, float] = {}
+        shares: dict[str, Any] = dict(SHARE_PRIORS)
+        shares.update((key, []) for key in BY_ROW_LENGTH if key in self.kernels)
+        for (kind, name, length), weight in zip(self.columns, weights, strict=True):
+            value = round(float(np.exp(-weight)), 4)
+            if kind == "memory":
+                ratios[name] = value
+            elif name in BY_ROW_LENGTH:
+                shares[name].append([length, value])
+            else:
+                shares[name] = value
+        general = [value for name, value in ratios.items() if name not in OWN_MEMORY]
+        ratios["other"] = round(float(np.mean(general)), 4)
+        return {"memory_ratios": ratios, "shares": shares}
+
+
+def _huber(matrix: Array, target: Array) -> Array:
+    regressor = HuberRegressor(alpha=1e-3, fit_intercept=False, max_iter=1000)
+    return np.asarray(regressor.fit(matrix, target).coef_)
+
+
+def _hats(length: float) -> Array:
+    """Weights of the row lengths around this one, over the logarithm."""
+    logs = np.log(ROW_LENGTHS)
+    at = float(np.clip(np.log(max(length, 1.0)), logs[0], logs[-1]))
+    return np.array([np.interp(at, logs, unit) for unit in np.eye(len(logs))])
+
+
+def memory_key(row: OpRow) -> str:
+    """Under which name the memory of a row's device is fitted."""
+    return row.die if row.die in OWN_MEMORY else memory_class(row.device)
+
+
+def stream_key(row: OpRow) -> str:
+    """Under which name a row's kernel is fitted."""
+    return f"{row.family}.{'backward' if row.is_backward else 'forward'}"
+
+
+def predict(fitted: Fitted, rows: Sequence[OpRow]) -> Array:
+    """Seconds of rows as their sources time them: the law's, and the source's fixed seconds."""
+    seconds = np.zeros(len(rows))
+    for kind, law in (
+        ("matmul", _products_s),
+        ("attention", _attention_s),
+        ("streams", _streams_s),
+    ):
+        mine = [index for index, row in enumerate(rows) if _kind(row) == kind]
+        if mine:
+            chosen = [rows[index] for index in mine]
+            fixed_s = fitted.fixed_s[kind]
+            timings = [timing_key(row) for row in chosen]
+            fixed = [fixed_s.get(timing, usual_fixed_s(timing)) for timing in timings]
+            seconds[mine] = law(fitted, chosen) + np.array(fixed)
+    return seconds
+
+
+def _kind(row: OpRow) -> str:
+    return row.family if row.family in ("matmul", "attention") else "streams"
+
+
+def _products_s(fitted: Fitted, rows: Sequence[OpRow]) -> Array:
+    return product_seconds(ProductLaw(**fitted.products), **product_columns(rows))
+
+
+def _attention_s(fitted: Fitted, rows: Sequence[OpRow]) -> Array:
+    columns = attention_columns(rows, fitted.products)
+    return attention_seconds(AttentionLaw(**fitted.attention), **columns)
+
+
+def _streams_s(fitted: Fitted, rows: Sequence[OpRow]) -> Array:
+    law = StreamLaw(**fitted.streams, cache_speedup=CACHE_SPEEDUP, start_s=START_S)
+    seconds = []
+    for row in rows:
+        device = row.device
+        share = law.share((stream_key(row), row.family), row.dims[1])
+        rate = (device.memory_bandwidth_bytes_per_s or 0.0) * law.memory_ratio(device)
+        seconds.append(row.moved_bytes / (rate * share))
+    return np.array(seconds)

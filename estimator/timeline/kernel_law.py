@@ -1,0 +1,385 @@
+"""Say how long a GPU's kernels take, from their sizes and the chip's datasheet.
+
+Matrix products run as tiles on multiprocessors: whole waves of tiles, each tile paying for its own
+edges, with the tile size and the number of pieces of the inner sum that finish first; everything
+else streams its bytes at a share of the memory's rate. A chip whose power limit does not feed its
+units at full clock runs them slower. The shares are learnt from measured operators
+(`benchmarks/fit_kernels.py`) and hold on chips that none of them was measured on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from estimator.profile import Device, shipped_data
+
+Array = NDArray[np.float64]
+
+# Rows and columns of a tile, and the pieces that an inner sum is cut into (CUTLASS documentation,
+# "Efficient GEMM in CUDA": threadblock tiles, split-K).
+_TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
+_SMALL_TILES = ((32, 128), (128, 32), (32, 32), (8, 128), (128, 8), (1, 128), (128, 1))
+_PIECES = (1, 2, 4, 8, 16)
+_TILE_ROWS, _TILE_COLUMNS, _TILE_PIECES = (
+    np.array(column, dtype=float)
+    for column in zip(
+        *((rows, columns, k) for rows, columns in (*_TILES, *_SMALL_TILES) for k in _PIECES),
+        strict=True,
+    )
+)
+# Partial sums are written and read again in fp32.
+_PARTIAL_SUM_BYTES = 8.0
+# From this length of the inner sum on, rows of the factors lie further apart than the address
+# translation caches reach; Pascal's reach least.
+_LONG_INNER = 8192.0
+# How sharply a roofline's or a power limit's two regimes meet.
+_SHARPNESS = 4.0
+_POWER_SHARPNESS = 6.0
+# Lithography, nm (vendors' architecture whitepapers): energy per operation falls with it.
+_PROCESS_NM: Mapping[str, float] = {
+    "gk210": 28.0,
+    "gp100": 16.0,
+    "gp104": 16.0,
+    "gv100": 12.0,
+    "tu102": 12.0,
+    "tu102-geforce": 12.0,
+    "tu104": 12.0,
+    "ga100": 7.0,
+    "ga102": 8.0,
+    "ga102-geforce": 8.0,
+    "ad10x": 5.0,
+    "ad10x-geforce": 5.0,
+    "gh100": 4.0,
+    "gb100": 4.0,
+    "cdna": 7.0,
+    "cdna2": 6.0,
+    "cdna3": 5.0,
+}
+_REFERENCE_NM = 12.0
+# Cards for gamers raise their clocks beyond the rated boost while power and heat allow: timm's
+# training steps on RTX 3090 need 1.15 to 1.2 times the peak at the rated 1,695 MHz.
+_GAMING = "-geforce"
+_ABOVE_BOOST = 1.15
+_WITHOUT_TENSOR_CORES = _OLD_TLB = ("gk210", "gp100", "gp104")
+# The first two generations of tensor cores take their operands through registers, not from shared
+# memory copied ahead of time (NVIDIA A100 architecture whitepaper, 2020).
+_EARLY_TENSOR = ("gv100", "tu102", "tu102-geforce", "tu104")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """What the law knows of a chip computing in one dtype; numbers, or arrays of one length.
+
+    `headroom` is power per peak flop and clock, pJ/(flop·GHz): low where a power limit makes a
+    chip lower its clock under load.
+    """
+
+    flops_per_s: Any
+    memory_bytes_per_s: ArrayLike
+    multiprocessors: ArrayLike
+    headroom: ArrayLike
+    process_ratio: ArrayLike
+    is_tensor: ArrayLike
+    is_early_tensor: ArrayLike
+    has_old_tlb: ArrayLike
+
+
+def chip_of(device: Device, dtype: str) -> Chip:
+    """A device as the law sees it in a dtype of torch ("tfloat32" for fp32 on tensor cores)."""
+    details = device.details
+    peak = peak_flops_per_s(device, dtype)
+    architecture = str(details.get("architecture", ""))
+    is_tensor = (
+        dtype != "float32"
+        and dtype in device.peak_flops_per_s
+        and architecture not in _WITHOUT_TENSOR_CORES
+    )
+    clock_hz = _number(details, "boost_clock_hz", 1.5e9)
+    if is_tensor:
+        clock_hz = _number(details, "tensor_clock_hz", clock_hz)
+    watts = _number(details, "power_w", 300.0)
+    if architecture.endswith(_GAMING):
+        peak, clock_hz = peak * _ABOVE_BOOST, clock_hz * _ABOVE_BOOST
+    return Chip(
+        flops_per_s=peak,
+        memory_bytes_per_s=device.memory_bandwidth_bytes_per_s or 1e12,
+        multiprocessors=_number(details, "sm_count", 80.0),
+        headroom=watts / peak * 1e12 / (clock_hz / 1e9),
+        process_ratio=_PROCESS_NM.get(architecture, 5.0) / _REFERENCE_NM,
+        is_tensor=is_tensor,
+        is_early_tensor=is_tensor and architecture in _EARLY_TENSOR,
+        has_old_tlb=architecture in _OLD_TLB,
+    )
+
+
+def peak_flops_per_s(device: Device, dtype: str) -> float:
+    """The dense peak in a dtype; that of fp32, in which the rest is computed, where it has none."""
+    peaks = device.peak_flops_per_s
+    return peaks.get(dtype) or peaks.get("float32") or max(peaks.values())
+
+
+def _number(details: Mapping[str, Any], name: str, default: float) -> float:
+    value = details.get(name)
+    return float(value) if isinstance(value, int | float) and value > 0 else default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductLaw:
+    """Matrix products: shares of the peak by kind of unit, and what tiles cost beyond their work.
+
+    A tile of r × c reaches the share (1 + half_tile · (r + c) / (r · c))⁻¹ of `*_ratio` of the
+    peak, as if its inner sum were `*_extra_inner` longer. `*_headroom` is where power begins to
+    limit the clock on a 12 nm chip, scaled by (process / 12 nm) ** process_exponent.
+    """
+
+    vector_ratio: float
+    tensor_ratio: float
+    early_tensor_ratio: float
+    vector_half_tile: float
+    tensor_half_tile: float
+    vector_extra_inner: float
+    tensor_extra_inner: float
+    memory_ratio: float
+    vector_headroom: float
+    tensor_headroom: float
+    process_exponent: float
+    long_inner: float
+    old_tlb_long_inner: float
+    start_s: float
+
+
+def sustained_ratio(law: ProductLaw, chip: Chip) -> Array:
+    """The share of its boost clock that a chip holds within its power limit, units fully busy."""
+    needed = np.where(chip.is_tensor, law.tensor_headroom, law.vector_headroom)
+    needed = needed * np.asarray(chip.process_ratio) ** law.process_exponent
+    lack = needed / np.asarray(chip.headroom)
+    return np.asarray((1.0 + lack**_POWER_SHARPNESS) ** (-1.0 / _POWER_SHARPNESS))
+
+
+def product_seconds(
+    law: ProductLaw,
+    chip: Chip,
+    *,
+    batch: ArrayLike,
+    rows: ArrayLike,
+    columns: ArrayLike,
+    inner: ArrayLike,
+    moved_bytes: ArrayLike,
+    cached: float = 1.0,
+) -> Array:
+    """Seconds of products (batch, rows, inner) × (batch, inner, columns), without the start.
+
+    Sizes and `moved_bytes` (what the product must read and write) are numbers or arrays of one
+    length. `cached` multiplies the memory's rate where the factors are in the last-level cache.
+    """
+    count, m, n, k, moved = (
+        np.atleast_1d(np.asarray(item, dtype=float))[:, None]
+        for item in (batch, rows, columns, inner, moved_bytes)
+    )
+    tensor = _column(chip.is_tensor)
+    share = np.where(_column(chip.is_early_tensor), law.early_tensor_ratio, law.tensor_ratio)
+    share = np.where(tensor, share, law.vector_ratio)
+    extra_inner = np.where(tensor, law.tensor_extra_inner, law.vector_extra_inner)
+    half_tile = np.where(tensor, law.tensor_half_tile, law.vector_half_tile)
+    long_inner = np.where(_column(chip.has_old_tlb), law.old_tlb_long_inner, law.long_inner)
+    rate = _column(chip.flops_per_s) * share * _column(sustained_ratio(law, chip))
+    rate = rate / (1.0 + long_inner * np.maximum(0.0, np.log(k / _LONG_INNER)))
+
+    tiles = count * np.ceil(m / _TILE_ROWS) * np.ceil(n / _TILE_COLUMNS) * _TILE_PIECES
+    waves = np.ceil(tiles / _column(chip.multiprocessors))
+    area = _TILE_ROWS * _TILE_COLUMNS
+    edge = 1.0 + half_tile * (_TILE_ROWS + _TILE_COLUMNS) / area
+    tile_flops = 2.0 * area * (k / _TILE_PIECES + extra_inner)
+    compute_s = waves * tile_flops * edge * _column(chip.multiprocessors) / rate
+    partial = np.where(_TILE_PIECES > 1, _PARTIAL_SUM_BYTES * count * m * n * _TILE_PIECES, 0.0)
+    bytes_per_s = _column(chip.memory_bytes_per_s) * law.memory_ratio * cached
+    memory_s = (moved + partial) / bytes_per_s
+    return np.asarray(_longer(compute_s, memory_s).min(axis=1))
+
+
+def _column(values: ArrayLike) -> Array:
+    return np.atleast_1d(np.asarray(values))[:, None]
+
+
+def _longer(compute_s: Array, memory_s: Array) -> Array:
+    """The longer of two, a little more where they are equal: a soft roofline."""
+    longest = np.maximum(compute_s, memory_s)
+    shortest = np.minimum(compute_s, memory_s)
+    return np.asarray(longest * (1.0 + (shortest / longest) ** _SHARPNESS) ** (1.0 / _SHARPNESS))
+
+
+def memory_class(device: Device) -> str:
+    """ "HBM" or "GDDR": stacked on the chip's carrier, or soldered around it."""
+    return str(device.details.get("memory_type", "")).rstrip("0123456789eXx")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLaw:
+    """Kernels that move bytes: shares of the memory's peak rate.
+
+    `memory_ratios` are what a plain stream reaches, by architecture, else by class of memory, else
+    "other": stacked memory ("HBM") reaches more than cards' ("GDDR"). `shares` are what kernels
+    reach of that, by "operator.phase", "family.phase" or "family", the first that is known: a
+    number, or (row length, share) points that are interpolated over the logarithm.
+    """
+
+    memory_ratios: Mapping[str, float]
+    shares: Mapping[str, float | tuple[tuple[float, float], ...]]
+    cache_speedup: float
+    start_s: float
+
+    def memory_ratio(self, device: Device) -> float:
+        """The share of the memory's peak rate that a plain stream reaches on a device."""
+        keys = (str(device.details.get("architecture")), memory_class(device), "other")
+        return next(self.memory_ratios[key] for key in keys if key in self.memory_ratios)
+
+    def share(self, keys: tuple[str, ...], row_length: float) -> float:
+        """The share for the first of `keys` that is known; that of "other" where none is."""
+        known = (*keys, "other")
+        found = next(self.shares[key] for key in known if key in self.shares)
+        if isinstance(found, float | int):
+            return float(found)
+        lengths, shares = zip(*found, strict=True)
+        return float(np.interp(np.log(max(row_length, 1.0)), np.log(lengths), shares))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLaw:
+    """Fused attention: flops at a share of the peak, and the tensors' bytes on top.
+
+    The share grows with the head size: small heads leave the exponentials' units the bottleneck.
+    Head sizes between the kernels' steps are padded, and reach `padded_ratio` of the share.
+    """
+
+    forward_ratio: float
+    backward_ratio: float
+    padded_ratio: float
+    small_head: float
+    memory_ratio: float
+    start_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolutionLaw:
+    """Convolutions: seconds over those of the flops at the peak, plus those of the bytes streamed.
+
+    `times` are the two factors by "kind.phase", or by "kind.phase.layout" for a layout of its own:
+    libraries copy images into the layout that their kernels want, and sums over all positions
+    (gradients of filters) go through memory, so bytes cost more than a stream's.
+    """
+
+    times: Mapping[str, tuple[float, float]]
+
+    def factors(self, kind: str, phase: str, layout: str) -> tuple[float, float]:
+        """(times the flops' seconds, times the bytes') of a kind of convolution."""
+        own = self.times.get(f"{kind}.{phase}.{layout}")
+        return own if own is not None else self.times[f"{kind}.{phase}"]
+
+
+# Depthwise kernels of cuDNN and torch are written for filters of up to 5 × 5.
+_WIDEST_DEPTHWISE = 25
+# An image of so few channels is the first layer's.
+_FEW_CHANNELS = 4
+
+
+def convolution_kind(dims: tuple[float, ...], *, is_tensor: bool) -> str:
+    """Which algorithm a convolution of these `Features.dims` runs, as far as its sizes tell."""
+    _, inputs, _, groups, _, kernel, _, _ = dims
+    if groups > 1 and inputs == 1:
+        return "depthwise" if kernel <= _WIDEST_DEPTHWISE else "wide depthwise"
+    if groups > 1:
+        return "grouped"
+    if not is_tensor:
+        return "vector pointwise" if kernel == 1 else "vector dense"
+    if inputs <= _FEW_CHANNELS:
+        return "first"
+    return "pointwise" if kernel == 1 else "dense"
+
+
+# Fused attention works on blocks of so many queries, and on head sizes in steps (Dao,
+# FlashAttention-2, 2023); the share of the peak is quoted at this head size.
+_QUERY_BLOCK = 128.0
+_HEAD_STEP = 32.0
+_FULL_HEAD = 128.0
+
+
+def attention_seconds(
+    law: AttentionLaw,
+    chip: Chip,
+    *,
+    sustained: ArrayLike,
+    heads: ArrayLike,
+    queries: ArrayLike,
+    head_size: ArrayLike,
+    flops: ArrayLike,
+    moved_bytes: ArrayLike,
+    is_backward: ArrayLike,
+    cached: float = 1.0,
+) -> Array:
+    """Seconds of fused attention calls, without the start; `heads` are those of all samples.
+
+    Each multiprocessor takes one block of queries of one head at a time; the tensors' bytes come
+    on top, since a block reads its queries before and writes its sums after it computes.
+    """
+    blocks = np.asarray(heads) * np.ceil(np.asarray(queries) / _QUERY_BLOCK)
+    filled = blocks / np.asarray(chip.multiprocessors)
+    padded = np.ceil(np.asarray(head_size) / _HEAD_STEP) * _HEAD_STEP
+    share = np.where(is_backward, law.backward_ratio, law.forward_ratio)
+    share = share * np.where(padded > np.asarray(head_size), law.padded_ratio, 1.0)
+    size = np.minimum(padded, _FULL_HEAD)
+    share = share * (1.0 + law.small_head / _FULL_HEAD) / (1.0 + law.small_head / size)
+    rate = np.asarray(chip.flops_per_s) * share * np.asarray(sustained)
+    compute_s = np.asarray(flops) * (padded / np.asarray(head_size)) / rate
+    compute_s = compute_s * np.ceil(filled) / filled
+    bytes_per_s = np.asarray(chip.memory_bytes_per_s) * law.memory_ratio * cached
+    return np.asarray(compute_s + np.asarray(moved_bytes) / bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelLaw:
+    """The law's learnt numbers, and how far each family's calls are off on chips not learnt from.
+
+    `errors` are medians of |predicted − measured| / measured by family, "other" for the rest.
+    """
+
+    products: ProductLaw
+    convolutions: ConvolutionLaw
+    streams: StreamLaw
+    attention: AttentionLaw
+    errors: Mapping[str, float]
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> KernelLaw:
+        """The law of a fitted file (`data/fits/kernels.json`)."""
+        streams = plain["streams"]
+        shares = {
+            key: value if isinstance(value, float | int) else tuple(map(tuple, value))
+            for key, value in streams["shares"].items()
+        }
+        return cls(
+            products=ProductLaw(**plain["products"]),
+            convolutions=ConvolutionLaw(
+                times={key: (flops, moved) for key, (flops, moved) in plain["convolutions"].items()}
+            ),
+            streams=StreamLaw(**{**streams, "shares": shares}),
+            attention=AttentionLaw(**plain["attention"]),
+            errors=plain["errors"],
+        )
+
+
+def load_law(path: Path | None = None) -> KernelLaw:
+    """A fitted law, by default the one that ships with the package; read once."""
+    return _read_law(path or shipped_data("fits") / "kernels.json")
+
+
+@lru_cache(maxsize=4)
+def _read_law(path: Path) -> KernelLaw:
+    return KernelLaw.from_dict(json.loads(path.read_text(encoding="utf-8")))

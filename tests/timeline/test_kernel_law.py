@@ -1,0 +1,181 @@
+"""The kernel law: tiles in waves, streams at shares, clocks under a power limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from estimator.profile import load_profile
+from estimator.timeline.kernel_law import (
+    AttentionLaw,
+    Chip,
+    ProductLaw,
+    StreamLaw,
+    attention_seconds,
+    chip_of,
+    load_law,
+    product_seconds,
+    sustained_ratio,
+)
+
+# Whole tiles cost nothing beyond their work, and memory never waits.
+PLAIN = ProductLaw(
+    vector_ratio=0.5,
+    tensor_ratio=0.5,
+    early_tensor_ratio=0.25,
+    vector_half_tile=0.0,
+    tensor_half_tile=0.0,
+    vector_extra_inner=0.0,
+    tensor_extra_inner=0.0,
+    memory_ratio=1.0,
+    vector_headroom=1e-9,
+    tensor_headroom=1e-9,
+    process_exponent=1.0,
+    long_inner=0.0,
+    old_tlb_long_inner=0.0,
+    start_s=0.0,
+)
+CHIP = Chip(
+    flops_per_s=1e13,
+    memory_bytes_per_s=1e15,
+    multiprocessors=100.0,
+    headroom=1.0,
+    process_ratio=1.0,
+    is_tensor=False,
+    is_early_tensor=False,
+    has_old_tlb=False,
+)
+
+
+def seconds(law: ProductLaw, chip: Chip, m: float, n: float, k: float) -> float:
+    found = product_seconds(
+        law, chip, batch=1, rows=m, columns=n, inner=k, moved_bytes=2 * (m * k + k * n + m * n)
+    )
+    return float(found[0])
+
+
+def test_one_whole_wave_runs_at_the_share_of_the_peak() -> None:
+    # 10 · 10 tiles of 128 · 128 on 100 multiprocessors at 0.5 of 10 TFLOP/s
+    assert seconds(PLAIN, CHIP, 1280, 1280, 512) == pytest.approx(2 * 1280 * 1280 * 512 / 5e12)
+
+
+def test_early_tensor_cores_have_a_share_of_their_own() -> None:
+    chip = replace(CHIP, is_tensor=True, is_early_tensor=True)
+    assert seconds(PLAIN, chip, 1280, 1280, 512) == pytest.approx(
+        2 * seconds(PLAIN, CHIP, 1280, 1280, 512)
+    )
+
+
+def test_a_long_sum_on_few_tiles_is_cut_into_pieces() -> None:
+    # one tile of 128 · 128 alone would leave 99 of 100 multiprocessors idle
+    uncut = 2 * 128 * 128 * 8192 / (5e12 / 100)
+    assert seconds(PLAIN, CHIP, 128, 128, 8192) < 0.15 * uncut
+
+
+def test_a_product_of_vectors_waits_for_memory() -> None:
+    chip = replace(CHIP, memory_bytes_per_s=1e12)
+    # 2 · 8192² bytes of the matrix
+    assert seconds(PLAIN, chip, 1, 8192, 8192) == pytest.approx(2 * 8192**2 / 1e12, rel=0.05)
+
+
+def test_half_the_power_that_full_speed_needs_halves_the_clock() -> None:
+    law = replace(PLAIN, vector_headroom=2.0)
+    # (1 + 2⁶)^(−1/6): the sharper the limit, the closer to a half
+    assert float(sustained_ratio(law, CHIP)) == pytest.approx(65 ** (-1 / 6))
+    assert float(sustained_ratio(law, replace(CHIP, headroom=20.0))) == pytest.approx(1.0, abs=1e-5)
+
+
+@given(
+    m=st.integers(1, 5000),
+    n=st.integers(1, 5000),
+    k=st.integers(1, 9000),
+    more=st.floats(1.0, 4.0),
+)
+def test_time_never_rises_with_the_chip_or_falls_with_the_product(
+    m: int, n: int, k: int, more: float
+) -> None:
+    law = load_law().products
+    base = seconds(law, CHIP, m, n, k)
+    faster = replace(CHIP, flops_per_s=1e13 * more, memory_bytes_per_s=1e15 * more)
+    assert seconds(law, faster, m, n, k) <= base * (1 + 1e-9)
+    assert seconds(law, CHIP, m, n, k + 64) >= base * (1 - 1e-9)
+
+
+def test_rows_of_arrays_are_costed_as_one_by_one() -> None:
+    law = load_law().products
+    sizes = [(64.0, 512.0, 128.0), (1280.0, 1280.0, 512.0), (7.0, 9.0, 70000.0)]
+    m, n, k = (np.array(column) for column in zip(*sizes, strict=True))
+    together = product_seconds(
+        law, CHIP, batch=1, rows=m, columns=n, inner=k, moved_bytes=2 * (m * k + k * n + m * n)
+    )
+    assert together == pytest.approx([seconds(law, CHIP, *size) for size in sizes])
+
+
+def test_a_share_between_two_row_lengths_is_interpolated_over_their_logarithm() -> None:
+    law = StreamLaw(
+        memory_ratios={"other": 0.8},
+        shares={"softmax.forward": ((256.0, 0.4), (4096.0, 0.8)), "other": 0.5},
+        cache_speedup=2.0,
+        start_s=0.0,
+    )
+    assert law.share(("softmax.forward", "softmax"), 1024.0) == pytest.approx(0.6)
+    assert law.share(("softmax.forward",), 1e6) == pytest.approx(0.8)
+    assert law.share(("index.forward", "index"), 100.0) == 0.5
+
+
+def test_memory_goes_by_architecture_before_class() -> None:
+    law = StreamLaw(
+        memory_ratios={"HBM": 0.9, "gp100": 0.7, "other": 0.8},
+        shares={},
+        cache_speedup=2.0,
+        start_s=0.0,
+    )
+    ratios = [
+        law.memory_ratio(load_profile(name).devices[0]) for name in ("h100-sxm", "p100-pcie", "t4")
+    ]
+    assert ratios == [0.9, 0.7, 0.8]
+
+
+def test_attention_pads_heads_and_fills_multiprocessors_in_waves() -> None:
+    law = AttentionLaw(
+        forward_ratio=0.5,
+        backward_ratio=0.25,
+        padded_ratio=1.0,
+        small_head=0.0,
+        memory_ratio=1.0,
+        start_s=0.0,
+    )
+
+    def taken_s(heads: float, size: float, *, is_backward: bool = False) -> float:
+        return float(
+            attention_seconds(
+                law,
+                CHIP,
+                sustained=1.0,
+                heads=heads,
+                queries=128,
+                head_size=size,
+                flops=1e9 * heads * size / 64,
+                moved_bytes=0.0,
+                is_backward=is_backward,
+            )
+        )
+
+    # 100 blocks on 100 multiprocessors: one wave; 101: two
+    assert taken_s(100, 64) == pytest.approx(100e9 / 5e12)
+    assert taken_s(101, 64) == pytest.approx(200e9 / 5e12)
+    assert taken_s(100, 64, is_backward=True) == pytest.approx(2 * taken_s(100, 64))
+    # a head of 40 runs as one of 64
+    assert taken_s(100, 40) == pytest.approx(taken_s(100, 64))
+
+
+def test_tensor_cores_are_known_by_architecture_and_dtype() -> None:
+    v100, p100 = (load_profile(name).devices[0] for name in ("v100-sxm", "p100-pcie"))
+    assert chip_of(v100, "float16").is_tensor
+    assert chip_of(v100, "float16").is_early_tensor
+    assert not chip_of(v100, "float32").is_tensor
+    assert not chip_of(p100, "float16").is_tensor
