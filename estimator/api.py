@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from estimator.errors import ModelError
 from estimator.estimates import Estimate, estimate_graph
 from estimator.profile import DeviceKind, MachineProfile, load_profile
 from estimator.topology import Cluster
@@ -30,6 +31,9 @@ def trace_model(
     target: DeviceKind = "cpu",
     measure: bool = False,
     *,
+    compiled: bool | Literal["cuda-graphs"] = False,
+    channels_last: bool = False,
+    grad_scaler: bool = False,
     batch_dim: int | None = None,
     name: str | None = None,
     profile: MachineProfile | str = "local",
@@ -40,10 +44,25 @@ def trace_model(
     `batch` is what the model is called with: a tensor, a tuple or a mapping of tensors; `loss` is
     called with (output, batch) and defaults to ``output.loss``, else the mean of the floating
     outputs. With `measure`, the distinct ops of the step are also timed on this machine, which must
-    be the one `profile` describes; timings are kept in the user's store. Raises ModelError,
-    TraceError, ProbeError.
+    be the one `profile` describes; timings are kept in the user's store.
+
+    The step is eager unless `compiled`: as `torch.compile` fuses it, or as its
+    ``mode="reduce-overhead"`` replays it ("cuda-graphs"). `channels_last` lays images and filters
+    out as ``.to(memory_format=torch.channels_last)`` does, `grad_scaler` adds what a
+    ``torch.amp.GradScaler`` does to gradients. Raises ModelError, TraceError, ProbeError.
     """
     from estimator.graph.trace import trace_graph
+
+    if measure and compiled:
+        raise ModelError(
+            "measure times operators one by one, which a compiled model does not run; leave out "
+            "measure or compiled"
+        )
+    if grad_scaler and precision not in ("fp16", "fp16-amp"):
+        raise ModelError(
+            f"a gradient scaler is for fp16 gradients, found precision {precision}; leave it out "
+            "or use fp16-amp"
+        )
 
     graph = trace_graph(
         model,
@@ -52,9 +71,15 @@ def trace_model(
         optimizer=optimizer,
         precision=precision,
         target=target,
+        channels_last=channels_last,
         batch_dim=batch_dim,
         name=name,
     )
+    graph = replace(graph, grad_scaler=grad_scaler)
+    if compiled:
+        from estimator.graph.fusion import compile_graph
+
+        return compile_graph(graph, "compiled" if compiled is True else compiled)
     return with_timings(graph, profile, report=report) if measure else graph
 
 

@@ -202,7 +202,7 @@ def profiles() -> None:
 def list_machines() -> None:
     """Every machine that can be named in an allocation, measured ones first."""
     from estimator.profile import home, known_machines, load_profile
-    from estimator.render import machines_table
+    from estimator.render_profiles import machines_report
 
     machines: dict[str, tuple[Path, MachineProfile | None]] = {}
     for name, path in known_machines().items():
@@ -210,8 +210,8 @@ def list_machines() -> None:
             machines[name] = (path, load_profile(path))
         except ProfileError:
             machines[name] = (path, None)
-    print_tables(machines_table(machines))
-    if not any(path.is_relative_to(home()) for path in known_machines().values()):
+    print_tables(machines_report(machines, store=home()))
+    if not any(path.is_relative_to(home()) for path, _ in machines.values()):
         click.echo("none of them was measured here; run 'estimator probe' to measure this machine")
 
 
@@ -220,7 +220,7 @@ def list_machines() -> None:
 def show(name: str) -> None:
     """What was measured of the machine NAME (or of a profile file)."""
     from estimator.profile import load_profile
-    from estimator.render import profile_report
+    from estimator.render_profiles import profile_report
 
     print_tables(profile_report(load_profile(name)))
 
@@ -229,19 +229,11 @@ def show(name: str) -> None:
 @click.argument("first")
 @click.argument("second")
 def compare(first: str, second: str) -> None:
-    """The ratio of every number that both machines FIRST and SECOND have."""
-    from estimator.comparison import compare_profiles, groups_only_in
+    """Every number of the machines FIRST and SECOND, and the ratio of those that both have."""
     from estimator.profile import load_profile
-    from estimator.render import comparison_report
+    from estimator.render_comparison import comparison_report
 
-    one, other = load_profile(first), load_profile(second)
-    print_tables(comparison_report(compare_profiles(one, other), first=first, second=second))
-    for name, groups in (
-        (first, groups_only_in(one, other)),
-        (second, groups_only_in(other, one)),
-    ):
-        if groups:
-            click.echo(f"only '{name}' says anything of: {', '.join(groups)}")
+    print_tables(comparison_report(load_profile(first), load_profile(second)))
 
 
 _files_argument = click.argument(
@@ -359,6 +351,17 @@ def _workload_options(command: Command) -> Command:
             help="Correct by the steps observed in this store; - is the user's own.",
         ),
         click.option("--strategy", default="ddp", help="Such as ddp or ddp:bucket=5MiB,view."),
+        click.option("--grad-scaler", is_flag=True, help="Scale fp16 gradients, check for inf."),
+        click.option("--channels-last", is_flag=True, help="Images with their channels innermost."),
+        click.option(
+            "--cuda-graphs",
+            "execution",
+            flag_value="cuda-graphs",
+            help='As torch.compile(mode="reduce-overhead") replays it.',
+        ),
+        click.option(
+            "--compile", "execution", flag_value="compiled", help="As torch.compile fuses it."
+        ),
         click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32."),
         click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Default adamw."),
         click.option("--seq-len", type=positive, help="Tokens per sample, where the model asks."),

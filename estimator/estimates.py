@@ -105,6 +105,11 @@ class Estimate:
         return _bottleneck(self.breakdown, self.plan)
 
     @property
+    def mode(self) -> str:
+        """How the step is run, in words: precision, compiled or not, layout of images."""
+        return self.plan.members.table.graph.mode
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
         """What the answer takes for granted, one sentence each."""
         found = plan_assumptions(self.plan, self.ranks)
@@ -142,6 +147,7 @@ class Estimate:
         }
         plain["allocation"] = str(self.allocation)
         plain["breakdown"] = asdict(self.breakdown)
+        plain["mode"] = self.mode
         plain["bottleneck"] = self.bottleneck
         plain["memory"] = asdict(self.memory)
         plain["provenance"] = [

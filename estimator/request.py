@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from estimator.errors import AllocationError, ModelError
 from estimator.topology import Cluster
@@ -38,6 +38,9 @@ class Request:
     cluster: Cluster | None = None
     calibration: Calibration | None = None
     measure: bool = False
+    execution: Literal["compiled", "cuda-graphs"] | None = None
+    channels_last: bool = False
+    grad_scaler: bool = False
 
     def graph(
         self, allocations: Sequence[str], report: Callable[[str, float], None] | None = None
@@ -74,6 +77,9 @@ class Request:
             precision=self.precision or "fp32",
             target=machines[0].kind,
             measure=self.measure,
+            compiled="cuda-graphs" if self.execution == "cuda-graphs" else bool(self.execution),
+            channels_last=self.channels_last,
+            grad_scaler=self.grad_scaler,
             profile=machines[0],
             name=name,
             report=report,
@@ -86,6 +92,9 @@ class Request:
         summary = load_summary(self.model)
         for option, asked in (
             ("measure", self.measure),
+            ("compile or --cuda-graphs", self.execution),
+            ("channels-last", self.channels_last),
+            ("grad-scaler", self.grad_scaler),
             ("seq-len", self.seq_len not in (None, summary.tokens_per_sample)),
         ):
             if asked:
@@ -110,6 +119,9 @@ class Request:
             ("optimizer", self.optimizer, graph.optimizer),
             ("precision", self.precision, graph.precision),
             ("measure", self.measure or None, bool(graph.timings)),
+            ("compile or --cuda-graphs", self.execution, graph.execution),
+            ("channels-last", self.channels_last or None, graph.channels_last),
+            ("grad-scaler", self.grad_scaler or None, graph.grad_scaler),
             ("seq-len", self.seq_len, graph.tokens_per_sample),
         ):
             if asked is not None and asked != traced:
@@ -183,6 +195,12 @@ class Request:
         """A function that trains as an estimate assumed: the slowest rank's seconds per step."""
         from estimator.placement import place
         from estimator.probe.training import train
+
+        if graph.mode != graph.precision:
+            raise ModelError(
+                f"this command trains eagerly, but {graph.name} was asked for as {graph.mode}; "
+                "leave out what is not its precision"
+            )
 
         def run(predicted: Estimate) -> float:
             placement = place(predicted.allocation)

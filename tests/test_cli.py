@@ -211,3 +211,45 @@ def test_validate_predicts_then_trains_and_prints_both(
     assert case["predicted"]["allocation"] == "1x2:local"
     assert len(case["runs_s"]) == 3
     assert case["measured_s"] == sorted(case["runs_s"])[1]
+
+
+def test_a_step_can_be_asked_for_as_compiled_and_says_so(
+    store: Path, tiny: str, command: Command
+) -> None:
+    words = (tiny, "--on", "1x1:local")
+    eager, compiled = (
+        json.loads(command("estimate", *words, *more, "--json").out)
+        for more in ((), ("--compile", "--channels-last"))
+    )
+    assert (eager["mode"], compiled["mode"]) == ("fp32", "fp32, compiled, channels last")
+    assert any("torch.compile fuses" in text for text in compiled["assumptions"])
+    assert "fp32, compiled" in command("estimate", *words, "--compile").out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("estimate", "--cuda-graphs"), "has no CUDA graphs"),
+        (("estimate", "--compile", "--measure"), "leave out measure or compiled"),
+        (("estimate", "--grad-scaler"), "is for fp16 gradients"),
+        (("validate", "--compile"), "this command trains eagerly"),
+    ],
+)
+def test_modes_that_cannot_be_are_refused(
+    words: tuple[str, ...], said: str, store: Path, tiny: str, command: Command
+) -> None:
+    assert said in command(words[0], tiny, "--on", "1x1:local", *words[1:]).sentence
+
+
+def test_a_saved_graph_answers_only_in_the_mode_it_was_traced_in(
+    store: Path, tiny: str, command: Command, tmp_path: Path
+) -> None:
+    from estimator.api import trace_model
+    from estimator.graph.models import load_model
+
+    model, batch, _, _ = load_model(tiny)
+    path = tmp_path / "compiled.graph"
+    trace_model(model, batch, compiled=True).save(path)
+    words = ("estimate", path, "--on", "1x1:local")
+    assert command(*words, "--compile").code == 0
+    assert "traced with channels-last False" in command(*words, "--channels-last").sentence

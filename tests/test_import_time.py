@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import estimator
+from tests.synthetic import perceptron
 
 HEAVY = ("torch", "numpy", "scipy", "sklearn", "pydantic", "rich", "transformers", "pynvml")
 
@@ -29,6 +32,22 @@ def test_nothing_heavy_is_imported_by(code: str) -> None:
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
+    assert found.stdout.splitlines()[-1] == "[]"
+
+
+def test_estimating_a_saved_graph_imports_neither_torch_nor_sklearn(tmp_path: Path) -> None:
+    graph = replace(perceptron([64, 64]), target="cuda")
+    graph.save(tmp_path / "step.json")
+    arguments = ["estimate", str(tmp_path / "step.json"), "--on", "2x8:h100-sxm"]
+    program = (
+        f"import sys; from estimator.cli import commands; "
+        f"commands({arguments}, standalone_mode=False); "
+        "print([name for name in ('torch', 'sklearn', 'transformers') if name in sys.modules])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "step time" in found.stdout
     assert found.stdout.splitlines()[-1] == "[]"
 
 

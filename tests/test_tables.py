@@ -35,7 +35,7 @@ from estimator.timeline import class_table
 from estimator.topology import Cluster, Node, Switch
 from tests.synthetic import CHOSEN, Machine, perceptron
 
-HOSTS = tuple(f"a{number}" for number in range(1, 8))
+HOSTS = tuple(f"a{number}" for number in range(1, 10))
 
 
 def collective(op: Any, ranks: int, nodes: int, rate: float, latency_s: float) -> CollectiveCost:
@@ -135,7 +135,14 @@ def machines() -> dict[str, MachineProfile]:
     bare = replace(bare, overlaps=(), devices=tiny, rank_spread_ratio=None)
     # Neither a network nor collectives but those of a ring within the node.
     lone = replace(Machine(devices=2).profile(), name="lone", network=())
-    cpus = (slow, fast, jammed, bare, lone)
+    # Known by its datasheet to have several network cards, each near one or two devices.
+    railed = machine("railed", Machine(devices=6), 1e9, (6, 2))
+    datasheet = tuple(
+        replace(link, provenance=replace(CHOSEN, source="datasheet")) for link in railed.network
+    )
+    cards = {"nic_count": 4, "nic_bit_per_s": 2_000_000_000}
+    railed = replace(railed, network=datasheet, hardware=cards)
+    cpus = (slow, fast, jammed, bare, lone, railed)
     return {each.name: each for each in (*cpus, *map(on_gpus, cpus))}
 
 
@@ -148,6 +155,8 @@ CLUSTER = Cluster(
         "a5": Node(machine="slow", switch="r3", uplink_bytes_per_s=5e7),
         "a6": Node(machine="jammed", switch="r3"),
         "a7": Node(machine="jammed"),
+        "a8": Node(machine="railed", switch="r3", uplink_bytes_per_s=7e8),
+        "a9": Node(machine="railed"),
     },
     switches={
         "spine": Switch(),
@@ -221,7 +230,7 @@ BOTTLENECK_TEXTS = {
     "update": "the optimizer",
     "stragglers": "waiting",
 }
-DEVICES = {"slow": 4, "fast": 8, "jammed": 2, "bare": 3}
+DEVICES = {"slow": 4, "fast": 8, "jammed": 2, "bare": 3, "railed": 6}
 
 
 def in_blocks(graph: OpGraph) -> OpGraph:
@@ -276,7 +285,9 @@ cluster_groups = some.one_of(
         some.sampled_from(HOSTS),
         some.sets(some.integers(0, 3), min_size=1, max_size=3),
     ),
-    some.sampled_from(["1x1:slow", "1x4:slow", "2x3:slow", "1x2:fast", "2x8:fast", "2x1:jammed"]),
+    some.sampled_from(
+        ["1x1:slow", "1x4:slow", "2x3:slow", "1x2:fast", "2x8:fast", "2x1:jammed", "1x5:railed"]
+    ),
 )
 cluster_rows = some.lists(cluster_groups, min_size=1, max_size=6).map("+".join)
 

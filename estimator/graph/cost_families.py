@@ -67,6 +67,8 @@ def _power_flops(call: OpCall) -> int:
     if not call.target.startswith("aten.pow"):
         return 0
     exponent = argument(call, 1, "exponent")
+    if exponent == 1:  # a copy (aten/src/ATen/native/Pow.cpp), as backward of a square asks for it
+        return 1
     return 2 if exponent in (2, 3, 2.0, 3.0) else 4 if exponent in (0.5, -0.5, -1, -2) else 0
 
 

@@ -113,6 +113,19 @@ _CONVOLUTIONS = (
 )
 
 
+def is_channels_last(call: OpCall) -> bool:
+    """Whether a convolution runs with channels innermost: its image or its filters lie so.
+
+    Where the filters are 1 x 1 both orders are the same (c10/core/MemoryFormat.h); the image says.
+    """
+    image, weight = call.arguments[:3][-2:] if "backward" in call.target else call.arguments[:2]
+    return any(
+        spec.strides is not None and spec.shape[1] > 1 and spec.strides[1] == 1
+        for spec in (image, weight)
+        if len(spec.shape) > 3
+    )
+
+
 def _pair(value: Any) -> float:
     """The largest entry of a stride given as a number or a tuple."""
     return float(max(value)) if isinstance(value, tuple) and value else float(value or 1)

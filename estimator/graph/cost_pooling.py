@@ -25,12 +25,12 @@ def _pooled(call: OpCall) -> tuple[float, ...]:
 
 
 def _window(call: OpCall) -> int:
-    """Elements under one pooling window."""
-    position = 2 if "backward" in call.target else 1
-    kernel = argument(call, position, "kernel_size", ())
+    """Elements under one pooling window, which ends where the input does."""
+    kernel = argument(call, 1, "kernel_size", ())
+    sizes = kernel if isinstance(kernel, tuple) else (kernel,)
     count = 1
-    for size in kernel if isinstance(kernel, tuple) else (kernel,):
-        count *= max(int(size), 1) if isinstance(size, (int, float)) else 1
+    for size, most in zip(sizes, call.inputs[0].shape[-len(sizes) :], strict=False):
+        count *= max(min(int(size), most), 1) if isinstance(size, (int, float)) else 1
     return count
 
 

@@ -1,8 +1,9 @@
 """Tell what an operator call costs, and by which features its time can be predicted.
 
 A cost is the least that a call must compute and move; it knows no machine. Formulas are in
-`cost_kernels`, `cost_families`, `cost_indexing` and `cost_pooling`, one per operator; that of parts
-of a step known by its time is in `step_parts`.
+`cost_kernels`, `cost_families`, `cost_indexing` and `cost_pooling`, one per operator; that of
+kernels fused by a compiler is in `fused_calls`, that of parts of a step known by its time in
+`step_parts`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from estimator.graph import (
     cost_indexing,
     cost_kernels,
     cost_pooling,
+    fused_calls,
     step_parts,
 )
-from estimator.graph.cost_kernels import matmul_layout
+from estimator.graph.cost_kernels import is_channels_last, matmul_layout
 from estimator.graph.cost_registry import Family, cost_of, formula_of
 from estimator.graph.ops import OpCost
 from estimator.tensors import OpCall, TensorSpec
@@ -24,7 +26,7 @@ from estimator.tensors import OpCall, TensorSpec
 __all__ = ["Family", "Features", "cost_of", "family_of", "features_of", "op_cost"]
 
 # Importing these registers their formulas.
-FORMULAS = (cost_kernels, cost_families, cost_indexing, cost_pooling, step_parts)
+FORMULAS = (cost_kernels, cost_families, cost_indexing, cost_pooling, fused_calls, step_parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,8 @@ class Features:
     (rows, row length), a row being what one mean, sum or softmax is taken over, one row of all
     elements where there is no such thing.
     `layout` is "nn", "nt", "tn" or "tt" for a matmul ("t": that factor is stored by columns),
-    "contiguous" or "strided" otherwise. `innermost_run` is how many elements stand side by side in
+    "channels last" for a convolution whose image or filters lie so, "contiguous" or "strided"
+    otherwise. `innermost_run` is how many elements stand side by side in
     the memory of every tensor of the call.
     """
 
@@ -83,6 +86,8 @@ def features_of(call: OpCall) -> Features | None:
     contiguous = run >= whole
     if formula.family == "matmul" and "backward" not in call.target:
         layout = matmul_layout(call)
+    elif formula.family == "convolution" and is_channels_last(call):
+        layout = "channels last"
     else:
         layout = "contiguous" if contiguous else "strided"
     return Features(

@@ -7,7 +7,9 @@ graph of a GPU is traced on fake CPU tensors, with the functions replaced that c
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -101,7 +103,12 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention for half precision without a mask, else the memory-efficient one."""
+    """Flash attention for half precision without a mask, else memory-efficient or plain one.
+
+    sdp_utils.cpp (aten/src/ATen/native/transformers/cuda) on a device of compute capability 8.0 or
+    more: flash takes no mask and heads up to 256, the memory-efficient one rows of whole 16 bytes
+    and as many heads of keys as of queries; what neither takes is computed product by product.
+    """
     head_dim = query.shape[-1]
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
@@ -111,21 +118,49 @@ def _attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    if _is_narrow(query) and head_dim % 8 == 0 and head_dim <= most_cudnn_head_dim():
+        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        by_cudnn: Tensor = aten._scaled_dot_product_cudnn_attention.default(
+            query, key, value, bias, True, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return by_cudnn
     if _is_narrow(query) and attn_mask is None and head_dim <= _MOST_FLASH_HEAD_DIM:
         query, key, value = (_padded_head(tensor) for tensor in (query, key, value))
         output = aten._scaled_dot_product_flash_attention.default(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
         return output if output.shape[-1] == head_dim else output[..., :head_dim]
-    if enable_gqa and key.shape[1] != query.shape[1]:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+    if not _is_aligned(query, value) or key.shape[1] != query.shape[1]:
+        plain: Tensor = aten._scaled_dot_product_attention_math.default(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+        return plain
     bias = None if attn_mask is None else _bias(attn_mask, query, key)
     needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
     result: Tensor = aten._scaled_dot_product_efficient_attention.default(
         query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
     )[0]
     return result
+
+
+def _is_aligned(query: Tensor, value: Tensor) -> bool:
+    """Whether heads are rows of whole 16 bytes, as minimum_gemm_alignment asks for."""
+    return not any(tensor.shape[-1] * tensor.itemsize % 16 for tensor in (query, value))
+
+
+@lru_cache(maxsize=1)
+def most_cudnn_head_dim() -> int:
+    """Width of head up to which cuDNN goes first in half precision, where a GPU is here to ask.
+
+    check_prefer_cudnn_attention and check_cudnn_tensor_shapes of sdp_utils.cpp, torch 2.11: on
+    compute capability 9.0 and 10.0 with cuDNN beyond 9.15.0. 0 elsewhere, and without a GPU.
+    """
+    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1" or not torch.cuda.is_available():
+        return 0
+    cudnn = torch.backends.cudnn.version() or 0
+    if cudnn <= 91500 or torch.cuda.get_device_capability() not in ((9, 0), (10, 0)):
+        return 0
+    return 128
 
 
 def _padded_head(tensor: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from estimator.errors import GraphFileError, ModelError, StrategyError, WorkloadError
+from estimator.graph.fused_calls import FUSED, FusedKernel
 from estimator.graph.ops import (
+    Execution,
     GraphInput,
     Op,
     OpGraph,
@@ -47,6 +49,12 @@ _PLAIN_FIELDS = (
     "module_calls",
     "timed_on",
 )
+# Absent from files written before the package knew of them.
+_LATER_FIELDS: dict[str, str | bool] = {
+    "execution": "eager",
+    "channels_last": False,
+    "grad_scaler": False,
+}
 _DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError)
 
 
@@ -166,7 +174,7 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
-        **{name: getattr(graph, name) for name in _PLAIN_FIELDS},
+        **{name: getattr(graph, name) for name in (*_PLAIN_FIELDS, *_LATER_FIELDS)},
         "assumptions": graph.assumptions,
         "unknown_ops": graph.unknown_ops,
         "versions": dict(graph.versions),
@@ -195,6 +203,7 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
     ops = tuple(_decode_op(row, calls, len(values)) for row in data["ops"])
     graph = OpGraph(
         **{name: data[name] for name in _PLAIN_FIELDS},
+        **{name: data.get(name, default) for name, default in _LATER_FIELDS.items()},
         assumptions=tuple(map(str, data["assumptions"])),
         unknown_ops=tuple(map(str, data["unknown_ops"])),
         versions={str(name): str(text) for name, text in data["versions"].items()},
@@ -276,6 +285,8 @@ def _checked_call(call: OpCall) -> OpCall:
         _checked_spec(spec)
     if call.target == STEP_PART:
         StepPart.of(call)
+    elif call.target.startswith(FUSED):
+        FusedKernel.of(call)
     return call
 
 
@@ -299,3 +310,7 @@ def _check_plain_fields(graph: OpGraph) -> None:
             raise ValueError(f"'{name}' is {value!r}")
     if graph.target not in ("cpu", "cuda"):
         raise ValueError(f"target is {graph.target!r}")
+    _one_of(Execution, graph.execution)
+    for name in ("channels_last", "grad_scaler"):
+        if type(getattr(graph, name)) is not bool:
+            raise ValueError(f"'{name}' is {getattr(graph, name)!r}")

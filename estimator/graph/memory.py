@@ -102,8 +102,20 @@ def storages(graph: OpGraph) -> tuple[Storage, ...]:
     return tuple(sorted(found, key=lambda storage: (storage.born, storage.root)))
 
 
+def value_roots(graph: OpGraph) -> list[int]:
+    """For each value, the value that owns its storage, sums of gradients apart."""
+    bases = _bases(graph)
+    return [_owner(bases, value) for value in range(len(graph.values))]
+
+
 def _roots(graph: OpGraph) -> list[int]:
     """For each value, the value that owns its storage."""
+    bases = _bases(graph)
+    _share_sums(graph, bases)
+    return [_owner(bases, value) for value in range(len(graph.values))]
+
+
+def _bases(graph: OpGraph) -> list[int | None]:
     bases = [value.base for value in graph.values]
     for op in graph.ops:
         # The schemas of unsafe_split and of views that return lists do not name what they share.
@@ -111,8 +123,7 @@ def _roots(graph: OpGraph) -> list[int]:
             for value in op.outputs:
                 if bases[value] is None and graph.values[value].kind == "activation":
                     bases[value] = op.inputs[0]
-    _share_sums(graph, bases)
-    return [_owner(bases, value) for value in range(len(graph.values))]
+    return bases
 
 
 def _owner(bases: list[int | None], value: int) -> int:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Phase = Literal["forward", "backward"]
 ValueKind = Literal["parameter", "buffer", "input", "constant", "activation"]
+# One kernel after the other from Python; fused by torch.compile; the same, replayed as CUDA graphs.
+Execution = Literal["eager", "compiled", "cuda-graphs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,8 @@ class OpGraph:
 
     `parameters` stand in the order in which their gradients become ready. `batch` is the traced
     batch size (samples per device and micro-batch), None where the model has a fixed batch.
+    `execution` says how its calls are issued, `channels_last` that images were laid out so,
+    `grad_scaler` that gradients are unscaled and checked before the update.
     `update_dtype` is the dtype of the parameters that the optimizer updates. `timings` holds the
     calls measured on `timed_on` (a machine name with its fingerprint) when tracing asked for it. A
     graph made from a summary has `timed_on` if whole steps were timed there.
@@ -138,6 +142,9 @@ class OpGraph:
     batch: int | None
     other_batch: int | None
     tokens_per_sample: int | None = None
+    execution: Execution = "eager"
+    channels_last: bool = False
+    grad_scaler: bool = False
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     parameters: tuple[Parameter, ...]
@@ -151,6 +158,16 @@ class OpGraph:
     versions: Mapping[str, str] = field(default_factory=dict)
     timings: Mapping[OpCall, OpTiming] = field(default_factory=dict)
     timed_on: str | None = None
+
+    @property
+    def mode(self) -> str:
+        """How a step is run, in words: its precision and what differs from plain eager training."""
+        more = (
+            () if self.execution == "eager" else (self.execution,),
+            ("channels last",) if self.channels_last else (),
+            ("gradient scaler",) if self.grad_scaler else (),
+        )
+        return ", ".join((self.precision, *(word for words in more for word in words)))
 
     @property
     def parameter_count(self) -> int:

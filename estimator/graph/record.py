@@ -113,8 +113,7 @@ class Recorder(TorchDispatchMode):
 
     def enter_module(self, module: nn.Module, _inputs: Any) -> None:
         """A global forward-pre hook."""
-        if self.phase == "forward":
-            self.module_calls += 1
+        self.module_calls += 1
         parent = self._open[-1] if self._open else ""
         self._open.append(self._names.get(id(module), parent))
         self._mark_boundary()

@@ -67,7 +67,9 @@ def seed_all(seed: int) -> None:
     numpy.random.seed(seed)
 
 
-def put_stand_ins(model: nn.Module, *, dtype: torch.dtype | None, device: str) -> StandIns:
+def put_stand_ins(
+    model: nn.Module, *, dtype: torch.dtype | None, device: str, channels_last: bool = False
+) -> StandIns:
     """Replace every parameter and buffer by a fake, inside a fake mode; `dtype` casts floats.
 
     References to them that modules keep elsewhere (RNNs keep flat lists) are replaced as well.
@@ -78,7 +80,7 @@ def put_stand_ins(model: nn.Module, *, dtype: torch.dtype | None, device: str) -
     def fake_of(name: str, real: Tensor, *, is_parameter: bool) -> Tensor:
         fake = made.get(id(real))
         if fake is None:
-            fake = _fake(real, dtype, device)
+            fake = _fake(real, dtype, device, channels_last)
             if is_parameter:
                 fake = nn.Parameter(fake, requires_grad=real.requires_grad)
                 found.parameters[name] = fake
@@ -99,7 +101,7 @@ def put_stand_ins(model: nn.Module, *, dtype: torch.dtype | None, device: str) -
     return found
 
 
-def _fake(real: Tensor, dtype: torch.dtype | None, device: str) -> Tensor:
+def _fake(real: Tensor, dtype: torch.dtype | None, device: str, channels_last: bool) -> Tensor:
     if isinstance(real, (UninitializedParameter, UninitializedBuffer)):
         raise ModelError(
             "the model has lazy parameters without a shape; call it once on a real batch first"
@@ -109,7 +111,16 @@ def _fake(real: Tensor, dtype: torch.dtype | None, device: str) -> Tensor:
         raise ModelError(
             f"the model has a {real.layout} parameter or buffer; only dense tensors can be traced"
         )
-    return torch.empty_strided(real.shape, real.stride(), dtype=wanted, device=device)
+    return laid_out(real, wanted, device, channels_last)
+
+
+def laid_out(real: Tensor, dtype: torch.dtype, device: str, channels_last: bool) -> Tensor:
+    """An empty tensor like a real one; images and filters with their channels last if asked."""
+    if channels_last and real.dim() == 4:
+        return torch.empty(
+            real.shape, dtype=dtype, device=device, memory_format=torch.channels_last
+        )
+    return torch.empty_strided(real.shape, real.stride(), dtype=dtype, device=device)
 
 
 def _replace_references(attributes: dict[str, Any], made: Mapping[int, Tensor]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -28,6 +29,7 @@ from estimator.graph.record import Recorder
 from estimator.graph.stand_ins import (
     StandIns,
     kept_as_it_was,
+    laid_out,
     map_tensors,
     put_stand_ins,
     seed_all,
@@ -50,6 +52,7 @@ def trace_graph(
     optimizer: str = "adamw",
     precision: str = "fp32",
     target: DeviceKind = "cpu",
+    channels_last: bool = False,
     batch_dim: int | None = None,
     name: str | None = None,
 ) -> OpGraph:
@@ -59,8 +62,9 @@ def trace_graph(
     gives the operators that eager training dispatches, at every batch size. `batch` is a tensor, a
     tuple (``model(*batch)``) or a mapping (``model(**batch)``); `loss(output, batch)` defaults to
     ``output.loss``, else the mean of the floating outputs. A sample is one index of dimension 0
-    (`batch_dim`: of that one) of the inputs that share the commonest size there. The model is left
-    as it was. Raises ModelError, TraceError.
+    (`batch_dim`: of that one) of the inputs that share the commonest size there. `channels_last`
+    lays parameters and inputs of four dimensions out as ``.to(memory_format=torch.channels_last)``
+    does. The model is left as it was. Raises ModelError, TraceError.
 
     >>> graph = trace_graph(nn.Linear(3, 2), torch.randn(4, 3))
     >>> graph.batch, [parameter.name for parameter in graph.parameters]
@@ -71,7 +75,14 @@ def trace_graph(
     name = name or type(model).__name__
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"{name} has no trainable parameter; there is nothing to train")
-    look = _Look(model=model, loss=loss, precision=precision, target=target, name=name)
+    look = _Look(
+        model=model,
+        loss=loss,
+        precision=precision,
+        target=target,
+        channels_last=channels_last,
+        name=name,
+    )
     dim = batch_dim or 0
     samples = sample_count(batch, dim)
     with kept_as_it_was(model), quiet_fakes():
@@ -91,6 +102,7 @@ def trace_graph(
         # A fixed batch keeps its size as `batch`, but has no second one to draw a line through.
         other_batch=None if samples is None or fixed_because is not None else 2 * samples,
         tokens_per_sample=tokens_per_sample(batch, samples),
+        channels_last=channels_last,
         ops=joined.ops,
         values=joined.values,
         parameters=joined.parameters(first.ready),
@@ -130,6 +142,7 @@ class _Look:
     loss: Loss | None
     precision: str
     target: DeviceKind
+    channels_last: bool
     name: str
 
     @property
@@ -143,7 +156,9 @@ class _Look:
         recorder = Recorder(self.model, fake_mode, self.target)
         with kept_as_it_was(self.model), _unlike_tracing(), fake_mode:
             seed_all(0)
-            stand_ins = put_stand_ins(self.model, dtype=dtype, device="cpu")
+            stand_ins = put_stand_ins(
+                self.model, dtype=dtype, device="cpu", channels_last=self.channels_last
+            )
             run = _Run(recorder, stand_ins, ())
             self._place_model(run)
             fake_batch = self._place_batch(run, batch, dtype)
@@ -180,7 +195,7 @@ class _Look:
 
         def change(path: str, real: Tensor) -> Tensor:
             wanted = dtype if dtype is not None and real.is_floating_point() else real.dtype
-            fake = torch.empty_strided(real.shape, real.stride(), dtype=wanted, device="cpu")
+            fake = laid_out(real, wanted, "cpu", self.channels_last)
             fake.requires_grad_(real.requires_grad)
             index = run.recorder.place(fake, "input")
             run.recorder.known.give(fake, real)
@@ -217,7 +232,12 @@ class _Look:
                     f"the loss of {self.name} does not depend on any trainable parameter"
                 )
             recorder.phase = "backward"
-            value.backward()
+            # As torch.autograd.backward does, but below its override for function modes: what a
+            # checkpoint computes again in backward must meet the same functions as before.
+            seed = torch.ones_like(value, memory_format=torch.preserve_format)
+            _engine_run_backward(
+                (value,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:

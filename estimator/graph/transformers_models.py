@@ -77,6 +77,8 @@ def build_transformers_model(
     """The model, batch, no loss (its own) and name of ``hf:TYPE[:TASK][,key=value...]``."""
     transformers = _transformers()
     kind, task, overrides = _parse(text)
+    # A method of the model, not a field of its configuration.
+    checkpointing = overrides.pop("gradient_checkpointing", False)
     with _offline(), _quiet(transformers):
         config = _configuration(transformers, kind, overrides)
         head, auto_class = _find_head(transformers, config, kind, task)
@@ -88,6 +90,10 @@ def build_transformers_model(
             raise ModelError(
                 f"transformers' '{kind}' has no head to train; write a function that adds a loss"
             )
+        if checkpointing:
+            advice = "leave gradient_checkpointing out"
+            with UserCode(f"'{kind}' has no checkpoints", advice=advice, error=ModelError):
+                _enable_checkpointing(model)
         with UserCode(
             f"no batch is known for {text}", advice="write a function for it", error=ModelError
         ):
@@ -97,6 +103,12 @@ def build_transformers_model(
     if pictured and not any(key.startswith("pixel_values") for key in example):
         name += " (text alone)"
     return model, example, None, name
+
+
+def _enable_checkpointing(model: Any) -> None:
+    # The method's name since transformers 5, and before.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)()
 
 
 def _name(text: str, set_here: Settings) -> str:
@@ -155,7 +167,9 @@ def _configuration(transformers: Any, kind: str, overrides: dict[str, Any]) -> A
     with UserCode(f"the configuration of '{kind}' fails", advice=advice, error=ModelError):
         plain = transformers.AutoConfig.for_model(kind)
         for key in overrides:
-            if not hasattr(plain, key.partition(".")[0]):
+            name = key.partition(".")[0]
+            # Given as attn_implementation, kept as _attn_implementation.
+            if not hasattr(plain, name) and not hasattr(plain, f"_{name}"):
                 raise ModelError(
                     f"the configuration of '{kind}' has no '{key}'; "
                     f"{suggestion(key, list(plain.to_dict()))}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from estimator.network import network_of
+from estimator.placement import NodeKind
 from estimator.profile import MachineProfile
 from estimator.timeline.fastpath import StepPlan
 from estimator.timeline.program import StepProgram
@@ -13,6 +15,7 @@ from estimator.units import format_bytes, format_ratio, format_split
 from estimator.workload import peak_dtype
 
 _MOST_NAMED_OPS = 5
+_FLASH_CAPABILITY = 8.0
 
 
 def plan_assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
@@ -30,7 +33,7 @@ def plan_assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
             "a ring over the slowest link, corrected by the nearest measured group if there is one"
         )
     if plan.ring.nodes > 1:
-        cards = [_card_assumption(profile) for profile in profiles]
+        cards = [_card_assumption(kind) for kind in plan.placement.kinds]
         found.extend(dict.fromkeys(text for text in cards if text is not None))
     if plan.ring.nodes > 1 and len({profile.name for profile in profiles}) > 1:
         found.append(f"unlike machines are joined at {plan.ring.link or 'the slower network'}")
@@ -76,6 +79,7 @@ def _class_assumptions(program: StepProgram, *, graph_too: bool) -> list[str]:
         found.append(_memory_assumption(machine))
     if is_known_by_datasheet(machine):
         found.extend(_datasheet_assumptions(program))
+    found.extend(_attention_assumptions(program))
     batch = program.bound.batch
     if graph.is_summary:
         found.extend(summary_assumptions(program.bound, machine, program.strategy))
@@ -101,13 +105,30 @@ def _datasheet_assumptions(program: StepProgram) -> list[str]:
     return found
 
 
-def _card_assumption(machine: MachineProfile) -> str | None:
-    cards = machine.hardware.get("nic_count")
-    if not isinstance(cards, int) or cards == 1:
+def _attention_assumptions(program: StepProgram) -> list[str]:
+    """Flash attention asks NVIDIA's chips for capability 8.0 (torch's sdp_utils.cpp)."""
+    machine = program.profile
+    capability = str(machine.devices[0].details.get("compute_capability", ""))
+    is_number = capability.replace(".", "", 1).isdigit()  # AMD's are names, such as gfx90a
+    if not is_number or float(capability) >= _FLASH_CAPABILITY:
+        return []
+    if not any("flash_attention" in op.call.target for op in program.bound.graph.ops):
+        return []
+    return [
+        f"'{machine.name}' (compute capability {capability}) has no flash attention: the "
+        "memory-efficient kernel that it runs instead is costed alike"
+    ]
+
+
+def _card_assumption(kind: NodeKind) -> str | None:
+    network = network_of(kind.profile)
+    if network is None or network.cards == 1:
         return None
+    some = "1 rank on a node" if kind.busy == 1 else f"{kind.busy} ranks on a node"
+    verb = "uses" if kind.busy == 1 else "use"
     return (
-        f"a node of '{machine.name}' sends over all its {cards} network cards at once, as NCCL "
-        "does where all devices of a node take part"
+        f"{some} of '{kind.profile.name}' {verb} {network.cards_near(kind.busy)} of its "
+        f"{network.cards} network cards, the nearest ones, as NCCL does"
     )
 
 

@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.placement import nic_of
+from estimator.network import network_of
+from estimator.placed_columns import rates_by_ranks
 from estimator.profile import CollectiveName, DeviceKind, MachineProfile
 from estimator.timeline.collectives import (
     ERROR_PER_E,
@@ -146,13 +147,15 @@ class ServerTable:
     def __init__(self, sites: RingTable, strategy: Strategy) -> None:
         self._strategy = strategy
         # What workers of one node reach the servers over, which their ring does not cross.
-        self._nic = np.array([nic_of(profile) or math.nan for profile in sites.profiles])
+        most = max([len(profile.devices) for profile in sites.profiles], default=0)
+        self._nic = rates_by_ranks([network_of(profile) for profile in sites.profiles], most)
         self._latency = np.array([network_latency_s(profile) for profile in sites.profiles])
 
     def columns(self, rings: RingColumns) -> CollectiveColumns:
         """What a bucket costs on its way to the servers and back."""
         alone, rows = rings.nodes == 1, len(rings.ranks)
-        node_rate = np.where(alone, self._nic[rings.profile], rings.bytes_per_s)
+        own_rate = self._nic[rings.profile, np.where(alone, rings.per_node, 0)]
+        node_rate = np.where(alone, own_rate, rings.bytes_per_s)
         latency = np.where(alone, self._latency[rings.profile], rings.latency_s)
         together = 1 if self._strategy.asynchronous else rings.ranks
         server_rate = self._strategy.servers * (self._strategy.server_bytes_per_s or node_rate)
@@ -161,7 +164,7 @@ class ServerTable:
             beta_s_per_byte=np.maximum(rings.per_node / node_rate, together / server_rate),
             reference=np.zeros(rows, dtype=np.intp),
             relative_error=np.full(rows, FORMULA_ERROR),
-            unknown=np.isnan(node_rate),
+            unknown=np.isinf(node_rate),
         )
 
     def corrections(self, sizes_bytes: Array) -> Array:

@@ -232,9 +232,8 @@ def _reference(
     cluster: Cluster | None,
 ) -> Reference:
     """Measured over formula, size by size; the formula sees the links as the profile has them."""
-    network = network_latency_s(profile)
-    nic = nic_of(profile)
-    ring = ring_between(cost, network, nic, profile.pairs, cluster)
+    nic = nic_of(profile, math.ceil(cost.group_size / cost.nodes))
+    ring = ring_between(cost, network_latency_s(profile), nic, profile, cluster)
     alpha_s, beta = line(cost.op, ring, inner, profile.kind)
     measured_sizes, measured_s = np.array(monotone(cost.points)).T
     sizes, seconds = _extended(measured_sizes, measured_s, beta)

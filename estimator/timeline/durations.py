@@ -16,6 +16,7 @@ from estimator.graph.ops import BoundGraph, Op, OpTiming
 from estimator.profile import Contention, HostCost, MachineProfile
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.caches import cold_ratios
+from estimator.timeline.compiled_host import compiled_host_seconds
 from estimator.timeline.kernel_fits import KernelFits, Prediction
 from estimator.timeline.roofline import Roofline
 from estimator.typical import is_known_by_datasheet
@@ -57,11 +58,12 @@ _fits_of: OrderedDict[tuple[int, str], tuple[MachineProfile, KernelFits | Roofli
 def kernel_fits(profile: MachineProfile, precision: str = "fp32") -> KernelFits | Roofline:
     """The fits of a profile, made once for each of the last few profiles used.
 
-    The peaks of a datasheet depend on the `precision` of the graph: fp32 or tf32 products.
+    Both depend on the `precision` of the graph: fp32 or tf32 products.
     """
-    key = (id(profile), precision if is_known_by_datasheet(profile) else "")
+    key = (id(profile), "tf32" if precision == "tf32" else "")
     if key not in _fits_of:
-        fits = Roofline(profile, precision=precision) if key[1] else KernelFits(profile)
+        kind = Roofline if is_known_by_datasheet(profile) else KernelFits
+        fits = kind(profile, precision=precision)
         _fits_of[key] = (profile, fits)
         while len(_fits_of) > 8:
             _fits_of.popitem(last=False)
@@ -109,9 +111,10 @@ class _Timer:
         self.bound = bound
         self.profile = profile
         self.fits = kernel_fits(profile, bound.graph.precision)
-        # Devices share the last-level cache, busy or not: virtual machines have neighbours.
+        # CPUs' devices share the last-level cache, busy or not: virtual machines have neighbours.
         shared = profile.memory.shared_cache_bytes if profile.memory else 0
-        cache = shared / len(profile.devices)
+        sharers = len(profile.devices) if profile.kind == "cpu" else 1
+        cache = shared / sharers or self.fits.cache_bytes
         self.cold = cold_ratios(bound, cache, threads=self.fits.threads)
         memory = _contention(profile.contentions, "memory", devices_busy)
         if memory and memory[0][0] > cache > 0:
@@ -213,6 +216,8 @@ def _host_seconds(bound: BoundGraph, host: HostCost) -> Array:
     time includes its bare call; a CUDA kernel's does not.
     """
     graph = bound.graph
+    if graph.execution != "eager":
+        return compiled_host_seconds(graph, host)
     launch = host.bare_op_s if graph.target == "cuda" else 0.0
     seconds = {
         ("forward", False): host.forward_op_s + launch,

@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from estimator.graph.costs import Features, features_of
 from estimator.graph.workspace import BLOCK, WIDEST_DEPTHWISE
-from estimator.profile import MachineProfile
-from estimator.tensors import OpCall
+from estimator.profile import Device, MachineProfile
+from estimator.tensors import ITEM_BYTES, OpCall
 
 Array = NDArray[np.float64]
 
@@ -34,6 +34,14 @@ _WITH_SCRATCH = ("convolution", "attention", "recurrent")
 _SCRATCH_PASSES = 2.0
 # Weight of "no correction" among the neighbours: far from every point the physical form stands.
 _PRIOR_WEIGHT = 0.2
+
+
+# Products of float32 on tensor cores: not a dtype of tensors but of what multiplies them.
+_TF32 = "tfloat32"
+_HALVES = ("bfloat16", "float16")
+# What a graph for GPUs runs in half precision if it is traced where there is none to ask.
+_ATTENTION = "aten._scaled_dot_product_"
+_TRACED_ATTENTION = ("flash_attention", "efficient_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,16 +262,45 @@ class FamilyFit:
         return float(np.median(errors))
 
 
-class KernelFits:
-    """Every family of a profile; predicts any call whose cost is known."""
+def _alike(dtype: str, other: str) -> bool:
+    """Whether two dtypes have elements of one size."""
+    return ITEM_BYTES.get(dtype) == ITEM_BYTES.get(other)
 
-    def __init__(self, profile: MachineProfile) -> None:
-        self.threads = max(len(profile.devices[0].cores), 1)
+
+def _attention_here(device: Device) -> dict[str, str]:
+    """Operators of half-precision attention as traced → those that the probed device runs."""
+    here = str(device.details.get("half_attention") or "")
+    if not here.startswith(_ATTENTION):
+        return {}
+    name = here.removeprefix(_ATTENTION).removesuffix(".default")
+    return {
+        f"{_ATTENTION}{traced}{ending}.default": f"{_ATTENTION}{name}{ending}.default"
+        for traced in _TRACED_ATTENTION
+        for ending in ("", "_backward")
+    }
+
+
+class KernelFits:
+    """Every family of a profile; predicts any call whose cost is known.
+
+    Under `precision` tf32, float32 products are those that the probe timed on tensor cores.
+    """
+
+    def __init__(self, profile: MachineProfile, *, precision: str = "fp32") -> None:
+        device = profile.devices[0]
+        # No thread of the host works on an accelerator's operators.
+        self.threads = max(len(device.cores), 1) if device.kind == "cpu" else 0
+        self._tf32_families: set[str] = set()
+        self._stand_ins = _attention_here(device)
+        self.cache_bytes = 0.0
         memory = profile.memory
         cold_read_s_per_byte = memory.cold_read_s_per_byte if memory else math.inf
         groups: dict[tuple[str, str], list[ProbedCall]] = defaultdict(list)
         self.exact: dict[OpCall, tuple[float, float]] = {}
-        for kernel in profile.kernels:
+        tf32 = [kernel for kernel in profile.kernels if kernel.dtype == _TF32]
+        plain = [kernel for kernel in profile.kernels if kernel.dtype != _TF32]
+        # What tf32 takes comes last and replaces the same calls in float32.
+        for kernel in (*plain, *(tf32 if precision == "tf32" else ())):
             for point in kernel.points:
                 call = OpCall.decode(dict(point.call))
                 cold = point.cold_s if point.cold_s is not None else point.warm_s
@@ -271,6 +308,9 @@ class KernelFits:
                 features = features_of(call)
                 if features is None:
                     continue
+                if kernel.dtype == _TF32:
+                    features = replace(features, dtype=_TF32)
+                    self._tf32_families.add(features.family)
                 kind = variant(call, features, self.threads)
                 if features.family in _WITH_SCRATCH:
                     most = _SCRATCH_PASSES * features.cost.moved_bytes * cold_read_s_per_byte
@@ -287,13 +327,18 @@ class KernelFits:
         features = features_of(call)
         if features is None:
             return None
+        if features.dtype == "float32" and features.family in self._tf32_families:
+            features = replace(features, dtype=_TF32)
+        elif features.dtype in _HALVES and features.target in self._stand_ins:
+            features = replace(features, target=self._stand_ins[features.target])
         fit = self.fits.get((features.family, features.dtype))
         error = 1.0
         if fit is None:
             same_family = [key for key in self.fits if key[0] == features.family]
             if not same_family:
                 return None
-            fit = self.fits[same_family[0]]
+            # Halves compute and move like each other, not like float32.
+            fit = self.fits[max(same_family, key=lambda key: _alike(key[1], features.dtype))]
             error = 2.0
         warm, cold = fit.predict(features, variant(call, features, self.threads))
         return Prediction(warm, cold, error * fit.relative_error, "fitted")

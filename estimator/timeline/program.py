@@ -22,7 +22,7 @@ from estimator.profile import MachineProfile, Provenance, UpdateCost
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.buckets import Bucket, gradient_buckets
 from estimator.timeline.durations import Durations, kernel_fits, op_durations, slowdown_ratio
-from estimator.timeline.lanes import one_lane, two_lanes
+from estimator.timeline.lanes import looped, one_lane, two_lanes
 from estimator.timeline.step_times import part_durations
 from estimator.typical import with_typical_costs
 from estimator.workload import Strategy, peak_dtype
@@ -36,6 +36,8 @@ COPIES_ERROR = 0.2
 # A median absolute error is 0.6745 standard deviations of a normal error.
 MEDIAN_TO_SIGMA = 1 / 0.6745
 _MOST_PROGRAMS = 4096
+# Scale the loss, find infinities, read that, update the scale, its tracker, the inverse scale.
+_SCALER_OPS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,11 @@ def _compile(
     device_s = np.concatenate([durations.device_s] * before + [durations.device_s + copies_s])
     host_s = np.concatenate([durations.host_s] * before + [durations.host_s + merging_s])
     end = (one_lane if bound.graph.target == "cpu" else two_lanes)(host_s, device_s)
+    update_s, launch_s, update = _update(bound, profile, busy, sharding)
+    if bound.graph.grad_scaler:
+        update_s += _unscale_s(bound, profile, busy)
+    elif (lanes := None if sharding else _update_lanes(bound, profile)) is not None:
+        end, update_s = looped(end, host_s, device_s, *lanes)
     accumulate_s = before * _accumulate_s(bound, profile, busy)
     offset = before * len(bound.calls)
     lane_s = (float(end[-1]) if len(end) else 0.0) + accumulate_s
@@ -172,7 +179,6 @@ def _compile(
     kernels = _kernel_seconds(bound, durations)
     kernels_s = float(durations.device_s.sum()) or 1.0
     copied_s = float(copies_s.sum()) + accumulate_s
-    update_s, launch_s, update = _update(bound, profile, busy, sharding)
     view = strategy.gradient_as_bucket_view
     copy_back_s = 0.0 if view else sum(_copy_s(profile, b.size_bytes, busy) for b in buckets)
     return StepProgram(
@@ -262,6 +268,22 @@ def _accumulate_s(bound: BoundGraph, profile: MachineProfile, busy: int) -> floa
     return _stream_s(profile, "aten.add_.Tensor", elements, busy) if elements else 0.0
 
 
+def _unscale_s(bound: BoundGraph, profile: MachineProfile, busy: int) -> float:
+    """What a GradScaler adds: every gradient unscaled and checked in place, some small operators.
+
+    torch/amp/grad_scaler.py: the loss and the scale are multiplied, the check is read by the host,
+    which then has nothing issued ahead.
+    """
+    elements = sum(p.spec.numel for p in bound.graph.parameters if p.gradient is not None)
+    spec = TensorSpec((max(elements, 1),))
+    call = OpCall("aten.mul.Scalar", (spec, 1.0), (), (spec,))
+    prediction = kernel_fits(profile, bound.graph.precision).predict(call)
+    if prediction is None or profile.host is None:
+        return 0.0
+    slowdown = slowdown_ratio(profile, "memory", busy, 8.0 * elements)
+    return prediction.cold_s * slowdown + _SCALER_OPS * profile.host.bare_op_s
+
+
 def _shard_costs(bound: BoundGraph, profile: MachineProfile, busy: int) -> tuple[Array, Array]:
     """Seconds that FSDP adds to each op: copies out of gathered and into scattered buffers, hooks.
 
@@ -316,6 +338,18 @@ def _update(
         fixed_s += len(trained) * (cost.per_tensor_s + hooks_s)
         seconds += len(trained) * hooks_s
     return seconds * slowdown, fixed_s * slowdown, cost.provenance
+
+
+def _update_lanes(bound: BoundGraph, profile: MachineProfile) -> tuple[float, float] | None:
+    """Seconds of host and device in an update whose two lanes were measured; None for others."""
+    graph = bound.graph
+    cost = _update_cost(profile, graph.optimizer, UPDATE_FORMS[graph.target], graph.target)
+    if not cost.lanes or graph.is_summary:
+        return None
+    trained = [p.spec.numel for p in graph.parameters if p.gradient is not None]
+    host_s = cost.launch_s + len(trained) * cost.per_tensor_s
+    idle_s = _idle_parameters(bound) * cost.per_idle_parameter_s
+    return host_s, sum(trained) * cost.per_parameter_s + idle_s
 
 
 def _idle_parameters(bound: BoundGraph) -> float:

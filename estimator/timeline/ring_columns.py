@@ -62,56 +62,58 @@ class RingTable:
     def rings(self, placed: PlacedColumns) -> RingColumns:
         """The rings of rows that can be placed."""
         alone = placed.nodes <= 1
-        profile = self._slowest_profile(placed)
+        # Where in the table stands what the busy ranks of each node get of its network.
+        sent = placed.site * self._nic.shape[1] + placed.busy
+        profile = self._slowest_profile(placed, sent)
         return RingColumns(
             ranks=placed.ranks,
             nodes=np.maximum(placed.nodes, 1),
             per_node=placed.busy.max(axis=0),
-            bytes_per_s=np.where(alone, math.inf, self._slowest_hop(placed)),
+            bytes_per_s=np.where(alone, math.inf, self._slowest_hop(placed, sent)),
             latency_s=np.where(alone, 0.0, largest(self._latency, placed.site)),
             profile=profile,
             pool=2 * profile + ~alone,
         )
 
-    def _slowest_profile(self, placed: PlacedColumns) -> Indices:
+    def _slowest_profile(self, placed: PlacedColumns, sent: Indices) -> Indices:
         """The profile of the first site with the slowest network, then the most ranks of a node."""
         width, rows = placed.site.shape
         if len(self.profiles) <= 1:
             return np.zeros(rows, dtype=np.intp)
         # One number that sorts by rate, then by ranks, then by place in the row.
-        rank_of = np.unique(self._nic, return_inverse=True)[1].reshape(-1) + 1
-        rank_of[-1] = len(rank_of) + 1
-        by_rate = rank_of * (int(placed.busy.max()) + 1) * width
-        least = by_rate[placed.site[0]] - placed.busy[0] * width
+        rank_of = np.unique(self._nic, return_inverse=True)[1].reshape(self._nic.shape) + 1
+        rank_of[-1] = rank_of.size + 1
+        by_rate = rank_of.reshape(-1) * (int(placed.busy.max()) + 1) * width
+        least = by_rate[sent[0]] - placed.busy[0] * width
         for place in range(1, width):
-            key = by_rate[placed.site[place]] - placed.busy[place] * width + place
+            key = by_rate[sent[place]] - placed.busy[place] * width + place
             np.minimum(least, key, out=least)
         return np.asarray(self.profile_of[placed.site[least % width, np.arange(rows)]])
 
-    def _slowest_hop(self, placed: PlacedColumns) -> Array:
+    def _slowest_hop(self, placed: PlacedColumns, sent: Indices) -> Array:
         """Bytes per second of one flow over the slowest link that the ring crosses."""
         if self._switches is None:
-            return -largest(-self._nic, placed.site)
+            return -largest(-self._nic.reshape(-1), sent)
         site = placed.site
         following = np.vstack([site[1:], site[:1]])
         following = np.where(following < 0, site[0], following)
         hop = (site >= 0) & (following != site)
-        rate = self._busiest_nic(placed, hop)
+        rate = self._busiest_nic(placed, hop, self._nic.reshape(-1)[sent])
         for row_of, column_of, rates in self._pairs:
             measured = rates[row_of[site], column_of[following]]
             np.minimum(rate, np.where(hop, measured, math.inf).min(axis=0), out=rate)
         return np.minimum(rate, self._switches.slowest(site, following))
 
-    def _busiest_nic(self, placed: PlacedColumns, hop: NDArray[np.bool_]) -> Array:
+    def _busiest_nic(self, placed: PlacedColumns, hop: NDArray[np.bool_], nics: Array) -> Array:
         """A node's network is shared by the flows that leave it, one each time the ring does."""
-        rate = np.where(hop, self._nic[placed.site], math.inf).min(axis=0)
+        rate = np.where(hop, nics, math.inf).min(axis=0)
         rows = placed.repeating
         if len(rows):
             site, leaving = placed.site[:, rows], hop[:, rows]
             shared = np.full(len(rows), math.inf)
-            for each in site:
+            for each, whole in zip(site, nics[:, rows], strict=True):
                 flows = ((site == each) & leaving).sum(axis=0)
-                nic = self._nic[each] / np.maximum(flows, 1)
+                nic = whole / np.maximum(flows, 1)
                 np.minimum(shared, np.where(flows > 0, nic, math.inf), out=shared)
             rate[rows] = shared
         return np.asarray(rate)
@@ -176,7 +178,7 @@ def _measured_pairs(sites: Sequence[Site]) -> list[tuple[Indices, Indices, Array
 
 
 def largest(values: Array, index: Indices) -> Array:
-    """The largest of `values` among each column of `index`; −1 picks the last value."""
+    """The largest of `values` among each column of `index`; negative numbers count from the end."""
     found = values[index[0]]
     for each in index[1:]:
         np.maximum(found, values[each], out=found)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from estimator.network import network_in_cluster
 from estimator.placement import NodeKind, Placement, Site
-from estimator.profile import CollectiveCost, PairMatrix
+from estimator.profile import CollectiveCost, MachineProfile, PairMatrix
 from estimator.topology import Cluster
 
 
@@ -61,10 +62,10 @@ def _limits(placement: Placement) -> Iterator[_Limit]:
     sites = placement.sites
     hops = list(_hops(sites))
     flows = Counter([a.host for a, _ in hops])
-    for site in sites:
-        leaving = flows[site.host]
-        if site.nic_bytes_per_s is not None and leaving:
-            yield site.nic_bytes_per_s / leaving, "the uplink of node '{}'", (site.host or "",)
+    for site, number in zip(sites, placement.kind_of, strict=True):
+        leaving, rate = flows[site.host], placement.kinds[number].nic_bytes_per_s
+        if rate is not None and leaving:
+            yield rate / leaving, "the uplink of node '{}'", (site.host or "",)
     yield from _measured_hops(hops)
     yield from _switch_limits([(a.host or "", b.host or "") for a, b in hops], cluster)
 
@@ -113,31 +114,37 @@ def ring_between(
     cost: CollectiveCost,
     latency_s: float,
     nic_bytes_per_s: float | None,
-    pairs: PairMatrix | None,
+    profile: MachineProfile | None,
     cluster: Cluster | None = None,
 ) -> Ring:
     """The ring of a measured group, by the links measured beside it and those of its cluster.
 
-    A cluster counts where the group ran on nodes of it.
+    A cluster counts where the group ran on nodes of it, which are then as the `profile`.
     """
     per_node = math.ceil(cost.group_size / cost.nodes)
     if not cost.spans_nodes:
         return Ring(cost.group_size, 1, per_node, math.inf, 0.0)
     neighbours = zip(cost.hosts, cost.hosts[1:] + cost.hosts[:1], strict=True)
     hops = [(a, b) for a, b in neighbours if a != b]
+    pairs = None if profile is None else profile.pairs
     rates = [rate for a, b in hops if (rate := _pair_rate(pairs, a, b)) is not None]
     if not rates and nic_bytes_per_s is not None:
         rates.append(nic_bytes_per_s)
-    if cluster is not None and cluster.nodes.keys() >= set(cost.hosts):
+    if cluster is not None and profile is not None and cluster.nodes.keys() >= set(cost.hosts):
         rates += [rate for rate, _, _ in _switch_limits(hops, cluster)]
-        rates += _uplink_rates(hops, cluster)
+        rates += _uplink_rates(hops, Counter(cost.hosts), profile, cluster)
     rate = min(rates, default=math.inf)
     return Ring(cost.group_size, cost.nodes, per_node, rate, latency_s)
 
 
-def _uplink_rates(hops: Sequence[tuple[str, str]], cluster: Cluster) -> Iterator[float]:
+def _uplink_rates(
+    hops: Sequence[tuple[str, str]],
+    ranks_of: Mapping[str, int],
+    profile: MachineProfile,
+    cluster: Cluster,
+) -> Iterator[float]:
     """What one flow gets on the uplinks of the nodes that hops leave."""
     for host, flows in Counter([a for a, _ in hops]).items():
-        rate = cluster.nodes[host].uplink_bytes_per_s
-        if rate is not None:
-            yield cluster.payload_bytes_per_s(rate) / flows
+        network = network_in_cluster(profile, cluster, host)
+        if network is not None and cluster.nodes[host].uplink_bytes_per_s is not None:
+            yield network.sent_bytes_per_s(ranks_of[host]) / flows

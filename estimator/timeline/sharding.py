@@ -75,7 +75,7 @@ def server_model(strategy: Strategy, profile: MachineProfile, ring: Ring) -> Col
     """
     node_bytes_per_s, latency_s = ring.bytes_per_s, ring.latency_s
     if ring.nodes == 1:
-        found = nic_of(profile)
+        found = nic_of(profile, ring.per_node)
         if found is None:
             raise ProfileError(
                 f"profile '{profile.name}' has no network, over which parameter servers are "

@@ -340,3 +340,20 @@ def test_every_operator_of_common_training_steps_has_a_formula(step: Callable[[]
     calls = calls_of(step)
     assert {call.target for call in calls if features_of(call) is None} == set()
     assert len(calls) > 20
+
+
+def test_a_pooling_window_larger_than_its_input_ends_where_the_input_does() -> None:
+    image, pooled = TensorSpec((2, 3, 7, 5)), TensorSpec((2, 3, 1, 1))
+    call = OpCall("aten.avg_pool2d.default", (image, (1280, 1280)), outputs=(pooled,))
+    cost = op_cost(call)
+    assert cost is not None
+    assert cost.flops == 2 * 3 * 7 * 5
+
+
+def test_a_power_of_one_is_a_copy() -> None:
+    line = TensorSpec((10,))
+    costs = [
+        op_cost(OpCall("aten.pow.Tensor_Scalar", (line, exponent), outputs=(line,)))
+        for exponent in (1, 1.0, 2)
+    ]
+    assert [cost.flops for cost in costs if cost is not None] == [10, 10, 20]

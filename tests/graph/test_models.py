@@ -144,3 +144,27 @@ def test_a_type_that_reads_images_is_by_default_not_trained_to_classify() -> Non
     heads = heads_of(transformers, transformers.AutoConfig.for_model("qwen3_5"))
     assert "SequenceClassification" in heads
     assert next(iter(heads)) == "ImageTextToText"
+
+
+def test_checkpoints_and_the_form_of_attention_can_be_chosen_for_a_transformers_type() -> None:
+    text = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100"
+
+    def count(more: str, target: str, phase: str) -> int:
+        model, batch, loss, name = load_model(text + more, batch=2, seq_len=8)
+        graph = trace_graph(model, batch, loss=loss, target="cuda", precision="bf16", name=name)
+        return sum(op.call.target == target and op.phase == phase for op in graph.ops)
+
+    again = ",gradient_checkpointing=true"
+    # Four products with a bias in each of two blocks, all computed again in backward.
+    assert count("", "aten.addmm.default", "backward") == 0
+    assert count(again, "aten.addmm.default", "backward") == 8
+    # Attention written out is two products of batches in each block.
+    flash = "aten._scaled_dot_product_flash_attention.default"
+    assert count("", flash, "forward") == 2
+    assert count(",attn_implementation=eager", flash, "forward") == 0
+    assert count(",attn_implementation=eager", "aten.bmm.default", "forward") == 4
+
+
+def test_a_transformers_type_without_checkpoints_says_so() -> None:
+    with pytest.raises(ModelError, match="leave gradient_checkpointing out"):
+        load_model("hf:resnet,gradient_checkpointing=true")

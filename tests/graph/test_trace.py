@@ -11,10 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from estimator.errors import ModelError, TraceError
+from estimator.graph.costs import features_of
+from estimator.graph.memory import peak_memory
 from estimator.graph.ops import OpGraph
 from estimator.graph.trace import loss_of, trace_graph
+from estimator.workload import Strategy
 
 SEEN_BY_MODES_ALONE = {"aten.detach.default", "aten.lift_fresh.default"}
 
@@ -429,3 +433,111 @@ def test_the_pieces_of_a_split_are_views_of_what_was_split() -> None:
     split = next(op for op in graph.ops if op.call.target == "aten.split.Tensor")
     assert split.is_view
     assert [graph.values[value].base for value in split.outputs] == [split.inputs[0]] * 2
+
+
+class Checkpointed(nn.Module):
+    """Two products with dropout between, computed again in backward."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.use_reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_blocks_run_again_in_backward_and_hold_less(
+    use_reentrant: bool, target: Any
+) -> None:
+    batch = torch.randn(32, 16, requires_grad=True)
+    plain = trace_graph(Checkpointed(None), batch, target=target)
+    again = trace_graph(Checkpointed(use_reentrant), batch, target=target)
+
+    def forward_targets(graph: OpGraph, phase: str) -> Counter[str]:
+        found = (op.call.target for op in graph.ops if op.phase == phase)
+        return Counter(t for t in found if t.split(".")[1] in ("addmm", "gelu", "native_dropout"))
+
+    def activations_bytes(graph: OpGraph) -> int:
+        found = peak_memory(graph.at(), optimizer="sgd", strategy=Strategy(), ranks=1)
+        return found.activations_bytes
+
+    once = forward_targets(plain, "forward")
+    assert forward_targets(plain, "backward") == Counter()
+    assert forward_targets(again, "forward") == once
+    # Without reentrance a block stops once everything saved is there: before its last product.
+    stops_early = Counter({"aten.addmm.default": 0 if use_reentrant else 4})
+    assert forward_targets(again, "backward") == once - stops_early
+    assert activations_bytes(again) < 0.5 * activations_bytes(plain)
+    assert [p.name for p in again.parameters if p.gradient is None] == []
+
+
+def test_channels_last_lays_images_and_filters_out_as_moving_the_model_would() -> None:
+    model, images = small_convnet(), torch.randn(4, 3, 8, 8)
+    asked = trace_graph(model, images, target="cuda", channels_last=True)
+    assert model[0].weight.is_contiguous()
+    moved_model = model.to(memory_format=torch.channels_last)
+    moved = trace_graph(moved_model, images.to(memory_format=torch.channels_last), target="cuda")
+    assert asked.channels_last
+    assert [op.call for op in asked.ops] == [op.call for op in moved.ops]
+    innermost = {
+        op.call.target.split(".")[1]: op.call.outputs[0].strides[1] == 1  # type: ignore[index]
+        for op in asked.ops
+        if (op.phase == "forward" and "norm" in op.call.target) or "pool" in op.call.target
+    }
+    assert innermost == {
+        "cudnn_batch_norm": True,
+        "max_pool2d_with_indices": True,
+        "max_pool2d_with_indices_backward": True,
+    }
+    layouts = {
+        features_of(op.call).layout  # type: ignore[union-attr]
+        for op in asked.ops
+        if op.call.target.startswith("aten.convolution")
+    }
+    assert layouts == {"channels last"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "mask", "head", "kernel"),
+    [
+        # sdp_utils.cpp: half precision without a mask, heads up to 256.
+        ("bf16", False, 64, "_scaled_dot_product_flash_attention"),
+        ("bf16-amp", False, 64, "_scaled_dot_product_flash_attention"),
+        ("bf16", False, 100, "_scaled_dot_product_flash_attention"),
+        ("bf16", False, 264, "_scaled_dot_product_efficient_attention"),
+        ("bf16", True, 64, "_scaled_dot_product_efficient_attention"),
+        ("fp32", False, 64, "_scaled_dot_product_efficient_attention"),
+        ("fp32", True, 100, "_scaled_dot_product_efficient_attention"),
+        # 100 halves are no whole number of 16 bytes.
+        ("bf16", True, 100, "_safe_softmax"),
+    ],
+)
+def test_attention_takes_the_kernel_that_cuda_takes(
+    precision: str, mask: bool, head: int, kernel: str
+) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(8, 3 * 2 * head)
+
+        def forward(self, x: Tensor) -> Tensor:
+            projected = self.project(x).view(*x.shape[:2], 3, 2, head)
+            query, key, value = projected.permute(2, 0, 3, 1, 4)
+            seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool) if mask else None
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+
+    graph = trace_graph(Attention(), torch.randn(2, 6, 8), target="cuda", precision=precision)
+    found = {op.call.target.split(".")[1] for op in graph.ops if op.phase == "forward"}
+    kernels = {name for name in found if "attention" in name or "softmax" in name}
+    assert kernels == {kernel}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -48,6 +50,55 @@ def _profile(calls: list[tuple[OpCall, float]]) -> MachineProfile:
     )
     device = Device(kind="cpu", index=0, name="c", memory_bytes=1 << 30, cores=(0,))
     return MachineProfile(name="m", devices=(device,), kernels=(kernel,), provenance=MEASURED)
+
+
+def test_products_take_the_time_of_tensor_cores_only_where_the_precision_says_so() -> None:
+    sizes = [(a, b, 256) for a in (64, 512, 4096) for b in (64, 512)]
+    slow = [(_mm(*size), 1e-3) for size in sizes]
+    profile = _profile(slow)
+    (kernel,) = profile.kernels
+    quick = tuple(replace(point, warm_s=1e-4, cold_s=1e-4) for point in kernel.points)
+    tf32 = replace(kernel, dtype="tfloat32", points=quick)
+    both = replace(profile, kernels=(kernel, tf32))
+    asked = _mm(500, 400, 300)
+    plain, rounded = (KernelFits(both, precision=p).predict(asked) for p in ("fp32", "tf32"))
+    assert plain is not None
+    assert rounded is not None
+    # Every call took 1 ms, or 0.1 ms on tensor cores.
+    assert plain.warm_s == pytest.approx(1e-3, rel=0.01)
+    assert rounded.warm_s == pytest.approx(1e-4, rel=0.01)
+
+
+def test_half_precision_attention_takes_the_time_of_the_operator_that_the_device_runs() -> None:
+    def attention(kind: str, length: int, seconds: float) -> KernelCost:
+        call = OpCall(f"aten._scaled_dot_product_{kind}_attention.default", *_heads(length))
+        point = KernelPoint(call=call.encode(), warm_s=seconds, cold_s=seconds)
+        return KernelCost(
+            target=call.target, dtype="bfloat16", points=(point,), provenance=MEASURED
+        )
+
+    kernels = [attention("flash", n, 2e-3) for n in (64, 128, 256)]
+    kernels += [attention("cudnn", n, 1e-3) for n in (64, 128, 256)]
+    device = Device(
+        kind="cuda",
+        index=0,
+        name="g",
+        memory_bytes=1 << 30,
+        details={"half_attention": "aten._scaled_dot_product_cudnn_attention.default"},
+    )
+    profile = MachineProfile(
+        name="m", devices=(device,), kernels=tuple(kernels), provenance=MEASURED
+    )
+    asked = OpCall("aten._scaled_dot_product_flash_attention.default", *_heads(200))
+    found = KernelFits(profile).predict(asked)
+    assert found is not None
+    # Another operator of the family counts as far away, so a little of flash remains.
+    assert found.warm_s == pytest.approx(1e-3, rel=0.2)
+
+
+def _heads(length: int) -> tuple[tuple[object, ...], tuple[()], tuple[TensorSpec, ...]]:
+    heads = TensorSpec((2, 4, length, 64), "bfloat16")
+    return (heads, heads, heads, 0.0, True), (), (heads,)
 
 
 def test_a_machine_of_constant_rate_is_recovered_between_and_beyond_its_points() -> None:

@@ -1,0 +1,303 @@
+"""Group parts of operators into kernels by the rules of Inductor's scheduler.
+
+Parts that share data are fused where they walk over the same elements, where no kernel between them
+would have to wait for itself, and where what is summed is known in time
+(torch/_inductor/scheduler.py, can_fuse; codegen/simd.py). Inductor scores pairs; here each part, in
+issue order, joins the kernel with which it shares most bytes, and brings others it reads with it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from estimator.graph.fusion_parts import Part, PartKind, SplitGraph
+from estimator.graph.ops import Phase
+
+# torch/_inductor/config.py: max_fusion_size; realize_reads_threshold; realize_opcount_threshold.
+_MOST_PARTS, _MOST_INLINED_READS, _MOST_INLINED_PARTS = 64, 4, 30
+# How many parts back a kernel may lie that another one joins.
+_REACH = 200
+
+
+@dataclass(slots=True)
+class Kernel:
+    """Parts that run as one kernel, by their place in issue order; a whole operator is alone.
+
+    `reads` and `writes` are storages, `again` those written ones that another kernel makes too;
+    `before` are the kernels whose results it needs.
+    """
+
+    kind: PartKind
+    elements: int
+    rows: int
+    placed: dict[int, Part] = field(default_factory=dict)
+    reads: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+    again: set[int] = field(default_factory=set)
+    before: set[int] = field(default_factory=set)
+    is_closed: bool = False
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self.placed[index] for index in sorted(self.placed)]
+
+    @property
+    def phase(self) -> Phase:
+        return next(iter(self.placed.values())).phase
+
+    @property
+    def first(self) -> int:
+        return min(self.placed)
+
+    @property
+    def last(self) -> int:
+        return max(self.placed)
+
+
+class Grouping:
+    """The kernels of a compiled step, each before those that need it, by number."""
+
+    def __init__(self, split: SplitGraph, parts: Sequence[Part]) -> None:
+        self.split = split
+        self.kernels: dict[int, Kernel] = {}
+        self.readers: defaultdict[int, dict[int, None]] = defaultdict(dict)
+        self._writer: dict[int, int] = {}
+        self._merged: dict[int, int] = {}
+        self._uses: defaultdict[int, int] = defaultdict(int)
+        # What outlives the step's own readers: gradients, and what was there before the step.
+        roots, gradients = split.roots, [p.gradient for p in split.graph.parameters]
+        self._kept = {roots[gradient] for gradient in gradients if gradient is not None}
+        self._kept |= {r for r in set(roots) if split.values[r].kind != "activation"}
+        for part in parts:
+            for root in split.reads(part):
+                self._uses[root] += 1
+        for index, part in enumerate(parts):
+            self._place(index, part)
+        for number in list(self.kernels):
+            self._inline(number)
+
+    def before(self, number: int) -> set[int]:
+        """The kernels that have to run before this one."""
+        found = {self._now(other) for other in self.kernels[number].before}
+        return {other for other in found if other in self.kernels and other != number}
+
+    def escapes(self, number: int, root: int) -> bool:
+        """Whether a kernel has to bring a storage that it writes into memory."""
+        if root in self.kernels[number].again:
+            return False
+        return root in self._kept or any(other != number for other in self.readers[root])
+
+    def _now(self, number: int) -> int:
+        while number in self._merged:
+            number = self._merged[number]
+        return number
+
+    # Placing
+
+    def _place(self, index: int, part: Part) -> None:
+        reads, writes = self.split.reads(part), self.split.writes(part)
+        needed = {self._writer[root] for root in reads | writes if root in self._writer}
+        for root in writes:  # written again: after all that read the old content
+            needed.update(self.readers[root])
+        number = self._best(index, part, needed) if part.kind != "whole" else None
+        if number is None:
+            number = len(self.kernels) + len(self._merged)
+            self.kernels[number] = Kernel(part.kind, part.elements[0], part.rows[0])
+        self._join(number, index, part, needed)
+        if part.kind == "pointwise":
+            for other in sorted(needed - {number}):
+                if self._can_merge(number, other):
+                    self._merge(number, other)
+
+    def _join(self, number: int, index: int, part: Part, needed: set[int]) -> None:
+        kernel = self.kernels[number]
+        kernel.placed[index] = part
+        kernel.elements = max(kernel.elements, part.elements[0])
+        if part.kind != "pointwise" and kernel.kind == "pointwise":
+            kernel.kind, kernel.rows = part.kind, part.rows[0]
+        kernel.is_closed = kernel.is_closed or part.ends_fusion
+        kernel.before |= needed - {number}
+        for root in self.split.reads(part):
+            kernel.reads.add(root)
+            self.readers[root][number] = None
+        for root in self.split.writes(part):
+            kernel.writes.add(root)
+            self._writer[root] = number
+
+    def _best(self, index: int, part: Part, needed: set[int]) -> int | None:
+        reads = self.split.reads(part)
+        near = needed | {number for root in reads for number in list(self.readers[root])[-3:]}
+        best, most = None, 0
+        for number in sorted(near):
+            kernel = self.kernels[number]
+            shared = reads & (kernel.reads | kernel.writes)
+            score = sum(self.split.size_bytes(root) for root in shared)
+            if score <= most or index - kernel.last > _REACH or not self._can_join(kernel, part):
+                continue
+            if not self._is_before(number, needed):
+                best, most = number, score
+        return best
+
+    def _is_before(self, number: int, needed: set[int]) -> bool:
+        """Whether another kernel among those needed comes after this one itself."""
+        first, met = self.kernels[number].first, {number}
+        ahead = list(needed - {number})
+        while ahead:
+            other = ahead.pop()
+            if other not in met and self.kernels[other].last >= first:
+                met.add(other)
+                earlier = self.before(other)
+                if number in earlier:
+                    return True
+                ahead.extend(earlier)
+        return False
+
+    def _can_join(self, kernel: Kernel, part: Part) -> bool:
+        full = len(kernel.placed) >= _MOST_PARTS
+        if kernel.kind == "whole" or kernel.is_closed or kernel.phase != part.phase or full:
+            return False
+        elements = part.elements[0]
+        if kernel.kind == "row":
+            if part.kind == "pointwise":
+                return elements in (kernel.elements, kernel.rows)
+            return part.kind == "row" and (elements, part.rows[0]) == (kernel.elements, kernel.rows)
+        if kernel.kind == "across":
+            parts = kernel.placed.values()
+            sums = {r for p in parts if p.kind == "across" for r in self.split.writes(p)}
+            after = bool(sums & self.split.reads(part))
+            if part.kind == "pointwise":
+                return elements == (kernel.rows if after else kernel.elements)
+            same = (elements, part.rows[0]) == (kernel.elements, kernel.rows)
+            return part.kind == "across" and same and not after
+        # A sum across is cut into pieces, which walk in an order of their own; a smaller producer
+        # is computed again for each element. Both need that nothing else reads what is fused.
+        if part.kind == "across" or elements > kernel.elements:
+            return elements >= kernel.elements and self._is_all_that_reads(kernel, part)
+        return elements == kernel.elements
+
+    def _is_all_that_reads(self, kernel: Kernel, part: Part) -> bool:
+        if kernel.writes & self._kept:
+            return False
+        parts = (*kernel.placed.values(), part)
+        own = sum(len(self.split.reads(each) & kernel.writes) for each in parts)
+        return own == sum(self._uses[root] for root in kernel.writes)
+
+    def _can_merge(self, number: int, other: int) -> bool:
+        """Whether a kernel whose result the last part read can become part of its kernel."""
+        one, two = self.kernels[number], self.kernels[other]
+        alike = two.kind == "pointwise" and one.kind in ("pointwise", "row")
+        full = len(one.placed) + len(two.placed) > _MOST_PARTS
+        if not alike or full or two.is_closed or one.phase != two.phase:
+            return False
+        if one.elements != two.elements or one.last - two.last > _REACH:
+            return False
+        return not (
+            self._is_before(other, self.before(number) - {other})
+            or self._is_before(number, self.before(other) - {number})
+        )
+
+    def _merge(self, number: int, other: int) -> None:
+        one, two = self.kernels[number], self.kernels.pop(other)
+        one.placed |= two.placed
+        one.reads |= two.reads
+        one.writes |= two.writes
+        one.before |= two.before
+        self._merged[other] = number
+        for root in two.reads:
+            self.readers[root].pop(other, None)
+            self.readers[root][number] = None
+        for root in two.writes:
+            if self._writer[root] == other:
+                self._writer[root] = number
+
+    # Inlining
+
+    def _inline(self, number: int) -> None:
+        """Compute pointwise values again in each kernel that reads them, written nowhere.
+
+        torch/_inductor/ir.py, mark_reuse: what one operator uses, or what few reads make, is not
+        brought into memory.
+        """
+        kernel = self.kernels[number]
+        if kernel.kind == "whole":
+            return
+        for root in sorted(kernel.writes - kernel.again - self._kept):
+            readers = [other for other in self.readers[root] if other != number]
+            if not readers or not self._take_inlined(kernel, readers):
+                continue
+            chain = self._chain(kernel, root)
+            if not self._can_inline(chain, root, readers):
+                continue
+            for reader in readers:
+                self._copy_into(reader, chain)
+                self.readers[root].pop(reader, None)
+        self._drop_unused(number)
+
+    def _chain(self, kernel: Kernel, root: int) -> dict[int, Part]:
+        """The parts of a kernel that compute a storage from what the kernel reads."""
+        wanted, chain = {root}, {}
+        for index in sorted(kernel.placed, reverse=True):
+            part = kernel.placed[index]
+            if wanted & self.split.writes(part):
+                chain[index] = part
+                wanted |= self.split.reads(part)
+        return chain
+
+    def _outside(self, chain: dict[int, Part]) -> set[int]:
+        made = {written for part in chain.values() for written in self.split.writes(part)}
+        return {read for part in chain.values() for read in self.split.reads(part)} - made
+
+    def _take_inlined(self, kernel: Kernel, readers: Sequence[int]) -> bool:
+        others = [self.kernels[reader] for reader in readers]
+        return all(
+            other.kind != "whole"
+            and other.phase == kernel.phase
+            and len(other.placed) < _MOST_PARTS
+            for other in others
+        )
+
+    def _can_inline(self, chain: dict[int, Part], root: int, readers: Sequence[int]) -> bool:
+        if len(chain) > (_MOST_INLINED_PARTS if self._uses[root] > 1 else _MOST_PARTS):
+            return False
+        if not all(part.can_repeat for part in chain.values()):
+            return False
+        if self._uses[root] > 1 and len(self._outside(chain)) > _MOST_INLINED_READS:
+            return False
+        elements = max((part.elements[0] for part in chain.values()), default=0)
+        return all(self.kernels[reader].elements >= elements for reader in readers)
+
+    def _copy_into(self, number: int, chain: dict[int, Part]) -> None:
+        kernel = self.kernels[number]
+        for index, part in chain.items():
+            if index not in kernel.placed:
+                kernel.placed[index] = part
+                kernel.again |= self.split.writes(part)
+        kernel.writes |= kernel.again
+        for read in self._outside(chain):
+            kernel.reads.add(read)
+            self.readers[read][number] = None
+            if read in self._writer:
+                kernel.before.add(self._writer[read])
+
+    def _drop_unused(self, number: int) -> None:
+        """Leave out parts whose results are only computed elsewhere; drop a kernel without any."""
+        kernel = self.kernels[number]
+        wanted = {root for root in kernel.writes if self.escapes(number, root)}
+        final = self.split.writes(kernel.placed[kernel.last])
+        if not any(self._uses[root] for root in final):
+            wanted |= final
+        used: set[int] = set()
+        for index in sorted(kernel.placed, reverse=True):
+            part = kernel.placed[index]
+            if wanted & self.split.writes(part):
+                wanted |= self.split.reads(part)
+                used |= self.split.reads(part)
+            else:
+                del kernel.placed[index]
+        for root in kernel.reads - used:
+            self.readers[root].pop(number, None)
+        kernel.reads = used
+        if not kernel.placed:
+            del self.kernels[number]
