@@ -48,6 +48,9 @@ EAGER_INFERENCE_TORCH = "1.13"
 SAME_PARAMETERS = 0.005
 # Families that no table measures: as far off as a plain share of a roofline usually is.
 UNMEASURED_ERROR = 0.3
+# What all kernels of a published step are off together, in standard deviations of the logarithm:
+# the median over the sources of `published_accuracy.py` (docs/accuracy.md).
+MODEL_ERROR = 0.2
 # Convolutions in fp32 without tensor cores, which no table times apart from other kernels: cuDNN
 # runs 3 × 3 filters by Winograd's transform, 2.25 times fewer multiplications (Lavin and Gray,
 # 2016) of which some two thirds are gained, and gradients of filters as sums over all positions.
@@ -77,7 +80,11 @@ def shipped_law(sources: Sequence[str], folder: Path) -> dict[str, Any]:
         "convolutions": convolutions | VECTOR_CONVOLUTIONS,
         "streams": streams,
         "attention": _rounded(fitted.attention),
-        "errors": {**family_errors(unseen_dies(tables.rows)), "other": UNMEASURED_ERROR},
+        "errors": {
+            **family_errors(unseen_dies(tables.rows)),
+            "other": UNMEASURED_ERROR,
+            "model": MODEL_ERROR,
+        },
         "provenance": {
             "source": "fitted",
             "at": date.today().isoformat(),

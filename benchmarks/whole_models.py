@@ -48,7 +48,9 @@ CONVOLUTION_PRIORS = {
 }
 USUAL_PRIOR = (1.5, 1.0)
 PRIOR_STRENGTH = 0.03
+# A kernel computes at the peak at best, and streams at what the best streams get of a memory.
 LEAST_FLOPS_MULTIPLE = 1.0
+LEAST_STREAM_MULTIPLE = 1.08
 ITERATIONS = 25
 FLOOR = 0.02
 
@@ -160,7 +162,9 @@ class ModelTerms:
             chip = chip_of(self.device, "float32")
         phase = "backward" if "backward" in features.target else "forward"
         suffix = "" if layout == "nchw" else ".channels last"
-        rate = float(chip.flops_per_s) * float(sustained_ratio(roofline.law.products, chip))
+        rate = float(chip.flops_per_s) * float(
+            sustained_ratio(roofline.law.products.sustained, chip)
+        )
         return f"{kind}.{phase}{suffix}", rate
 
     def _fixed_s(
@@ -236,7 +240,9 @@ def prior_of(name: str) -> tuple[float, float]:
 
 
 def _least(name: str) -> float:
-    return LEAST_FLOPS_MULTIPLE if name.endswith("flops") else 0.0
+    if name.endswith(" bytes"):  # on top of a convolution's flops
+        return 0.0
+    return LEAST_FLOPS_MULTIPLE if name.endswith(" flops") else LEAST_STREAM_MULTIPLE
 
 
 def predicted_s(design: Design, found: Mapping[str, float]) -> Array:

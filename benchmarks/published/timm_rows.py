@@ -97,9 +97,7 @@ def read_timm_rows(table: Path, bank: Path) -> TimmTable:
 def _row(line: int, cells: Row, bank: Path, index: Mapping[str, Any]) -> TimmRow:
     model, size = cells["model"], int(cells["img_size"])
     if model.startswith(_INPLACE_NORM):
-        raise NotMapped(
-            "TResNet ran in-place batch norm, which timm has removed (#1785)"
-        )
+        raise NotMapped("TResNet ran in-place batch norm, which timm has removed (#1785)")
     entry = index.get(f"{model}@{size}")
     if entry is None:
         raise NotMapped(f"{model} at {size} pixels is not in the bank")

@@ -42,7 +42,8 @@ class Durations:
     `host_s` is issuing work, `device_s` the kernel; on CPUs both run on the same cores. `sources`
     are "measured" (this exact call was timed), "fitted", "datasheet" (usual shares of the peaks),
     "assumed" (no formula: charged as a copy of its bytes) or "view". `in_grid` marks calls whose
-    exact shape is in the probe's grid.
+    exact shape is in the probe's grid. `shared_error` is one standard deviation of what all kernels
+    of a step are off together, by a chip that is not quite its datasheet.
     """
 
     host_s: Array
@@ -50,6 +51,7 @@ class Durations:
     sources: tuple[str, ...]
     relative_errors: Array
     in_grid: NDArray[np.bool_]
+    shared_error: float = 0.0
 
 
 _fits_of: OrderedDict[tuple[int, str], tuple[MachineProfile, KernelFits | Roofline]] = OrderedDict()
@@ -101,6 +103,7 @@ def op_durations(bound: BoundGraph, profile: MachineProfile, *, devices_busy: in
         sources=tuple(sources),
         relative_errors=errors,
         in_grid=in_grid,
+        shared_error=timer.fits.shared_error,
     )
 
 

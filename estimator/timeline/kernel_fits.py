@@ -293,6 +293,7 @@ class KernelFits:
         self._tf32_families: set[str] = set()
         self._stand_ins = _attention_here(device)
         self.cache_bytes = 0.0
+        self.shared_error = 0.0
         memory = profile.memory
         cold_read_s_per_byte = memory.cold_read_s_per_byte if memory else math.inf
         groups: dict[tuple[str, str], list[ProbedCall]] = defaultdict(list)

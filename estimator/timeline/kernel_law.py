@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ _PROCESS_NM: Mapping[str, float] = {
     "ad10x": 5.0,
     "ad10x-geforce": 5.0,
     "gh100": 4.0,
-    "gb100": 4.0,
+    "gb100": 3.0,  # 4NP, a custom process of Blackwell: less energy than 4N
     "cdna": 7.0,
     "cdna2": 6.0,
     "cdna3": 5.0,
@@ -137,7 +137,8 @@ class ProductLaw:
 
     A tile of r × c reaches the share (1 + half_tile · (r + c) / (r · c))⁻¹ of `*_ratio` of the
     peak, as if its inner sum were `*_extra_inner` longer. `*_headroom` is where power begins to
-    limit the clock on a 12 nm chip, scaled by (process / 12 nm) ** process_exponent.
+    limit the clock on a 12 nm chip, scaled by (process / 12 nm) ** process_exponent; that of tensor
+    cores is of bursts, as operators are timed, `sustained_tensor_headroom` of a run of minutes.
     """
 
     vector_ratio: float
@@ -150,14 +151,26 @@ class ProductLaw:
     memory_ratio: float
     vector_headroom: float
     tensor_headroom: float
+    sustained_tensor_headroom: float
     process_exponent: float
     long_inner: float
     old_tlb_long_inner: float
     start_s: float
 
+    @property
+    def sustained(self) -> ProductLaw:
+        """The law of chips that have been training for minutes."""
+        return replace(self, tensor_headroom=self.sustained_tensor_headroom)
+
 
 def sustained_ratio(law: ProductLaw, chip: Chip) -> Array:
-    """The share of its boost clock that a chip holds within its power limit, units fully busy."""
+    """The share of its boost clock that a chip holds within its power limit, units fully busy.
+
+    >>> from estimator.profile import load_profile
+    >>> chip = chip_of(load_profile("t4").devices[0], "float16")  # 70 W
+    >>> bool(sustained_ratio(load_law().products.sustained, chip) < 0.6)
+    True
+    """
     needed = np.where(chip.is_tensor, law.tensor_headroom, law.vector_headroom)
     needed = needed * np.asarray(chip.process_ratio) ** law.process_exponent
     lack = needed / np.asarray(chip.headroom)
@@ -347,7 +360,8 @@ def attention_seconds(
 class KernelLaw:
     """The law's learnt numbers, and how far each family's calls are off on chips not learnt from.
 
-    `errors` are medians of |predicted − measured| / measured by family, "other" for the rest.
+    `errors` are medians of |predicted − measured| / measured by family, "other" for the rest;
+    "model" is one standard deviation of what the kernels of a whole step are off together.
     """
 
     products: ProductLaw

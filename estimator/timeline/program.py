@@ -57,8 +57,8 @@ class StepProgram:
     lane is `forward_s + backward_s + host_s + copies_s`. `update_launch_s` is the part of the
     update that sharding does not shorten; `units` are those that FSDP gathers, the rest of the
     model first. `kernels_variance_s2` is the sum of the squared errors (one standard deviation) of
-    the kernel families, in s². `flops` are those of a micro-batch; `in_grid_ratio` is the share of
-    kernel time whose exact call the probe has timed.
+    the kernel families, and of what they share, in s². `flops` are those of a micro-batch;
+    `in_grid_ratio` is the share of kernel time whose exact call the probe has timed.
     """
 
     bound: BoundGraph
@@ -178,6 +178,7 @@ def _compile(
     backward_s = float(durations.device_s[~forward].sum()) * accumulation_steps
     kernels = _kernel_seconds(bound, durations)
     kernels_s = float(durations.device_s.sum()) or 1.0
+    variance_s2 = _variance(kernels) + (durations.shared_error * kernels_s) ** 2
     copied_s = float(copies_s.sum()) + accumulate_s
     view = strategy.gradient_as_bucket_view
     copy_back_s = 0.0 if view else sum(_copy_s(profile, b.size_bytes, busy) for b in buckets)
@@ -196,10 +197,11 @@ def _compile(
         copies_s=copied_s,
         copy_back_s=copy_back_s,
         update_s=update_s,
-        update_launch_s=launch_s,
+        # A host that is ahead has issued the update already: then it is all the device's.
+        update_launch_s=min(launch_s, update_s),
         update_error=0.2 if update.relative_error is None else update.relative_error,
         update_source=update.source,
-        kernels_variance_s2=_variance(kernels) * accumulation_steps**2,
+        kernels_variance_s2=variance_s2 * accumulation_steps**2,
         kernels=kernels,
         memory=peak_memory(
             bound, optimizer=bound.graph.optimizer, strategy=strategy, ranks=2 if merging else 1

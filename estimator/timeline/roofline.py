@@ -48,6 +48,8 @@ class Roofline:
         self._device = profile.devices[0]
         self._precision = precision
         self.law = load_law(law)
+        self.shared_error = self.law.errors["model"]
+        self._products = self.law.products.sustained
         self._chips: dict[str, Chip] = {}
         streams = self.law.streams
         rate = self._device.memory_bandwidth_bytes_per_s or 0.0
@@ -88,7 +90,7 @@ class Roofline:
         return self._chips[dtype]
 
     def _product_s(self, features: Features, chip: Chip, cached: float) -> float:
-        law = self.law.products
+        law = self._products
         batch, rows, columns, inner = features.dims[:4]
         seconds = product_seconds(
             law,
@@ -109,7 +111,7 @@ class Roofline:
         seconds = attention_seconds(
             law,
             chip,
-            sustained=sustained_ratio(self.law.products, chip),
+            sustained=sustained_ratio(self._products, chip),
             heads=features.dims[0],
             queries=features.dims[1],
             head_size=features.dims[3],
@@ -125,7 +127,7 @@ class Roofline:
         flops, moved = self.law.convolutions.factors(kind, _phase(features), features.layout)
         if kind.endswith("depthwise"):  # too little to multiply for tensor cores
             chip = self._chip_in("float32")
-        rate = float(chip.flops_per_s) * float(sustained_ratio(self.law.products, chip))
+        rate = float(chip.flops_per_s) * float(sustained_ratio(self._products, chip))
         bytes_s = features.cost.moved_bytes / (self._bytes_per_s * cached)
         return self.law.streams.start_s + flops * features.cost.flops / rate + moved * bytes_s
 

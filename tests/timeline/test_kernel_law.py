@@ -34,6 +34,7 @@ PLAIN = ProductLaw(
     memory_ratio=1.0,
     vector_headroom=1e-9,
     tensor_headroom=1e-9,
+    sustained_tensor_headroom=1e-9,
     process_exponent=1.0,
     long_inner=0.0,
     old_tlb_long_inner=0.0,
