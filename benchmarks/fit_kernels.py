@@ -12,7 +12,6 @@ one on models of families that were not fitted to.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 from collections import defaultdict
@@ -25,27 +24,22 @@ import numpy as np
 from kernel_accuracy import Score, unseen_dies
 from kernel_fit import CACHE_SPEEDUP, START_S, fit_law
 from kernel_tables import SOURCES, read_op_tables
-from published.timm_rows import read_timm_rows
 from rich.console import Console
 from whole_models import (
     CONVOLUTION_PRIORS,
+    INFERENCE,
+    VISION,
+    VISION_MACHINE,
     Design,
-    ModelCase,
     design_of,
     multiples,
+    vision_cases,
     without_own_family,
 )
 
 from estimator import load_profile
 from estimator.profile import shipped_data
 
-VISION = "timm_train"
-VISION_MACHINE = "rtx-3090"
-# Forward passes alone tell them from backward ones; later versions of torch in this table run
-# attention by other kernels than the graphs hold.
-INFERENCE = "timm_infer"
-EAGER_INFERENCE_TORCH = "1.13"
-SAME_PARAMETERS = 0.005
 # Families that no table measures: as far off as a plain share of a roofline usually is.
 UNMEASURED_ERROR = 0.3
 # What all kernels of a published step are off together, in standard deviations of the logarithm:
@@ -115,22 +109,6 @@ def add_vision(law: dict[str, Any], design: Design) -> None:
     law["provenance"]["note"] += f", {VISION}, {INFERENCE}"
 
 
-def vision_cases(table: Path, bank: Path) -> list[ModelCase]:
-    """timm's training steps with the graphs of their models."""
-    return [
-        ModelCase(
-            model=row.model,
-            family=row.family,
-            graph_path=row.graph_path,
-            machine=row.machine,
-            batch=row.batch_per_gpu,
-            layout=row.layout,
-            step_time_s=row.step_time_s,
-        )
-        for row in read_timm_rows(table, bank).rows
-    ]
-
-
 def family_errors(scores: Sequence[Score]) -> dict[str, float]:
     """Median relative error on an unseen die, by family: the median over dies."""
     found: dict[str, list[float]] = defaultdict(list)
@@ -163,38 +141,9 @@ def main() -> None:
     if VISION not in options.without:
         # The steps are set beside the law of the operators, so that goes first.
         with Console(stderr=True).status(f"fitting to {VISION}"):
-            cases = vision_cases(options.data / f"{VISION}.csv", options.bank)
-            cases += inference_cases(options.data / f"{INFERENCE}.csv", options.bank)
-            add_vision(law, design_of(cases, options.out))
+            add_vision(law, design_of(vision_cases(options.data, options.bank), options.out))
         write(law, options.out)
     print(f"wrote {options.out.name}, fitted to {law['provenance']['samples']} rows")
-
-
-def inference_cases(table: Path, bank: Path) -> list[ModelCase]:
-    """timm's forward passes of the models in the bank, as eager torch ran them."""
-    models = json.loads((bank / "index.json").read_text(encoding="utf-8"))["models"]
-    cases = []
-    with table.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            entry = models.get(f"{row['model']}@{row['img_size']}")
-            eager = row["compiled"] == "0" and row["torch"] == EAGER_INFERENCE_TORCH
-            if entry is None or "file" not in entry or not eager or row["gpu"] != "RTX 3090":
-                continue
-            if abs(entry["parameters"] / (1e6 * float(row["param_count_M"])) - 1) > SAME_PARAMETERS:
-                continue
-            cases.append(
-                ModelCase(
-                    model=row["model"],
-                    family=entry["family"],
-                    graph_path=bank / entry["file"],
-                    machine=VISION_MACHINE,
-                    batch=int(row["batch"]),
-                    layout=row["layout"],
-                    step_time_s=float(row["step_time_ms"]) * 1e-3,
-                    is_inference=True,
-                )
-            )
-    return cases
 
 
 def write(law: dict[str, Any], path: Path) -> None:

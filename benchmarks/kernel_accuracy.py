@@ -1,10 +1,12 @@
 """Judge the kernel law on chips it was not fitted to, operator family by operator family.
 
-    python benchmarks/kernel_accuracy.py --data DIR [--json]
+    python benchmarks/kernel_accuracy.py --data DIR [--bank DIR] [--json]
 
 Every die in turn is left out, with all the boards that carry it (A100 PCIe and SXM are one die),
 the law is fitted to the others, and its predictions of the left-out rows are set beside the plain
-roofline: the longer of flops over the peak and bytes over the memory's rate.
+roofline: the longer of flops over the peak and bytes over the memory's rate. With timm's graphs
+(`--bank`), every family of vision models in turn is left out too, and its steps are predicted by
+what the others teach of convolutions.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from kernel_fit import fit_law, predict
 from kernel_tables import SOURCES, OpRow, read_op_tables
 from rich.console import Console
 from rich.table import Table
+from whole_models import design_of, vision_cases, without_own_family
 
 from estimator.timeline.kernel_law import peak_flops_per_s
 
@@ -89,19 +92,58 @@ def unseen_dies(rows: Sequence[OpRow]) -> list[Score]:
     return sorted(scores, key=lambda score: (score.family, score.die, score.source))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionScore:
+    """Relative errors of training steps of vision models in one layout, their family left out."""
+
+    layout: str
+    rows: int
+    median: float
+    p90: float
+    bias: float
+
+
+def unseen_families(folder: Path, bank: Path) -> list[VisionScore]:
+    """Scores of timm's steps, each family of models predicted without any row of its own."""
+    with Console(stderr=True).status("fitting timm's steps without each family in turn"):
+        design = design_of(vision_cases(folder, bank))
+        trained = design.only([not case.is_inference for case in design.cases])
+        errors = without_own_family(design, trained) / trained.measured_s - 1.0
+    layouts = np.array([case.layout for case in trained.cases])
+    scores = []
+    for layout in ("nchw", "nhwc", "both"):
+        found = errors if layout == "both" else errors[layouts == layout]
+        scores.append(
+            VisionScore(
+                layout=layout,
+                rows=len(found),
+                median=float(np.median(np.abs(found))),
+                p90=float(np.quantile(np.abs(found), 0.9)),
+                bias=float(np.median(found)),
+            )
+        )
+    return scores
+
+
 def main() -> None:
     """Fit without each die, judge on it, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the shared tables")
     parser.add_argument("--only", nargs="*", default=SOURCES, choices=SOURCES)
+    parser.add_argument("--bank", type=Path, help="folder of timm's graphs")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     tables = read_op_tables(options.data, tuple(options.only))
     with Console(stderr=True).status("fitting without each die in turn"):
         scores = unseen_dies(tables.rows)
+    vision = unseen_families(options.data, options.bank) if options.bank else []
     if options.json:
-        refused = dict(tables.refused)
-        print(json.dumps({"scores": [asdict(score) for score in scores], "refused": refused}))
+        plain = {
+            "scores": [asdict(score) for score in scores],
+            "vision": [asdict(score) for score in vision],
+            "refused": dict(tables.refused),
+        }
+        print(json.dumps(plain))
         return
     table = Table(box=None, header_style="bold")
     for name in ("family", "die left out", "source"):
@@ -118,6 +160,12 @@ def main() -> None:
         )
     console = Console(width=max(Console().width, 118))
     console.print(table)
+    for score in vision:
+        console.print(
+            f"timm's steps, {score.layout}, {score.rows} rows, family left out: "
+            f"median {100 * score.median:.1f} %, p90 {100 * score.p90:.1f} %, "
+            f"bias {100 * score.bias:.1f} %"
+        )
     for reason, count in tables.refused.most_common():
         console.print(f"left out: {count} rows of {reason}")
 

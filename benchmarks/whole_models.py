@@ -8,6 +8,8 @@ light prior. Convolutions, batch norm, pooling, copies and reductions are learnt
 
 from __future__ import annotations
 
+import csv
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from published.timm_rows import read_timm_rows
 from scipy.optimize import nnls
 
 from estimator import OpGraph, load_profile
@@ -27,6 +30,13 @@ from estimator.typical import with_typical_costs
 
 Array = NDArray[np.float64]
 
+VISION = "timm_train"
+VISION_MACHINE = "rtx-3090"
+# Forward passes alone tell them from backward ones; later versions of torch in this table run
+# attention by other kernels than the graphs hold.
+INFERENCE = "timm_infer"
+EAGER_INFERENCE_TORCH = "1.13"
+SAME_PARAMETERS = 0.005
 # Families whose seconds are learnt here, kinds of normalization that no operator table holds, and
 # families that are plain streams.
 LEARNT = ("convolution", "pooling", "reduction")
@@ -181,6 +191,54 @@ class ModelTerms:
         )
         count = len(graph.parameters)
         return cost.update_time_s(tensors=count, parameters=graph.parameter_count)
+
+
+def vision_cases(folder: Path, bank: Path) -> list[ModelCase]:
+    """timm's training steps and forward passes with the graphs of their models."""
+    trained = _trained(folder / f"{VISION}.csv", bank)
+    return trained + _inferred(folder / f"{INFERENCE}.csv", bank)
+
+
+def _trained(table: Path, bank: Path) -> list[ModelCase]:
+    return [
+        ModelCase(
+            model=row.model,
+            family=row.family,
+            graph_path=row.graph_path,
+            machine=row.machine,
+            batch=row.batch_per_gpu,
+            layout=row.layout,
+            step_time_s=row.step_time_s,
+        )
+        for row in read_timm_rows(table, bank).rows
+    ]
+
+
+def _inferred(table: Path, bank: Path) -> list[ModelCase]:
+    """Forward passes of the models in the bank, as eager torch ran them."""
+    models = json.loads((bank / "index.json").read_text(encoding="utf-8"))["models"]
+    cases = []
+    with table.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            entry = models.get(f"{row['model']}@{row['img_size']}")
+            eager = row["compiled"] == "0" and row["torch"] == EAGER_INFERENCE_TORCH
+            if entry is None or "file" not in entry or not eager or row["gpu"] != "RTX 3090":
+                continue
+            if abs(entry["parameters"] / (1e6 * float(row["param_count_M"])) - 1) > SAME_PARAMETERS:
+                continue
+            cases.append(
+                ModelCase(
+                    model=row["model"],
+                    family=entry["family"],
+                    graph_path=bank / entry["file"],
+                    machine=VISION_MACHINE,
+                    batch=int(row["batch"]),
+                    layout=row["layout"],
+                    step_time_s=float(row["step_time_ms"]) * 1e-3,
+                    is_inference=True,
+                )
+            )
+    return cases
 
 
 def design_of(cases: Sequence[ModelCase], law: Path | None = None) -> Design:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from estimator.errors import ModelError
+from estimator.errors import ModelError, WorkloadError
 from estimator.estimates import Estimate, estimate_graph
+from estimator.placement import place
 from estimator.profile import DeviceKind, MachineProfile, load_profile
 from estimator.topology import Cluster
 
@@ -58,10 +60,11 @@ def trace_model(
             "measure times operators one by one, which a compiled model does not run; leave out "
             "measure or compiled"
         )
-    if grad_scaler and precision not in ("fp16", "fp16-amp"):
+    # torch/amp/grad_scaler.py, _unscale_grads_: gradients must not be float16 themselves.
+    if grad_scaler and precision != "fp16-amp":
         raise ModelError(
-            f"a gradient scaler is for fp16 gradients, found precision {precision}; leave it out "
-            "or use fp16-amp"
+            "a gradient scaler unscales float32 gradients of float16 work, found precision "
+            f"{precision}; leave it out or use fp16-amp"
         )
 
     graph = trace_graph(
@@ -97,6 +100,17 @@ def with_timings(
     return replace(graph, timings=timings, timed_on=machine.name)
 
 
+def _traced_for(target: DeviceKind, model: Any, batch: Any) -> OpGraph:
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(
+            f"what is estimated is an nn.Module or an OpGraph, found {reprlib.repr(model)}; names "
+            "of models are for the command line, saved graphs for OpGraph.load"
+        )
+    return trace_model(model, batch, target=target)
+
+
 def estimate(
     model_or_graph: nn.Module | OpGraph,
     allocation: str | Allocation,
@@ -112,7 +126,8 @@ def estimate(
 ) -> Estimate:
     """Predict the step time of a model on an allocation such as ``1x2:local``.
 
-    A graph is estimated as it is; a module is traced first, with `batch`. `batch_per_gpu` is
+    A graph is estimated as it is; a module is traced first, with `batch` and for the kind of the
+    allocation's devices. `batch_per_gpu` is
     samples per device and micro-batch, by default what was traced, or a sequence with one for each
     group of the allocation; `global_batch` is that summed over ranks, times `accumulation_steps`.
     A global batch is split evenly over equal devices, by speed over unlike ones: `batches` of the
@@ -123,12 +138,12 @@ def estimate(
     """
     from estimator.graph.ops import OpGraph
 
-    graph = (
-        model_or_graph
-        if isinstance(model_or_graph, OpGraph)
-        else trace_model(model_or_graph, batch)
-    )
     described = Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster
+    if isinstance(model_or_graph, OpGraph):
+        graph = model_or_graph
+    else:
+        placement = place(allocation, cluster=described, profile=profile)
+        graph = _traced_for(placement.kinds[0].profile.kind, model_or_graph, batch)
     if global_batch is not None and batch_per_gpu is None:
         from estimator.advise.balance import balance
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import click
 
 from estimator.cli_calibrate import calibrate
-from estimator.console import print_json, print_tables, progress, remark
+from estimator.console import print_json, print_tables, progress, remark, waiting
 from estimator.errors import EstimatorError, ModelError, ProfileError
 from estimator.request import Request
 from estimator.workload import OPTIMIZERS, PRECISIONS
@@ -536,6 +536,7 @@ def validate(
         raise ModelError(
             f"{request.model} is a {what}, which cannot be trained; name the model itself"
         )
+    request.check_trainable_here(on)
     graph = _traced(request, on)
     predictions = [request.estimate(graph, text) for text in on]
     train = request.trainer(graph, steps=steps, warmup_steps=warmup)
@@ -584,7 +585,8 @@ def check(on: str, **options: Any) -> None:
 
 def _traced(request: Request, allocations: Sequence[str]) -> OpGraph:
     if not request.measure:
-        return request.graph(allocations)
+        with waiting(f"looking at {request.model}"):
+            return request.graph(allocations)
     with progress("timing operators") as report:
         return request.graph(allocations, report)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 # Wide enough that tables do not wrap in a file.
 WIDTH_OF_FILES = 110
+# What a person waits for without wondering.
+_MOMENT_S = 1.0
 
 
 def print_tables(tables: RenderableType) -> None:
@@ -47,6 +50,26 @@ def progress(label: str) -> Iterator[Callable[[str, float], None]]:
             bar.update(task, description=f"{label}: {what}", completed=done_ratio)
 
         yield report
+
+
+@contextlib.contextmanager
+def waiting(label: str) -> Iterator[None]:
+    """Say on stderr what takes time, if that is a terminal and it takes more than a moment."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    status = Console(stderr=True).status(Text(label))
+    begin = threading.Timer(_MOMENT_S, status.start)
+    begin.start()
+    try:
+        yield
+    finally:
+        begin.cancel()
+        begin.join()
+        status.stop()
 
 
 def print_json(content: Any) -> None:

@@ -22,6 +22,7 @@ from estimator.graph.memory import PeakMemory
 from estimator.graph.ops import OpGraph
 from estimator.placement import Placement, place
 from estimator.profile import MachineProfile
+from estimator.timeline.ability import why_not_on
 from estimator.timeline.assumptions import plan_assumptions, split_assumptions
 from estimator.timeline.fastpath import (
     Members,
@@ -38,7 +39,7 @@ from estimator.timeline.spans import Timeline
 from estimator.timeline.step import timeline_of
 from estimator.topology import Cluster
 from estimator.typical import is_known_by_datasheet
-from estimator.units import format_ratio
+from estimator.units import format_count, format_interval, format_ratio
 from estimator.workload import Strategy
 
 # What the physical model itself misses even with perfect kernel times: caches, allocator, overlap.
@@ -47,6 +48,8 @@ MODEL_ERROR = 0.05
 # How far the exposed part of an all-reduce is off: two threads, one core and a scheduler between.
 OVERLAP_ERROR = 0.3
 NOT_FIT_MARGIN_RATIO = 0.05
+# What a step may spend most of its time on.
+BOTTLENECKS = ("compute", "host", "communication", "update", "stragglers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,19 @@ class Breakdown:
     @property
     def total_s(self) -> float:
         return float(sum(getattr(self, item.name) for item in fields(self)))
+
+    @property
+    def largest_share(self) -> tuple[str, float]:
+        """What takes most of the step, one of `BOTTLENECKS`, and its share."""
+        seconds = (
+            self.forward_s + self.backward_s,
+            self.host_exposed_s,
+            self.communication_exposed_s + self.copies_exposed_s,
+            self.update_s,
+            self.straggler_s + self.idle_s,
+        )
+        most = max(seconds)
+        return BOTTLENECKS[seconds.index(most)], most / self.total_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +115,17 @@ class Estimate:
     op_time_in_grid_ratio: float
     plan: StepPlan
 
+    def __repr__(self) -> str:
+        # The generated one would print every operator of the plan.
+        step = format_interval(self.step_time_s, self.low_s, self.high_s)
+        speed = format_count(self.samples_per_s or 0).strip()
+        rate = f", {speed} samples/s" if self.samples_per_s else ""
+        return f"Estimate({self.model} on {self.allocation}: {step}{rate})"
+
     @property
     def bottleneck(self) -> str:
         """What the step spends most of its time on, in words."""
-        return _bottleneck(self.breakdown, self.plan)
+        return _bottleneck(self)
 
     @property
     def mode(self) -> str:
@@ -219,11 +242,9 @@ def _compiled(
     """Check what is asked of a placement and compile its ranks; raises WorkloadError."""
     plan = Strategy.parse(strategy)
     for node in placement.kinds:
-        if graph.target != node.profile.kind:
-            raise WorkloadError(
-                f"{graph.name} was traced for {graph.target} but '{placement.allocation}' has "
-                f"{node.profile.kind} devices; trace it with target='{node.profile.kind}'"
-            )
+        refusal = why_not_on(graph, node.profile)
+        if refusal is not None:
+            raise WorkloadError(refusal)
     if accumulation_steps < 1:
         raise WorkloadError(f"accumulation steps must be at least 1, found {accumulation_steps}")
     batches = _batches(graph, placement, batch_per_gpu, global_batch, accumulation_steps)
@@ -496,20 +517,15 @@ def _fits(used_ratio: float, knows_all: bool) -> Literal["yes", "no", "uncertain
     return "no" if used_ratio > 1 + NOT_FIT_MARGIN_RATIO else "uncertain"
 
 
-def _bottleneck(breakdown: Breakdown, plan: StepPlan) -> str:
-    step, ring = breakdown.total_s, plan.ring
+def _bottleneck(answer: Estimate) -> str:
+    kind, share_ratio = answer.breakdown.largest_share
+    ring = answer.plan.ring
     over = f" over {ring.link}" if ring.link else ""
-    seconds, text = max(
-        (
-            breakdown.forward_s + breakdown.backward_s,
-            f"computing on the {plan.kinds[0].program.profile.kind} device",
-        ),
-        (breakdown.host_exposed_s, "issuing operators from the host"),
-        (
-            breakdown.communication_exposed_s + breakdown.copies_exposed_s,
-            f"merging gradients of {ring.ranks} ranks{over}",
-        ),
-        (breakdown.update_s, "the optimizer's update"),
-        (breakdown.straggler_s + breakdown.idle_s, "waiting for the slowest rank"),
-    )
-    return f"{text} ({format_ratio(seconds / step)} of the step)"
+    words = {
+        "compute": f"computing on the {answer.plan.kinds[0].program.profile.kind} device",
+        "host": "issuing operators from the host",
+        "communication": f"merging gradients of {ring.ranks} ranks{over}",
+        "update": "the optimizer's update",
+        "stragglers": "waiting for the slowest rank",
+    }
+    return f"{words[kind]} ({format_ratio(share_ratio)} of the step)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from estimator.errors import ImportedFileError, ProfileError
 from estimator.probe.imports.findings import Imported
@@ -28,6 +28,10 @@ Entry = TypeVar("Entry")
 _BEST_FIRST: tuple[Source, ...] = ("measured", "imported", "fitted", "datasheet")
 # What the name of a GPU says of its memory: "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3".
 _MEMORY_IN_NAME = re.compile(r"(?<![\d.])(\d+) ?GB\b")
+# Words that drivers and datasheets leave out at will.
+_MAKERS_WORDS = frozenset({"nvidia", "tesla", "geforce", "quadro", "amd", "instinct", "gcd"})
+_FORM_FACTOR = re.compile(r"(sxm|pcie|nvl|oam)\d*")
+_MEMORY_TYPE = re.compile(r"hbm\d\w*")
 
 
 def merge_profiles(profiles: Sequence[MachineProfile]) -> MachineProfile:
@@ -143,7 +147,7 @@ def _check_devices_known(profile: MachineProfile, found: Imported) -> None:
             "devices; choose the profile of that machine with --into"
         )
     for index, name in found.device_names.items():
-        if _plain(name) != _plain(names[index]):
+        if not _may_be_alike(name, names[index]):
             raise ImportedFileError(
                 f"device {index} is '{name}' by {found.formats[0]} and '{names[index]}' by "
                 f"'{profile.name}'; choose the profile of that machine with --into"
@@ -151,19 +155,51 @@ def _check_devices_known(profile: MachineProfile, found: Imported) -> None:
 
 
 def _check_same_devices(first: MachineProfile, other: MachineProfile) -> None:
-    ours, theirs = (
-        [(device.kind, _plain(device.name)) for device in profile.devices]
-        for profile in (first, other)
-    )
-    if ours != theirs:
+    ours, theirs = first.devices, other.devices
+    if len(ours) != len(theirs) or not all(
+        one.kind == two.kind and _may_be_alike(one.name, two.name)
+        for one, two in zip(ours, theirs, strict=True)
+    ):
         raise ProfileError(
-            f"'{first.name}' has {len(ours)} × {first.devices[0].name} and '{other.name}' "
-            f"{len(theirs)} × {other.devices[0].name}; merge profiles of one machine type"
+            f"'{first.name}' has {len(ours)} × {ours[0].name} and '{other.name}' "
+            f"{len(theirs)} × {theirs[0].name}; merge profiles of one machine type"
         )
 
 
-def _plain(name: str) -> str:
-    return name.removeprefix("NVIDIA ").removeprefix("Tesla ")
+class _Chip(NamedTuple):
+    """What the name of a device says: its chip, and its form and memory where it names them."""
+
+    words: tuple[str, ...]
+    form: str | None
+    memory_gb: int | None
+
+
+def _chip(name: str) -> _Chip:
+    # A Grace Hopper's driver gives the memory of its CPU, 480 GB (NVIDIA GH200 datasheet).
+    name = name.replace(" 480GB", "") if "GH200" in name else name
+    memory = _MEMORY_IN_NAME.search(name)
+    tokens = re.findall(r"[a-z0-9]+", _MEMORY_IN_NAME.sub("", name).lower())
+    forms = [match[1] for match in map(_FORM_FACTOR.fullmatch, tokens) if match]
+    # "NVIDIA H100 80GB HBM3" is the SXM one: that on PCIe has HBM2e (NVIDIA H100 datasheets).
+    if not forms and {"h100", "hbm3"} <= set(tokens):
+        forms = ["sxm"]
+    kept = (
+        token
+        for token in tokens
+        if token not in _MAKERS_WORDS
+        and not _FORM_FACTOR.fullmatch(token)
+        and not _MEMORY_TYPE.fullmatch(token)
+    )
+    return _Chip(tuple(kept), forms[0] if forms else None, int(memory[1]) if memory else None)
+
+
+def _may_be_alike(one: str, two: str) -> bool:
+    """Whether two names of devices contradict each other in nothing that both say."""
+    first, second = _chip(one), _chip(two)
+    return first.words == second.words and all(
+        ours == theirs or ours is None or theirs is None
+        for ours, theirs in zip(first[1:], second[1:], strict=True)
+    )
 
 
 def _merged_device(same: Sequence[Device]) -> Device:

@@ -96,6 +96,13 @@ class Device:
             if not (math.isfinite(rate) and rate > 0):
                 raise ValueError(f"Device.peak_flops_per_s[{dtype}] must be positive, found {rate}")
 
+    @property
+    def compute_capability(self) -> float | None:
+        """NVIDIA's number for what a chip can do, such as 8.0; None where it is not known."""
+        text = str(self.details.get("compute_capability", ""))
+        # AMD's are names, such as gfx90a.
+        return float(text) if text.replace(".", "", 1).isdigit() else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -412,6 +419,10 @@ class MachineProfile:
             )
         _check_positive(self, "canary_s")
         _check_not_negative(self, "rank_spread_ratio")
+
+    def __repr__(self) -> str:
+        # The generated one would print every kernel that was timed.
+        return f"MachineProfile({self.name}: {len(self.devices)} x {self.devices[0].name})"
 
     @property
     def kind(self) -> DeviceKind:

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from estimator import units
 from estimator.units import (
     format_bandwidth,
     format_bytes,
@@ -34,8 +35,7 @@ FITS_WORDS = {"yes": "fits", "no": "does not fit", "uncertain": "may not fit"}
 
 def format_interval(answer: Estimate) -> str:
     """Step time with half the width of its interval: ``412 ms ± 6 %``."""
-    half_ratio = (answer.high_s - answer.low_s) / 2 / answer.step_time_s
-    return f"{format_seconds(answer.step_time_s)} ± {format_ratio(half_ratio)}"
+    return units.format_interval(answer.step_time_s, answer.low_s, answer.high_s)
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> Table:
@@ -145,6 +145,14 @@ def _scaling_words(scaling: Scaling) -> str:
     return f"{words}, held back by {rate}; {wanted} needs {needed}"
 
 
+def _held_back_by(answer: Estimate) -> str:
+    """What limits a row, short enough for a table in 80 columns."""
+    if answer.fits == "no":
+        return FITS_WORDS["no"]
+    kind, share_ratio = answer.breakdown.largest_share
+    return f"{kind} {format_ratio(share_ratio)}"
+
+
 def sweep_report(rows: Sequence[SweepRow]) -> Group:
     """One row an allocation: step, throughput, efficiency and what holds it back."""
     first = next(row.answer for row in rows if row.answer is not None)
@@ -164,7 +172,7 @@ def sweep_report(rows: Sequence[SweepRow]) -> Group:
         answer = row.answer
         table.add_row(
             row.allocation,
-            answer.bottleneck if answer.fits != "no" else "does not fit",
+            _held_back_by(answer),
             str(answer.ranks),
             format_interval(answer),
             format_count(answer.samples_per_s).strip() if answer.samples_per_s else "",
@@ -194,7 +202,7 @@ def strategies_report(rows: Sequence[StrategyRow]) -> Group:
             table.add_row(
                 row.allocation,
                 str(row.strategy),
-                answer.bottleneck if answer.fits != "no" else "does not fit",
+                _held_back_by(answer),
                 format_interval(answer),
                 format_count(answer.samples_per_s).strip() if answer.samples_per_s else "",
             )

@@ -22,7 +22,7 @@ from estimator.units import (
 )
 
 if TYPE_CHECKING:
-    from estimator.profile import CollectiveCost, Device, Link, MachineProfile, Provenance
+    from estimator.profile import CollectiveCost, Device, Link, MachineProfile
 
 # What every device of its maker is called, and a list need not say in each row.
 _MAKERS = ("NVIDIA ", "AMD ", "Tesla ", "GeForce ", "Instinct ")
@@ -77,9 +77,10 @@ def _narrow(title: str, *columns: str, wide: str, numbers: int = 0) -> Table:
 
 def _own_machines(machines: Mapping[str, MachineProfile]) -> Table | None:
     columns = "machine", "devices", "made", "Gbit/s of a node", "GiB"
-    table = _narrow("measured here", *columns, wide="devices", numbers=1)
+    table = _narrow("in your store", *columns, wide="devices", numbers=1)
+    table.columns[columns.index("made")].no_wrap = False
     for name, profile in machines.items():
-        made = f"{profile.provenance.source} {profile.provenance.at[: len('2026-01-01')]}"
+        made = _made(profile, profile.provenance.at[: len("2026-01-01")])
         table.add_row(
             name, _short_devices(profile), made, _network_in_words(profile), _memory_gib(profile)
         )
@@ -141,13 +142,18 @@ def _devices_in_words(profile: MachineProfile) -> str:
     return f"{len(profile.devices)} x {profile.devices[0].name}"
 
 
-def _origin(provenance: Provenance) -> str:
-    return f"{provenance.source} {provenance.at}".strip()
+def _made(profile: MachineProfile, at: str) -> str:
+    """Where a profile as a whole comes from: a machine of the catalogue may have gained groups."""
+    groups = (profile.links, profile.network, profile.collectives, profile.kernels)
+    sources = {entry.provenance.source for group in groups for entry in group}
+    if profile.provenance.source == "datasheet" and sources & {"imported", "measured"}:
+        return f"catalogue with {'imported ' if 'measured' not in sources else ''}measurements"
+    return f"{profile.provenance.source} {at}".strip()
 
 
 def profile_report(profile: MachineProfile) -> Group:
     """A profile group by group, fastest kernels first."""
-    rows = [("made", _origin(profile.provenance))]
+    rows = [("made", _made(profile, profile.provenance.at))]
     details = profile.devices[0].details.items()
     rows += [_fact(key, value) for key, value in profile.hardware.items() if value is not None]
     rows += [_fact(key, value) for key, value in details if value is not None and key != "source"]

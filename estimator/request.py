@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from estimator.graph.ops import OpGraph
     from estimator.profile import DeviceKind
 
+_EXECUTION_OPTIONS = "compile or --cuda-graphs"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -92,7 +94,7 @@ class Request:
         summary = load_summary(self.model)
         for option, asked in (
             ("measure", self.measure),
-            ("compile or --cuda-graphs", self.execution),
+            (_EXECUTION_OPTIONS, self.execution),
             ("channels-last", self.channels_last),
             ("grad-scaler", self.grad_scaler),
             ("seq-len", self.seq_len not in (None, summary.tokens_per_sample)),
@@ -115,11 +117,15 @@ class Request:
         return summary_graph(trained, target=target)
 
     def _check_as_traced(self, graph: OpGraph) -> None:
+        if self.execution not in (None, graph.execution):
+            raise ModelError(
+                f"{self.model} was traced as {graph.execution}; leave out --{_EXECUTION_OPTIONS} "
+                "or name the model itself"
+            )
         for option, asked, traced in (
             ("optimizer", self.optimizer, graph.optimizer),
             ("precision", self.precision, graph.precision),
             ("measure", self.measure or None, bool(graph.timings)),
-            ("compile or --cuda-graphs", self.execution, graph.execution),
             ("channels-last", self.channels_last or None, graph.channels_last),
             ("grad-scaler", self.grad_scaler or None, graph.grad_scaler),
             ("seq-len", self.seq_len, graph.tokens_per_sample),
@@ -188,6 +194,22 @@ class Request:
             return replace(self, strategy=str(strategy)).estimate(graph, allocation)
 
         return rank_strategies(allocation, strategies, answer_of)
+
+    def check_trainable_here(self, allocations: Sequence[str]) -> None:
+        """Raise AllocationError where this machine lacks the GPUs that an allocation names."""
+        from estimator.placement import place
+
+        for text in allocations:
+            site = place(text, cluster=self.cluster).sites[0]
+            if site.profile.kind != "cuda":
+                continue
+            from torch import cuda  # cores need no look at what GPUs there are
+
+            if cuda.device_count() < site.per_node:
+                raise AllocationError(
+                    f"'{text}' is to train on {site.per_node} of this machine's GPUs, and torch "
+                    f"finds {cuda.device_count()}; validate on the machine itself"
+                )
 
     def trainer(
         self, graph: OpGraph, *, steps: int, warmup_steps: int

@@ -36,7 +36,6 @@ Allocations = Sequence[str | Allocation] | AllocationColumns
 Columns = Mapping[str, NDArray[np.generic]]
 
 FITS = ("no", "uncertain", "yes")
-BOTTLENECKS = ("compute", "host", "communication", "update", "stragglers")
 # Rows, and nodes of all of them, worked on at once: their arrays stay in the caches.
 _ROWS_AT_ONCE = 16384
 _CELLS_AT_ONCE = 1 << 18
@@ -128,7 +127,7 @@ class RowAnswers:
     ) -> dict[str, NDArray[np.generic] | float]:
         placed = place_columns(part, self._sites)
         steps = self._tables()
-        placed.wrong |= ~steps.fits_target[placed.site].all(axis=0)
+        placed.wrong |= ~steps.runs[placed.site].all(axis=0)
         batch, wrong = self._batches(question, rows, placed)
         _raise_first(placed.wrong | wrong, rows.start, question)
         learnt, errors = self._learnt(question, placed, batch, rows.start)

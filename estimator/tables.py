@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from estimator.allocation import Allocation
 from estimator.coefficients import Calibration
 from estimator.columns import AllocationColumns
-from estimator.errors import WorkloadError
-from estimator.estimates import Estimate
+from estimator.errors import AllocationError, WorkloadError
+from estimator.estimates import BOTTLENECKS, Estimate
 from estimator.graph.ops import OpGraph
 from estimator.profile import MachineProfile
-from estimator.row_answers import BOTTLENECKS, FITS, Allocations, Integers, Question, RowAnswers
+from estimator.row_answers import FITS, Allocations, Integers, Question, RowAnswers
 from estimator.topology import Cluster
 from estimator.workload import Strategy
 
@@ -55,6 +55,10 @@ class EstimateTable:
     update_s: Array
     copies_exposed_s: Array
     idle_s: Array
+
+    def __repr__(self) -> str:
+        model, columns = self.question.graph.name, ", ".join(self._shown())
+        return f"EstimateTable({model}: {len(self)} rows, columns {columns})"
 
     def __len__(self) -> int:
         return len(self.step_time_s)
@@ -107,10 +111,13 @@ class EstimateTable:
         """The columns as lists of plain values in base units, the allocations as text."""
         rows = range(len(self))
         plain: dict[str, list[Any]] = {"allocation": [str(self.allocation(row)) for row in rows]}
-        for name in COLUMNS:
-            shown = name.removesuffix("_code")
+        for shown in self._shown():
             plain[shown] = getattr(self, shown).tolist()
         return plain
+
+    def _shown(self) -> list[str]:
+        """The columns by the names under which they hold words or numbers for people."""
+        return [name.removesuffix("_code") for name in COLUMNS]
 
     def to_csv(self) -> str:
         """The columns of `to_dict` as comma-separated text with a header."""
@@ -151,6 +158,8 @@ def estimate_many(
     `global_batch` one number, or an array with one for each allocation. A global batch is split
     evenly over the ranks of its row. Raises what `estimate` raises, naming the first row.
     """
+    _check_graph(graph)
+    _check_several(allocations)
     question = Question(
         graph=graph,
         allocations=allocations,
@@ -182,6 +191,8 @@ def estimate_chunks(
 
     `allocations` may be an iterator of texts; all have the same batch.
     """
+    _check_graph(graph)
+    _check_several(allocations)
     described = _described(cluster)
     answers: RowAnswers | None = None
     first = 0
@@ -201,6 +212,20 @@ def estimate_chunks(
         answers = answers or RowAnswers(question)
         yield _table(question, answers)
         first += len(piece)
+
+
+def _check_graph(graph: Any) -> None:
+    if not isinstance(graph, OpGraph):
+        raise WorkloadError(
+            f"a table is of one OpGraph, found {type(graph).__name__}; make one with trace_model"
+        )
+
+
+def _check_several(allocations: Any) -> None:
+    if isinstance(allocations, str | Allocation):
+        raise AllocationError(
+            f"allocations come in a list, found only '{allocations}'; write ['{allocations}']"
+        )
 
 
 def _described(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:

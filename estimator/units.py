@@ -92,6 +92,15 @@ def format_seconds(seconds: float) -> str:
     return "0 s" if seconds == 0 else f"{_three_digits(seconds / 1e-9)} ns"
 
 
+def format_interval(seconds: float, low_s: float, high_s: float) -> str:
+    """A time with half the width of its interval.
+
+    >>> format_interval(0.4123, 0.3876, 0.4371)
+    '412 ms ± 6.0 %'
+    """
+    return f"{format_seconds(seconds)} ± {format_ratio((high_s - low_s) / 2 / seconds)}"
+
+
 def format_bytes(size_bytes: float) -> str:
     """Memory as people read it, in binary units.
 

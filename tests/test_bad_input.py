@@ -17,9 +17,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as some
 
+import estimator
 from estimator.allocation import Allocation
-from estimator.errors import AllocationError, EstimatorError, ProfileError
+from estimator.errors import AllocationError, EstimatorError, ProfileError, WorkloadError
 from estimator.profile import MachineProfile, load_profile
+from tests.synthetic import perceptron
 
 Command = Callable[..., Any]
 
@@ -520,3 +522,33 @@ def test_every_error_of_the_package_also_is_a_builtin_one() -> None:
     for kind in EstimatorError.__subclasses__():
         assert len(kind.__bases__) == 2, kind
         assert kind.__doc__
+
+
+@pytest.mark.parametrize("wrong", ["hf:gpt2", 3])
+def test_what_is_no_model_is_not_estimated(wrong: Any) -> None:
+    with pytest.raises(WorkloadError, match=f"found '?{wrong}'?; names"):
+        estimator.estimate(wrong, "1x1:h100-sxm")
+
+
+def test_one_allocation_is_no_list_of_them() -> None:
+    graph = perceptron([8, 8])
+    said = r"found only '1x1:v100-p3'; write \['1x1:v100-p3'\]"
+    with pytest.raises(AllocationError, match=said):
+        estimator.estimate_many(graph, "1x1:v100-p3")
+    with pytest.raises(AllocationError, match=said):
+        next(estimator.estimate_chunks(graph, "1x1:v100-p3"))
+
+
+def test_a_table_of_what_is_no_graph_is_refused() -> None:
+    with pytest.raises(WorkloadError, match="found str; make one with trace_model"):
+        estimator.estimate_many("hf:gpt2", ["1x1:v100-p3"])  # type: ignore[arg-type]
+
+
+def test_training_on_gpus_that_are_not_here_is_refused_before_any_work(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    answer = command("validate", "hf:gpt2", "--on", "1x4:h100-sxm")
+    assert "'1x4:h100-sxm' is to train on 4 of this machine's GPUs" in answer.sentence

@@ -231,7 +231,11 @@ def test_a_step_can_be_asked_for_as_compiled_and_says_so(
     [
         (("estimate", "--cuda-graphs"), "has no CUDA graphs"),
         (("estimate", "--compile", "--measure"), "leave out measure or compiled"),
-        (("estimate", "--grad-scaler"), "is for fp16 gradients"),
+        (("estimate", "--grad-scaler"), "found precision fp32"),
+        (
+            ("estimate", "--grad-scaler", "--precision", "fp16"),
+            "found precision fp16; leave it out",
+        ),
         (("validate", "--compile"), "this command trains eagerly"),
     ],
 )
@@ -253,3 +257,15 @@ def test_a_saved_graph_answers_only_in_the_mode_it_was_traced_in(
     words = ("estimate", path, "--on", "1x1:local")
     assert command(*words, "--compile").code == 0
     assert "traced with channels-last False" in command(*words, "--channels-last").sentence
+    assert "was traced as compiled; leave" in command(*words, "--cuda-graphs").sentence
+
+
+def test_a_sweep_fits_80_columns_without_wrapping(
+    store: Path, tiny: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("estimator.console.WIDTH_OF_FILES", 80)
+    lines = command("sweep", tiny, "--on", "1x1..2:local").out.splitlines()
+    (first,) = (number for number, line in enumerate(lines) if line.startswith("1x1:local"))
+    # A wrapped cell would stand on a line between the two.
+    assert lines[first + 1].startswith("1x2:local")
+    assert max(map(len, lines)) <= 80

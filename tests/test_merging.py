@@ -114,6 +114,41 @@ def test_imports_of_another_machine_are_refused(names: dict[int, str], words: st
         add_imports(machine(), Imported(formats=("nccl-tests",), device_names=names))
 
 
+# What `nvidia-smi -L` calls them, and the catalogue's machine with that chip.
+DRIVERS_NAMES = {
+    "NVIDIA A100-SXM4-80GB": "a100-sxm-80gb",
+    "NVIDIA A100-SXM4-40GB": "a100-sxm-40gb",
+    "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
+    "NVIDIA H100 80GB HBM3": "h100-sxm",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA GH200 480GB": "gh200",
+    "Tesla V100-SXM2-16GB": "v100-sxm",
+    "Tesla T4": "t4",
+}
+
+
+@pytest.mark.parametrize("machine", DRIVERS_NAMES.values())
+def test_the_drivers_name_fits_one_chip_of_the_catalogue(machine: str) -> None:
+    profile = load_profile(machine)
+    for name, its_machine in DRIVERS_NAMES.items():
+        found = Imported(formats=("nccl-tests",), device_names={0: name})
+        if machine == its_machine:
+            assert add_imports(profile, found) == profile
+        else:
+            with pytest.raises(ImportedFileError, match="choose the profile"):
+                add_imports(profile, found)
+
+
+def test_a_machine_of_the_catalogue_with_imports_says_so(store: Path, command: Any) -> None:
+    log = SAMPLES / "nccl_tests_2x8_h100.txt"
+    assert command("profile", "import", log, "--into", "h100-sxm").code == 0
+    listed = " ".join(command("profile", "list").out.split())
+    assert "in your store" in listed
+    assert "catalogue with imported measurements" in listed
+    shown = command("profile", "show", "h100-sxm").out
+    assert "catalogue with imported measurements" in shown
+
+
 def test_a_profile_of_imports_takes_the_memory_from_the_devices_name() -> None:
     found = Imported(formats=("nccl-tests",), device_names={0: "NVIDIA H100 80GB HBM3"})
     assert profile_of_imports(found, name="h100").devices[0].memory_bytes == 80 << 30

@@ -121,6 +121,9 @@ class BoundGraph:
     calls: tuple[OpCall, ...]
     specs: tuple[TensorSpec, ...]
 
+    def __repr__(self) -> str:
+        return f"BoundGraph({self.graph!r} at batch {self.batch})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpGraph:
@@ -130,9 +133,8 @@ class OpGraph:
     batch size (samples per device and micro-batch), None where the model has a fixed batch.
     `execution` says how its calls are issued, `channels_last` that images were laid out so,
     `grad_scaler` that gradients are unscaled and checked before the update.
-    `update_dtype` is the dtype of the parameters that the optimizer updates. `timings` holds the
-    calls measured on `timed_on` (a machine name with its fingerprint) when tracing asked for it. A
-    graph made from a summary has `timed_on` if whole steps were timed there.
+    `timings` holds the calls measured on the machine `timed_on` when tracing asked for it. A graph
+    made from a summary has `timed_on` if whole steps were timed there.
     """
 
     name: str
@@ -158,6 +160,13 @@ class OpGraph:
     versions: Mapping[str, str] = field(default_factory=dict)
     timings: Mapping[OpCall, OpTiming] = field(default_factory=dict)
     timed_on: str | None = None
+
+    def __repr__(self) -> str:
+        # The generated one would print every operator.
+        return (
+            f"OpGraph({self.name} for {self.target}: {len(self.ops)} ops, "
+            f"{self.parameter_count:,} parameters)"
+        )
 
     @property
     def mode(self) -> str:
@@ -202,8 +211,11 @@ class OpGraph:
         if batch < 1:
             raise WorkloadError(f"batch size must be at least 1, found {batch}")
         if self.batch is None or self.other_batch is None:
+            # Operators treat dimensions of 1 unlike others: the steps at 1 and at 2 do not match.
+            again = "at a batch of 2 or more" if self.batch == 1 else "with the batch you want"
+            because = ", perhaps because that was 1" if self.batch == 1 else ""
             raise WorkloadError(
-                f"{self.name} was traced with a fixed batch; trace it again with the batch you want"
+                f"{self.name} was traced with a fixed batch{because}; trace it again {again}"
             )
         line = _Line(self.batch, self.other_batch, batch)
         return BoundGraph(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import platform
+import reprlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +74,7 @@ def trace_graph(
     check_optimizer(optimizer)
     check_precision(precision)
     name = name or type(model).__name__
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError(f"{name} has no trainable parameter; there is nothing to train")
+    _check_model(model, target, name)
     look = _Look(
         model=model,
         loss=loss,
@@ -91,6 +91,8 @@ def trace_graph(
     joined = join_runs(first.recorder, None if second is None else second.recorder)
     fixed_because = fixed_because or joined.difference
     assumptions = dict.fromkeys((*look.assumptions, *first.recorder.known.assumptions))
+    if channels_last and not any("convolution" in op.call.target for op in joined.ops):
+        assumptions["channels last changes nothing: the model has no convolution"] = None
     if fixed_because is not None:
         assumptions[f"the batch is fixed as traced: {fixed_because}"] = None
     return OpGraph(
@@ -115,6 +117,19 @@ def trace_graph(
         assumptions=tuple(assumptions),
         versions={"torch": torch.__version__, "python": platform.python_version()},
     )
+
+
+def _check_model(model: Any, target: str, name: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"a model to be traced is an nn.Module, found {reprlib.repr(model)}; names of models "
+            "are for the command line"
+        )
+    if target not in get_args(DeviceKind):
+        kinds = " or ".join(f"'{kind}'" for kind in get_args(DeviceKind))
+        raise ModelError(f"'{target}' is no kind of device to trace for; use {kinds}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(f"{name} has no trainable parameter; there is nothing to train")
 
 
 @dataclass(slots=True)

@@ -82,7 +82,7 @@ def choose_devices(
 ) -> tuple[Device, ...]:
     """The accelerators if there are any that torch can use, else groups of cores."""
     gpus = () if kind == "cpu" else read_gpus()
-    if gpus and not _torch_sees_cuda():
+    if gpus and not torch_sees_cuda():
         if kind == "cuda":
             raise ProbeError("this torch cannot use the GPUs; install a CUDA build of torch")
         gpus = ()
@@ -98,7 +98,8 @@ def choose_devices(
     return gpus[:devices]
 
 
-def _torch_sees_cuda() -> bool:
+def torch_sees_cuda() -> bool:
+    """Whether this torch can use a GPU of this machine."""
     import torch
 
     return bool(torch.cuda.is_available())

@@ -11,7 +11,7 @@ from estimator.graph.ops import BoundGraph, OpGraph, OpTiming
 from estimator.probe.backend import allocator_text
 from estimator.probe.inventory import read_cpu
 from estimator.probe.jobs import Job, run_jobs
-from estimator.probe.machine import software_versions
+from estimator.probe.machine import software_versions, torch_sees_cuda
 from estimator.probe.timing_store import TimingStore
 from estimator.profile import MachineProfile, home
 from estimator.tensors import OpCall, TensorSpec, encode_tree
@@ -83,6 +83,11 @@ def _check_machine(graph: OpGraph, profile: MachineProfile) -> None:
         raise ProbeError(
             f"{graph.name} was traced for {graph.target}, and {profile.name} has {device.kind} "
             f"devices; trace it with target='{device.kind}'"
+        )
+    if device.kind == "cuda" and not torch_sees_cuda():
+        raise ProbeError(
+            f"{profile.name} describes a {device.name}, and torch finds no GPU here; operators can "
+            "only be timed on the machine at hand"
         )
     here = read_cpu()
     described = profile.hardware.get("cpu")

@@ -78,11 +78,17 @@ def _order(kind: DeviceKind) -> Iterator[tuple[str, str]]:
 def _points(
     backend: Backend, optimizer: str, form: str, *, thorough: bool
 ) -> Iterator[tuple[int, int, tuple[float, ...]]]:
+    import torch
+
     sets = _SETS if thorough or form == default_form(backend.kind) else _FEW_SETS
     if backend.kind == "cuda":
         sets = tuple(dict.fromkeys((*sets, *_GPU_SETS)))
     for tensors, elements in sets + (((200, 500_000),) if thorough else ()):
-        yield tensors, tensors * elements, _step_s(backend, optimizer, form, tensors, elements)
+        try:
+            seconds = _step_s(backend, optimizer, form, tensors, elements)
+        except torch.OutOfMemoryError:
+            continue  # the largest sets take some 7 GB with their gradients and state
+        yield tensors, tensors * elements, seconds
 
 
 def _step_s(

@@ -1,59 +1,116 @@
-"""Draw a sweep: throughput and efficiency against the number of ranks."""
+"""Draw a sweep: throughput and efficiency against the number of devices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from estimator.advise.sweeps import SweepRow
 from estimator.errors import StoreError
+from estimator.estimates import Estimate
+
+_MOST_NAMED = 10
+_MOST_LARGE_MARKERS = 20
+
+
+class _Point(NamedTuple):
+    devices: int
+    samples_per_s: float
+    low_per_s: float
+    high_per_s: float
+    efficiency_ratio: float
+
+
+class _Shape(NamedTuple):
+    """What an allocation is made of; devices of a node are a mean where nodes differ."""
+
+    machines: str
+    nodes: int
+    per_node: float
 
 
 def draw_scaling(rows: Sequence[SweepRow], path: Path) -> None:
-    """Write a picture of a sweep as .png or .svg; one line for each number of nodes.
+    """Write a picture of a sweep as .png or .svg; `lines_of` says what its lines are.
 
     Raises StoreError if matplotlib is missing or the file cannot be written.
     """
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
         raise StoreError(
             "a picture needs matplotlib; install throughput-estimator[report]"
         ) from None
-    figure: Any = Figure(figsize=(8.0, 4.0), layout="constrained")
+    figure: Any = Figure(figsize=(10.0, 4.0), layout="constrained")
     speed, efficiency = figure.subplots(1, 2)
-    for nodes, points in sorted(_by_nodes(rows).items()):
-        ranks, throughput, low, high, ratio = zip(*sorted(points), strict=True)
-        label = "1 node" if nodes == 1 else f"{nodes} nodes"
-        speed.plot(ranks, throughput, marker="o", label=label)
-        speed.fill_between(ranks, low, high, alpha=0.15)
-        efficiency.plot(ranks, [100 * value for value in ratio], marker="o", label=label)
+    lines = lines_of(rows)
+    named = _evenly(len(lines), _MOST_NAMED)
+    for number, (label, points) in enumerate(lines.items()):
+        devices, throughput, low, high, ratio = zip(*sorted(points), strict=True)
+        # The bright end of the map is hard to see on white.
+        colour = colormaps["viridis"](0.85 * number / max(len(lines) - 1, 1))
+        marker = {"marker": "o", "markersize": 5 if len(points) <= _MOST_LARGE_MARKERS else 2}
+        shown = label if number in named else None
+        speed.plot(devices, throughput, label=shown, color=colour, **marker)
+        speed.fill_between(devices, low, high, color=colour, alpha=0.15, linewidth=0)
+        efficiency.plot(devices, [100 * value for value in ratio], color=colour, **marker)
     first = next(row.answer for row in rows if row.answer is not None)
     figure.suptitle(f"{first.model}, {first.strategy}")
-    speed.set(xlabel="ranks", ylabel="samples/s", xlim=(0, None), ylim=(0, None))
-    efficiency.set(xlabel="ranks", ylabel="% of linear", xlim=(0, None), ylim=(0, 105))
+    speed.set(xlabel="devices", ylabel="samples/s", xlim=(0, None), ylim=(0, None))
+    # The smallest allocation counts as linear; one on faster devices may be above it.
+    highest = max([1.0, *(point.efficiency_ratio for line in lines.values() for point in line)])
+    efficiency.set(xlabel="devices", ylabel="% of linear", xlim=(0, None), ylim=(0, 105 * highest))
     efficiency.axhline(100, color="grey", linewidth=0.8, linestyle=":")
-    speed.legend(title="80 % interval shaded")
+    if lines:
+        figure.legend(loc="outside right upper", title="80 % interval shaded")
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise StoreError(f"cannot draw {path} ({error}); name a .png or .svg file") from None
 
 
-def _by_nodes(rows: Sequence[SweepRow]) -> dict[int, list[tuple[float, ...]]]:
-    found: dict[int, list[tuple[float, ...]]] = {}
-    for row in rows:
-        answer = row.answer
-        if answer is None or not answer.samples_per_s or answer.global_batch is None:
-            continue
-        found.setdefault(answer.allocation.nodes, []).append(
-            (
-                answer.ranks,
-                answer.samples_per_s,
-                answer.global_batch / answer.high_s,
-                answer.global_batch / answer.low_s,
-                row.efficiency_ratio or 0.0,
-            )
-        )
-    return found
+def lines_of(rows: Sequence[SweepRow]) -> dict[str, list[_Point]]:
+    """The points of each line by its label; rows without a rate have none.
+
+    A line has the same machines and the same number of nodes, or of devices on each: whichever
+    has fewer values, and so makes fewer lines.
+    """
+    rated = [(row, row.answer) for row in rows if row.answer and row.answer.samples_per_s]
+    shapes = [_shape(answer) for _, answer in rated]
+    by_nodes = len({shape.nodes for shape in shapes}) <= len({shape.per_node for shape in shapes})
+    is_one_type = len({shape.machines for shape in shapes}) <= 1
+    found: dict[tuple[str, float], list[_Point]] = {}
+    for (row, answer), shape in zip(rated, shapes, strict=True):
+        key = shape.machines, shape.nodes if by_nodes else shape.per_node
+        found.setdefault(key, []).append(_point(row, answer))
+    noun, of_each = ("node", "") if by_nodes else ("device", " a node")
+    return {
+        ("" if is_one_type else f"{machines}, ")
+        + f"{count:g} {noun}{'' if count == 1 else 's'}{of_each}": found[machines, count]
+        for machines, count in sorted(found)
+    }
+
+
+def _shape(answer: Estimate) -> _Shape:
+    allocation = answer.allocation
+    machines = sorted({group.machine or group.host or "" for group in allocation.groups})
+    return _Shape("+".join(machines), allocation.nodes, answer.ranks / allocation.nodes)
+
+
+def _point(row: SweepRow, answer: Estimate) -> _Point:
+    samples = (answer.samples_per_s or 0.0) * answer.step_time_s
+    return _Point(
+        devices=answer.ranks,
+        samples_per_s=answer.samples_per_s or 0.0,
+        low_per_s=samples / answer.high_s,
+        high_per_s=samples / answer.low_s,
+        efficiency_ratio=row.efficiency_ratio or 0.0,
+    )
+
+
+def _evenly(count: int, most: int) -> frozenset[int]:
+    """At most `most` of `count` numbers, the first and the last among them."""
+    if count <= most:
+        return frozenset(range(count))
+    return frozenset(round(index * (count - 1) / (most - 1)) for index in range(most))

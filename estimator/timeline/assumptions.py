@@ -108,9 +108,8 @@ def _datasheet_assumptions(program: StepProgram) -> list[str]:
 def _attention_assumptions(program: StepProgram) -> list[str]:
     """Flash attention asks NVIDIA's chips for capability 8.0 (torch's sdp_utils.cpp)."""
     machine = program.profile
-    capability = str(machine.devices[0].details.get("compute_capability", ""))
-    is_number = capability.replace(".", "", 1).isdigit()  # AMD's are names, such as gfx90a
-    if not is_number or float(capability) >= _FLASH_CAPABILITY:
+    capability = machine.devices[0].compute_capability
+    if capability is None or capability >= _FLASH_CAPABILITY:
         return []
     if not any("flash_attention" in op.call.target for op in program.bound.graph.ops):
         return []

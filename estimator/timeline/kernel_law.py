@@ -389,9 +389,21 @@ class KernelLaw:
         )
 
 
+_chosen: list[Path] = []
+
+
+def choose_law(path: Path) -> None:
+    """Let everything estimated from now on take this law instead of the one that ships.
+
+    For judging a law on what it was not fitted to, before anything else is estimated.
+    """
+    _chosen[:] = [path]
+
+
 def load_law(path: Path | None = None) -> KernelLaw:
-    """A fitted law, by default the one that ships with the package; read once."""
-    return _read_law(path or shipped_data("fits") / "kernels.json")
+    """A fitted law, by default the chosen one, else the one that ships; read once."""
+    chosen = _chosen[0] if _chosen else shipped_data("fits") / "kernels.json"
+    return _read_law(path or chosen)
 
 
 @lru_cache(maxsize=4)

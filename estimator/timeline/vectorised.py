@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from estimator.graph.ops import OpGraph
 from estimator.placed_columns import PlacedColumns, SiteTable
+from estimator.timeline.ability import why_not_on
 from estimator.timeline.class_table import ClassTable
 from estimator.timeline.collective_columns import (
     CollectiveColumns,
@@ -82,7 +83,7 @@ class StepColumns:
 class StepTables:
     """What the steps of one graph need of every site numbered so far.
 
-    `fits_target` says of which sites the graph was traced for their kind of device.
+    `runs` says of which sites the machine can run the graph's step.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class StepTables:
         self._graph, self._strategy = graph, strategy
         self._expected = _ExpectedMaxima()
         self._merging: _Merging | None = None
-        kinds = [site.profile.kind == graph.target for site in table.sites]
-        self.fits_target = np.array([*kinds, True])
+        able = [why_not_on(graph, site.profile) is None for site in table.sites]
+        self.runs = np.array([*able, True])
 
     def columns(self, placed: PlacedColumns, batch: Indices | int, learnt: Learnt) -> StepColumns:
         """The steps of rows that can be placed; `batch` of all rows or of each, 0 as traced."""

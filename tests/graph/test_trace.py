@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from estimator.errors import ModelError, TraceError
+from estimator.errors import ModelError, TraceError, WorkloadError
 from estimator.graph.costs import features_of
 from estimator.graph.memory import peak_memory
 from estimator.graph.ops import OpGraph
@@ -305,6 +306,38 @@ def test_a_model_that_hard_codes_its_batch_is_traced_with_a_fixed_one() -> None:
     graph = trace_graph(Fixed(), torch.randn(4, 3))
     assert (graph.batch, graph.other_batch) == (4, None)
     assert any("fixed as traced" in assumption for assumption in graph.assumptions)
+
+
+def test_a_batch_of_1_is_named_as_what_may_have_fixed_the_batch() -> None:
+    class Squeezing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return y.sum() if len(y) == 1 else y.mean()
+
+    graph = trace_graph(Squeezing(), torch.randn(1, 3))
+    with pytest.raises(WorkloadError, match=r"perhaps because that was 1; .* 2 or more"):
+        graph.at(4)
+    with pytest.raises(WorkloadError, match="with the batch you want"):
+        replace(graph, batch=2).at(4)
+
+
+def test_what_cannot_be_traced_is_refused() -> None:
+    with pytest.raises(ModelError, match="found 'hf:gpt2'; names of models are for the command"):
+        trace_graph("hf:gpt2", None)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"'gpu' is no kind of device .* 'cpu' or 'cuda'"):
+        trace_graph(nn.Linear(3, 2), torch.randn(4, 3), target="gpu")  # type: ignore[arg-type]
+
+
+def test_channels_last_without_convolutions_is_said_to_change_nothing() -> None:
+    said = "channels last changes nothing: the model has no convolution"
+    flat = trace_graph(nn.Linear(3, 2), torch.randn(4, 3), channels_last=True)
+    image = trace_graph(nn.Conv2d(3, 2, 1), torch.randn(4, 3, 5, 5), channels_last=True)
+    assert said in flat.assumptions
+    assert said not in image.assumptions
 
 
 def test_a_recomputed_forward_is_part_of_the_backward_phase() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from estimator.probe.inventory import core_groups, read_cpu
 from estimator.probe.ops import distinct_calls, index_bounds, measure_ops, replay_plan
 from estimator.probe.replay import make_tensor, quiet_passes, replay
 from estimator.probe.timing_store import TimingStore
-from estimator.profile import MachineProfile, Provenance
+from estimator.profile import MachineProfile, Provenance, load_profile
 from estimator.tensors import OpCall, TensorSpec
 
 SQUARE = TensorSpec((8, 8))
@@ -163,6 +164,12 @@ def test_measured_calls_are_kept_and_not_run_again(
 def test_another_machine_is_refused() -> None:
     with pytest.raises(ProbeError, match="describes a machine with Some Other CPU"):
         measure_ops(CHAIN, here(cpu="Some Other CPU"))
+
+
+def test_a_gpu_is_not_timed_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops_module, "torch_sees_cuda", lambda: False)
+    with pytest.raises(ProbeError, match=r"describes a .*A100.*, and torch finds no GPU here"):
+        measure_ops(replace(CHAIN, target="cuda"), load_profile("a100-sxm-80gb"))
 
 
 def test_timings_of_one_machine_are_not_anothers(tmp_path: Path) -> None:

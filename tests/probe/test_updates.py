@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from estimator.probe import updates
 from estimator.probe.backend import CpuBackend
@@ -50,6 +51,21 @@ def test_on_an_accelerator_host_and_device_are_told_apart(monkeypatch: pytest.Mo
     assert [row[:2] for row in first["lanes"]] == [(1, 64), (6, 6_000_000), (2, 200)]
     # Here the host waits for the kernels: it is never done before them.
     assert all(host_s > 0 and device_s > 0 for _, _, host_s, device_s in first["lanes"])
+
+
+def test_sets_that_a_small_gpu_cannot_hold_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_s = updates._step_s
+
+    def short_of_memory(*asked: Any, **more: Any) -> tuple[float, ...]:
+        if asked[-1] > 1_000_000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step_s(*asked, **more)
+
+    monkeypatch.setattr(updates, "_step_s", short_of_memory)
+    monkeypatch.setattr(updates, "_SETS", ((1, 64), (6, 1_000_000), (1, 2_000_000)))
+    emitted: list[dict[str, Any]] = []
+    measure_updates(CpuBackend(), emitted.append, budget_s=0.01)
+    assert [row[:2] for row in emitted[0]["points"]] == [(1, 64), (6, 6_000_000)]
 
 
 def test_a_spent_budget_names_what_was_left_out() -> None:

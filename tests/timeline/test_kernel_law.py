@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from estimator.profile import load_profile
+from estimator.profile import load_profile, shipped_data
+from estimator.timeline import kernel_law
 from estimator.timeline.kernel_law import (
     AttentionLaw,
     Chip,
@@ -180,3 +183,15 @@ def test_tensor_cores_are_known_by_architecture_and_dtype() -> None:
     assert chip_of(v100, "float16").is_early_tensor
     assert not chip_of(v100, "float32").is_tensor
     assert not chip_of(p100, "float16").is_tensor
+
+
+def test_a_chosen_law_answers_in_place_of_the_shipped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_law, "_chosen", [])
+    plain = json.loads((shipped_data("fits") / "kernels.json").read_text(encoding="utf-8"))
+    plain["streams"]["start_s"] = 1.0
+    path = tmp_path / "law.json"
+    path.write_text(json.dumps(plain), encoding="utf-8")
+    kernel_law.choose_law(path)
+    assert load_law().streams.start_s == 1.0
