@@ -92,7 +92,8 @@ def _class_assumptions(program: StepProgram, *, graph_too: bool) -> list[str]:
 def _datasheet_assumptions(program: StepProgram) -> list[str]:
     machine, precision = program.profile, program.bound.graph.precision
     found = [
-        f"'{machine.name}' is known by its datasheet only: kernels at usual shares of its peaks, "
+        f"'{machine.name}' is known by its datasheet only: kernels by the law fitted to "
+        "published ones, "
         "host and optimizer costs as usual on servers with GPUs; 'estimator probe' on one measures "
         "them"
     ]

@@ -40,7 +40,7 @@ class Durations:
     """Seconds per op of a graph, and where each came from.
 
     `host_s` is issuing work, `device_s` the kernel; on CPUs both run on the same cores. `sources`
-    are "measured" (this exact call was timed), "fitted", "datasheet" (usual shares of the peaks),
+    are "measured" (this exact call was timed), "fitted", "datasheet" (by the kernel law),
     "assumed" (no formula: charged as a copy of its bytes) or "view". `in_grid` marks calls whose
     exact shape is in the probe's grid. `shared_error` is one standard deviation of what all kernels
     of a step are off together, by a chip that is not quite its datasheet.
