@@ -51,7 +51,9 @@ def _errors(cases: Sequence[Case]) -> str:
                 continue
             for row in summarise(members, by=("method",)):
                 of_method = [case for case in members if case["method"] == row.group["method"]]
-                lines.append([source, split, *_figures(row), _constant(of_method)])
+                lines.append(
+                    [source, split, *_figures(row), percent(constant_score_ratio(of_method))]
+                )
     return format_table(lines)
 
 
@@ -60,16 +62,11 @@ def _figures(row: SummaryRow) -> list[str]:
     return [
         str(row.group["method"]),
         str(row.cases),
-        *map(_percent, ratios),
+        *map(percent, ratios),
         "-" if row.rank_correlation is None else f"{row.rank_correlation:.3f}",
-        _percent(row.coverage_ratio),
-        _percent(row.interval_score_ratio),
+        percent(row.coverage_ratio),
+        percent(row.interval_score_ratio),
     ]
-
-
-def _constant(cases: Sequence[Case]) -> str:
-    score = constant_score_ratio(cases)
-    return _percent(score)
 
 
 def constant_score_ratio(cases: Sequence[Case]) -> float | None:
@@ -109,7 +106,8 @@ def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any,
     return list(found.items())
 
 
-def _percent(ratio: float | None) -> str:
+def percent(ratio: float | None) -> str:
+    """A ratio for people; a dash where there is none."""
     return "-" if ratio is None else f"{100 * ratio:.1f} %"
 
 
@@ -122,7 +120,8 @@ def draw(cases: Sequence[Case], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7.5, 7.5), layout="constrained")
     cold = [case for case in cases if case["method"] == "cold" and case["predicted_s"]]
-    colours = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    pairs = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    colours = pairs[::2] + pairs[1::2]  # the strong ones, then their pale companions
     for number, (source, members) in enumerate(_grouped(cold, lambda case: case["source"])):
         axes.scatter(
             [case["measured_s"] for case in members],
@@ -131,15 +130,16 @@ def draw(cases: Sequence[Case], path: Path) -> None:
             alpha=0.6,
             linewidths=0,
             rasterized=True,
+            zorder=2 + 1 / len(members),  # sources of few rows on top
             color=colours[number % len(colours)],
             label=f"{source} ({len(members)})",
         )
     times = [case[name] for case in cold for name in ("measured_s", "predicted_s")]
     ends = (min(times) / 1.3, max(times) * 1.3)
     axes.plot(ends, ends, color="black", linewidth=0.8)
-    for factor in (1.25, 1 / 1.25):
+    for factor, label in ((1.25, "off by a quarter"), (1 / 1.25, None)):
         band = [end * factor for end in ends]
-        axes.plot(ends, band, color="black", linewidth=0.5, linestyle=":")
+        axes.plot(ends, band, color="black", linewidth=0.7, linestyle=":", label=label)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
     axes.set(xlabel="measured step time (s)", ylabel="predicted step time, no observations (s)")
     axes.legend(fontsize="small", frameon=False, markerscale=2)

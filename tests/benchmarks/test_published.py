@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 from published import known_sources, mapping
+from published.goals import goals
 from published.graphs import GraphStore, ModelSpec, forward_only
 from published.known_sources import source_of
 from published.language_models import decoder
 from published.machines import machine_name
 from published.mapping import Verdict, verdicts
 from published.methods import calibrated_cases, cold_cases, naive_cases
+from published.page import PageError, filled, read_runs
 from published.report import constant_score_ratio
 from published.rows import NotMapped, NotQualified, parsed
 from published.sources import Source, Workload
@@ -219,3 +222,87 @@ def test_a_source_says_which_of_its_rows_do_not_qualify_before_they_are_parsed()
     cells = {**ROW, "source": "NVIDIA DeepLearningExamples", "model": "efficientnet-quant-b0"}
     with pytest.raises(NotQualified, match="simulated quantisation"):
         source_of(cells).complete(cells)
+
+
+def judged_case(line: int, measured_s: float, method: str = "cold") -> dict[str, Any]:
+    """A row of llm-foundry on 8 GPUs, predicted at 1 s, between 0.8 and 1.25."""
+    return {
+        "id": f"llm_foundry:{line}/{method}",
+        "table": "llm_foundry",
+        "source": "MosaicML llm-foundry",
+        "method": method,
+        "nodes": 1,
+        "ranks": 8,
+        "predicted_s": 1.0,
+        "low_s": 0.8,
+        "high_s": 1.25,
+        "measured_s": measured_s,
+        "global_batch": 8,
+        "parts_s": {},
+    }
+
+
+def test_a_page_gets_its_tables_between_their_markers_and_keeps_all_else() -> None:
+    page = "a\n<!-- table:rows -->\nold\n<!-- /table -->\nb\n"
+    found = [
+        Verdict(table="t", source="S", line=2, outcome="mapped"),
+        Verdict(table="t", source="S", line=3, outcome="unmapped"),
+        Verdict(table="t", source="S", line=4, outcome="not_qualified"),
+    ]
+    body = (
+        "| source | table | rows | qualify | mapped |\n"
+        "| --- | --- | --- | --- | --- |\n"
+        "| S | t | 3 | 2 | 1 (50 %) |\n"
+    )
+    once = filled(page, found, [])
+    assert once == f"a\n<!-- table:rows -->\n\n{body}\n<!-- /table -->\nb\n"
+    assert filled(once, found, []) == once
+
+
+def test_a_table_that_is_not_known_is_refused() -> None:
+    with pytest.raises(PageError, match="the page has a table 'prices'; known are goals"):
+        filled("<!-- table:prices -->\n<!-- /table -->\n", [], [])
+
+
+def test_what_an_earlier_run_printed_says_what_became_of_every_row(tmp_path: Path) -> None:
+    cases = [judged_case(7, 1.0), judged_case(7, 1.0, "naive")]
+    refused = {"id": "t:3", "source": "S", "outcome": "unmapped", "reason": "it is old"}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"cases": cases, "refused": [refused]}), encoding="utf-8")
+    found, read = read_runs([path])
+    assert read == cases
+    assert found == [
+        Verdict(table="llm_foundry", source="MosaicML llm-foundry", line=7, outcome="mapped"),
+        Verdict(table="t", source="S", line=3, outcome="unmapped", reason="it is old"),
+    ]
+
+
+def test_a_file_that_no_run_printed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text("[]", encoding="utf-8")
+    with pytest.raises(PageError, match="holds no cases of an earlier run"):
+        read_runs([path])
+
+
+@pytest.mark.parametrize(
+    ("measured_s", "found", "reached"),
+    [
+        # |1 / 1.25 − 1| = 20 % is over 15 %, |1 / 1.1 − 1| = 9.1 % is within.
+        ((1.1, 1.25, 1.25), "20.0 %", False),
+        ((1.1, 1.1, 1.25), "9.1 %", True),
+    ],
+)
+def test_a_goal_is_held_against_the_median_of_its_table(
+    measured_s: tuple[float, ...], found: str, reached: bool
+) -> None:
+    cases = [judged_case(line, time_s) for line, time_s in enumerate(measured_s)]
+    goal = next(iter(goals(cases)))
+    assert goal.text == "llm_foundry, cold: median error ≤ 15 %"
+    assert (goal.found, goal.reached) == (found, reached)
+
+
+def test_intervals_that_cover_all_of_a_source_miss_the_goal_too() -> None:
+    *_, narrow = goals([judged_case(2, 1.0), judged_case(3, 1.1), judged_case(4, 1.4)])
+    assert (narrow.found, narrow.reached) == ("1 of 1", True)  # 2 of 3 rows are covered
+    *_, wide = goals([judged_case(2, 1.0)])
+    assert (wide.found, wide.reached) == ("0 of 1; MosaicML llm-foundry 100 %", False)
