@@ -180,15 +180,15 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
     request = Request(
         model=model, cluster=None if cluster is None else Cluster.load(cluster), **known
     )
-    observed = observed_of(calibrator.store, model)
+    observed = observed_of(calibrator.store, model, request.precision or "fp32")
     graph = request.graph((observed[0].allocation,))
     found = list(lessons(graph, observed, calibrator, cluster=request.cluster))
     if as_json:
-        print_json({"workload": graph.name, "lessons": [asdict(lesson) for lesson in found]})
+        print_json({"workload": graph.workload, "lessons": [asdict(lesson) for lesson in found]})
         return
     from estimator.render_observed import lessons_report
 
-    print_tables(lessons_report(graph.name, found))
+    print_tables(lessons_report(graph.workload, found))
 
 
 @calibrate.command()

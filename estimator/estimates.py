@@ -298,7 +298,7 @@ def _question(graph: OpGraph, step: _Compiled, accumulation_steps: int) -> StepQ
     groups = placement.allocation.groups
     samples = sum(g.ranks * b for g, b in zip(groups, batches or [0] * len(groups), strict=True))
     return StepQuestion(
-        workload=graph.name,
+        workload=graph.workload,
         machines="+".join(sorted({kind.profile.name for kind in placement.kinds})),
         ranks=placement.ranks,
         nodes=placement.nodes,

@@ -13,7 +13,7 @@ from estimator.calibrate.observed import Observation
 from estimator.errors import EstimatorError, ObservationError
 from estimator.estimates import estimate_graph
 from estimator.graph.files import is_saved_graph
-from estimator.graph.ops import OpGraph
+from estimator.graph.ops import OpGraph, workload_name
 from estimator.topology import Cluster
 
 
@@ -36,13 +36,17 @@ class Lesson:
     communication_ratio: float
 
 
-def observed_of(store: ObservationStore, model: str) -> list[Observation]:
+def observed_of(store: ObservationStore, model: str, precision: str) -> list[Observation]:
     """The observations of a MODEL of the command line; raises ObservationError.
 
-    A function's workload goes by the function's name, a saved graph's by the name in it.
+    A function's workload goes by the function's name, a saved graph's by what is in it; a model in
+    another precision than fp32 is another workload.
     """
-    name = OpGraph.load(model).name if is_saved_graph(model) else model
-    for workload in (name, name.removeprefix("hf:"), name.rpartition(":")[2]):
+    name = (
+        OpGraph.load(model).workload if is_saved_graph(model) else workload_name(model, precision)
+    )
+    function = workload_name(model.rpartition(":")[2], precision)
+    for workload in (name, name.removeprefix("hf:"), function):
         if found := store.observations(workload=workload):
             return found
     known = ", ".join(list(store.workloads())[:5]) or "nothing"

@@ -106,7 +106,7 @@ class ObservedWorkload:
         if isinstance(workload, ObservedWorkload):
             return workload
         return cls(
-            name=workload.name,
+            name=workload.workload,
             parameter_bytes=workload.parameter_bytes or None,
             tensors=len(workload.parameters) or None,
             optimizer=workload.optimizer,

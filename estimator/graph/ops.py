@@ -179,6 +179,11 @@ class OpGraph:
         return ", ".join((self.precision, *(word for words in more for word in words)))
 
     @property
+    def workload(self) -> str:
+        """Under which name its steps are observed: another precision or mode is another job."""
+        return workload_name(self.name, self.mode)
+
+    @property
     def parameter_count(self) -> int:
         return sum(parameter.spec.numel for parameter in self.parameters)
 
@@ -261,6 +266,15 @@ class OpGraph:
         from estimator.graph.summary import WorkloadSummary, summary_graph
 
         return summary_graph(WorkloadSummary(**known), target=target, profile=profile)
+
+
+def workload_name(name: str, mode: str) -> str:
+    """The name of a job: that of its model, and its mode unless it is plain fp32.
+
+    >>> workload_name("gpt2", "fp32"), workload_name("gpt2", "bf16-amp, compiled")
+    ('gpt2', 'gpt2, bf16-amp, compiled')
+    """
+    return name if mode == "fp32" else f"{name}, {mode}"
 
 
 class _Line:

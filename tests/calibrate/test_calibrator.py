@@ -180,3 +180,14 @@ def test_old_observations_count_less(tmp_path: Path) -> None:
     found = answer("2x2:synthetic", calibration=calibrator).step_time_s / cold
     assert found == pytest.approx(1.2, rel=0.05)
     assert np.isfinite(found)
+
+
+def test_another_precision_is_another_job(cluster: Cluster) -> None:
+    half = replace(JOB, precision="bf16-amp")
+    cluster.observe("1x1:synthetic", "2x4:synthetic", times=3)
+    remarks = [
+        next(text for text in cluster.estimate("1x1:synthetic", graph=graph).assumptions)
+        for graph in (JOB, half)
+    ]
+    assert f"of {JOB.name} on" in remarks[0]
+    assert "observed steps of other jobs" in remarks[1]
