@@ -32,6 +32,10 @@ ENGINE_KNOWN = NEUTRAL.centred(**COMPUTE_KNOWN, **SYNC_KNOWN)
 # Jobs on the same machines have the network and the devices in common, and differ by this much
 # (one standard deviation of a logarithm) in what they make of them.
 _BETWEEN_JOBS = {"compute": 0.15, "within": 0.2, "across": 0.2}
+# The engine is off by another factor at another batch or allocation of the same job: one standard
+# deviation after one observation. What the form's own spread, found on steps that no engine
+# predicted, lacks on published steps after eight observations of a source (docs/accuracy.md).
+_UNLIKE_STEP_ERROR = 0.12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,7 @@ class StepCorrections:
         self.form_ = PhysicalForm(priors=_shared(others))
         self.form_.fit(rows, observed_s, weights, parts=parts)
         self.rows_ = rows
+        self.seen_ = frozenset(map(tuple, rows.tolist()))
         return self
 
     def correct(self, predicted: Sequence[PredictedStep]) -> list[Correction]:
@@ -81,16 +86,22 @@ class StepCorrections:
         answer = self.form_.answer(rows, parts=parts)
         step_s = np.exp(answer.log_step) * _offsets(predicted, rows, parts)
         law = answer.law
+        errors = np.hypot(answer.half_width / Z_80, self._unlike_error(rows))
         return [
             Correction(
                 step_s=float(step_s[row]),
                 compute_ratio=math.exp(law.log_compute[row]) / step.compute_s,
                 sync_ratio=math.exp(law.log_sync[row]) / step.sync_s if step.sync_s else 1.0,
-                relative_error=float(answer.half_width[row]) / Z_80 if len(self.rows_) else None,
+                relative_error=float(errors[row]) if len(self.rows_) else None,
                 remark=self._remark(step.question, is_far=bool(answer.is_far[row])),
             )
             for row, step in enumerate(predicted)
         ]
+
+    def _unlike_error(self, rows: Array) -> Array:
+        """What comes on top for steps that differ from all that was observed."""
+        error = _UNLIKE_STEP_ERROR / math.sqrt(max(len(self.rows_), 1))
+        return np.array([0.0 if tuple(row) in self.seen_ else error for row in rows.tolist()])
 
     def _remark(self, question: StepQuestion, *, is_far: bool) -> str:
         seen = len(self.rows_)

@@ -191,3 +191,9 @@ def test_another_precision_is_another_job(cluster: Cluster) -> None:
     ]
     assert f"of {JOB.name} on" in remarks[0]
     assert "observed steps of other jobs" in remarks[1]
+
+
+def test_the_interval_of_a_step_unlike_the_observed_one_is_wider(cluster: Cluster) -> None:
+    cluster.observe("1x2:synthetic", times=5)
+    same, unlike = (cluster.estimate(text) for text in ("1x2:synthetic", "1x4:synthetic"))
+    assert unlike.high_s / unlike.low_s > 1.1 * same.high_s / same.low_s
