@@ -30,6 +30,7 @@ __all__ = [
     "interval_score",
     "is_beyond",
     "noise_ratio",
+    "percent",
     "summarise",
 ]
 
@@ -42,22 +43,22 @@ def format_rows(rows: Sequence[SummaryRow]) -> str:
     header += ["noisy", "rank corr", "pairs right", "coverage", "score"]
     lines = [header]
     for row in rows:
-        right = _percent(row.pairs_right_ratio)
+        right = percent(row.pairs_right_ratio)
         lines.append(
             [
                 *(str(value) for value in row.group.values()),
                 str(row.cases),
                 str(row.failed),
-                _percent(row.median_ratio),
-                _percent(row.p90_ratio),
-                _percent(row.worst_ratio),
-                _percent(row.bias_ratio),
+                percent(row.median_ratio),
+                percent(row.p90_ratio),
+                percent(row.worst_ratio),
+                percent(row.bias_ratio),
                 "-" if row.beyond_bound is None else str(row.beyond_bound),
-                _percent(row.noisy_share_ratio),
+                percent(row.noisy_share_ratio),
                 "-" if row.rank_correlation is None else f"{row.rank_correlation:.3f}",
                 f"{right} of {row.pairs}" if row.pairs else "-",
-                f"{_percent(row.coverage_ratio)} of {row.intervals}" if row.intervals else "-",
-                _percent(row.interval_score_ratio),
+                f"{percent(row.coverage_ratio)} of {row.intervals}" if row.intervals else "-",
+                percent(row.interval_score_ratio),
             ]
         )
     return format_table(lines)
@@ -75,5 +76,6 @@ def format_table(lines: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _percent(ratio: float | None) -> str:
+def percent(ratio: float | None) -> str:
+    """A ratio for people; a dash where there is none."""
     return "-" if ratio is None else f"{100 * ratio:.1f} %"

@@ -8,8 +8,6 @@ light prior. Convolutions, batch norm, pooling, copies and reductions are learnt
 
 from __future__ import annotations
 
-import csv
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,15 +15,17 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from published.timm_rows import read_timm_rows
+from published.machines import machine_name
+from published.rows import NotMapped
+from published.timm_rows import entry_of, read_index, read_timm_rows
 from scipy.optimize import nnls
 
 from estimator import OpGraph, load_profile
+from estimator.calibrate.tables import read_rows
 from estimator.graph.costs import Features, features_of
 from estimator.profile import MachineProfile, UpdateCost
 from estimator.tensors import OpCall
-from estimator.timeline.kernel_law import chip_of, convolution_kind, sustained_ratio
-from estimator.timeline.roofline import Roofline, stream_keys
+from estimator.timeline.roofline import Roofline, phase_of, stream_keys
 from estimator.typical import with_typical_costs
 
 Array = NDArray[np.float64]
@@ -36,7 +36,6 @@ VISION_MACHINE = "rtx-3090"
 # attention by other kernels than the graphs hold.
 INFERENCE = "timm_infer"
 EAGER_INFERENCE_TORCH = "1.13"
-SAME_PARAMETERS = 0.005
 # Families whose seconds are learnt here, kinds of normalization that no operator table holds, and
 # families that are plain streams.
 LEARNT = ("convolution", "pooling", "reduction")
@@ -115,10 +114,9 @@ class ModelTerms:
 
     def __init__(self, profile: MachineProfile, law: Path | None = None) -> None:
         self.profile = with_typical_costs(profile)
-        self.device = profile.devices[0]
         self._laws: dict[str, Roofline] = {}
         self._law = law
-        self._bytes_per_s = self.device.memory_bandwidth_bytes_per_s or 1e12
+        self._bytes_per_s = profile.devices[0].memory_bandwidth_bytes_per_s or 1e12
 
     def of(
         self, graph: OpGraph, batch: int, layout: str, is_inference: bool
@@ -152,30 +150,15 @@ class ModelTerms:
     ) -> Iterator[tuple[str, float]]:
         cost = features.cost
         if features.family == "convolution":
-            name, rate = self._convolution(features, roofline, layout)
+            kind, rate = roofline.convolution(features)
+            suffix = "" if layout == "nchw" else ".channels last"
+            name = f"{kind}.{phase_of(features)}{suffix}"
             yield f"{name} flops", cost.flops / rate
             yield f"{name} bytes", cost.moved_bytes / self._bytes_per_s
         elif features.family in PLAIN:
             yield "stream", cost.moved_bytes / self._bytes_per_s
         elif features.family in LEARNT or stream_keys(features)[0].startswith(LEARNT_KINDS):
             yield stream_keys(features)[0], cost.moved_bytes / self._bytes_per_s
-
-    def _convolution(
-        self, features: Features, roofline: Roofline, layout: str
-    ) -> tuple[str, float]:
-        dtype = features.dtype
-        if dtype == "float32" and "tfloat32" in self.device.peak_flops_per_s:
-            dtype = "tfloat32"
-        chip = chip_of(self.device, dtype)
-        kind = convolution_kind(features.dims, is_tensor=bool(chip.is_tensor))
-        if kind.endswith("depthwise"):
-            chip = chip_of(self.device, "float32")
-        phase = "backward" if "backward" in features.target else "forward"
-        suffix = "" if layout == "nchw" else ".channels last"
-        rate = float(chip.flops_per_s) * float(
-            sustained_ratio(roofline.law.products.sustained, chip)
-        )
-        return f"{kind}.{phase}{suffix}", rate
 
     def _fixed_s(
         self, call: OpCall, features: Features, roofline: Roofline, is_learnt: bool
@@ -216,28 +199,27 @@ def _trained(table: Path, bank: Path) -> list[ModelCase]:
 
 def _inferred(table: Path, bank: Path) -> list[ModelCase]:
     """Forward passes of the models in the bank, as eager torch ran them."""
-    models = json.loads((bank / "index.json").read_text(encoding="utf-8"))["models"]
+    index = read_index(bank)
     cases = []
-    with table.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            entry = models.get(f"{row['model']}@{row['img_size']}")
-            eager = row["compiled"] == "0" and row["torch"] == EAGER_INFERENCE_TORCH
-            if entry is None or "file" not in entry or not eager or row["gpu"] != "RTX 3090":
-                continue
-            if abs(entry["parameters"] / (1e6 * float(row["param_count_M"])) - 1) > SAME_PARAMETERS:
-                continue
-            cases.append(
-                ModelCase(
-                    model=row["model"],
-                    family=entry["family"],
-                    graph_path=bank / entry["file"],
-                    machine=VISION_MACHINE,
-                    batch=int(row["batch"]),
-                    layout=row["layout"],
-                    step_time_s=float(row["step_time_ms"]) * 1e-3,
-                    is_inference=True,
-                )
+    for _, row in read_rows(table):
+        if row["compiled"] != "0" or row["torch"] != EAGER_INFERENCE_TORCH:
+            continue
+        try:
+            entry = entry_of(row, index)
+        except NotMapped:
+            continue
+        cases.append(
+            ModelCase(
+                model=row["model"],
+                family=entry["family"],
+                graph_path=bank / entry["file"],
+                machine=machine_name(row["gpu"]),
+                batch=int(row["batch"]),
+                layout=row["layout"],
+                step_time_s=float(row["step_time_ms"]) * 1e-3,
+                is_inference=True,
             )
+        )
     return cases
 
 

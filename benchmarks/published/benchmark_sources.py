@@ -9,7 +9,7 @@ from typing import Any
 
 from estimator.calibrate.tables import Row
 from published.graphs import ModelSpec
-from published.language_sources import bert
+from published.language_sources import bert, megatron_gpt
 from published.machines import Setting
 from published.rows import NotMapped, NotQualified, PublishedRow
 from published.scheduler_sources import RESNET50
@@ -329,7 +329,9 @@ def _oneflow(row: PublishedRow) -> Workload:
         spec, narrow, optimizer = TRANSFORMER_BIG, "fp16-amp", "adam"
         remarks = (_SENTENCES,)
     elif megatron := re.match(r"gpt h(\d+) l(\d+) a(\d+)", model):
-        spec, narrow, optimizer = _gpt(row, *map(int, megatron.groups())), "fp16", "adam"
+        sizes = map(int, megatron.groups())
+        spec = megatron_gpt(row.step.model, *sizes, row.seq_len, vocabulary=50304)
+        narrow, optimizer = "fp16", "adam"
     elif "bert" in model:
         spec, narrow, optimizer = bert("base", "PreTraining", row.seq_len or 128), "fp16", "adam"
     else:
@@ -348,24 +350,6 @@ def _oneflow(row: PublishedRow) -> Workload:
         optimizer=optimizer,
         setting=setting,
         remarks=remarks,
-    )
-
-
-def _gpt(row: PublishedRow, width: int, layers: int, heads: int) -> ModelSpec:
-    """Megatron-LM's GPT, its activations kept."""
-    return ModelSpec.of(
-        row.step.model,
-        "decoder",
-        width=width,
-        heads=heads,
-        layers=layers,
-        length=row.seq_len,
-        hidden=4 * width,
-        vocabulary=50304,
-        biased=True,
-        wide_loss=True,
-        fused=False,
-        drop=0.1,
     )
 
 

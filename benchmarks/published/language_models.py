@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import _get_current_function_mode
 from torch.utils.checkpoint import checkpoint
 
 from estimator.graph.transformers_models import WithoutWeights
@@ -21,14 +19,9 @@ def random_tokens(batch: int, length: int, vocabulary: int) -> Tensor:
     return torch.randint(0, vocabulary, (batch, length))
 
 
-def _same_mode() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What is recomputed in backward runs under the tracer's function mode, as forward does."""
-    return nullcontext(), _get_current_function_mode() or nullcontext()
-
-
 def recomputed(block: nn.Module, *arguments: Any) -> Any:
     """The block under activation checkpointing: its forward is run again in backward."""
-    return checkpoint(block, *arguments, use_reentrant=False, context_fn=_same_mode)
+    return checkpoint(block, *arguments, use_reentrant=False)
 
 
 class GatedFeedForward(nn.Module):

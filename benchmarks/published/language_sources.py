@@ -81,6 +81,34 @@ def bert(size: str, head: str, length: int, **more: Any) -> ModelSpec:
     )
 
 
+def megatron_gpt(
+    name: str,
+    width: int,
+    layers: int,
+    heads: int,
+    length: int | None,
+    *,
+    vocabulary: int,
+    **more: Any,
+) -> ModelSpec:
+    """Megatron-LM's GPT, attention written out."""
+    return ModelSpec.of(
+        name,
+        "decoder",
+        width=width,
+        heads=heads,
+        layers=layers,
+        length=length,
+        hidden=4 * width,
+        vocabulary=vocabulary,
+        biased=True,
+        wide_loss=True,
+        fused=False,
+        drop=0.1,
+        **more,
+    )
+
+
 def _neusight(row: PublishedRow) -> Workload:
     """HF models at torch 2.1, before attention was fused there; forward alone unless `train`."""
     training = row.notes.get("mode") == "train"
@@ -258,20 +286,11 @@ def _fms_fsdp(row: PublishedRow) -> Workload:
 def _vtrain(row: PublishedRow) -> Workload:
     """Megatron's GPT, every block recomputed; its data-parallel rows alone qualify."""
     width, layers, heads = (int(row.notes[name]) for name in ("hidden", "layers", "heads"))
-    spec = ModelSpec.of(
+    spec = megatron_gpt(
         f"{row.step.model} {row.seq_len} recomputed",
-        "decoder",
-        width=width,
-        heads=heads,
-        layers=layers,
-        length=row.seq_len,
-        hidden=4 * width,
+        *(width, layers, heads, row.seq_len),
         vocabulary=51200,
-        biased=True,
-        wide_loss=True,
         recompute_every=1,
-        fused=False,
-        drop=0.1,
     )
     return Workload(
         spec=spec, precision="fp16", optimizer="adam", remarks=("precision taken as fp16",)

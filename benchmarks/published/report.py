@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from summary import SummaryRow, format_table, interval_score, summarise
+from summary import SummaryRow, format_table, interval_score, percent, summarise
 
 from published.mapping import Verdict
 
@@ -104,11 +104,6 @@ def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any,
     for item in items:
         found.setdefault(key(item), []).append(item)
     return list(found.items())
-
-
-def percent(ratio: float | None) -> str:
-    """A ratio for people; a dash where there is none."""
-    return "-" if ratio is None else f"{100 * ratio:.1f} %"
 
 
 def draw(cases: Sequence[Case], path: Path) -> None:

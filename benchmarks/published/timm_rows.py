@@ -77,7 +77,7 @@ def read_timm_rows(table: Path, bank: Path) -> TimmTable:
     family it is of and how many parameters it has, or why there is none. Raises GraphFileError,
     ObservationError.
     """
-    index = _read_index(bank)
+    index = read_index(bank)
     rows: list[TimmRow] = []
     refused: Counter[str] = Counter()
     for line, cells in read_rows(table):
@@ -94,11 +94,10 @@ def read_timm_rows(table: Path, bank: Path) -> TimmTable:
     return TimmTable(rows=tuple(rows), refused=dict(refused.most_common()))
 
 
-def _row(line: int, cells: Row, bank: Path, index: Mapping[str, Any]) -> TimmRow:
-    model, size = cells["model"], int(cells["img_size"])
-    if model.startswith(_INPLACE_NORM):
-        raise NotMapped("TResNet ran in-place batch norm, which timm has removed (#1785)")
-    entry = index.get(f"{model}@{size}")
+def entry_of(cells: Row, index: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the bank's index says of a row's model at its size; raises NotMapped without a graph."""
+    model, size = cells["model"], cells["img_size"]
+    entry: Mapping[str, Any] | None = index.get(f"{model}@{size}")
     if entry is None:
         raise NotMapped(f"{model} at {size} pixels is not in the bank")
     if "reason" in entry:
@@ -106,6 +105,14 @@ def _row(line: int, cells: Row, bank: Path, index: Mapping[str, Any]) -> TimmRow
     published = float(cells["param_count_m"]) * 1e6
     if abs(entry["parameters"] - published) > _PARAMETERS_RATIO * published:
         raise NotMapped(f"{model} had {published:.4g} parameters, now {entry['parameters']:.4g}")
+    return entry
+
+
+def _row(line: int, cells: Row, bank: Path, index: Mapping[str, Any]) -> TimmRow:
+    model, size = cells["model"], int(cells["img_size"])
+    if model.startswith(_INPLACE_NORM):
+        raise NotMapped("TResNet ran in-place batch norm, which timm has removed (#1785)")
+    entry = entry_of(cells, index)
     if not entry["batch_free"]:
         raise NotMapped(f"the graph of {model} holds at its traced batch only")
     precision = _PRECISIONS.get(cells["precision"])
@@ -127,7 +134,8 @@ def _row(line: int, cells: Row, bank: Path, index: Mapping[str, Any]) -> TimmRow
     )
 
 
-def _read_index(bank: Path) -> Mapping[str, Any]:
+def read_index(bank: Path) -> Mapping[str, Any]:
+    """The entries of a bank's index by model and size; raises GraphFileError."""
     path = bank / INDEX
     try:
         found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["models"]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
-from statistics import NormalDist
 from typing import NamedTuple
+
+from estimator.timeline.fastpath import expected_maximum
 
 _NEVER = -math.inf
 
@@ -43,7 +43,7 @@ def log_step_of_parts(
     spread, crowding, overlap = map(math.exp, log_parameters[11:])
     batch_power, alone = math.exp(log_power), float(ranks == 1)
     growth = math.log(batch / reference_batch)
-    slowest, beside = spread * expected_largest(ranks), crowding * (1 - 1 / largest)
+    slowest, beside = spread * expected_maximum(int(ranks)), crowding * (1 - 1 / largest)
     log_compute = log_factor + math.log(compute_s) + (batch_power - 1) * growth
     log_compute += log_alone * alone + math.log1p(slowest) + math.log1p(beside)
     d_slowest, d_beside = slowest / (1 + slowest), beside / (1 + beside)
@@ -85,9 +85,3 @@ def _norm(first: float, second: float, power: float) -> tuple[float, float]:
     larger, smaller = (first, second) if first >= second else (second, first)
     total = larger + math.log1p(math.exp(power * (smaller - larger))) / power
     return total, math.exp(power * (second - total))
-
-
-@lru_cache(maxsize=4096)
-def expected_largest(count: float) -> float:
-    """Expected largest of `count` standard normal draws, 0 for one (Blom, 1958)."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0

@@ -49,6 +49,12 @@ def tensor(
     return TensorSpec(shape, dtype, strides)
 
 
+def channels_innermost(batch: int, channels: int, side: int) -> TensorSpec:
+    """Square images in channels-last layout."""
+    strides = (channels * side * side, 1, side * channels, channels)
+    return tensor(batch, channels, side, side, strides=strides)
+
+
 def transposed(rows: int, columns: int) -> TensorSpec:
     """A matrix that is the transposed view of a contiguous one."""
     return TensorSpec((rows, columns), "float32", (1, rows))

@@ -197,49 +197,37 @@ def _seed() -> tuple[TensorSpec, TensorSpec]:
 
 
 def _flash(x: TensorSpec, causal: bool, flops: float) -> list[GridCall]:
-    name, length = "_scaled_dot_product_flash_attention", x.shape[2]
-    return [
-        grid_call(f"{name}.default", x, x, x, 0.0, causal, flops=flops),
-        grid_call(
-            f"{name}_backward.default",
-            *(x, x, x, x, x, _sums(x), None, None, length, length, 0.0, causal, *_seed()),
-            flops=2.5 * flops,
-            positive=(5,),
-        ),
-    ]
+    length = x.shape[2]
+    gradient = (x, x, x, x, x, _sums(x), None, None, length, length, 0.0, causal, *_seed())
+    return _with_gradient("flash", (x, x, x, 0.0, causal), gradient, flops)
 
 
 def _memory_efficient(x: TensorSpec, causal: bool, flops: float) -> list[GridCall]:
-    name = "_scaled_dot_product_efficient_attention"
     # Its sums of exponentials come in rows that are multiples of 32 (kAlignLSE of
     # aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_forward.h).
     batch, heads, length = x.shape[:3]
     sums = tensor(batch, heads, -(-length // 32) * 32)
-    offsets = TensorSpec((), "int64")
-    return [
-        grid_call(f"{name}.default", x, x, x, None, True, 0.0, causal, flops=flops),
-        grid_call(
-            f"{name}_backward.default",
-            *(x, x, x, x, None, x, sums, offsets, offsets, 0.0, [True, True, True, False], causal),
-            flops=2.5 * flops,
-            positive=(5,),
-        ),
-    ]
+    offsets, mask = TensorSpec((), "int64"), [True, True, True, False]
+    gradient = (x, x, x, x, None, x, sums, offsets, offsets, 0.0, mask, causal)
+    return _with_gradient("efficient", (x, x, x, None, True, 0.0, causal), gradient, flops)
 
 
 def _by_cudnn(x: TensorSpec, causal: bool, flops: float) -> list[GridCall]:
-    name, length = "_scaled_dot_product_cudnn_attention", x.shape[2]
-    offsets = TensorSpec((), "int64")
+    length, offsets = x.shape[2], TensorSpec((), "int64")
     # Where there is no mask its sums are one more dimension deep.
     sums = tensor(*x.shape[:3], 1)
+    gradient = (x, x, x, x, x, sums, offsets, offsets, None, None, None, length, length, 0.0)
+    return _with_gradient("cudnn", (x, x, x, None, True, 0.0, causal), (*gradient, causal), flops)
+
+
+def _with_gradient(
+    kind: str, forward: tuple[Any, ...], gradient: tuple[Any, ...], flops: float
+) -> list[GridCall]:
+    """One implementation of attention; its gradient makes 5 products where forward makes 2."""
+    name = f"_scaled_dot_product_{kind}_attention"
     return [
-        grid_call(f"{name}.default", x, x, x, None, True, 0.0, causal, flops=flops),
-        grid_call(
-            f"{name}_backward.default",
-            *(x, x, x, x, x, sums, offsets, offsets, None, None, None, length, length, 0.0, causal),
-            flops=2.5 * flops,
-            positive=(5,),
-        ),
+        grid_call(f"{name}.default", *forward, flops=flops),
+        grid_call(f"{name}_backward.default", *gradient, flops=2.5 * flops, positive=(5,)),
     ]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from estimator.probe.grid import GridCall, grid_call, indices, tensor
+from estimator.probe.grid import GridCall, channels_innermost, grid_call, indices, tensor
+from estimator.probe.grid_products import heads_inside
+from estimator.probe.grid_shapes import embedding_bag, likelihood, max_pools, picking
+from estimator.probe.grid_streams import layer_norm, softmax
 from estimator.tensors import TensorSpec
 
 # Tensors of 1 to 4 times the last-level cache of an H100 in float32, and one far beyond.
@@ -57,26 +60,14 @@ def rows() -> list[GridCall]:
             grid_call("sum.dim_IntList", x, [1], True),
             grid_call("mean.dim", x, [-1], True),
             grid_call("amax.default", x, [-1], True),
-            grid_call("native_layer_norm.default", x, [width], row, row, 1e-5),
-            grid_call(
-                "native_layer_norm_backward.default",
-                *(x, x, [width], column, column, row, row, [True, True, True]),
-                positive=(3,),
-            ),
+            *layer_norm(count, width),
         ]
     for batch, heads, length in ((16, 12, 500), (64, 12, 200), (8, 16, 1000), (2000, 4, 50)):
         scores = tensor(batch, heads, length, length)
-        calls += _softmax(scores, "_softmax")
+        calls += softmax(scores, "_softmax")
     for count, classes in _WIDE_ROWS:
-        calls += _softmax(tensor(count, classes), "_log_softmax")
+        calls += softmax(tensor(count, classes), "_log_softmax")
     return calls
-
-
-def _softmax(x: TensorSpec, name: str) -> list[GridCall]:
-    return [
-        grid_call(f"{name}.default", x, -1, False),
-        grid_call(f"{name}_backward_data.default", x, x, -1, "torch.float32"),
-    ]
 
 
 def strided() -> list[GridCall]:
@@ -89,8 +80,7 @@ def strided() -> list[GridCall]:
         (64, 200, 12, 64),
         (2000, 50, 4, 32),
     ):
-        inner = (length * heads * width, width, heads * width, 1)
-        swapped = TensorSpec((batch, heads, length, width), "float32", inner)
+        swapped = heads_inside(batch, heads, length, width)
         flat = tensor(batch, heads, length, width)
         across = TensorSpec((batch * length, heads * width), "float32", (1, batch * length))
         calls += [
@@ -103,9 +93,7 @@ def strided() -> list[GridCall]:
             grid_call("cat.default", [flat, flat], -1),
         ]
     for batch, channels, side in ((64, 64, 60), (64, 240, 30), (96, 480, 14)):
-        places = side * side
-        strides = (channels * places, 1, side * channels, channels)
-        last = TensorSpec((batch, channels, side, side), "float32", strides)
+        last = channels_innermost(batch, channels, side)
         first = tensor(batch, channels, side, side)
         calls += [
             grid_call("clone.default", last, memory_format="torch.contiguous_format"),
@@ -127,35 +115,13 @@ def lookups() -> list[GridCall]:
         (200_000, 400_000, 128),
     ):
         table, picked, rows = tensor(height, width), indices(count), tensor(count, width)
-        bags = indices(count // 4)
+        calls += picking(count, height, width)
         calls += [
-            grid_call("embedding.default", table, picked, index_high=height),
-            grid_call(
-                "embedding_dense_backward.default",
-                *(rows, picked, height, -1, False),
-                index_high=height,
-            ),
-            grid_call("index.Tensor", table, [picked], index_high=height),
-            grid_call("index_put.default", table, [picked], rows, True, index_high=height),
             grid_call("index_add.default", table, 0, picked, rows, index_high=height),
-            grid_call(
-                "_embedding_bag.default",
-                *(table, picked, bags, False, 0, False, None),
-                index_high=height,
-                counting=(2,),
-            ),
+            embedding_bag(table, picked, indices(count // 4)),
         ]
     for count, classes in _WIDE_ROWS:
-        x, labels, one = tensor(count, classes), indices(count), tensor()
-        calls += [
-            grid_call("nll_loss_forward.default", x, labels, None, 1, -100, index_high=classes),
-            grid_call(
-                "nll_loss_backward.default",
-                *(one, x, labels, None, 1, -100, one),
-                index_high=classes,
-                positive=(3,),
-            ),
-        ]
+        calls += likelihood(count, classes)
     return calls
 
 
@@ -204,21 +170,13 @@ def pools() -> list[GridCall]:
     calls = []
     for batch, channels, side in ((64, 64, 100), (96, 120, 60), (16, 240, 100)):
         x, half = tensor(batch, channels, side, side), tensor(batch, channels, side // 2, side // 2)
-        places, small = TensorSpec(half.shape, "int64"), [batch, channels, side, side]
-        halves = ([2, 2], [2, 2], [0, 0], [1, 1], False)
         calls += [
-            grid_call("max_pool2d_with_indices.default", x, [3, 3], [2, 2], [1, 1]),
-            grid_call("max_pool2d_with_indices.default", x, [2, 2], [2, 2]),
-            grid_call(
-                "max_pool2d_with_indices_backward.default",
-                *(half, x, *halves, places),
-                index_high=side * side,
-            ),
+            *max_pools(batch, channels, side),
             grid_call("_adaptive_avg_pool2d.default", x, [4, 4]),
             grid_call("upsample_nearest2d.default", half, [side, side], 2.0, 2.0),
             grid_call(
                 "upsample_nearest2d_backward.default",
-                *(x, [side, side], [*small[:2], side // 2, side // 2], 2.0, 2.0),
+                *(x, [side, side], list(half.shape), 2.0, 2.0),
             ),
         ]
     return calls

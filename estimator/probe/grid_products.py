@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from estimator.probe.grid import GridCall, grid_call, tensor, transposed
+from estimator.probe.grid import GridCall, channels_innermost, grid_call, tensor, transposed
 from estimator.tensors import TensorSpec
 
 Shapes = Sequence[tuple[int, ...]]
@@ -240,8 +240,9 @@ _TRANSPOSED = (
 
 
 def _images(batch: int, channels: int, side: int, *, channels_last: bool) -> TensorSpec:
-    strides = (channels * side * side, 1, side * channels, channels) if channels_last else None
-    return tensor(batch, channels, side, side, strides=strides)
+    if channels_last:
+        return channels_innermost(batch, channels, side)
+    return tensor(batch, channels, side, side)
 
 
 def _convolution(

@@ -18,27 +18,15 @@ def lookups() -> list[GridCall]:
     ):
         table, picked, rows = tensor(height, width), indices(count), tensor(count, width)
         spread_rows = TensorSpec((count, width), "int64", (1, 0))
+        calls += picking(count, height, width)
         calls += [
-            grid_call("embedding.default", table, picked, index_high=height),
-            grid_call(
-                "embedding_dense_backward.default",
-                *(rows, picked, height, -1, False),
-                index_high=height,
-            ),
-            grid_call("index.Tensor", table, [picked], index_high=height),
-            grid_call("index_put.default", table, [picked], rows, True, index_high=height),
             grid_call("index_select.default", table, 0, picked, index_high=height),
             grid_call("index_add.default", table, 0, picked, rows, index_high=height),
             grid_call("gather.default", table, 0, spread_rows, index_high=height),
             grid_call("scatter_add.default", table, 0, spread_rows, rows, index_high=height),
         ]
         if width <= 200:
-            bags = grid_call(
-                "_embedding_bag.default",
-                *(table, picked, indices(count), False, 0, False, None),
-                index_high=height,
-                counting=(2,),
-            )
+            bags = embedding_bag(table, picked, indices(count))
             bags_backward = grid_call(
                 "_embedding_bag_backward.default",
                 *(rows, picked, indices(count), indices(0), indices(count), indices(count)),
@@ -48,6 +36,31 @@ def lookups() -> list[GridCall]:
             )
             calls += [bags, bags_backward]
     return calls
+
+
+def picking(count: int, height: int, width: int) -> list[GridCall]:
+    """Rows picked from a table, as an embedding or by indices, and put back."""
+    table, picked, rows = tensor(height, width), indices(count), tensor(count, width)
+    return [
+        grid_call("embedding.default", table, picked, index_high=height),
+        grid_call(
+            "embedding_dense_backward.default",
+            *(rows, picked, height, -1, False),
+            index_high=height,
+        ),
+        grid_call("index.Tensor", table, [picked], index_high=height),
+        grid_call("index_put.default", table, [picked], rows, True, index_high=height),
+    ]
+
+
+def embedding_bag(table: TensorSpec, picked: TensorSpec, bags: TensorSpec) -> GridCall:
+    """Sums of the rows that are picked for each bag."""
+    return grid_call(
+        "_embedding_bag.default",
+        *(table, picked, bags, False, 0, False, None),
+        index_high=table.shape[0],
+        counting=(2,),
+    )
 
 
 _ROWS = ((60, 64), (500, 300), (3000, 400), (8000, 700))
@@ -104,6 +117,21 @@ def fills() -> list[GridCall]:
     return calls
 
 
+def max_pools(batch: int, channels: int, side: int) -> list[GridCall]:
+    """The largest of windows that overlap and of such that don't, and the latter's gradient."""
+    x, half = tensor(batch, channels, side, side), tensor(batch, channels, side // 2, side // 2)
+    places = TensorSpec(half.shape, "int64")
+    return [
+        grid_call("max_pool2d_with_indices.default", x, [3, 3], [2, 2], [1, 1]),
+        grid_call("max_pool2d_with_indices.default", x, [2, 2], [2, 2]),
+        grid_call(
+            "max_pool2d_with_indices_backward.default",
+            *(half, x, [2, 2], [2, 2], [0, 0], [1, 1], False, places),
+            index_high=side * side,
+        ),
+    ]
+
+
 def pools() -> list[GridCall]:
     """Pooling and up-sampling, with their gradients."""
     calls = []
@@ -111,15 +139,8 @@ def pools() -> list[GridCall]:
         x, half = tensor(batch, channels, side, side), tensor(batch, channels, side // 2, side // 2)
         double, small = (2 * side, 2 * side), [batch, channels, side, side]
         up = tensor(batch, channels, *double)
-        places = TensorSpec(half.shape, "int64")
         calls += [
-            grid_call("max_pool2d_with_indices.default", x, [3, 3], [2, 2], [1, 1]),
-            grid_call("max_pool2d_with_indices.default", x, [2, 2], [2, 2]),
-            grid_call(
-                "max_pool2d_with_indices_backward.default",
-                *(half, x, [2, 2], [2, 2], [0, 0], [1, 1], False, places),
-                index_high=side * side,
-            ),
+            *max_pools(batch, channels, side),
             grid_call("avg_pool2d.default", x, [2, 2], [2, 2]),
             grid_call(
                 "avg_pool2d_backward.default",
@@ -137,19 +158,27 @@ def pools() -> list[GridCall]:
     return calls
 
 
+def likelihood(rows: int, classes: int) -> list[GridCall]:
+    """Negative log likelihood of labels, and its gradient."""
+    x, labels, one = tensor(rows, classes), indices(rows), tensor()
+    return [
+        grid_call("nll_loss_forward.default", x, labels, None, 1, -100, index_high=classes),
+        grid_call(
+            "nll_loss_backward.default",
+            *(one, x, labels, None, 1, -100, one),
+            index_high=classes,
+            positive=(3,),
+        ),
+    ]
+
+
 def losses() -> list[GridCall]:
     """Negative log likelihood, squared error and binary cross entropy."""
     calls = []
     for rows, classes in ((16, 100), (500, 1000), (400, 20_000), (4000, 300)):
-        x, labels, one = tensor(rows, classes), indices(rows), tensor()
+        x, one = tensor(rows, classes), tensor()
+        calls += likelihood(rows, classes)
         calls += [
-            grid_call("nll_loss_forward.default", x, labels, None, 1, -100, index_high=classes),
-            grid_call(
-                "nll_loss_backward.default",
-                *(one, x, labels, None, 1, -100, one),
-                index_high=classes,
-                positive=(3,),
-            ),
             grid_call("mse_loss.default", x, x),
             grid_call("mse_loss_backward.default", one, x, x, 1),
             grid_call("binary_cross_entropy_with_logits.default", x, x, positive=(1,)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from estimator.probe.grid import GridCall, grid_call, tensor
+from estimator.probe.grid import GridCall, channels_innermost, grid_call, tensor
 from estimator.tensors import TensorSpec
 
 _SIZES = (4_000, 60_000, 500_000, 3_000_000)
@@ -169,12 +169,7 @@ def strided() -> list[GridCall]:
             grid_call("copy_.default", flat, swapped),
         ]
     for batch, channels, side in ((4, 64, 28), (8, 100, 40), (8, 300, 14)):
-        places = side * side
-        last = TensorSpec(
-            (batch, channels, side, side),
-            "float32",
-            (channels * places, 1, side * channels, channels),
-        )
+        last = channels_innermost(batch, channels, side)
         first = tensor(batch, channels, side, side)
         calls += [
             grid_call("clone.default", last, memory_format="torch.contiguous_format"),
@@ -210,16 +205,34 @@ def reductions() -> list[GridCall]:
     return calls
 
 
+def softmax(x: TensorSpec, name: str) -> list[GridCall]:
+    """Softmax or its logarithm over the last dimension, and its gradient."""
+    return [
+        grid_call(f"{name}.default", x, -1, False),
+        grid_call(f"{name}_backward_data.default", x, x, -1, "torch.float32"),
+    ]
+
+
+def layer_norm(rows: int, columns: int) -> list[GridCall]:
+    """Layer normalisation of rows, and its gradients."""
+    x, row, column = tensor(rows, columns), tensor(columns), tensor(rows, 1)
+    return [
+        grid_call("native_layer_norm.default", x, [columns], row, row, 1e-5),
+        grid_call(
+            "native_layer_norm_backward.default",
+            *(x, x, [columns], column, column, row, row, [True, True, True]),
+            positive=(3,),
+        ),
+    ]
+
+
 def softmaxes() -> list[GridCall]:
     """Softmax and log-softmax over the last dimension, with their gradients."""
     calls = []
     for rows, columns in ((64, 10), (500, 32), (3000, 50), (8000, 200), (3000, 1000), (120, 30000)):
         x = tensor(rows, columns)
         for name in ("_softmax", "_log_softmax"):
-            calls += [
-                grid_call(f"{name}.default", x, -1, False),
-                grid_call(f"{name}_backward_data.default", x, x, -1, "torch.float32"),
-            ]
+            calls += softmax(x, name)
     for batch, heads, rows in ((4, 6, 100), (60, 3, 50), (2, 10, 400)):
         scores = tensor(batch, heads, rows, rows)
         calls.append(grid_call("_safe_softmax.default", scores, -1))
@@ -230,16 +243,7 @@ def normalisations() -> list[GridCall]:
     """Layer, batch and group normalisation in training, with their gradients."""
     calls = []
     for rows, columns in ((200, 32), (64, 800), (1000, 100), (3000, 400), (800, 1500), (400, 4000)):
-        x, row = tensor(rows, columns), tensor(columns)
-        column = tensor(rows, 1)
-        calls += [
-            grid_call("native_layer_norm.default", x, [columns], row, row, 1e-5),
-            grid_call(
-                "native_layer_norm_backward.default",
-                *(x, x, [columns], column, column, row, row, [True, True, True]),
-                positive=(3,),
-            ),
-        ]
+        calls += layer_norm(rows, columns)
     for batch, channels, side in (
         (1, 32, 112),
         (8, 24, 60),

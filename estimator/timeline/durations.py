@@ -170,10 +170,12 @@ class _Timer:
 
     def slowdown(self, call: OpCall) -> float:
         """How much slower the call runs because other devices of the machine are busy too."""
+        compute, memory = self.contentions["compute"], self.contentions["memory"]
+        if not compute and not memory:
+            return 1.0
         features = features_of(call)
         tensors = (*call.inputs, *call.outputs)
         moved = float(sum(spec.storage_bytes for spec in tensors))
-        compute, memory = self.contentions["compute"], self.contentions["memory"]
         intensity = features.cost.flops / max(moved, 1.0) if features else 0.0
         share = min(intensity / _COMPUTE_BOUND_FLOPS_PER_BYTE, 1.0)
         return share * _at(compute, moved) + (1.0 - share) * _at(memory, moved)

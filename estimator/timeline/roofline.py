@@ -117,19 +117,24 @@ class Roofline:
             head_size=features.dims[3],
             flops=features.cost.flops,
             moved_bytes=features.cost.moved_bytes,
-            is_backward=_phase(features) == "backward",
+            is_backward=phase_of(features) == "backward",
             cached=cached,
         )
         return law.start_s + float(seconds)
 
     def _convolution_s(self, features: Features, chip: Chip, cached: float) -> float:
-        kind = convolution_kind(features.dims, is_tensor=bool(chip.is_tensor))
-        flops, moved = self.law.convolutions.factors(kind, _phase(features), features.layout)
-        if kind.endswith("depthwise"):  # too little to multiply for tensor cores
-            chip = self._chip_in("float32")
-        rate = float(chip.flops_per_s) * float(sustained_ratio(self._products, chip))
+        kind, rate = self.convolution(features)
+        flops, moved = self.law.convolutions.factors(kind, phase_of(features), features.layout)
         bytes_s = features.cost.moved_bytes / (self._bytes_per_s * cached)
         return self.law.streams.start_s + flops * features.cost.flops / rate + moved * bytes_s
+
+    def convolution(self, features: Features) -> tuple[str, float]:
+        """(kind of convolution, flops/s that its units can hold) of a call."""
+        chip = self._chip(features)
+        kind = convolution_kind(features.dims, is_tensor=bool(chip.is_tensor))
+        if kind.endswith("depthwise"):  # too little to multiply for tensor cores
+            chip = self._chip_in("float32")
+        return kind, float(chip.flops_per_s) * float(sustained_ratio(self._products, chip))
 
     def _recurrent_s(self, features: Features, chip: Chip, cached: float) -> float:
         ratio = _TENSOR_RECURRENT_RATIO if chip.is_tensor else _RECURRENT_RATIO
@@ -147,12 +152,13 @@ class Roofline:
 
 def stream_keys(features: Features) -> tuple[str, ...]:
     """Under which names the law may know what a call reaches of a stream, the closest first."""
-    phase = _phase(features)
+    phase = phase_of(features)
     kinds = (kind for kind in _OWN_SHARES if kind in features.target)
     return (*(f"{kind}.{phase}" for kind in kinds), f"{features.family}.{phase}", features.family)
 
 
-def _phase(features: Features) -> str:
+def phase_of(features: Features) -> str:
+    """ "forward" or "backward", by the operator's name."""
     return "backward" if "backward" in features.target else "forward"
 
 
