@@ -182,7 +182,7 @@ class RowAnswers:
         unlike, first, place = np.unique(columns, axis=1, return_index=True, return_inverse=True)
         questions = [
             StepQuestion(
-                workload=self._graph.name,
+                workload=self._graph.workload,
                 machines="+".join(n for n, one in zip(names, machines, strict=True) if one),
                 ranks=ranks,
                 nodes=nodes,

@@ -355,6 +355,34 @@ def test_every_row_equals_the_estimate_of_its_allocation(
     assert_equal(table)
 
 
+class LearntOfWorkloads:
+    """A calibration that has learnt the compute of some workloads by name."""
+
+    def __init__(self, **compute_ratios: float) -> None:
+        self.compute_ratios = compute_ratios
+
+    def coefficients_for(
+        self,
+        questions: Sequence[StepQuestion],
+        allocations: Sequence[Allocation],
+        engine: Engine,
+    ) -> list[Coefficients]:
+        ratios = [self.compute_ratios[question.workload] for question in questions]
+        return [Coefficients(compute_ratio=ratio) for ratio in ratios]
+
+
+def test_a_job_in_another_precision_has_its_own_corrections_in_a_table_too() -> None:
+    learnt = LearntOfWorkloads(**{"perceptron": 3.0, "perceptron, bf16": 5.0})
+    for precision, ratio in (("fp32", 3.0), ("bf16", 5.0)):
+        graph = replace(PLAIN, precision=precision)
+        cold, table = (
+            estimate_many(graph, ["1x1:slow", "2x4:slow"], calibration=calibration)
+            for calibration in (None, learnt)
+        )
+        assert table.forward_s == pytest.approx(ratio * cold.forward_s, rel=1e-9), precision
+        assert_equal(table)
+
+
 @settings(max_examples=60, deadline=None)
 @given(graphs, some.lists(cluster_rows.filter(placeable), min_size=1, max_size=8), strategies)
 def test_every_row_on_a_cluster_equals_the_estimate_of_its_allocation(
