@@ -90,6 +90,8 @@ class Estimate:
     The interval [low_s, high_s] is meant to hold the true step time in 8 of 10 cases. `batches`
     are samples per rank and micro-batch, one for each group of the allocation; `batch_per_gpu` is
     the same if all groups have the same, else None. Both are None for a fixed-batch graph.
+    `mfu_ratio` and `hfu_ratio` are the shares of the devices' dense peak that go into the model's
+    FLOPs, and into these and those computed again; `graph.utilization` says what is counted.
     """
 
     model: str
@@ -108,6 +110,7 @@ class Estimate:
     samples_per_s: float | None
     tokens_per_s: float | None
     mfu_ratio: float | None
+    hfu_ratio: float | None
     peak_memory_bytes: int
     memory: PeakMemory
     fits: Literal["yes", "no", "uncertain"]
@@ -367,6 +370,7 @@ def _answer(
     even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
     global_batch = _global_batch(placement, batches, even, accumulation_steps)
     unlike = batches is not None and even is None
+    mfu_ratio, hfu_ratio = _utilization(plan, None if unlike else slowest, accumulation_steps, step)
     samples_per_s = global_batch / step if global_batch is not None else None
     tokens = graph.tokens_per_sample
     return Estimate(
@@ -385,7 +389,8 @@ def _answer(
         high_s=step * spread,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
-        mfu_ratio=_mfu(plan, None if unlike else slowest, accumulation_steps, step),
+        mfu_ratio=mfu_ratio,
+        hfu_ratio=hfu_ratio,
         peak_memory_bytes=memory.total_bytes,
         memory=memory,
         fits=_fits(used_ratio, graph.knows_activations),
@@ -489,10 +494,10 @@ def _relative_error(plan: StepPlan, parts: StepParts, step: float) -> float:
     return math.sqrt(variance_s2 / step**2 + MODEL_ERROR**2)
 
 
-def _mfu(
+def _utilization(
     plan: StepPlan, slowest: RankKind | None, accumulation_steps: int, step: float
-) -> float | None:
-    """Model flops of forward and backward over what the devices could do at their dense peak.
+) -> tuple[float, float] | tuple[None, None]:
+    """(MFU, HFU): flops of forward and backward over what the devices could do at their dense peak.
 
     Of the slowest class of ranks, or of all together (None), as where their batches differ.
     """
@@ -500,14 +505,16 @@ def _mfu(
         weighed = [(1, slowest.program)]
     else:
         weighed = [(len(each.ranks), each.program) for each in plan.classes]
-    flops = peak_flops_per_s = 0.0
+    model = hardware = peak_flops_per_s = 0.0
     for ranks, program in weighed:
         peak = program.peak_flops_per_s
-        if not peak or not program.flops:
-            return None
-        flops += ranks * program.flops
+        if not peak or not program.flops.model:
+            return None, None
+        model += ranks * program.flops.model
+        hardware += ranks * program.flops.hardware
         peak_flops_per_s += ranks * peak
-    return flops * accumulation_steps / (peak_flops_per_s * step)
+    per_flop = accumulation_steps / (peak_flops_per_s * step)
+    return model * per_flop, hardware * per_flop
 
 
 def _fits(used_ratio: float, knows_all: bool) -> Literal["yes", "no", "uncertain"]:

@@ -32,7 +32,7 @@ class EstimateTable:
     """One estimate a row, as columns; see `Estimate` and `Breakdown` for what they mean.
 
     `fits_code` and `bottleneck_code` are indices into `FITS` and `BOTTLENECKS`. `batch_per_gpu` is
-    0 for a graph without a batch size; rates are then NaN, and `mfu_ratio` where no peak is known.
+    0 for a graph without a batch size; rates are then NaN, MFU and HFU where no peak is known.
     """
 
     question: Question
@@ -41,6 +41,7 @@ class EstimateTable:
     high_s: Array
     samples_per_s: Array
     mfu_ratio: Array
+    hfu_ratio: Array
     peak_memory_bytes: NDArray[np.int64]
     fits_code: NDArray[np.uint8]
     bottleneck_code: NDArray[np.uint8]
@@ -98,7 +99,7 @@ class EstimateTable:
         Rates are better when high, anything else when low.
         """
         column = np.asarray(getattr(self, by), dtype=np.float64)
-        rising = by.endswith(("_per_s", "mfu_ratio"))
+        rising = by.endswith(("_per_s", "mfu_ratio", "hfu_ratio"))
         return np.lexsort((-column if rising else column, self.fits_code == 0))
 
     def best(self, by: str = "samples_per_s") -> Estimate:

@@ -212,9 +212,10 @@ def assert_equal(table: EstimateTable) -> None:
         ):
             close(part, getattr(scalar.breakdown, part))
         assert table.samples_per_s[row] == pytest.approx(scalar.samples_per_s, rel=1e-9)
-        assert table.mfu_ratio[row] == pytest.approx(
-            scalar.mfu_ratio or math.nan, rel=1e-9, nan_ok=True
-        )
+        for name in ("mfu_ratio", "hfu_ratio"):
+            assert getattr(table, name)[row] == pytest.approx(
+                getattr(scalar, name) or math.nan, rel=1e-9, nan_ok=True
+            )
         assert table.peak_memory_bytes[row] == scalar.peak_memory_bytes
         assert table.fits[row] == scalar.fits
         assert (table.ranks[row], table.nodes[row]) == (scalar.ranks, scalar.plan.ring.nodes)

@@ -17,8 +17,8 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 # What is kept of a class, compute times its slowdown. `memory_ratio` is the share of the device's
-# memory in use where nothing is sharded, `peak_s` what the flops of a micro-batch take at the
-# device's peak.
+# memory in use where nothing is sharded, `model_peak_s` and `hardware_peak_s` what the flops of a
+# micro-batch take at the device's peak.
 VALUES = (
     "lane_s",
     "forward_s",
@@ -40,7 +40,8 @@ VALUES = (
     "bucket_bytes",
     "largest_unit_bytes",
     "spread_ratio",
-    "peak_s",
+    "model_peak_s",
+    "hardware_peak_s",
 )
 _LARGEST = np.iinfo(np.int64).max
 # Every class is compared with every other only while that is quick.
@@ -165,7 +166,7 @@ class ClassTable:
 def _values(program: StepProgram, slowdown: float) -> list[float]:
     profile = program.profile
     device = profile.devices[0]
-    peak = program.peak_flops_per_s
+    peak = program.peak_flops_per_s or math.nan
     memory = program.memory
     host_error = (profile.host.provenance.relative_error or 0.0) if profile.host else 0.0
     values = {
@@ -189,6 +190,7 @@ def _values(program: StepProgram, slowdown: float) -> list[float]:
         "bucket_bytes": memory.bucket_bytes,
         "largest_unit_bytes": max((unit.parameter_bytes for unit in program.units), default=0),
         "spread_ratio": profile.rank_spread_ratio or 0.0,
-        "peak_s": program.flops / peak if peak and program.flops else math.nan,
+        "model_peak_s": program.flops.model / peak or math.nan,
+        "hardware_peak_s": program.flops.hardware / peak or math.nan,
     }
     return [values[name] for name in VALUES]

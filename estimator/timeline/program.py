@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.errors import ProfileError
-from estimator.graph.costs import family_of, op_cost
+from estimator.graph.costs import family_of
 from estimator.graph.memory import PeakMemory, peak_memory
 from estimator.graph.ops import BoundGraph, OpGraph
 from estimator.graph.shards import shard_units, unit_path
+from estimator.graph.utilization import StepFlops, step_flops
 from estimator.profile import MachineProfile, Provenance, UpdateCost
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.buckets import Bucket, gradient_buckets
@@ -81,7 +82,7 @@ class StepProgram:
     kernels_variance_s2: float
     kernels: Mapping[tuple[str, str], tuple[float, float]]
     memory: PeakMemory
-    flops: float
+    flops: StepFlops
     in_grid_ratio: float
     durations: Durations
     start_s: Array
@@ -206,7 +207,7 @@ def _compile(
         memory=peak_memory(
             bound, optimizer=bound.graph.optimizer, strategy=strategy, ranks=2 if merging else 1
         ),
-        flops=sum(cost.flops for cost in map(op_cost, bound.calls) if cost is not None),
+        flops=step_flops(bound),
         in_grid_ratio=float(durations.device_s[durations.in_grid].sum()) / kernels_s,
         durations=durations,
         start_s=end - device_s,

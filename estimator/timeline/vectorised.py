@@ -59,8 +59,9 @@ class StepColumns:
 
     Values named after a program's are those of the slowest class. `merging_error` is the relative
     error of the all-reduce, 0 for single ranks; `memory_ratio` the largest share of a device's
-    memory in use; `peak_s` the seconds that the model's flops take at the device's peak. `unknown`
-    marks rows over whose network nothing says what a collective that they need costs.
+    memory in use; `model_peak_s` and `hardware_peak_s` the seconds that the flops of a micro-batch
+    take at the device's peak. `unknown` marks rows over whose network nothing says what a
+    collective that they need costs.
     """
 
     forward_s: Array
@@ -76,7 +77,8 @@ class StepColumns:
     merging_error: Array
     memory_bytes: Array
     memory_ratio: Array
-    peak_s: Array
+    model_peak_s: Array
+    hardware_peak_s: Array
     unknown: NDArray[np.bool_]
 
 
@@ -124,7 +126,8 @@ class StepTables:
             merging_error=error,
             memory_bytes=memory_bytes,
             memory_ratio=memory_ratio,
-            peak_s=values["peak_s"][slowest],
+            model_peak_s=values["model_peak_s"][slowest],
+            hardware_peak_s=values["hardware_peak_s"][slowest],
             unknown=unknown,
         )
 
