@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from estimator.allocation import Allocation, DeviceGroup
+from estimator.coefficients import Calibration
 from estimator.estimates import Estimate, estimate_graph
 from estimator.graph.ops import OpGraph
 from estimator.timeline.fastpath import at_link_rate, step_parts
 from estimator.topology import Cluster
-from estimator.workload import Strategy
 
 # Efficiency that people ask for when they size a network (Goyal et al. 2017 report about 90 %).
 WANTED_EFFICIENCY_RATIO = 0.9
@@ -36,17 +36,22 @@ def scaling_of(
     answer: Estimate,
     *,
     cluster: Cluster | None = None,
+    calibration: Calibration | None = None,
     wanted_ratio: float = WANTED_EFFICIENCY_RATIO,
 ) -> Scaling:
-    """The scaling of an estimate of `graph`, at its batch per device and accumulation."""
+    """The scaling of an estimate of `graph`, at its batch per device and accumulation.
+
+    `cluster` and `calibration` are those that the estimate was asked under.
+    """
     alone_s = max(
         estimate_graph(
             graph,
             single,
             batch_per_gpu=batch,
             accumulation_steps=answer.accumulation_steps,
-            strategy=Strategy(),
+            strategy=answer.strategy,
             cluster=cluster,
+            calibration=calibration,
             profile=None if named else answer.plan.classes[0].program.profile,
         ).step_time_s
         for single, batch, named in _singles(answer, cluster)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from estimator.advise.scaling import scaling_of
+from estimator.advise.sweeps import sweep
+from estimator.coefficients import Coefficients
 from estimator.estimates import estimate_graph
+from estimator.request import Request
 from tests.synthetic import Machine, perceptron
 
 GRAPH = perceptron([1000, 2048, 1000], batch=512)
@@ -38,3 +44,24 @@ def test_ranks_of_one_node_have_no_guilty_link() -> None:
     assert found.link == ""
     assert found.needed_bytes_per_s is None
     assert found.efficiency_ratio < 1
+
+
+class TwiceAsSlow:
+    """A calibration by which computing and updating take twice as long everywhere."""
+
+    def coefficients_for(self, questions: Sequence[Any], *_: Any) -> list[Coefficients]:
+        return [Coefficients(compute_ratio=2.0, update_ratio=2.0) for _ in questions]
+
+
+def test_a_calibrated_answer_is_set_beside_a_calibrated_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
+    MACHINE.profile().save(tmp_path / "machines" / "m.json")
+    request = Request(model="m", calibration=TwiceAsSlow())
+    alone, four = (request.estimate(GRAPH, text) for text in ("1x1:m", "4x1:m"))
+    found = request.scaling(GRAPH, four)
+    assert found is not None
+    assert found.efficiency_ratio == pytest.approx(alone.step_time_s / four.step_time_s)
+    rows = sweep(("1x1:m", "4x1:m"), lambda text: request.estimate(GRAPH, text))
+    assert rows[1].efficiency_ratio == pytest.approx(found.efficiency_ratio)
