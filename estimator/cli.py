@@ -452,8 +452,9 @@ def sweep(
 ) -> None:
     """Predict MODEL on every allocation of a PATTERN and print how it scales.
 
-    Ranges such as 1..8 stand where an allocation has a number of nodes or devices. With
-    --strategies every allocation lists them by step time, the fastest first.
+    Ranges such as 1..8 stand where an allocation has a number of nodes or devices. "Of linear" is
+    throughput per rank over that of the smallest allocation, with the same share of the update.
+    With --strategies every allocation lists them by step time, the fastest first.
     """
     from estimator.advise.sweeps import existing, sweep_csv
     from estimator.advise.sweeps import sweep as run_all

@@ -37,6 +37,7 @@ from estimator.timeline.rank_kinds import RankKind
 from estimator.timeline.sharding import sharded_memory
 from estimator.timeline.spans import Timeline
 from estimator.timeline.step import timeline_of
+from estimator.timeline.strategy_words import communication_words
 from estimator.topology import Cluster
 from estimator.typical import is_known_by_datasheet
 from estimator.units import format_count, format_interval, format_ratio
@@ -531,7 +532,7 @@ def _bottleneck(answer: Estimate) -> str:
     words = {
         "compute": f"computing on the {answer.plan.kinds[0].program.profile.kind} device",
         "host": "issuing operators from the host",
-        "communication": f"merging gradients of {ring.ranks} ranks{over}",
+        "communication": communication_words(answer.plan.members.table.strategy, ring.ranks) + over,
         "update": "the optimizer's update",
         "stragglers": "waiting for the slowest rank",
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from estimator.graph.costs import op_cost
 from estimator.graph.ops import GraphInput, Op, OpGraph, Parameter, Phase, Value, ValueKind
@@ -157,6 +157,18 @@ class Machine:
         if call.target == "aten.mm.default":
             return 1e-6 + cost.flops / self.flops_per_s
         return 1e-6 + cost.moved_bytes / self.memory_bytes_per_s
+
+
+def with_every_collective(profile: MachineProfile) -> MachineProfile:
+    """The profile, what it knows of an all-reduce also standing for the collectives of its ring."""
+    ops: tuple[CollectiveName, ...] = ("all_gather", "reduce_scatter")
+    others = [
+        replace(cost, op=op)
+        for cost in profile.collectives
+        if cost.op == "all_reduce"
+        for op in ops
+    ]
+    return replace(profile, collectives=(*profile.collectives, *others))
 
 
 def _square(size: int) -> TensorSpec:

@@ -227,7 +227,7 @@ def assert_equal(table: EstimateTable) -> None:
 BOTTLENECK_TEXTS = {
     "compute": "computing",
     "host": "issuing",
-    "communication": "merging",
+    "communication": ("reducing", "gathering", "sending"),
     "update": "the optimizer",
     "stragglers": "waiting",
 }

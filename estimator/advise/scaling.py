@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from estimator.allocation import Allocation, DeviceGroup
 from estimator.coefficients import Calibration
@@ -20,6 +20,7 @@ _FASTEST_FACTOR = 2.0**40
 class Scaling:
     """Efficiency of an allocation against one device of its slowest kind, and its slowest link.
 
+    100 % is a step without communication or waiting: see `linear_step_s` for a sharded update.
     `needed_bytes_per_s` is the payload rate of `link` from which the efficiency would reach
     `wanted_ratio`; None where no rate would do, or nothing is sent between nodes.
     """
@@ -43,28 +44,42 @@ def scaling_of(
 
     `cluster` and `calibration` are those that the estimate was asked under.
     """
-    alone_s = max(
-        estimate_graph(
-            graph,
-            single,
-            batch_per_gpu=batch,
-            accumulation_steps=answer.accumulation_steps,
-            strategy=answer.strategy,
-            cluster=cluster,
-            calibration=calibration,
-            profile=None if named else answer.plan.classes[0].program.profile,
-        ).step_time_s
+    linear_s = max(
+        linear_step_s(
+            estimate_graph(
+                graph,
+                single,
+                batch_per_gpu=batch,
+                accumulation_steps=answer.accumulation_steps,
+                strategy=answer.strategy,
+                cluster=cluster,
+                calibration=calibration,
+                profile=None if named else answer.plan.classes[0].program.profile,
+            ),
+            like=answer,
+        )
         for single, batch, named in _singles(answer, cluster)
     )
     ring = answer.plan.ring
     across = ring.nodes > 1
     return Scaling(
-        efficiency_ratio=alone_s / answer.step_time_s,
+        efficiency_ratio=linear_s / answer.step_time_s,
         wanted_ratio=wanted_ratio,
         link=ring.link,
         link_bytes_per_s=ring.bytes_per_s if across else None,
-        needed_bytes_per_s=_needed(answer, alone_s / wanted_ratio) if across else None,
+        needed_bytes_per_s=_needed(answer, linear_s / wanted_ratio) if across else None,
     )
+
+
+def linear_step_s(smaller: Estimate, *, like: Estimate) -> float:
+    """Seconds of a smaller allocation's step with the share of the update that ranks of `like` do.
+
+    Where the update is sharded, a device alone has more to do for the same samples; set beside its
+    whole step, sharding would seem to scale better than linearly.
+    """
+    plan, share = smaller.plan, like.plan.sharding.update_share
+    shared = replace(plan, sharding=replace(plan.sharding, update_share=share))
+    return step_parts(shared).step_s
 
 
 def _singles(

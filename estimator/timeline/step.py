@@ -11,6 +11,7 @@ from estimator.timeline.fastpath import RankClass, StepPlan, step_parts
 from estimator.timeline.rank_kinds import RankKind
 from estimator.timeline.schedule import ComputeLane, Flow, simulate
 from estimator.timeline.spans import LANES, Label, Lane, SpanColumns, Timeline
+from estimator.timeline.strategy_words import bucket_words
 
 # torch/csrc/distributed/c10d/ProcessGroupGloo.hpp: two threads take collectives off the queue;
 # ProcessGroupNCCL runs one stream per communicator.
@@ -77,12 +78,12 @@ class _Listed:
         self._plan = plan
         program = plan.classes[0].program
         ops = program.bound.graph.ops
-        buckets = enumerate(program.buckets)
+        buckets, doing = enumerate(program.buckets), bucket_words(program.strategy)
         self._labels = [Label(op.call.target, op.module, op.phase) for op in ops]
         # Every micro-batch runs the ops again.
         self._op_labels = np.arange(len(program.start_s)) % max(len(ops), 1)
         self._bucket_labels = self._new_labels(
-            [Label(f"all-reduce bucket {n} ({bucket.size_bytes} B)") for n, bucket in buckets]
+            [Label(f"{doing} bucket {n} ({bucket.size_bytes} B)") for n, bucket in buckets]
         )
         self._single: dict[Label, NDArray[np.intp]] = {}
         self._pieces: list[tuple[NDArray[np.intp], int, Lane, ArrayLike, ArrayLike]] = []

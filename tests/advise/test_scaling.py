@@ -14,7 +14,7 @@ from estimator.advise.sweeps import sweep
 from estimator.coefficients import Coefficients
 from estimator.estimates import estimate_graph
 from estimator.request import Request
-from tests.synthetic import Machine, perceptron
+from tests.synthetic import Machine, perceptron, with_every_collective
 
 GRAPH = perceptron([1000, 2048, 1000], batch=512)
 MACHINE = Machine(devices=1, latency_s=1e-6, network_latency_s=1e-6, network_bytes_per_s=1e8)
@@ -44,6 +44,26 @@ def test_ranks_of_one_node_have_no_guilty_link() -> None:
     assert found.link == ""
     assert found.needed_bytes_per_s is None
     assert found.efficiency_ratio < 1
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+def test_a_sharded_update_does_not_scale_better_than_linearly(strategy: str) -> None:
+    alone_is_all = replace(MACHINE, network_latency_s=1e-9, network_bytes_per_s=1e14)
+    profile = with_every_collective(alone_is_all.profile())
+    graph = perceptron([1000, 2048, 1000], batch=4)
+    asked: dict[str, Any] = {"profile": profile, "strategy": strategy}
+    alone, four = (estimate_graph(graph, text, **asked) for text in ("1x1:m", "4x1:m"))
+    # The update, 12 ms of it a rank's share, is most of a device's step of 4 samples.
+    assert alone.step_time_s > four.step_time_s
+    # Launching takes 10 µs on every rank, the rest is divided by four.
+    update_s = alone.breakdown.update_s
+    linear_s = alone.step_time_s - update_s + 1e-5 + (update_s - 1e-5) / 4
+    found = scaling_of(graph, four)
+    assert found.efficiency_ratio == pytest.approx(linear_s / four.step_time_s)
+    assert 0.5 < found.efficiency_ratio < 1
+    rows = sweep(("1x1:m", "4x1:m"), lambda text: estimate_graph(graph, text, **asked))
+    assert rows[0].efficiency_ratio == 1
+    assert rows[1].efficiency_ratio == pytest.approx(found.efficiency_ratio)
 
 
 class TwiceAsSlow:

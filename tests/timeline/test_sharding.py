@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,21 +11,13 @@ from estimator.estimates import Estimate, estimate_graph
 from estimator.graph.shards import shard_units
 from estimator.timeline.program import LaneUnit
 from estimator.timeline.sharding import blocking_s, prefetching_s
-from tests.synthetic import Machine, perceptron
+from tests.synthetic import Machine, perceptron, with_every_collective
 
 GRAPH = perceptron([1000, 2048, 1000], batch=64)
 
 
 def profile(**numbers: float):  # type: ignore[no-untyped-def]
-    known = Machine(devices=4, **numbers).profile()  # type: ignore[arg-type]
-    # What is measured of an all-reduce stands for the collectives of the same ring.
-    others = [
-        replace(cost, op=op)
-        for cost in known.collectives
-        if cost.op == "all_reduce"
-        for op in ("all_gather", "reduce_scatter")
-    ]
-    return replace(known, collectives=(*known.collectives, *others))
+    return with_every_collective(Machine(devices=4, **numbers).profile())  # type: ignore[arg-type]
 
 
 def answer(strategy: str, ranks: int = 4) -> Estimate:
@@ -109,6 +99,28 @@ def test_every_strategy_answers_with_a_breakdown_that_sums(strategy: str) -> Non
     assert found.breakdown.total_s == pytest.approx(found.step_time_s)
     assert found.strategy == strategy
     assert found.timeline.step_time_s == pytest.approx(found.step_time_s)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "waits_for", "bucket"),
+    [
+        ("ddp", "reducing gradients of 4 ranks over", "all-reduce bucket 0"),
+        ("zero1", "reducing gradients and broadcasting parameters of 4", "all-reduce bucket 0"),
+        ("zero2", "reducing gradients and gathering parameters of 4", "reduce-scatter bucket 0"),
+        ("fsdp", "gathering parameters and reducing gradients of 4", None),
+        ("ps:2", "sending gradients of 4 ranks to 2 parameter servers", "push, pull bucket 0"),
+    ],
+)
+def test_texts_name_what_a_strategy_sends(
+    strategy: str, waits_for: str, bucket: str | None
+) -> None:
+    found = estimate_graph(
+        GRAPH, "4x1:m", profile=profile(network_bytes_per_s=1e6), strategy=strategy
+    )
+    assert found.bottleneck.startswith(waits_for)
+    assert "over the network of 'synthetic'" in found.bottleneck
+    names = {label.name.rpartition(" (")[0] for label in found.timeline.spans.labels}
+    assert {name for name in names if name.endswith("bucket 0")} == ({bucket} if bucket else set())
 
 
 def across(strategy: str, ranks: int = 4) -> Estimate:
