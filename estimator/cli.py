@@ -45,18 +45,35 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             stream.reconfigure(errors="replace")
     _quieten_libraries()
     try:
-        code = commands.main(arguments, prog_name="estimator", standalone_mode=False)
+        code = _run(arguments)
         sys.stdout.flush()
+    except OSError as error:
+        code = _refuse(f"cannot write the output ({error.strerror}); free space or choose a file")
+        _end_output()
+    sys.exit(code or 0)
+
+
+def _run(arguments: Sequence[str] | None) -> int | None:
+    try:
+        code: int | None = commands.main(arguments, prog_name="estimator", standalone_mode=False)
     except click.ClickException as error:
         code = _refuse(error.format_message())
     except EstimatorError as error:
         code = _refuse(str(error))
-    except OSError as error:
-        code = _refuse(f"cannot write the output ({error.strerror}); free space or choose a file")
     except (click.Abort, KeyboardInterrupt):
         click.echo("estimator: interrupted", err=True)
         code = INTERRUPTED
-    sys.exit(code or 0)
+    return code
+
+
+def _end_output() -> None:
+    """Write what stdout still holds or drop it: Python would fail to write it at its own end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _quieten_libraries() -> None:

@@ -507,11 +507,13 @@ def test_a_store_that_is_a_file_is_refused(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-def test_output_to_a_full_disk_is_one_sentence() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_to_a_full_disk_is_one_sentence(unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
         found = subprocess.run(
-            [sys.executable, "-m", "estimator.cli", "profile", "show", "local"],
-            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+            [sys.executable, "-m", "estimator.cli", "profile", "show", "h100-sxm"],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment,
         )  # fmt: skip
     assert found.returncode == 2
     assert len(found.stderr.splitlines()) == 1
