@@ -212,7 +212,7 @@ def _print_launch(
 
 @commands.group("profile")
 def profiles() -> None:
-    """List, show, compare, merge and import machine profiles."""
+    """List, show, compare, merge and import machine profiles; print the schema of their files."""
 
 
 @profiles.command("list")
@@ -251,6 +251,17 @@ def compare(first: str, second: str) -> None:
     from estimator.render_comparison import comparison_report
 
     print_tables(comparison_report(load_profile(first), load_profile(second)))
+
+
+@profiles.command()
+def schema() -> None:
+    """Print the JSON Schema of a profile file, to check or write one with other tools.
+
+    Numbers are in the base units that their names end with: seconds, bytes, bytes per second.
+    """
+    from estimator.profile import json_schema
+
+    print_json(json_schema())
 
 
 _files_argument = click.argument(

@@ -461,9 +461,10 @@ def _adapter() -> Any:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a profile file."""
-    schema: dict[str, Any] = _adapter().json_schema()
-    return schema
+    """The JSON Schema of a profile file, with the dialect that it is written in."""
+    from pydantic.json_schema import GenerateJsonSchema
+
+    return {"$schema": GenerateJsonSchema.schema_dialect, **_adapter().json_schema()}
 
 
 def check_writable(path: Path) -> None:
