@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from estimator.timeline.fastpath import expected_maximum
+from estimator.elementwise import expected_maximum
 
 _NEVER = -math.inf
 
