@@ -82,7 +82,6 @@ NUMBERS = [
     "links.0.bandwidth_bytes_per_s",
     "collectives.0.latency_s",
     "collectives.0.bandwidth_bytes_per_s",
-    "collectives.0.cpu_s_per_byte",
     "collectives.0.points.0.1",
     "collectives.0.group_size",
     "overlaps.0.exposed_ratio",

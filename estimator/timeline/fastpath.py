@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from estimator.coefficients import UNCALIBRATED, Coefficients
+from estimator.elementwise import expected_maximum
 from estimator.graph.ops import OpGraph
 from estimator.placement import NodeKind, Placement
 from estimator.profile import MachineProfile
@@ -345,13 +345,3 @@ def _ready_s(plan: StepPlan) -> Array:
     if len(kinds) == 1:
         return kinds[0].ready_s * ratio
     return np.asarray(np.array([kind.ready_s for kind in kinds]).max(axis=0) * ratio)
-
-
-_STANDARD_NORMAL = NormalDist()
-
-
-def expected_maximum(ranks: int) -> float:
-    """Expected maximum of `ranks` standard normal values (Blom 1958 approximation)."""
-    if ranks <= 1:
-        return 0.0
-    return _STANDARD_NORMAL.inv_cdf((ranks - 0.375) / (ranks + 0.25))

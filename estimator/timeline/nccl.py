@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from estimator.elementwise import minimum
 from estimator.profile import CollectiveName
 
 # The start in hops: published all-reduce, all-gather and reduce-scatter of 512 bytes over 2, 4 and
@@ -32,7 +33,7 @@ def nccl_rounds(op: CollectiveName, ranks: Any, nodes: Any) -> Any:
     hops: Any = ranks - 1
     if op == "all_reduce":
         tree = 2 * (_levels(nodes) + ranks / nodes - 1)
-        hops = np.minimum(2 * hops, tree) if isinstance(tree, np.ndarray) else min(2 * hops, tree)
+        hops = minimum(2 * hops, tree)
     elif op == "broadcast":
         hops = _levels(ranks)
     return START_ROUNDS + hops

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.elementwise import expected_maximum
 from estimator.graph.ops import OpGraph
 from estimator.placed_columns import PlacedColumns, SiteTable
 from estimator.timeline.ability import why_not_on
@@ -25,7 +26,6 @@ from estimator.timeline.collective_columns import (
     OverlapTable,
     Sizes,
 )
-from estimator.timeline.fastpath import expected_maximum
 from estimator.timeline.ring_columns import RingColumns, RingTable, largest
 from estimator.timeline.sharding_columns import (
     ShardingTable,
@@ -94,7 +94,6 @@ class StepTables:
         self._rings = RingTable(table)
         self._classes = ClassTable(graph, table, strategy, accumulation_steps)
         self._graph, self._strategy = graph, strategy
-        self._expected = _ExpectedMaxima()
         self._merging: _Merging | None = None
         able = [why_not_on(graph, site.profile) is None for site in table.sites]
         self.runs = np.array([*able, True])
@@ -117,7 +116,7 @@ class StepTables:
             backward_s=values["backward_s"][slowest] * compute,
             host_exposed_s=values["host_s"][slowest] * compute,
             communication_exposed_s=waiting_s,
-            straggler_s=lane_s * compute * spread * self._expected.of(rings.ranks),
+            straggler_s=lane_s * compute * spread * expected_maximum(rings.ranks),
             update_s=self._update_s(rings, last) * learnt.update_ratio,
             copies_exposed_s=values["copies_s"][slowest] * compute + copy_back_s[last] * compute,
             kernels_variance_s2=values["kernels_variance_s2"][slowest] * compute**2,
@@ -297,23 +296,3 @@ def _first_largest(index: Indices, keys: Array) -> tuple[Indices, Array]:
         chosen = np.where(larger, each, chosen)
         np.maximum(largest_key, key, out=largest_key)
     return chosen, largest_key
-
-
-class _ExpectedMaxima:
-    """`fastpath.expected_maximum` of the numbers of ranks met so far."""
-
-    def __init__(self) -> None:
-        self._known: Array = np.full(1, math.nan)
-
-    def of(self, ranks: Indices) -> Array:
-        """The expected maximum for each number of ranks."""
-        most = int(ranks.max(initial=0))
-        if most >= len(self._known):
-            more = np.full(2 * most + 1 - len(self._known), math.nan)
-            self._known = np.concatenate([self._known, more])
-        found = self._known[ranks]
-        if np.isnan(found).any():
-            for missing in np.unique(ranks[np.isnan(found)]).tolist():
-                self._known[missing] = expected_maximum(missing)
-            found = self._known[ranks]
-        return found

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from estimator.timeline.fastpath import expected_maximum, exposed_s
+from estimator.timeline.fastpath import exposed_s
 from estimator.timeline.lanes import two_lanes
 from estimator.timeline.schedule import ComputeLane, Overlap, simulate
 
@@ -121,9 +121,3 @@ def test_the_closed_form_equals_the_event_simulation(
     lane_s = float(ready[-1] + tail) * slowest
     closed_s = lane_s + exposed_s(ready * slowest, lane_s, costs, waits, overlap)
     assert closed_s == pytest.approx(flow.end_s, rel=1e-9)
-
-
-def test_the_expected_maximum_of_two_standard_normals_is_known() -> None:
-    # 1 / sqrt(pi) = 0.564; Blom's approximation is within 5 %.
-    assert expected_maximum(1) == 0.0
-    assert expected_maximum(2) == pytest.approx(0.5642, rel=0.06)
