@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from estimator.errors import ProfileError
 from estimator.graph.costs import family_of, op_cost
-from estimator.graph.memory import PeakMemory, peak_memory
 from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.shard_play import Reduction
+from estimator.graph.sharded_memory import ShardedMemory
 from estimator.graph.shards import shard_units, unit_path
+from estimator.graph.step_memory import step_memory
 from estimator.profile import MachineProfile, Provenance, UpdateCost
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.buckets import Bucket, gradient_buckets
@@ -80,7 +82,7 @@ class StepProgram:
     update_source: str
     kernels_variance_s2: float
     kernels: Mapping[tuple[str, str], tuple[float, float]]
-    memory: PeakMemory
+    memory: ShardedMemory
     flops: float
     in_grid_ratio: float
     durations: Durations
@@ -203,8 +205,13 @@ def _compile(
         update_source=update.source,
         kernels_variance_s2=variance_s2 * accumulation_steps**2,
         kernels=kernels,
-        memory=peak_memory(
-            bound, optimizer=bound.graph.optimizer, strategy=strategy, ranks=2 if merging else 1
+        memory=step_memory(
+            bound,
+            optimizer=bound.graph.optimizer,
+            strategy=strategy,
+            merging=merging,
+            buckets=[Reduction(bucket.ready_after, bucket.size_bytes) for bucket in buckets],
+            micro_batches=accumulation_steps,
         ),
         flops=sum(cost.flops for cost in map(op_cost, bound.calls) if cost is not None),
         in_grid_ratio=float(durations.device_s[durations.in_grid].sum()) / kernels_s,
