@@ -142,7 +142,7 @@ def test_the_temporaries_of_an_update_are_those_of_the_shard() -> None:
     assert found.peak(64).update_bytes == blocks(640 / 64)
 
 
-def test_a_larger_batch_needs_more_where_a_whole_update_would_need_the_most() -> None:
+def test_a_larger_batch_has_more_activations_where_a_whole_update_would_need_the_most() -> None:
     graph = in_blocks(perceptron([1000] * 6, batch=8))
     known = machine()
     peaks = [
@@ -151,7 +151,8 @@ def test_a_larger_batch_needs_more_where_a_whole_update_would_need_the_most() ->
         ).peak_memory_bytes
         for batch in (8, 16)
     ]
-    assert peaks[0] < peaks[1]
+    # What a layer keeps for its gradient, beside the inputs that are 8 samples more.
+    assert peaks[1] - peaks[0] > 2 * 8 * 1000 * 4
 
 
 def test_frozen_parameters_are_gathered_with_the_unit_that_reads_them() -> None:
