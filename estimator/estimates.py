@@ -34,7 +34,6 @@ from estimator.timeline.fastpath import (
 )
 from estimator.timeline.program import COPIES_ERROR, MEDIAN_TO_SIGMA
 from estimator.timeline.rank_kinds import RankKind
-from estimator.timeline.sharding import sharded_memory
 from estimator.timeline.spans import Timeline
 from estimator.timeline.step import timeline_of
 from estimator.timeline.strategy_words import communication_words
@@ -429,14 +428,14 @@ def _memory(plan: StepPlan) -> tuple[PeakMemory, float]:
     """(what the ranks that need most need, largest share of a device's memory in use)."""
     kinds, ranks = plan.kinds, plan.ring.ranks
     if ranks == 1 or plan.members.table.strategy.kind == "ddp":
-        fullest = max(kinds, key=_memory_bytes).program.memory
+        fullest = max(kinds, key=_memory_bytes).program.memory.peak(1)
         return fullest, max([kind.memory_ratio for kind in kinds])
-    needed = [sharded_memory(kind.program, ranks) for kind in kinds]
+    needed = [kind.program.memory.total_bytes(ranks) for kind in kinds]
     used = [
-        memory.total_bytes / kind.program.profile.devices[0].memory_bytes
-        for memory, kind in zip(needed, kinds, strict=True)
+        size / kind.program.profile.devices[0].memory_bytes
+        for size, kind in zip(needed, kinds, strict=True)
     ]
-    return max(needed, key=attrgetter("total_bytes")), max(used)
+    return kinds[needed.index(max(needed))].program.memory.peak(ranks), max(used)
 
 
 _memory_bytes = attrgetter("memory_bytes")

@@ -280,3 +280,19 @@ def perceptron(widths: Sequence[int], *, batch: int = 16) -> OpGraph:
         parameters=tuple(parameters),
         inputs=(GraphInput(name="x", value=0),),
     )
+
+
+def in_blocks(graph: OpGraph) -> OpGraph:
+    """A perceptron whose layers are blocks that FSDP gathers one by one, the first one the rest."""
+    layers = len(graph.parameters)
+    of_op = [op // 2 for op in range(2 * layers)]
+    of_op += [layers - 1 - op // 5 for op in range(5 * layers)]
+    named = [
+        replace(each, name="weight" if each.name == "layers.0" else f"{each.name}.weight")
+        for each in graph.parameters
+    ]
+    ops = [
+        replace(op, module=f"layers.{layer}" if layer else "")
+        for op, layer in zip(graph.ops, of_op, strict=True)
+    ]
+    return replace(graph, ops=tuple(ops), parameters=tuple(named))

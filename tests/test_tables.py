@@ -33,7 +33,7 @@ from estimator.profile import (
 from estimator.tables import EstimateTable, estimate_chunks, estimate_many
 from estimator.timeline import class_table
 from estimator.topology import Cluster, Node, Switch
-from tests.synthetic import CHOSEN, Machine, perceptron
+from tests.synthetic import CHOSEN, Machine, in_blocks, perceptron
 
 HOSTS = tuple(f"a{number}" for number in range(1, 10))
 
@@ -232,22 +232,6 @@ BOTTLENECK_TEXTS = {
     "stragglers": "waiting",
 }
 DEVICES = {"slow": 4, "fast": 8, "jammed": 2, "bare": 3, "railed": 6}
-
-
-def in_blocks(graph: OpGraph) -> OpGraph:
-    """A perceptron whose layers are blocks that FSDP gathers one by one, the first one the rest."""
-    layers = len(graph.parameters)
-    of_op = [op // 2 for op in range(2 * layers)]
-    of_op += [layers - 1 - op // 5 for op in range(5 * layers)]
-    named = [
-        replace(parameter, name=f"{parameter.name}.weight" if number else "weight")
-        for number, parameter in enumerate(graph.parameters)
-    ]
-    ops = [
-        replace(op, module=f"layers.{layer}" if layer else "")
-        for op, layer in zip(graph.ops, of_op, strict=True)
-    ]
-    return replace(graph, ops=tuple(ops), parameters=tuple(named))
 
 
 widths = some.lists(some.sampled_from([32, 96, 256, 1000]), min_size=2, max_size=6)

@@ -34,11 +34,6 @@ VALUES = (
     "memory_bytes",
     "memory_ratio",
     "device_bytes",
-    "optimizer_state_bytes",
-    "parameters_bytes",
-    "gradients_bytes",
-    "bucket_bytes",
-    "largest_unit_bytes",
     "spread_ratio",
     "model_peak_s",
     "hardware_peak_s",
@@ -53,7 +48,8 @@ class ClassTable:
 
     A class is compiled when a row first needs it. Class 0 stands behind a row's last site: it takes
     no time, and its buckets are always ready. `values[name]` and `ready_s` have a row a class,
-    `units_s` has the seconds of FSDP's units as (forward or backward, units, classes).
+    `units_s` has the seconds of FSDP's units as (forward or backward, units, classes),
+    `memory_lines` the lines of `ShardedMemory.total` as (lines, fixed or sharded, classes).
     """
 
     def __init__(
@@ -78,6 +74,7 @@ class ClassTable:
         self._rows: list[list[float]] = [[-math.inf] * len(VALUES)]
         self._ready: list[Array] = [np.zeros(0)]
         self._units: list[Array] = [np.zeros((2, 0))]
+        self._memory: list[tuple[tuple[int, int], ...]] = [((0, 0),)]
         self.bucket_bytes: Array = np.zeros(0)
         self.unit_bytes: Array = np.zeros(0)
         self._lay_out()
@@ -136,6 +133,7 @@ class ClassTable:
         self._numbers[code] = len(self._rows)
         self._rows.append(_values(program, slowdown))
         self._ready.append(program.ready_s * slowdown)
+        self._memory.append(program.memory.total.lines)
         units = [(unit.forward_s, unit.backward_s) for unit in program.units]
         self._units.append(np.array(units).reshape(len(units), 2).T)
         if merging:
@@ -146,6 +144,7 @@ class ClassTable:
         """Gather what is known of all classes into arrays."""
         columns = np.array(self._rows).T
         self.values = dict(zip(VALUES, columns, strict=True))
+        self.memory_lines = _padded(self._memory)
         self.ready_s = np.full((len(self._rows), len(self.bucket_bytes)), -math.inf)
         self.units_s = np.zeros((2, len(self.unit_bytes), len(self._rows)))
         for number, (ready_s, units_s) in enumerate(zip(self._ready, self._units, strict=True)):
@@ -163,11 +162,18 @@ class ClassTable:
         return np.array([(ready_s >= self.ready_s).all(axis=1) for ready_s in self.ready_s])
 
 
+def _padded(memory: list[tuple[tuple[int, int], ...]]) -> NDArray[np.int64]:
+    """Lines of every class, its last one again where others have more: (lines, 2, classes)."""
+    most = max(map(len, memory))
+    rows = [lines + (lines[-1],) * (most - len(lines)) for lines in memory]
+    return np.array(rows, dtype=np.int64).transpose(1, 2, 0)
+
+
 def _values(program: StepProgram, slowdown: float) -> list[float]:
     profile = program.profile
     device = profile.devices[0]
     peak = program.peak_flops_per_s or math.nan
-    memory = program.memory
+    memory_bytes = program.memory.total_bytes(1)
     host_error = (profile.host.provenance.relative_error or 0.0) if profile.host else 0.0
     values = {
         "lane_s": program.lane_s * slowdown,
@@ -181,14 +187,9 @@ def _values(program: StepProgram, slowdown: float) -> list[float]:
         "update_error": program.update_error,
         "host_error": host_error,
         "kernels_variance_s2": program.kernels_variance_s2 * slowdown**2,
-        "memory_bytes": memory.total_bytes,
-        "memory_ratio": memory.total_bytes / device.memory_bytes,
+        "memory_bytes": memory_bytes,
+        "memory_ratio": memory_bytes / device.memory_bytes,
         "device_bytes": device.memory_bytes,
-        "optimizer_state_bytes": memory.optimizer_state_bytes,
-        "parameters_bytes": memory.parameters_bytes,
-        "gradients_bytes": memory.gradients_bytes,
-        "bucket_bytes": memory.bucket_bytes,
-        "largest_unit_bytes": max((unit.parameter_bytes for unit in program.units), default=0),
         "spread_ratio": profile.rank_spread_ratio or 0.0,
         "model_peak_s": program.flops.model / peak or math.nan,
         "hardware_peak_s": program.flops.hardware / peak or math.nan,

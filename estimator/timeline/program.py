@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from estimator.errors import ProfileError
 from estimator.graph.costs import family_of
-from estimator.graph.memory import PeakMemory, peak_memory
 from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.shard_play import Reduction
+from estimator.graph.sharded_memory import ShardedMemory
 from estimator.graph.shards import shard_units, unit_path
+from estimator.graph.step_memory import step_memory
 from estimator.graph.utilization import StepFlops, step_flops
 from estimator.profile import MachineProfile, Provenance, UpdateCost
 from estimator.tensors import OpCall, TensorSpec
@@ -81,7 +83,7 @@ class StepProgram:
     update_source: str
     kernels_variance_s2: float
     kernels: Mapping[tuple[str, str], tuple[float, float]]
-    memory: PeakMemory
+    memory: ShardedMemory
     flops: StepFlops
     in_grid_ratio: float
     durations: Durations
@@ -204,8 +206,13 @@ def _compile(
         update_source=update.source,
         kernels_variance_s2=variance_s2 * accumulation_steps**2,
         kernels=kernels,
-        memory=peak_memory(
-            bound, optimizer=bound.graph.optimizer, strategy=strategy, ranks=2 if merging else 1
+        memory=step_memory(
+            bound,
+            optimizer=bound.graph.optimizer,
+            strategy=strategy,
+            merging=merging,
+            buckets=[Reduction(bucket.ready_after, bucket.size_bytes) for bucket in buckets],
+            micro_batches=accumulation_steps,
         ),
         flops=step_flops(bound),
         in_grid_ratio=float(durations.device_s[durations.in_grid].sum()) / kernels_s,

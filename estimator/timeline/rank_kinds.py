@@ -115,7 +115,7 @@ class StepTable(dict[NodeKind, RankKind]):
             strategy=self.strategy,
             accumulation_steps=self._accumulation_steps,
         )
-        slow, memory_bytes = node.slowdown_ratio, program.memory.total_bytes
+        slow, memory_bytes = node.slowdown_ratio, program.memory.total_bytes(1)
         return RankKind(
             program=program,
             slowdown_ratio=slow,

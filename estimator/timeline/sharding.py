@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from estimator.errors import ProfileError
-from estimator.graph.memory import PeakMemory
 from estimator.placement import nic_of
 from estimator.profile import CollectiveName, MachineProfile
 from estimator.timeline.collectives import (
@@ -170,39 +169,3 @@ def prefetching_s(
         network = max(network, compute) + scatter_s[index]
     alone = sum(unit.forward_s + unit.backward_s for unit in units)
     return max(compute, network) - alone
-
-
-def sharded_memory(program: StepProgram, ranks: int) -> PeakMemory:
-    """Peak memory of one rank under the program's strategy on `ranks` ranks."""
-    memory, kind = program.memory, program.strategy.kind
-    if ranks <= 1 or kind == "ddp":
-        return memory
-    kept = 1.0 / ranks
-    state = 0 if kind == "ps" else round(memory.optimizer_state_bytes * kept)
-    parameters, gradients, buckets = (
-        memory.parameters_bytes,
-        memory.gradients_bytes,
-        memory.bucket_bytes,
-    )
-    if kind == "fsdp":
-        largest = max((unit.parameter_bytes for unit in program.units), default=0)
-        # One unit at work, the next one gathered, and one whole gradient beside the shards.
-        parameters = round(parameters * kept) + min(2 * largest, parameters)
-        gradients = round(gradients * kept) + largest
-        buckets = 0
-    elif kind == "zero2":
-        gradients, buckets = round(gradients * kept), round(buckets * kept)
-    change = (
-        (memory.optimizer_state_bytes - state)
-        + (memory.parameters_bytes - parameters)
-        + (memory.gradients_bytes - gradients)
-        + (memory.bucket_bytes - buckets)
-    )
-    return replace(
-        memory,
-        parameters_bytes=parameters,
-        gradients_bytes=gradients,
-        optimizer_state_bytes=state,
-        bucket_bytes=buckets,
-        total_bytes=max(memory.total_bytes - change, 0),
-    )

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.graph.ops import OpGraph
+from estimator.graph.sharded_memory import held_bytes
 from estimator.profile import CollectiveName
 from estimator.timeline.class_table import ClassTable
 from estimator.timeline.collective_columns import (
@@ -134,29 +135,10 @@ def _prefetching_s(
     return np.asarray(np.maximum(compute, network) - forward_s.sum(0) - backward_s.sum(0))
 
 
-def sharded_bytes(classes: ClassTable, strategy: Strategy, index: Indices, ranks: Indices) -> Array:
-    """Peak memory of classes by their number on `ranks` ranks; see `sharding.sharded_memory`."""
-    held = {name: classes.values[name][index] for name in _HELD}
-    total = held["memory_bytes"]
-    kept = 1.0 / np.maximum(ranks, 1)
-    state, parameters = held["optimizer_state_bytes"], held["parameters_bytes"]
-    gradients, buckets = held["gradients_bytes"], held["bucket_bytes"]
-    saved = state - (0.0 if strategy.kind == "ps" else np.rint(state * kept))
-    if strategy.kind == "fsdp":
-        largest = held["largest_unit_bytes"]
-        shard = np.rint(parameters * kept) + np.minimum(2 * largest, parameters)
-        saved += parameters - shard + buckets
-        saved += gradients - np.rint(gradients * kept) - largest
-    elif strategy.kind == "zero2":
-        saved += gradients - np.rint(gradients * kept) + buckets - np.rint(buckets * kept)
-    return np.asarray(np.where(ranks > 1, np.maximum(total - saved, 0.0), total))
-
-
-_HELD = (
-    "memory_bytes",
-    "optimizer_state_bytes",
-    "parameters_bytes",
-    "gradients_bytes",
-    "bucket_bytes",
-    "largest_unit_bytes",
-)
+def sharded_bytes(classes: ClassTable, index: Indices, ranks: Indices) -> Array:
+    """Peak memory of classes by their number on `ranks` ranks; see `ShardedMemory.total_bytes`."""
+    levels = [
+        held_bytes(fixed[index], sharded[index], np.maximum(ranks, 1))
+        for fixed, sharded in classes.memory_lines
+    ]
+    return np.asarray(np.maximum.reduce(levels), dtype=np.float64)

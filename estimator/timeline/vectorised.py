@@ -147,7 +147,7 @@ class StepTables:
             return largest(values["memory_bytes"], classes), largest(
                 values["memory_ratio"], classes
             )
-        held = sharded_bytes(self._classes, self._strategy, classes, rings.ranks)
+        held = sharded_bytes(self._classes, classes, rings.ranks)
         used = held / values["device_bytes"][classes]
         there = classes > 0
         most_bytes = np.where(there, held, -math.inf).max(axis=0)
