@@ -33,7 +33,13 @@ def write(options: argparse.Namespace) -> int:
         command += ["--only", pattern]
     for pattern in options.excluded:
         command += ["--except", pattern]
-    environment = os.environ | {"PYTHONPATH": str(worktree), "PYTHONHASHSEED": "0"}
+    environment = os.environ | {
+        "PYTHONPATH": str(worktree),
+        "PYTHONHASHSEED": "0",
+        # What transformers says of tiny models.
+        "TRANSFORMERS_VERBOSITY": "error",
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+    }
     return subprocess.run(command, env=environment, cwd=worktree, check=False).returncode
 
 

@@ -135,16 +135,14 @@ def difference(column: str, one: Any, two: Any, *, step_s: float) -> float | Non
         return max([difference(column, a, b, step_s=step_s) or 0.0 for a, b in pairs], default=0.0)
     if isinstance(one, str) or isinstance(two, str):
         if isinstance(one, str) and isinstance(two, str) and column not in _ANSWERS:
-            # A number that is not known to either has not changed; a text is for the texts.
             return None
         return 0.0 if one == two else math.inf
     if one == two:
         return 0.0
-    if column.startswith(_OF_STEP):
-        scale = step_s
-    else:
-        scale = 1.0 if column in _OF_ONE else max(abs(one), abs(two))
-    return abs(one - two) / scale
+    if not (math.isfinite(one) and math.isfinite(two)):
+        return math.inf
+    scale = 1.0 if column in _OF_ONE else max(abs(one), abs(two))
+    return abs(one - two) / (step_s if column.startswith(_OF_STEP) else scale)
 
 
 def strategy_kind(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,8 @@ def test_parts_are_compared_against_the_step() -> None:
     [
         {"fits": "no"},
         {"mfu_ratio": 0.4},
+        {"step_time_s": math.inf},
+        {"step_time_s": "unknown"},
         {"provenance.shares": [0.7, 0.3]},
         {"provenance.shares": [1.0]},
         {"peak_memory_bytes": (1 << 30) + 512},
