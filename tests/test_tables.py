@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
 from estimator.allocation import Allocation
 from estimator.coefficients import Calibration, Coefficients, Engine, StepQuestion
 from estimator.columns import AllocationColumns
+from estimator.engine import estimate_graph
 from estimator.errors import AllocationError, ProfileError, UnknownMachineError, WorkloadError
 from estimator.estimates import Breakdown
 from estimator.graph.ops import OpGraph
@@ -31,7 +32,7 @@ from estimator.profile import (
     PairMatrix,
 )
 from estimator.tables import EstimateTable, estimate_chunks, estimate_many
-from estimator.timeline import class_table
+from estimator.timeline import ranks
 from estimator.topology import Cluster, Node, Switch
 from tests.synthetic import CHOSEN, Machine, in_blocks, perceptron
 
@@ -218,7 +219,7 @@ def assert_equal(table: EstimateTable) -> None:
             )
         assert table.peak_memory_bytes[row] == scalar.peak_memory_bytes
         assert table.fits[row] == scalar.fits
-        assert (table.ranks[row], table.nodes[row]) == (scalar.ranks, scalar.plan.ring.nodes)
+        assert (table.ranks[row], table.nodes[row]) == (scalar.ranks, scalar.plan.group.nodes)
         assert table.batch_per_gpu[row] == scalar.batch_per_gpu
         assert table.global_batch[row] == scalar.global_batch
         assert scalar.bottleneck.startswith(BOTTLENECK_TEXTS[table.bottleneck[row]])
@@ -252,6 +253,7 @@ strategies = some.sampled_from(
         "zero1:bucket=1MiB",
         "zero2:bucket=256KiB",
         "fsdp",
+        "fsdp:no_sync",
         "ps:2,bucket=64KiB",
         "ps:3,async,link=2Gbit/s",
     ]
@@ -378,6 +380,76 @@ def test_every_row_on_a_cluster_equals_the_estimate_of_its_allocation(
     assert_equal(estimate_many(graph, asked, strategy=strategy, cluster=cluster))
 
 
+def divided_by(shard: int, text: str) -> bool:
+    return Allocation.parse(text).ranks % shard == 0
+
+
+hybrid = some.sampled_from([("fsdp:shard=2", 2), ("fsdp:shard=4", 4), ("fsdp:shard=2,no_sync", 2)])
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs, some.lists(rows, min_size=1, max_size=8), hybrid, some.integers(1, 3))
+def test_every_row_of_nested_groups_equals_its_estimate(
+    graph: OpGraph, texts: list[str], hybrid: tuple[str, int], accumulation_steps: int
+) -> None:
+    strategy, shard = hybrid
+    asked = [of_kind(text, graph) for text in texts if divided_by(shard, text)]
+    options: Any = {"strategy": strategy, "accumulation_steps": accumulation_steps}
+    assert_equal(estimate_many(graph, asked, **options))
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs, some.lists(cluster_rows.filter(placeable), min_size=1, max_size=8), hybrid)
+def test_every_row_of_nested_groups_on_a_cluster_equals_its_estimate(
+    graph: OpGraph, texts: list[str], hybrid: tuple[str, int]
+) -> None:
+    strategy, shard = hybrid
+    cluster = GPU_CLUSTER if graph.target == "cuda" else CLUSTER
+    asked = [of_kind(text, graph) for text in texts if divided_by(shard, text)]
+    assert_equal(estimate_many(graph, asked, strategy=strategy, cluster=cluster))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    graphs,
+    rows,
+    some.one_of(strategies, hybrid.map(lambda each: each[0])),
+    some.sampled_from([1, 2, 3, 11]),
+    some.sampled_from([None, LearntByRanks()]),
+)
+def test_a_timeline_plays_what_was_computed(
+    graph: OpGraph,
+    text: str,
+    strategy: str,
+    accumulation_steps: int,
+    calibration: Calibration | None,
+) -> None:
+    assume("shard=" not in strategy or divided_by(4, text))
+    answer = estimate_graph(
+        graph,
+        of_kind(text, graph),
+        strategy=strategy,
+        accumulation_steps=accumulation_steps,
+        calibration=calibration,
+    )
+    assert answer.timeline.step_time_s == pytest.approx(answer.step_time_s, rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    graphs,
+    cluster_rows.filter(placeable),
+    some.one_of(strategies, hybrid.map(lambda each: each[0])),
+)
+def test_a_timeline_on_a_cluster_plays_what_was_computed(
+    graph: OpGraph, text: str, strategy: str
+) -> None:
+    assume("shard=" not in strategy or divided_by(4, text))
+    cluster = GPU_CLUSTER if graph.target == "cuda" else CLUSTER
+    answer = estimate_graph(graph, of_kind(text, graph), strategy=strategy, cluster=cluster)
+    assert answer.timeline.step_time_s == pytest.approx(answer.step_time_s, rel=1e-9)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "ps:2"])
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_a_model_without_parameters_merges_nothing(strategy: str, target: Any) -> None:
@@ -389,7 +461,7 @@ def test_a_model_without_parameters_merges_nothing(strategy: str, target: Any) -
 def test_classes_too_many_to_compare_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, texts = perceptron([256] * 5, batch=8), ["3x4:slow+2x8:fast+1x2:jammed", "9x2:slow"]
     compared = estimate_many(graph, texts, strategy="ddp:unbucketed").to_dict()
-    monkeypatch.setattr(class_table, "_MOST_COMPARED", 1)
+    monkeypatch.setattr(ranks, "_MOST_COMPARED", 1)
     found = estimate_many(graph, texts, strategy="ddp:unbucketed").to_dict()
     for name in ("step_time_s", "low_s", "high_s", "communication_exposed_s"):
         assert found[name] == pytest.approx(compared[name], rel=1e-12), name

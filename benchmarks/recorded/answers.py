@@ -173,7 +173,7 @@ def observe(calibrator: Any, graph: Any, name: str) -> None:
                 step_time_s=step_s * draw.lognormvariate(0, 0.03),
                 batch_per_gpu=batch,
                 accumulation_steps=accumulation,
-                strategy=draw.choice(("ddp", "ddp", "fsdp", "zero1")),
+                strategy=draw.choice(("ddp", "ddp", "zero2", "zero1")),
                 at=_OBSERVED_AT,
                 identity=f"{name} {machine} {number}",
             )

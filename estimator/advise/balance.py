@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from estimator.allocation import Allocation
 from estimator.coefficients import Calibration
+from estimator.engine import estimate_graph
 from estimator.errors import WorkloadError
-from estimator.estimates import NOT_FIT_MARGIN_RATIO, Estimate, estimate_graph
+from estimator.estimates import NOT_FIT_MARGIN_RATIO, Estimate
 from estimator.graph.ops import OpGraph
 from estimator.placement import place
 from estimator.profile import MachineProfile
@@ -167,7 +168,7 @@ class _Search:
         for each in answer.plan.classes:
             members = list(each.ranks)
             device = each.program.profile.devices[0]
-            needed = each.program.memory.total_bytes(answer.ranks)
+            needed = each.program.memory.total_bytes(answer.plan.shards)
             lane_s[members] = each.program.lane_s * each.slowdown_ratio
             memory_ratio[members] = needed / device.memory_bytes
         loads = (np.maximum.reduceat(values, self._starts) for values in (lane_s, memory_ratio))

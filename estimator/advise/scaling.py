@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from estimator.allocation import Allocation, DeviceGroup
 from estimator.coefficients import Calibration
-from estimator.estimates import Estimate, estimate_graph
+from estimator.engine import estimate_graph
+from estimator.estimates import Estimate
 from estimator.graph.ops import OpGraph
-from estimator.timeline.fastpath import at_link_rate, step_parts
+from estimator.timeline.plan import answer_of, at_link_rate
 from estimator.topology import Cluster
 
 # Efficiency that people ask for when they size a network (Goyal et al. 2017 report about 90 %).
@@ -60,13 +61,13 @@ def scaling_of(
         )
         for single, batch, named in _singles(answer, cluster)
     )
-    ring = answer.plan.ring
-    across = ring.nodes > 1
+    group = answer.plan.slowest_group
+    across = group.nodes > 1
     return Scaling(
         efficiency_ratio=linear_s / answer.step_time_s,
         wanted_ratio=wanted_ratio,
-        link=ring.link,
-        link_bytes_per_s=ring.bytes_per_s if across else None,
+        link=group.link,
+        link_bytes_per_s=group.bytes_per_s if across else None,
         needed_bytes_per_s=_needed(answer, linear_s / wanted_ratio) if across else None,
     )
 
@@ -77,9 +78,7 @@ def linear_step_s(smaller: Estimate, *, like: Estimate) -> float:
     Where the update is sharded, a device alone has more to do for the same samples; set beside its
     whole step, sharding would seem to scale better than linearly.
     """
-    plan, share = smaller.plan, like.plan.sharding.update_share
-    shared = replace(plan, sharding=replace(plan.sharding, update_share=share))
-    return step_parts(shared).step_s
+    return float(answer_of(replace(smaller.plan, share=like.plan.share)).parts.total_s)
 
 
 def _singles(
@@ -115,10 +114,10 @@ def _singles(
 
 def _needed(answer: Estimate, step_s: float) -> float | None:
     """The rate of the slowest link at which the step takes `step_s`, by bisection."""
-    rate = answer.plan.ring.bytes_per_s
+    rate = answer.plan.slowest_group.bytes_per_s
 
     def reached(factor: float) -> bool:
-        return step_parts(at_link_rate(answer.plan, factor)).step_s <= step_s
+        return float(answer_of(at_link_rate(answer.plan, factor)).parts.total_s) <= step_s
 
     if not reached(_FASTEST_FACTOR):
         return None
@@ -126,4 +125,4 @@ def _needed(answer: Estimate, step_s: float) -> float | None:
     while high / low > 1.001:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if reached(middle) else (middle, high)
-    return rate * high
+    return float(rate * high)

@@ -13,8 +13,8 @@ from hypothesis import strategies as some
 from estimator.advise.balance import Balance, balance
 from estimator.advise.scaling import scaling_of
 from estimator.api import estimate
+from estimator.engine import estimate_graph
 from estimator.errors import WorkloadError
-from estimator.estimates import estimate_graph
 from estimator.profile import MachineProfile
 from estimator.tables import estimate_many
 from estimator.topology import Cluster, Node, Switch

@@ -12,7 +12,7 @@ import pytest
 from estimator.advise.scaling import scaling_of
 from estimator.advise.sweeps import sweep
 from estimator.coefficients import Coefficients
-from estimator.estimates import estimate_graph
+from estimator.engine import estimate_graph
 from estimator.request import Request
 from tests.synthetic import Machine, perceptron, with_every_collective
 

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from estimator.estimates import estimate_graph
+from estimator.engine import estimate_graph
 from estimator.graph.memory import peak_memory
 from estimator.graph.ops import BoundGraph, OpGraph
 from estimator.graph.shard_play import Reduction

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from estimator.allocation import Allocation
 from estimator.coefficients import Calibration
 from estimator.columns import AllocationColumns
+from estimator.engine import DEFAULT, Engine
 from estimator.errors import AllocationError, WorkloadError
-from estimator.estimates import BOTTLENECKS, Estimate
+from estimator.estimates import FITS, Estimate
 from estimator.graph.ops import OpGraph
 from estimator.profile import MachineProfile
-from estimator.row_answers import FITS, Allocations, Integers, Question, RowAnswers
+from estimator.tables.answers import Allocations, Integers, Question, RowAnswers
+from estimator.timeline.step import BOTTLENECKS
 from estimator.topology import Cluster
 from estimator.workload import Strategy
 
@@ -152,6 +154,7 @@ def estimate_many(
     cluster: Cluster | str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
+    engine: Engine = DEFAULT,
 ) -> EstimateTable:
     """Predict the step of a traced graph on many allocations, each as `estimate` would.
 
@@ -171,6 +174,7 @@ def estimate_many(
         cluster=_described(cluster),
         calibration=calibration,
         profile=profile,
+        engine=engine,
     )
     return _table(question, RowAnswers(question))
 
@@ -187,6 +191,7 @@ def estimate_chunks(
     cluster: Cluster | str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
+    engine: Engine = DEFAULT,
 ) -> Iterator[EstimateTable]:
     """The table of `estimate_many` in pieces of `rows` rows: memory stays flat for any number.
 
@@ -208,6 +213,7 @@ def estimate_chunks(
             cluster=described,
             calibration=calibration,
             profile=profile,
+            engine=engine,
             first_row=first,
         )
         answers = answers or RowAnswers(question)
