@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from estimator.engine import estimate_graph
 from estimator.errors import ModelError, WorkloadError
 from estimator.estimates import Estimate
+from estimator.graph.ops import OpGraph
 from estimator.placement import place
 from estimator.profile import DeviceKind, MachineProfile, load_profile
 from estimator.topology import Cluster
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from estimator.allocation import Allocation
     from estimator.coefficients import Calibration
-    from estimator.graph.ops import OpGraph
     from estimator.workload import Strategy
 
 
@@ -137,8 +137,6 @@ def estimate(
     Raises AllocationError, WorkloadError, ProfileError, UnknownMachineError,
     StrategyError, TopologyError.
     """
-    from estimator.graph.ops import OpGraph
-
     described = Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster
     if isinstance(model_or_graph, OpGraph):
         graph = model_or_graph

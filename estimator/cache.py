@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 Value = TypeVar("Value")
-_Key = tuple[Hashable, ...]
+_Key = tuple[str, int | tuple[int, ...], tuple[Hashable, ...]]
 
 # An entry of the cache's own tables, and small objects whose parts are not looked at.
 _ENTRY_BYTES = 1024
@@ -60,7 +60,7 @@ class Cache:
 
         What `make` raises is raised again, and nothing is kept.
         """
-        key = (kind, *map(id, owners), *details)
+        key = _key(kind, owners, details)
         entry = self._entries.get(key)
         if entry is None or entry.lock is not None:
             entry = self._made(key, owners, make)
@@ -93,7 +93,7 @@ class Cache:
     ) -> None:
         """Count bytes that a value has taken up since it was made."""
         with self._lock:
-            entry = self._entries.get((kind, *map(id, owners), *details))
+            entry = self._entries.get(_key(kind, owners, details))
             if entry is not None:
                 self._charge(entry, size_bytes)
 
@@ -116,6 +116,12 @@ class Cache:
         """Forget everything that no thread is working out."""
         with self._lock:
             self._forget(-1.0)
+
+
+def _key(kind: str, owners: tuple[object, ...], details: tuple[Hashable, ...]) -> _Key:
+    if len(owners) == 1:
+        return kind, id(owners[0]), details
+    return kind, tuple([id(each) for each in owners]), details
 
 
 def _size_bytes(value: object, depth: int = 4) -> int:

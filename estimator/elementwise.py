@@ -39,7 +39,7 @@ def maximum(first: Any, second: Any, /) -> Any:
     >>> maximum(np.array([1.0, 3.0]), 2.0)
     array([2., 3.])
     """
-    if isinstance(first, ndarray) or isinstance(second, ndarray):
+    if type(first) is ndarray or type(second) is ndarray:
         return np.maximum(first, second)
     return first if first >= second else second
 
@@ -52,7 +52,7 @@ def minimum(first: Array, second: Values, /) -> Array: ...
 def minimum(first: Values, second: Array, /) -> Array: ...
 def minimum(first: Any, second: Any, /) -> Any:
     """The smaller of two, element by element."""
-    if isinstance(first, ndarray) or isinstance(second, ndarray):
+    if type(first) is ndarray or type(second) is ndarray:
         return np.minimum(first, second)
     return first if first <= second else second
 
@@ -75,7 +75,7 @@ def where(condition: Any, yes: Any, no: Any, /) -> Any:
     >>> where(np.array([True, False]), 1.0, 2.0)
     array([1., 2.])
     """
-    if isinstance(condition, ndarray):
+    if type(condition) is ndarray:
         return np.where(condition, yes, no)
     return yes if condition else no
 
@@ -86,7 +86,7 @@ def exp(value: float, /) -> float: ...
 def exp(value: Array, /) -> Array: ...
 def exp(value: Any, /) -> Any:
     """e to the power of `value`."""
-    return np.exp(value) if isinstance(value, ndarray) else math.exp(value)
+    return np.exp(value) if type(value) is ndarray else math.exp(value)
 
 
 @overload
@@ -99,7 +99,7 @@ def log(value: Any, /) -> Any:
     >>> log(0.0)
     -inf
     """
-    if isinstance(value, ndarray):
+    if type(value) is ndarray:
         with np.errstate(divide="ignore"):
             return np.log(value)
     return math.log(value) if value else -math.inf
@@ -111,7 +111,7 @@ def log1p(value: float, /) -> float: ...
 def log1p(value: Array, /) -> Array: ...
 def log1p(value: Any, /) -> Any:
     """The natural logarithm of 1 + `value`."""
-    return np.log1p(value) if isinstance(value, ndarray) else math.log1p(value)
+    return np.log1p(value) if type(value) is ndarray else math.log1p(value)
 
 
 @overload
@@ -120,7 +120,7 @@ def sqrt(value: float, /) -> float: ...
 def sqrt(value: Array, /) -> Array: ...
 def sqrt(value: Any, /) -> Any:
     """The square root."""
-    return np.sqrt(value) if isinstance(value, ndarray) else math.sqrt(value)
+    return np.sqrt(value) if type(value) is ndarray else math.sqrt(value)
 
 
 @overload
@@ -135,7 +135,7 @@ def logaddexp(first: Any, second: Any, /) -> Any:
     >>> round(logaddexp(1000.0, 1000.0), 3)
     1000.693
     """
-    if isinstance(first, ndarray) or isinstance(second, ndarray):
+    if type(first) is ndarray or type(second) is ndarray:
         return np.logaddexp(first, second)
     larger, smaller = (first, second) if first >= second else (second, first)
     if smaller == -math.inf:
@@ -155,7 +155,7 @@ def expected_maximum(count: Any, /) -> Any:
     >>> round(expected_maximum(100), 2)  # 2.51 in tables
     2.5
     """
-    if isinstance(count, ndarray):
+    if type(count) is ndarray:
         # Few numbers stand in many rows: each is worked out once.
         whole = count.astype(np.intp)
         known = np.zeros(int(whole.max(initial=0)) + 1)

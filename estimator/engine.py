@@ -28,7 +28,6 @@ from estimator.graph.ops import OpGraph
 from estimator.mesh import Mesh
 from estimator.placement import Placement, place
 from estimator.profile import MachineProfile
-from estimator.timeline.ability import why_not_on
 from estimator.timeline.plan import (
     Members,
     StepPlan,
@@ -116,10 +115,6 @@ class Engine:
     ) -> _Asked:
         """Check what is asked of a placement and compile its ranks; raises WorkloadError."""
         parsed = Strategy.parse(strategy)
-        for node in placement.kinds:
-            refusal = why_not_on(graph, node.profile)
-            if refusal is not None:
-                raise WorkloadError(refusal)
         if accumulation_steps < 1:
             raise WorkloadError(
                 f"accumulation steps must be at least 1, found {accumulation_steps}"
@@ -298,7 +293,7 @@ def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
         batches=batches,
         global_batch=global_batch,
         accumulation_steps=accumulation_steps,
-        strategy=str(asked.shape.strategy),
+        strategy=plan.members.table.strategy_text,
         precision=graph.precision,
         optimizer=graph.optimizer,
         step_time_s=step_s,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from estimator.errors import StrategyError
 from estimator.placement import NodeKind, Placement
-from estimator.process_groups import ProcessGroup, groups_along, network_order, whole_group
+from estimator.process_groups import ProcessGroup, groups_along, slowest_network, whole_group
 from estimator.workload import Parallelism, Strategy
 
 Indices = NDArray[np.intp]
@@ -44,7 +44,8 @@ class Mesh:
         cls, placement: Placement, strategy: Strategy, *, micro_batches: int = 1
     ) -> Mesh:
         """All ranks along the data-parallel axes; raises StrategyError."""
-        return cls(placement, _data_parallel(strategy, placement.ranks, micro_batches))
+        shard = None if strategy.kind != "fsdp" else strategy.shard or placement.ranks
+        return cls(placement, _data_parallel(placement.ranks, shard, micro_batches))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,7 +70,7 @@ class Mesh:
         """The unlike process groups along an axis, each with the kind of node that costs it."""
         size = self.parallelism.dp if axis == DP else getattr(self.parallelism, axis)
         if size == self.placement.ranks:
-            return {whole_group(self.placement): min(self.placement.kinds, key=network_order)}
+            return {whole_group(self.placement): slowest_network(self.placement)}
         if size == 1:
             return {}
         return groups_along(self.placement, self.members(axis))
@@ -84,5 +85,5 @@ class Mesh:
 
 
 @lru_cache(maxsize=4096)
-def _data_parallel(strategy: Strategy, ranks: int, micro_batches: int) -> Parallelism:
-    return Parallelism.data_parallel(strategy, ranks, micro_batches=micro_batches)
+def _data_parallel(ranks: int, shard: int | None, micro_batches: int) -> Parallelism:
+    return Parallelism.data_parallel(ranks, shard=shard, micro_batches=micro_batches)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from estimator.allocation import Allocation, DeviceGroup
@@ -41,7 +42,7 @@ class NodeKind:
 
     `busy` ranks work on each. `nic_bytes_per_s` is the payload rate that they get of the node's
     network, each way; None where nothing is known of it. `hop_latency_s` is that of a hop to the
-    next node.
+    next node. `by_network` sorts by network: the slowest first, then the one with most ranks.
     """
 
     profile: MachineProfile
@@ -49,6 +50,16 @@ class NodeKind:
     slowdown_ratio: float
     nic_bytes_per_s: float | None
     hop_latency_s: float
+    by_network: tuple[float, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        rate = math.inf if self.nic_bytes_per_s is None else self.nic_bytes_per_s
+        object.__setattr__(self, "by_network", (rate, -self.busy))
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """What its ranks get of the node's network; inf where nothing is known of it."""
+        return self.by_network[0]
 
 
 @dataclass(frozen=True, slots=True)

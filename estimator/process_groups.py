@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -69,8 +70,8 @@ def _limits(placement: Placement) -> Iterator[_Limit]:
     """What a ring hop crosses: (bytes per second of one flow, kind of link, names in it)."""
     cluster = placement.cluster
     if cluster is None:
-        slowest = min(placement.kinds, key=_rate_of)
-        yield _rate_of(slowest), _NETWORK, (slowest.profile.name,)
+        slowest = slowest_network(placement)
+        yield slowest.rate_bytes_per_s, _NETWORK, (slowest.profile.name,)
         return
     sites = placement.sites
     hops = list(_hops(sites))
@@ -86,10 +87,6 @@ def _limits(placement: Placement) -> Iterator[_Limit]:
 
 _NETWORK = "the network of '{}'"
 _UPLINK = "the uplink of node '{}'"
-
-
-def _rate_of(kind: NodeKind) -> float:
-    return math.inf if kind.nic_bytes_per_s is None else kind.nic_bytes_per_s
 
 
 def _hops(sites: Sequence[Site]) -> Iterator[tuple[Site, Site]]:
@@ -143,7 +140,7 @@ def groups_along(placement: Placement, members: Indices) -> dict[ProcessGroup, N
     following = np.roll(node, -1, axis=1)
     hop = node != following
     flows = np.bincount(node[hop], minlength=len(nodes.kinds))
-    rates = np.array([_rate_of(kind) for kind in nodes.kinds])
+    rates = np.array([kind.rate_bytes_per_s for kind in nodes.kinds])
     own_rate = np.where(hop, rates[node] / np.maximum(flows, 1)[node], math.inf)
     crossing = [
         [nodes.hop(a, b) for a, b in zip(*ends, strict=True)]
@@ -169,13 +166,17 @@ def groups_along(placement: Placement, members: Indices) -> dict[ProcessGroup, N
             latency_s=max(kind.hop_latency_s for kind in kinds) if across else 0.0,
             link=link.format(*between) if across else "",
         )
-        found.setdefault(group, min(kinds, key=network_order))
+        found.setdefault(group, min(kinds, key=_BY_NETWORK))
     return found
 
 
-def network_order(kind: NodeKind) -> tuple[float, int]:
-    """Nodes by their networks: the slowest first, among equals the one with most ranks."""
-    return _rate_of(kind), -kind.busy
+def slowest_network(placement: Placement) -> NodeKind:
+    """The kind of node with the slowest network, among equals the one with most ranks."""
+    kinds = placement.kinds
+    return kinds[0] if len(kinds) == 1 else min(kinds, key=_BY_NETWORK)
+
+
+_BY_NETWORK = attrgetter("by_network")
 
 
 def _ends(

@@ -140,11 +140,21 @@ class Strategy:
         >>> Strategy.parse("ddp:bucket=5MiB").first_cap_bytes
         5242880
         """
-        return text if isinstance(text, Strategy) else _parsed(text)
+        return _parsed(text) if isinstance(text, str) else _same(text)
+
+
+@lru_cache(maxsize=4096)
+def _same(strategy: Strategy) -> Strategy:
+    """One object for all equal strategies, so that what is kept of one is found by identity."""
+    return strategy
 
 
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> Strategy:
+    return _same(_read(text))
+
+
+def _read(text: str) -> Strategy:
     name, _, knobs = text.strip().partition(":")
     kind = _ALIASES.get(name, name)
     if kind not in _KINDS:
@@ -242,18 +252,16 @@ class Parallelism:
 
     @classmethod
     def data_parallel(
-        cls, strategy: Strategy, ranks: int, *, micro_batches: int = 1
+        cls, ranks: int, *, shard: int | None = None, micro_batches: int = 1
     ) -> Parallelism:
-        """All ranks along the data-parallel axes, as the strategy divides them.
+        """All ranks along the data-parallel axes: replicas, each on `shard` ranks if it is sharded.
 
-        Raises StrategyError where `fsdp:shard=` does not divide the ranks.
+        Raises StrategyError where that does not divide the ranks.
         """
-        if strategy.kind != "fsdp":
-            return cls(dp_replicate=ranks, micro_batches=micro_batches)
-        shard = strategy.shard or ranks
-        if ranks % shard:
+        if ranks % (shard or 1):
             raise StrategyError(
-                f"'{strategy}' shards over {shard} ranks, which do not divide {ranks}; choose a "
-                f"divisor of {ranks}"
+                f"'fsdp:shard={shard}' shards over {shard} ranks, which do not divide {ranks}; "
+                f"choose a divisor of {ranks}"
             )
+        shard = shard or 1
         return cls(dp_replicate=ranks // shard, dp_shard=shard, micro_batches=micro_batches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from estimator.allocation import Allocation, DeviceGroup
 from estimator.coefficients import Calibration
@@ -78,7 +78,7 @@ def linear_step_s(smaller: Estimate, *, like: Estimate) -> float:
     Where the update is sharded, a device alone has more to do for the same samples; set beside its
     whole step, sharding would seem to scale better than linearly.
     """
-    return float(answer_of(replace(smaller.plan, share=like.plan.share)).parts.total_s)
+    return float(answer_of(smaller.plan._replace(share=like.plan.share)).parts.total_s)
 
 
 def _singles(

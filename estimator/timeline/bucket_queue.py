@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.elementwise import maximum
 from estimator.timeline.collectives import CollectiveModel, Corrections, SizedCollective
 from estimator.timeline.overlaps import Overlap
 
@@ -85,19 +86,19 @@ class BucketQueue:
     def _exposed_s(self, reference: int, slack_s: Array, line: Array, overlap: Overlap) -> Any:
         """The closed form of the module's docstring; `slack_s` is what is left of the lane."""
         behind_s = self._behind[reference] @ line
-        drain = np.maximum(overlap.drain, _NO_DRAIN)
-        sent_s = behind_s[0].copy()
+        drain = maximum(overlap.drain, _NO_DRAIN)
+        sent_s = 1.0 * behind_s[0]
         if not self._has_latency[reference]:
             slack_s /= drain
             behind_s -= slack_s
-            backlog_s = np.maximum(behind_s.max(axis=0), 0.0)
+            backlog_s = maximum(np.maximum.reduce(behind_s), 0.0)
             return overlap.exposed_ratio * (sent_s - backlog_s) + backlog_s
         # A bucket that can be sent only after the lane's end has negative slack.
         slack_s -= self._latency[reference] @ line
         beside_s = np.maximum(slack_s, 0.0)
         behind_s -= beside_s / drain
-        backlog_s = np.maximum(behind_s.max(axis=0), 0.0)
-        after_s = np.maximum((behind_s + (beside_s - slack_s)).max(axis=0), 0.0)
+        backlog_s = maximum(np.maximum.reduce(behind_s), 0.0)
+        after_s = maximum(np.maximum.reduce(behind_s + (beside_s - slack_s)), 0.0)
         return overlap.exposed_ratio * (sent_s - backlog_s) + after_s
 
 

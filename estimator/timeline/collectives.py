@@ -148,22 +148,27 @@ class Nearest(Generic[Shape]):
             row = self._shapes.index(shape)
             if numbers[row, pool] < 0:
                 numbers[row, pool] = number
-        self._numbers, self._plain = numbers, numbers.tolist()
+        self._numbers = numbers
+        self._of_pool: list[list[tuple[int, Shape]]] = [
+            [(n, shape) for n, shape in zip(column, self._shapes, strict=True) if n >= 0]
+            for column in numbers.T.tolist()
+        ]
 
     def to(self, pool: Any, distance: Callable[[Shape], Any]) -> tuple[Any, Any]:
         """(number of the first nearest, or -1; its distance) for one group or for each row."""
-        best: Any = math.inf
-        chosen: Any = -1
-        table: Any = self._plain if isinstance(pool, int) else self._numbers
-        for shape, numbers in zip(self._shapes, table, strict=True):
+        # Among equals the first listed wins, whatever the order of the shapes.
+        if isinstance(pool, int):
+            found = [(distance(shape), number) for number, shape in self._of_pool[pool]]
+            away, number = min(found, default=(math.inf, -1))
+            return number, away
+        best = np.full(len(pool), math.inf)
+        chosen = np.full(len(pool), -1, dtype=np.intp)
+        for shape, numbers in zip(self._shapes, self._numbers, strict=True):
             number = numbers[pool]
-            away = where(number >= 0, distance(shape), math.inf)
-            # Among equals the first listed wins, whatever the order of the shapes.
+            away = np.where(number >= 0, distance(shape), math.inf)
             nearer = (away < best) | ((away == best) & (number < chosen))
-            chosen = where(nearer, number, chosen)
-            best = minimum(best, away)
-        if not isinstance(pool, int) and not isinstance(chosen, np.ndarray):
-            return np.full(len(pool), chosen), np.full(len(pool), best)
+            chosen = np.where(nearer, number, chosen)
+            best = np.minimum(best, away)
         return chosen, best
 
 
@@ -204,16 +209,15 @@ class CollectiveCosts:
         self.corrections = (*(each.corrections for each in references), NO_CORRECTIONS)
         self._errors = Lookup([*(each.relative_error for each in references), FORMULA_ERROR])
         self._nearest = Nearest(found, 2 * len(profiles))
-        self._unlinked = Lookup([links is None for links in inner])
         hops = [links or NO_LINKS for links in inner]
-        self._inner_latency_s = Lookup([links.latency_s for links in hops])
-        self._inner_rate = Lookup([links.bytes_per_s for links in hops])
+        self._inner = Lookup(
+            [(*hop, links is None) for hop, links in zip(hops, inner, strict=True)]
+        )
 
     def model(self, group: ProcessGroup) -> CollectiveModel:
         """The collective's cost over a group of at least two ranks, or over that of each row."""
-        network = group.network
-        inner = InnerLinks(self._inner_latency_s[network], self._inner_rate[network])
-        alpha_s, beta = line(self.op, group, inner, self.kind)
+        inner_s, inner_rate, unlinked = self._inner[group.network]
+        alpha_s, beta = line(self.op, group, InnerLinks(inner_s, inner_rate), self.kind)
         reference, unlike = self._nearest.to(
             pool_of(group), lambda shape: _unlike_factor(shape, group)
         )
@@ -225,7 +229,7 @@ class CollectiveCosts:
             reference=where(known, reference, len(self.references)),
             unlike=unlike,
             relative_error=self._errors[reference] + ERROR_PER_E * farther,
-            unknown=(group.nodes == 1) & self._unlinked[network],
+            unknown=(group.nodes == 1) & (unlinked != 0),
         )
 
     def source(self, model: CollectiveModel, network: int = 0) -> str:
@@ -238,14 +242,17 @@ class CollectiveCosts:
 
 
 class Lookup:
-    """Values by number: a plain one for a plain number, an array for an array of numbers."""
+    """Values by number: plain ones for a plain number, arrays for an array of numbers.
+
+    A value may be a tuple: an array of numbers then gives an array for each of its items.
+    """
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._plain = list(values)
-        self._array = np.array(self._plain)
+        self._array = np.array(self._plain, dtype=np.float64).T
 
     def __getitem__(self, number: Any) -> Any:
-        return self._plain[number] if isinstance(number, int) else self._array[number]
+        return self._plain[number] if type(number) is int else self._array[..., number]
 
 
 def _unlike_factor(shape: tuple[int, int], group: ProcessGroup) -> Any:

@@ -122,9 +122,8 @@ class OverlapCosts:
         )
         groups = [group for _, group in found]
         # The last value stands for groups of which nothing was measured: perfect overlap.
-        self._exposed = Lookup([*(group.exposed_ratio for group in groups), 0.0])
-        self._slowdown = Lookup([*(group.slowdown_ratio for group in groups), 1.0])
-        self._local_s = Lookup([*(group.local_s(size_bytes) for group in groups), math.inf])
+        known = [(g.exposed_ratio, g.slowdown_ratio, g.local_s(size_bytes)) for g in groups]
+        self._known = Lookup([*known, (0.0, 1.0, math.inf)])
 
     def overlap(self, group: ProcessGroup, collective_s: Any) -> Overlap:
         """The overlap with collectives that take `collective_s` together.
@@ -132,11 +131,9 @@ class OverlapCosts:
         Collectives that take longer than the one measured disturb by its seconds over theirs.
         """
         nearest, _ = self._nearest.to(pool_of(group), lambda size: abs(group.ranks - size))
-        local_s = self._local_s[nearest]
+        exposed, slowdown, local_s = self._known[nearest]
         share = minimum(local_s / maximum(collective_s, _SHORTEST_S), 1.0)
-        exposed = self._exposed[nearest] * share
-        more = maximum(self._slowdown[nearest] - 1.0, 0.0) * share
-        return Overlap.of(exposed, 1.0 + more)
+        return Overlap.of(exposed * share, 1.0 + maximum(slowdown - 1.0, 0.0) * share)
 
 
 # Shorter than any collective, so that none of no length divides by nothing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +16,17 @@ from estimator.graph.memory import PeakMemory
 from estimator.graph.ops import OpGraph
 from estimator.mesh import Mesh
 from estimator.placement import NodeKind, Placement
-from estimator.process_groups import ProcessGroup
+from estimator.process_groups import ProcessGroup, slowest_network, whole_group
 from estimator.profile import MachineProfile
 from estimator.timeline.program import StepProgram
 from estimator.timeline.ranks import RankKind, RankTable, StepShape, rank_table
-from estimator.timeline.step import Breakdown, Ratios, after_s, breakdown_of
+from estimator.timeline.step import (
+    UNCALIBRATED_RATIOS,
+    Breakdown,
+    Ratios,
+    after_s,
+    breakdown_of,
+)
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import (
     DP,
@@ -49,8 +56,22 @@ class Members(NamedTuple):
     """The ranks of a placement: what each of its kinds of nodes costs, and each site's kind."""
 
     table: RankTable
+    rules: Rules
     kinds: tuple[RankKind, ...]
     kind_of: tuple[int, ...]
+
+
+def _compiled(
+    graph: OpGraph, shape: StepShape, batch: int | None, merging: bool, cache: Cache
+) -> tuple[RankTable, Rules]:
+    """What the ranks of a graph's step cost, and how they communicate."""
+
+    def made() -> tuple[RankTable, Rules]:
+        table = rank_table(graph, shape, batch=batch, merging=merging, cache=cache)
+        return table, rules_of(graph, shape, cache)
+
+    details = (shape.accumulation_steps, batch, merging)
+    return cache.get("step", (graph, shape.strategy), made, *details)
 
 
 def members_of(
@@ -66,27 +87,25 @@ def members_of(
     ProfileError, WorkloadError.
     """
     merging = placement.ranks > 1
-    table = rank_table(
-        graph, shape, batch=batches[0] if batches else None, merging=merging, cache=cache
-    )
+    table, rules = _compiled(graph, shape, batches[0] if batches else None, merging, cache)
     if batches is None or batches.count(batches[0]) == len(batches):
         kinds = tuple([table[node] for node in placement.kinds])
-        return Members(table, kinds, placement.kind_of)
+        return Members(table, rules, kinds, placement.kind_of)
     numbers: dict[RankKind, int] = {}
     kind_of = []
     for number, batch in zip(placement.kind_of, placement.by_site(batches), strict=True):
-        each = rank_table(graph, shape, batch=batch, merging=merging, cache=cache)
+        each, _ = _compiled(graph, shape, batch, merging, cache)
         kind_of.append(numbers.setdefault(each[placement.kinds[number]], len(numbers)))
-    return Members(table, tuple(numbers), tuple(kind_of))
+    return Members(table, rules, tuple(numbers), tuple(kind_of))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """All that decides a step: the kinds of ranks, their process groups, what disturbs them.
 
     `networks` are the profiles whose collectives are used, by the numbers that `groups` name;
     `network` costs what the strategy sends over them, None for a single rank. `share` is the part
-    of the update that a rank does, `shards` over how many ranks is divided what is sharded.
+    of the update that a rank does, `shards` over how many ranks is divided what is sharded;
+    `ratios` are the coefficients' factors.
     """
 
     mesh: Mesh
@@ -96,6 +115,7 @@ class StepPlan:
     groups: Groups
     networks: tuple[MachineProfile, ...]
     network: Network | None
+    ratios: Ratios
     share: float
     shards: int
 
@@ -128,12 +148,6 @@ class StepPlan:
         return "measured" if self.network is None else self.network.source(communication.model)
 
     @property
-    def ratios(self) -> Ratios:
-        """Calibration's factors."""
-        known = self.coefficients
-        return Ratios(known.compute_ratio, known.update_ratio, known.communication_ratio)
-
-    @property
     def classes(self) -> tuple[RankClass, ...]:
         """Ranks by the program that they run and by how slow they run it."""
         ranks_of: dict[RankKind, list[int]] = {kind: [] for kind in self.kinds}
@@ -161,12 +175,18 @@ class StepPlan:
 
     def memory(self) -> tuple[PeakMemory, float]:
         """(what the ranks that need most need, largest share of a device's memory in use)."""
-        needed = [kind.program.memory.peak(self.shards) for kind in self.kinds]
+        kinds, shards = self.kinds, self.shards
+        if shards == 1:
+            fullest = max(kinds, key=_WHOLE_BYTES)
+            return fullest.whole_memory, max([kind.whole_ratio for kind in kinds])
+        needed = [kind.program.memory.peak(shards) for kind in kinds]
         used = [
-            memory.total_bytes / kind.device_bytes
-            for memory, kind in zip(needed, self.kinds, strict=True)
+            peak.total_bytes / kind.device_bytes for peak, kind in zip(needed, kinds, strict=True)
         ]
-        return max(needed, key=lambda memory: memory.total_bytes), max(used)
+        return max(needed, key=attrgetter("total_bytes")), max(used)
+
+
+_WHOLE_BYTES = attrgetter("whole_memory.total_bytes")
 
 
 class _Ready:
@@ -179,10 +199,10 @@ class _Ready:
 
     def slack_s(self, rows: Indices | None) -> Array:
         """Seconds of the slowest lane that are left then."""
-        if len(self._kinds) == 1:
-            return self._lane_s - self._kinds[0].ready_s * self._ratio
-        latest_s = np.array([kind.ready_s for kind in self._kinds]).max(axis=0)
-        return np.asarray(self._lane_s - latest_s * self._ratio)
+        latest_s = self._kinds[0].ready_s
+        if len(self._kinds) > 1:
+            latest_s = np.maximum.reduce([kind.ready_s for kind in self._kinds])
+        return self._lane_s - latest_s * self._ratio
 
 
 def _segments_s(kinds: Sequence[RankKind], ratio: float) -> list[float] | list[Array]:
@@ -201,8 +221,7 @@ def step_plan(
     coefficients: Coefficients = UNCALIBRATED,
 ) -> StepPlan:
     """Join ranks, process groups and the costs of what they send."""
-    ranks, table = mesh.placement.ranks, members.table
-    rules = rules_of(table.graph, table.shape, cache)
+    ranks, rules = mesh.placement.ranks, members.rules
     groups: dict[str, tuple[ProcessGroup, ...]] = {}
     networks: tuple[MachineProfile, ...] = ()
     network = None
@@ -217,9 +236,16 @@ def step_plan(
         groups=groups,
         networks=networks,
         network=network,
+        ratios=_ratios(coefficients),
         share=rules.update_share(ranks),
         shards=rules.shards(ranks),
     )
+
+
+def _ratios(known: Coefficients) -> Ratios:
+    if known is UNCALIBRATED:
+        return UNCALIBRATED_RATIOS
+    return Ratios(known.compute_ratio, known.update_ratio, known.communication_ratio)
 
 
 def _network(
@@ -235,7 +261,7 @@ def groups_of(
     mesh: Mesh, rules: Rules
 ) -> tuple[dict[str, tuple[ProcessGroup, ...]], tuple[MachineProfile, ...]]:
     """(process groups along the axes of a strategy, the profiles that they name)."""
-    ((whole, kind),) = mesh.groups(DP).items()
+    whole, kind = whole_group(mesh.placement), slowest_network(mesh.placement)
     if rules.axes == (DP,):
         return {DP: (whole,)}, (kind.profile,)
     shard = mesh.parallelism.dp_shard
@@ -267,7 +293,17 @@ def at_link_rate(plan: StepPlan, factor: float) -> StepPlan:
         axis: tuple(replace(g, bytes_per_s=g.bytes_per_s * factor) for g in groups)
         for axis, groups in plan.groups.items()
     }
-    return replace(plan, groups=groups)
+    return plan._replace(groups=groups)
+
+
+def slowest_kind(kinds: Sequence[RankKind], shards: int) -> RankKind:
+    """The ranks with the longest lane."""
+    if not kinds[0].lane.sharded_lane_s:
+        return max(kinds, key=_LANE_S)
+    return max(kinds, key=lambda kind: kind.lane.length_s(shards))
+
+
+_LANE_S = attrgetter("lane.lane_s")
 
 
 class StepAnswer(NamedTuple):
@@ -285,8 +321,9 @@ def answer_of(plan: StepPlan) -> StepAnswer:
         slowest = last = kinds[0]
         spread_ratio = slowest.spread_ratio
     else:
-        slowest = max(kinds, key=lambda kind: kind.lane.length_s(shards))
-        last = max(kinds, key=lambda kind: after_s(kind.update, plan.share, ratios))
+        slowest = slowest_kind(kinds, shards)
+        behind_s = [after_s(kind.update, plan.share, ratios) for kind in kinds]
+        last = kinds[behind_s.index(max(behind_s))]
         spread_ratio = max([kind.spread_ratio for kind in kinds])
     found, waiting_s = None, 0.0
     if plan.network is not None:

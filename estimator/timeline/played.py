@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -50,7 +50,7 @@ def played_step(plan: StepPlan) -> PlayedStep:
 
 def _ranks(plan: StepPlan, answer: StepAnswer, kinds: tuple[RankKind, ...]) -> Any:
     """What the ranks bring to their tasks; of bucketed ones when each bucket is ready, and all."""
-    ranks = replace(plan, members=plan.members._replace(kinds=kinds)).ranks(answer.slowest)
+    ranks = plan._replace(members=plan.members._replace(kinds=kinds)).ranks(answer.slowest)
     if ranks.segments_s:
         return ranks
     ratio = plan.coefficients.compute_ratio

@@ -11,10 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.cache import Cache
+from estimator.errors import WorkloadError
+from estimator.graph.memory import PeakMemory
 from estimator.graph.ops import OpGraph
 from estimator.graph.sharded_memory import Envelope, held_bytes
 from estimator.placement import NodeKind
 from estimator.profile import MachineProfile
+from estimator.timeline.ability import why_not_on
 from estimator.timeline.program import StepProgram, step_program
 from estimator.workload import Strategy
 
@@ -67,13 +70,16 @@ class UpdateCosts(NamedTuple):
 class RankKind:
     """Ranks that run the same program at the same speed: times are longer by `slowdown_ratio`.
 
-    `ready_s` is when each bucket is; for `segments_s` see `program`.
+    `ready_s` is when each bucket is; for `segments_s` see `program`. `whole_memory` is the peak of
+    a rank that shards nothing, `whole_ratio` its share of the device's memory.
     """
 
     program: StepProgram
     slowdown_ratio: float
     lane: LaneCosts
     update: UpdateCosts
+    whole_memory: PeakMemory
+    whole_ratio: float
     spread_ratio: float
     device_bytes: int
     ready_s: Array
@@ -83,7 +89,7 @@ class RankKind:
     def of(cls, program: StepProgram, slowdown_ratio: float) -> RankKind:
         profile, slow = program.profile, slowdown_ratio
         peak = program.peak_flops_per_s or math.nan
-        host = profile.host
+        host, whole = profile.host, program.memory.peak(1)
         lane = LaneCosts(
             lane_s=program.lane_s * slow,
             sharded_lane_s=program.sharded_lane_s * slow,
@@ -106,6 +112,8 @@ class RankKind:
                 launch_s=program.update_launch_s * slow,
                 shared_s=(program.update_s - program.update_launch_s) * slow,
             ),
+            whole_memory=whole,
+            whole_ratio=whole.total_bytes / profile.devices[0].memory_bytes,
             spread_ratio=profile.rank_spread_ratio or 0.0,
             device_bytes=profile.devices[0].memory_bytes,
             ready_s=program.ready_s * slow,
@@ -137,6 +145,7 @@ class RankTable:
         cache: Cache,
     ) -> None:
         self.graph, self.shape = graph, shape
+        self.strategy_text = str(shape.strategy)
         self._batch, self._merging, self._cache = batch, merging, cache
         self._of_node: dict[NodeKind, RankKind] = {}
         self._shared: dict[tuple[int, int, float], RankKind] = {}
@@ -156,6 +165,9 @@ class RankTable:
         key = (id(profile), busy, slowdown_ratio)
         found = self._shared.get(key)
         if found is None:
+            refusal = why_not_on(self.graph, profile)
+            if refusal is not None:
+                raise WorkloadError(refusal)
             program = step_program(
                 self.graph,
                 profile,
@@ -183,11 +195,9 @@ def rank_table(
     """The table of a step, kept from one estimate to the next."""
     return cache.get(
         "ranks",
-        (graph,),
+        (graph, shape.strategy),
         lambda: RankTable(graph, shape, batch=batch, merging=merging, cache=cache),
-        shape,
-        batch,
-        merging,
+        *(shape.accumulation_steps, batch, merging),
     )
 
 

@@ -155,7 +155,10 @@ def strategy(kind: StrategyKind) -> Callable[[_Registered], _Registered]:
 def rules_of(graph: OpGraph, shape: StepShape, cache: Cache) -> Rules:
     """The rules of a step's strategy, kept from one estimate to the next."""
     return cache.get(
-        "strategy", (graph,), lambda: _RULES[shape.strategy.kind](graph, shape, cache), shape
+        "strategy",
+        (graph, shape.strategy),
+        lambda: _RULES[shape.strategy.kind](graph, shape, cache),
+        shape.accumulation_steps,
     )
 
 
