@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -139,7 +140,8 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
     training.merges_gradients = arguments["merges_gradients"]
     if arguments["is_paced"]:
         training.optimizer = paced.PacedUpdate(training.model)
-    result = time_steps(training, arguments, world_size)
+    with paced.pausing_at_collectives() if arguments["is_paced"] else contextlib.nullcontext():
+        result = time_steps(training, arguments, world_size)
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()
