@@ -135,3 +135,12 @@ def test_a_rank_that_cannot_keep_up_says_so(clock) -> None:
     clock.sleep(4.0)
     paced.pace.wait(3.0)
     assert paced.pace.lateness_s[-1] == pytest.approx(1.0)
+
+
+def test_layers_share_the_memory_of_their_gradients_and_weights_of_one_layer_do_not(clock) -> None:
+    layers = [paced.PacedLayer([(5,), (5,)], 1.0, 2.0) for _ in range(2)]
+    model = paced.PacedModel(*layers)
+    model(torch.zeros(1, 4)).mean().backward()
+    pointers = [parameter.grad.data_ptr() for parameter in model.parameters()]
+    assert pointers[:2] == pointers[2:]
+    assert pointers[0] != pointers[1]
