@@ -62,7 +62,7 @@ class Bench:
         with testbed(self.description) as bed:
             self.prepare(bed)
             if not self.options.predict_only:
-                self._measure(bed)
+                self.measure(bed)
 
     def prepare(self, bed: Testbed) -> None:
         """Probe the network and write predictions down, where either is missing."""
@@ -143,7 +143,8 @@ class Bench:
             profile=self.machine(case),
         )
 
-    def _measure(self, bed: Testbed) -> None:
+    def measure(self, bed: Testbed) -> None:
+        """Train what is predicted, as often as asked for."""
         # What is not predicted is not measured: a prediction comes first.
         predicted = [case for case in self.cases if self.records.of("prediction", case.key)]
         total = sum(max(0, self.options.repeats - self._runs(case)) for case in predicted)
