@@ -68,7 +68,8 @@ def measure(
 
     `model` is ``paced:NAME`` or any MODEL text; up to as many computing ranks as there are cores
     have a core each. `batch` is of every rank, or one number for each. Without `merges_gradients`
-    every micro-batch runs under DDP's no_sync, which leaves the step without its communication.
+    every micro-batch runs without gradient sync, which leaves a step under DDP without its
+    communication and one under FSDP with its gatherings alone.
     Raises TrainingError if a rank fails, dies or hangs.
     """
     is_paced = model.startswith(_PACED)
