@@ -26,8 +26,8 @@ from testbed_runs import MACHINE, add_options, open_work
 
 from estimator.advise.balance import balance
 from estimator.allocation import Allocation
+from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError
-from estimator.estimates import estimate_graph
 from estimator.graph.ops import OpGraph
 from estimator.profile import load_profile
 from estimator.topology import Cluster

@@ -23,6 +23,7 @@ from records import now, say
 from summary import SummaryRow, format_table, summarise
 
 from estimator.probe.line_fit import fit_line
+from estimator.process_groups import ring_between
 from estimator.profile import (
     CollectiveCost,
     CollectiveName,
@@ -31,8 +32,7 @@ from estimator.profile import (
     MachineProfile,
     Provenance,
 )
-from estimator.timeline.collectives import RING_SHARE, collective_model, rounds_of
-from estimator.timeline.rings import ring_between
+from estimator.timeline.collectives import RING_SHARE, GroupCollective, rounds_of
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 # Goals for the median error of a system.
@@ -152,7 +152,7 @@ def _cases(
     wanted = cost_of(target)
     nic = max((link.bandwidth_bytes_per_s for link in profile.network), default=None)
     latency_s = max((link.latency_s for link in profile.network), default=0.0)
-    model = collective_model(profile, target.op, ring_between(wanted, latency_s, nic, None))
+    model = GroupCollective.of(profile, target.op, ring_between(wanted, latency_s, nic, None))
     for size in asked:
         predicted_s = None if model is None else model.time_s(size)
         yield {

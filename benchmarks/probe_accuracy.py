@@ -29,9 +29,9 @@ from estimator.probe.copies import MESSAGE_SIZES_BYTES, link_from, message_point
 from estimator.probe.line_fit import fit_line
 from estimator.probe.machine import probe_machine
 from estimator.probe.updates import fit_update
+from estimator.process_groups import ring_between
 from estimator.profile import MachineProfile, load_profile
-from estimator.timeline.collectives import collective_model, network_latency_s
-from estimator.timeline.rings import ring_between
+from estimator.timeline.collectives import GroupCollective, network_latency_s
 
 SIZES_BOUND_RATIO, REPEAT_BOUND_RATIO, LINK_BOUND_RATIO = 0.15, 0.10, 0.05
 NOMINAL_BITS_PER_S = (200_000_000, 1_000_000_000)
@@ -143,7 +143,7 @@ def collective_halves(profile: MachineProfile) -> Iterator[tuple[str, list[float
         half = dataclasses.replace(profile, collectives=(halved(cost),))
         nic = nic_of(half, math.ceil(cost.group_size / cost.nodes))
         ring = ring_between(cost, network_latency_s(half), nic, half)
-        model = collective_model(half, cost.op, ring)
+        model = GroupCollective.of(half, cost.op, ring)
         if model is not None and len(cost.points) >= 4:
             name = f"{cost.op}, {cost.backend}, {cost.group_size} ranks"
             yield name, errors_at(cost.points[1::2], model.time_s)

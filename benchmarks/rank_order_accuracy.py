@@ -34,11 +34,11 @@ from estimator.advise.rank_order import (
     ring_seconds,
     shared_uplinks,
 )
-from estimator.estimates import estimate_graph
+from estimator.engine import estimate_graph
 from estimator.placement import place
+from estimator.process_groups import whole_group
 from estimator.profile import MachineProfile, PairMatrix, Provenance, load_profile
-from estimator.timeline.collectives import collective_model
-from estimator.timeline.rings import ring_of
+from estimator.timeline.collectives import GroupCollective
 from estimator.topology import Cluster, Node, Switch
 
 SIZE_BYTES = 16 * 10**6
@@ -239,8 +239,8 @@ class Network:
     def _predicted(self, kind: str, hosts: Sequence[str]) -> Record:
         cluster, profile = Cluster.load(self.cluster_path), self._profile()
         allocation = "+".join(f"{host}[0]" for host in hosts)
-        ring = ring_of(place(allocation, cluster=cluster, profile=profile))
-        model = collective_model(profile, "all_reduce", ring)
+        ring = whole_group(place(allocation, cluster=cluster, profile=profile))
+        model = GroupCollective.of(profile, "all_reduce", ring, cluster=cluster)
         if model is None or profile.pairs is None:
             raise SystemExit("the probe measured no all-reduce; use a larger --probe-budget")
         tour = np.array([profile.pairs.hosts.index(host) for host in hosts])

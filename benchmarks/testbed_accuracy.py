@@ -26,8 +26,9 @@ from testbed_cases import Case, beds, cases
 from testbed_runs import MACHINE, add_options, open_work, probe_network
 
 from estimator.calibrate.baselines import LinearScaling, OptimusForm, PolluxForm
+from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError
-from estimator.estimates import Estimate, estimate_graph
+from estimator.estimates import Estimate
 from estimator.graph.ops import OpGraph
 from estimator.profile import MachineProfile, load_profile
 from estimator.topology import Cluster

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from estimator.calibrate.watching import observe
     from estimator.columns import AllocationColumns
     from estimator.errors import EstimatorError
-    from estimator.estimates import Breakdown, Estimate
+    from estimator.estimates import Estimate
     from estimator.graph.ops import OpGraph
     from estimator.profile import MachineProfile, load_profile
     from estimator.tables import EstimateTable, estimate_chunks, estimate_many
@@ -29,7 +29,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Allocation": "estimator.allocation",
     "AllocationColumns": "estimator.columns",
-    "Breakdown": "estimator.estimates",
+    "Breakdown": "estimator.timeline.step",
     "Calibrator": "estimator.calibrate.calibrator",
     "Estimate": "estimator.estimates",
     "EstimateTable": "estimator.tables",

@@ -7,8 +7,9 @@ import reprlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from estimator.engine import estimate_graph
 from estimator.errors import ModelError, WorkloadError
-from estimator.estimates import Estimate, estimate_graph
+from estimator.estimates import Estimate
 from estimator.placement import place
 from estimator.profile import DeviceKind, MachineProfile, load_profile
 from estimator.topology import Cluster

@@ -45,18 +45,35 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             stream.reconfigure(errors="replace")
     _quieten_libraries()
     try:
-        code = commands.main(arguments, prog_name="estimator", standalone_mode=False)
+        code = _run(arguments)
         sys.stdout.flush()
+    except OSError as error:
+        code = _refuse(f"cannot write the output ({error.strerror}); free space or choose a file")
+        _end_output()
+    sys.exit(code or 0)
+
+
+def _run(arguments: Sequence[str] | None) -> int | None:
+    try:
+        code: int | None = commands.main(arguments, prog_name="estimator", standalone_mode=False)
     except click.ClickException as error:
         code = _refuse(error.format_message())
     except EstimatorError as error:
         code = _refuse(str(error))
-    except OSError as error:
-        code = _refuse(f"cannot write the output ({error.strerror}); free space or choose a file")
     except (click.Abort, KeyboardInterrupt):
         click.echo("estimator: interrupted", err=True)
         code = INTERRUPTED
-    sys.exit(code or 0)
+    return code
+
+
+def _end_output() -> None:
+    """Write what stdout still holds or drop it: Python would fail to write it at its own end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _quieten_libraries() -> None:
@@ -195,7 +212,7 @@ def _print_launch(
 
 @commands.group("profile")
 def profiles() -> None:
-    """List, show, compare, merge and import machine profiles."""
+    """List, show, compare, merge and import machine profiles; print the schema of their files."""
 
 
 @profiles.command("list")
@@ -234,6 +251,17 @@ def compare(first: str, second: str) -> None:
     from estimator.render_comparison import comparison_report
 
     print_tables(comparison_report(load_profile(first), load_profile(second)))
+
+
+@profiles.command()
+def schema() -> None:
+    """Print the JSON Schema of a profile file, to check or write one with other tools.
+
+    Numbers are in the base units that their names end with: seconds, bytes, bytes per second.
+    """
+    from estimator.profile import json_schema
+
+    print_json(json_schema())
 
 
 _files_argument = click.argument(
@@ -452,8 +480,9 @@ def sweep(
 ) -> None:
     """Predict MODEL on every allocation of a PATTERN and print how it scales.
 
-    Ranges such as 1..8 stand where an allocation has a number of nodes or devices. With
-    --strategies every allocation lists them by step time, the fastest first.
+    Ranges such as 1..8 stand where an allocation has a number of nodes or devices. "Of linear" is
+    throughput per rank over that of the smallest allocation, with the same share of the update.
+    With --strategies every allocation lists them by step time, the fastest first.
     """
     from estimator.advise.sweeps import existing, sweep_csv
     from estimator.advise.sweeps import sweep as run_all

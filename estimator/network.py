@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from estimator.profile import MachineProfile
 from estimator.topology import Cluster
@@ -80,3 +85,14 @@ def _cards(profile: MachineProfile) -> tuple[int, float]:
     if not isinstance(cards, int) or cards < 1 or not isinstance(rate, int | float):
         return 1, 0.0
     return cards, rate / 8
+
+
+def rates_by_ranks(networks: Sequence[NodeNetwork | None], most: int) -> NDArray[np.float64]:
+    """For each network and for none, what 0 to `most` ranks of a node get of it; inf if unknown."""
+    unknown = [math.inf] * (most + 1)
+    rows: dict[NodeNetwork | None, list[float]] = {
+        network: [math.inf, *map(network.sent_bytes_per_s, range(1, most + 1))]
+        for network in dict.fromkeys(networks)
+        if network is not None
+    }
+    return np.array([*(rows.get(network, unknown) for network in networks), unknown])

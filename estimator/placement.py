@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from estimator.allocation import Allocation, DeviceGroup
+from estimator.cache import Cache
 from estimator.errors import AllocationError
 from estimator.network import NodeNetwork, network_in_cluster, network_of
 from estimator.profile import MachineProfile, load_profile
@@ -100,11 +100,13 @@ def place(
     *,
     cluster: Cluster | None = None,
     profile: MachineProfile | None = None,
+    cache: Cache | None = None,
 ) -> Placement:
     """Resolve every group of an allocation; `profile` stands in for the one machine it names.
 
     With a cluster, counted groups take the first free nodes of their machine type in the order of
-    the cluster file. Raises AllocationError, UnknownMachineError, ProfileError.
+    the cluster file. `cache` keeps kinds of nodes, so that they are the same objects in other
+    placements. Raises AllocationError, UnknownMachineError, ProfileError.
     """
     parsed = Allocation.parse(allocation)
     if profile is not None and len({group.machine for group in parsed.groups} - {None}) > 1:
@@ -112,11 +114,13 @@ def place(
             f"'{parsed}' names several machine types, but one profile was given; leave it out"
         )
     if cluster is None:
-        return _on_machines(parsed, profile)
-    return _on_hosts(parsed, _in_cluster(parsed, cluster, profile), cluster)
+        return _on_machines(parsed, profile, cache)
+    return _on_hosts(parsed, _in_cluster(parsed, cluster, profile), cluster, cache)
 
 
-def _on_machines(allocation: Allocation, profile: MachineProfile | None) -> Placement:
+def _on_machines(
+    allocation: Allocation, profile: MachineProfile | None, cache: Cache | None
+) -> Placement:
     """Nodes of machine types on one switch; only unlike groups cost more than counting."""
     numbers: dict[tuple[str | None, int], int] = {}
     kinds: list[NodeKind] = []
@@ -131,7 +135,7 @@ def _on_machines(allocation: Allocation, profile: MachineProfile | None) -> Plac
             number = numbers[name, devices] = len(kinds)
             if name not in machines:
                 machine = profile or load_profile(_machine_name(group))
-                machines[name] = _nodes_of(machine, reach)
+                machines[name] = _nodes_of(machine, reach, cache)
             loads = machines[name]
             if devices > loads.most:
                 raise _too_many(allocation, loads.profile, devices)
@@ -155,7 +159,9 @@ def _machine_name(group: DeviceGroup) -> str:
     return group.machine
 
 
-def _on_hosts(allocation: Allocation, sites: Sequence[Site], cluster: Cluster) -> Placement:
+def _on_hosts(
+    allocation: Allocation, sites: Sequence[Site], cluster: Cluster, cache: Cache | None
+) -> Placement:
     """Check that no host gives more devices than it has, and that hosts can reach each other."""
     on_host: dict[str | None, int] = {}
     for site in sites:
@@ -165,9 +171,13 @@ def _on_hosts(allocation: Allocation, sites: Sequence[Site], cluster: Cluster) -
             raise _too_many(allocation, site.profile, on_host[site.host], site.host)
     reach = hop_reach(cluster)
     kinds = []
+    unlike: dict[tuple[int, NodeNetwork | None, float], _Nodes] = {}
     for site in sites:
         network = network_in_cluster(site.profile, cluster, site.host or "")
-        nodes = _nodes_of(site.profile, reach, network, site.slowdown_ratio)
+        key = (id(site.profile), network, site.slowdown_ratio)
+        if key not in unlike:
+            unlike[key] = _nodes_of(site.profile, reach, cache, network, site.slowdown_ratio)
+        nodes = unlike[key]
         kind = nodes[on_host[site.host]]
         if kind.nic_bytes_per_s is None and len(on_host) > 1:
             raise _no_network(allocation, site.host)
@@ -223,24 +233,21 @@ class _Nodes(dict[int, NodeKind]):
         return kind
 
 
-_nodes: OrderedDict[tuple[int, str, NodeNetwork | None, float], _Nodes] = OrderedDict()
-_MOST_NODES = 4096
-
-
 def _nodes_of(
     profile: MachineProfile,
     reach: str,
+    cache: Cache | None,
     network: NodeNetwork | None = None,
     slowdown_ratio: float = 1.0,
 ) -> _Nodes:
     """The nodes of that kind, kept from one placement to the next; by default as the profile is."""
-    key = (id(profile), reach, network, slowdown_ratio)
-    found = _nodes.get(key)
-    if found is None:
-        found = _nodes[key] = _Nodes(profile, reach, network, slowdown_ratio)
-        while len(_nodes) > _MOST_NODES:
-            _nodes.popitem(last=False)
-    return found
+
+    def made() -> _Nodes:
+        return _Nodes(profile, reach, network, slowdown_ratio)
+
+    if cache is None:
+        return made()
+    return cache.get("nodes", (profile,), made, reach, network, slowdown_ratio)
 
 
 def hop_reach(cluster: Cluster | None) -> str:

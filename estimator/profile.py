@@ -147,11 +147,9 @@ class CollectiveCost:
     """Measured size → time of one collective over one group shape.
 
     `size_bytes` follows nccl-tests: the whole buffer of one rank (for all-gather and
-    reduce-scatter the gathered size). `cpu_s_per_byte` and `cpu_s` are the CPU seconds that one
-    rank's own cores spend on it (gloo), charged to compute where compute runs on those cores.
-    The group has `group_size` ranks on `nodes` nodes; `hosts` names the node of every rank, in rank
-    order, where it was measured on a cluster. `pair_ratio` are (bytes, seconds of two such
-    collectives at once / seconds of one).
+    reduce-scatter the gathered size). The group has `group_size` ranks on `nodes` nodes; `hosts`
+    names the node of every rank, in rank order, where it was measured on a cluster. `pair_ratio`
+    are (bytes, seconds of two such collectives at once / seconds of one).
     """
 
     op: CollectiveName
@@ -162,15 +160,13 @@ class CollectiveCost:
     points: tuple[tuple[float, float], ...]
     latency_s: float
     bandwidth_bytes_per_s: float
-    cpu_s: float = 0.0
-    cpu_s_per_byte: float = 0.0
     pair_ratio: tuple[tuple[float, float], ...] = ()
     provenance: Provenance
 
     def __post_init__(self) -> None:
         _check_points(self, self.points)
         _check_points(self, self.pair_ratio)
-        _check_not_negative(self, "latency_s", "cpu_s", "cpu_s_per_byte")
+        _check_not_negative(self, "latency_s")
         _check_positive(self, "bandwidth_bytes_per_s", "group_size", "nodes")
         if self.nodes > self.group_size:
             raise ValueError(
@@ -215,8 +211,9 @@ class OverlapCost:
     """What an all-reduce costs compute that runs beside it on the same devices, and the reverse.
 
     `exposed_ratio` = (compute and collective together − compute alone) / collective alone: 0 is
-    perfect overlap, 1 is none, above 1 they get in each other's way. `collective_slowdown_ratio` =
-    time of a collective beside compute / alone (≥ 0). The group spans `nodes` nodes.
+    perfect overlap, 1 is none, above 1 they get in each other's way; where both run on the same
+    cores (gloo), the work that the collective is to them is part of it. `collective_slowdown_ratio`
+    = time of a collective beside compute / alone (≥ 0). The group spans `nodes` nodes.
     """
 
     compute: Literal["compute_bound", "memory_bound"]
@@ -270,7 +267,7 @@ class Contention:
     `points` are (bytes touched by the call, seconds busy / seconds alone).
     """
 
-    bound: Literal["compute", "memory", "first_touch", "update"]
+    bound: Literal["compute", "memory", "update"]
     devices_busy: int
     points: tuple[tuple[float, float], ...]
     provenance: Provenance
@@ -439,7 +436,7 @@ class MachineProfile:
         from pydantic import ValidationError
 
         try:
-            return _adapter().validate_python(data)  # type: ignore[no-any-return]
+            return _adapter().validate_python(_of_this_version(data))  # type: ignore[no-any-return]
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "top level"
@@ -460,10 +457,28 @@ def _adapter() -> Any:
     return TypeAdapter(MachineProfile)
 
 
+def _of_this_version(data: Any) -> Any:
+    """A profile's values without contentions of first touches, which earlier versions measured.
+
+    A step that keeps its memory, as all that is timed here, touches nothing for the first time.
+    Keys that have gone need nothing: unknown ones are passed over.
+    """
+    contentions = data.get("contentions") if isinstance(data, dict) else None
+    if not isinstance(contentions, list | tuple):
+        return data
+    kept = [
+        item
+        for item in contentions
+        if not (isinstance(item, dict) and item.get("bound") == "first_touch")
+    ]
+    return {**data, "contentions": kept}
+
+
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a profile file."""
-    schema: dict[str, Any] = _adapter().json_schema()
-    return schema
+    """The JSON Schema of a profile file, with the dialect that it is written in."""
+    from pydantic.json_schema import GenerateJsonSchema
+
+    return {"$schema": GenerateJsonSchema.schema_dialect, **_adapter().json_schema()}
 
 
 def check_writable(path: Path) -> None:

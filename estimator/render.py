@@ -108,8 +108,9 @@ def estimate_report(
         ("bottleneck", answer.bottleneck),
         ("peak memory", f"{format_bytes(answer.peak_memory_bytes)} ({FITS_WORDS[answer.fits]})"),
     ]
-    if answer.mfu_ratio is not None:
-        rows.append(("MFU", format_ratio(answer.mfu_ratio)))
+    if answer.mfu_ratio is not None and answer.hfu_ratio is not None:
+        hfu = f"HFU {format_ratio(answer.hfu_ratio)}, with what is computed again"
+        rows.append(("MFU", f"{format_ratio(answer.mfu_ratio)} ({hfu}; attention counted whole)"))
     if duration_s is not None:
         rows.append(("duration", format_seconds(duration_s)))
     if scaling is not None:

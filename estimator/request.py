@@ -182,7 +182,9 @@ class Request:
         """How an estimate on several ranks scales; None for one rank."""
         from estimator.advise.scaling import scaling_of
 
-        return scaling_of(graph, answer, cluster=self.cluster) if answer.ranks > 1 else None
+        if answer.ranks == 1:
+            return None
+        return scaling_of(graph, answer, cluster=self.cluster, calibration=self.calibration)
 
     def ranked(
         self, graph: OpGraph, allocation: str, strategies: Sequence[Strategy]

@@ -6,7 +6,6 @@ cost the host seconds, that are usual on machines of its kind; each number names
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 
 from estimator.profile import (
@@ -63,9 +62,6 @@ _HOST = HostCost(
     ),
 )
 
-_completed: OrderedDict[int, tuple[MachineProfile, MachineProfile]] = OrderedDict()
-_MOST_COMPLETED = 256
-
 
 def achieved_bytes_per_s(link: Link) -> float:
     """What collectives get of a link: its measured rate, or the usual share of a line rate."""
@@ -83,14 +79,7 @@ def is_known_by_datasheet(profile: MachineProfile) -> bool:
 
 def with_typical_costs(profile: MachineProfile) -> MachineProfile:
     """The profile, with typical host and update costs where it is known by its datasheet only."""
-    if not is_known_by_datasheet(profile):
-        return profile
-    found = _completed.get(id(profile))
-    if found is None:
-        found = _completed[id(profile)] = (profile, _complete(profile))
-        while len(_completed) > _MOST_COMPLETED:
-            _completed.popitem(last=False)
-    return found[1]
+    return _complete(profile) if is_known_by_datasheet(profile) else profile
 
 
 def _complete(profile: MachineProfile) -> MachineProfile:

@@ -63,13 +63,16 @@ class Strategy:
     ``ddp`` merges gradients by all-reduce and updates everywhere; ``zero1`` updates a share on each
     rank and broadcasts it (ZeroRedundancyOptimizer); ``zero2`` reduce-scatters gradients, updates
     its share and gathers parameters; ``fsdp`` (``zero3``) holds shares of parameters too and
-    gathers each unit before it computes (`fully_shard` on every repeated block and on the rest);
+    gathers each unit before it computes (`fully_shard` on every repeated block and on the rest),
+    each share on `shard` ranks and the whole as often as those fit (HSDP), None: once over all;
     ``ps`` has `servers` parameter servers that update, each on a node of its own, synchronous
     unless `asynchronous`; their networks carry `server_bytes_per_s` each way, None: as much as the
     slowest worker's.
 
     `first_bucket_bytes` None means: 1 MiB under the default cap, the cap itself under an explicit
-    one, as DDP does. `bucketed=False` is one collective per gradient tensor.
+    one, as DDP does. `bucketed=False` is one collective per gradient tensor. `gradient_sync=False`
+    adds up the whole gradients of FSDP's earlier micro-batches on every rank and scatters them with
+    the last one (``set_requires_gradient_sync(False)``), where the default scatters those of each.
     """
 
     kind: StrategyKind = "ddp"
@@ -80,8 +83,14 @@ class Strategy:
     servers: int = 0
     asynchronous: bool = False
     server_bytes_per_s: float | None = None
+    shard: int | None = None
+    gradient_sync: bool = True
 
     def __post_init__(self) -> None:
+        if self.shard is not None and self.shard < 1:
+            raise StrategyError(
+                f"a model is sharded over at least 1 rank, found {self.shard}; write fsdp:shard=8"
+            )
         for value in (self.bucket_cap_bytes, self.first_bucket_bytes):
             if value is not None and value < 1:
                 raise StrategyError("a bucket holds at least 1 byte; write a size such as 25MiB")
@@ -115,13 +124,18 @@ class Strategy:
             knobs.append(f"first={self.first_bucket_bytes}")
         if self.gradient_as_bucket_view:
             knobs.append("view")
+        if self.shard is not None:
+            knobs.append(f"shard={self.shard}")
+        if not self.gradient_sync:
+            knobs.append("no_sync")
         return self.kind + (":" + ",".join(knobs) if knobs else "")
 
     @classmethod
     def parse(cls, text: str | Strategy) -> Strategy:
         """Read ``ddp``, ``ddp:bucket=5MiB,view``, ``zero1``, ``fsdp``, ``ps:2``, ``ps:2,async``.
 
-        ``ps:2,link=10Gbit/s`` says what the network of each server carries.
+        ``fsdp:shard=8`` shards over 8 ranks and replicates that; ``ps:2,link=10Gbit/s`` says what
+        the network of each server carries.
 
         >>> Strategy.parse("ddp:bucket=5MiB").first_cap_bytes
         5242880
@@ -161,6 +175,16 @@ def _read_knob(kind: str, knob: str) -> dict[str, object]:
         return {"gradient_as_bucket_view": True}
     if buckets and knob == "unbucketed":
         return {"bucketed": False}
+    if (
+        kind == "fsdp"
+        and name == "shard"
+        and value.isascii()
+        and value.isdigit()
+        and len(value) < 7
+    ):
+        return {"shard": int(value)}
+    if kind == "fsdp" and knob == "no_sync":
+        return {"gradient_sync": False}
     if kind == "ps" and knob == "async":
         return {"asynchronous": True}
     if kind == "ps" and name == "link":
@@ -171,7 +195,65 @@ def _read_knob(kind: str, knob: str) -> dict[str, object]:
         "ddp": "bucket=, first=, view, unbucketed",
         "zero1": "bucket=, first=, view, unbucketed",
         "zero2": "bucket=, first=, unbucketed",
-        "fsdp": "none",
+        "fsdp": "shard= a number of ranks, no_sync",
         "ps": "a number of servers, async, link=, bucket=, first=, unbucketed",
     }[kind]
     raise ValueError(f"'{knob}' is no knob of {kind}; its knobs are {known}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelism:
+    """Over how many ranks each axis of a mesh goes; torchtitan's names.
+
+    `tp`, `cp` and `pp` divide the computing of one micro-batch, `ep` divides the experts over ranks
+    that `dp_shard` and `cp` count already. `schedule` is that of the pipeline.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp: int = 1
+    schedule: str = "1f1b"
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise StrategyError(
+                    f"{name} is at least 1, found {getattr(self, name)}; leave it out for 1"
+                )
+        if self.dp_shard * self.cp % self.ep:
+            raise StrategyError(
+                f"ep={self.ep} does not divide the {self.dp_shard * self.cp} ranks of dp_shard and "
+                "cp; choose a divisor"
+            )
+
+    @property
+    def dp(self) -> int:
+        """Ranks with batches of their own."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @classmethod
+    def data_parallel(
+        cls, strategy: Strategy, ranks: int, *, micro_batches: int = 1
+    ) -> Parallelism:
+        """All ranks along the data-parallel axes, as the strategy divides them.
+
+        Raises StrategyError where `fsdp:shard=` does not divide the ranks.
+        """
+        if strategy.kind != "fsdp":
+            return cls(dp_replicate=ranks, micro_batches=micro_batches)
+        shard = strategy.shard or ranks
+        if ranks % shard:
+            raise StrategyError(
+                f"'{strategy}' shards over {shard} ranks, which do not divide {ranks}; choose a "
+                f"divisor of {ranks}"
+            )
+        return cls(dp_replicate=ranks // shard, dp_shard=shard, micro_batches=micro_batches)

@@ -62,7 +62,6 @@ def make_small_profile(name: str = "local") -> MachineProfile:
         points=tuple((2.0**k, 1e-4 + 2.0**k / 1e9) for k in range(10, 27, 4)),
         latency_s=1e-4,
         bandwidth_bytes_per_s=1e9,
-        cpu_s_per_byte=5e-10,
         provenance=MEASURED,
     )
     products = tuple(matrix_product(size, 4e10) for size in (64, 256, 1024))

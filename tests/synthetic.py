@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from estimator.graph.costs import op_cost
 from estimator.graph.ops import GraphInput, Op, OpGraph, Parameter, Phase, Value, ValueKind
@@ -159,6 +159,18 @@ class Machine:
         return 1e-6 + cost.moved_bytes / self.memory_bytes_per_s
 
 
+def with_every_collective(profile: MachineProfile) -> MachineProfile:
+    """The profile, what it knows of an all-reduce also standing for the collectives of its ring."""
+    ops: tuple[CollectiveName, ...] = ("all_gather", "reduce_scatter")
+    others = [
+        replace(cost, op=op)
+        for cost in profile.collectives
+        if cost.op == "all_reduce"
+        for op in ops
+    ]
+    return replace(profile, collectives=(*profile.collectives, *others))
+
+
 def _square(size: int) -> TensorSpec:
     return TensorSpec((size, size))
 
@@ -268,3 +280,19 @@ def perceptron(widths: Sequence[int], *, batch: int = 16) -> OpGraph:
         parameters=tuple(parameters),
         inputs=(GraphInput(name="x", value=0),),
     )
+
+
+def in_blocks(graph: OpGraph) -> OpGraph:
+    """A perceptron whose layers are blocks that FSDP gathers one by one, the first one the rest."""
+    layers = len(graph.parameters)
+    of_op = [op // 2 for op in range(2 * layers)]
+    of_op += [layers - 1 - op // 5 for op in range(5 * layers)]
+    named = [
+        replace(each, name="weight" if each.name == "layers.0" else f"{each.name}.weight")
+        for each in graph.parameters
+    ]
+    ops = [
+        replace(op, module=f"layers.{layer}" if layer else "")
+        for op, layer in zip(graph.ops, of_op, strict=True)
+    ]
+    return replace(graph, ops=tuple(ops), parameters=tuple(named))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from estimator.estimates import estimate_graph
+from estimator.engine import estimate_graph
 from estimator.profile import Device, MachineProfile, load_profile
 from estimator.render_profiles import machines_report
 from tests.synthetic import perceptron

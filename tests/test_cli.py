@@ -162,6 +162,21 @@ def test_profile_list_show_and_compare_name_the_machine(
     assert "median difference 0.0 %" in compared
 
 
+def test_the_schema_of_profile_files_is_printed_as_json_alone(
+    store: Path, command: Command
+) -> None:
+    answer = command("profile", "schema")
+    assert (answer.code, answer.err) == (0, "")
+    schema = json.loads(answer.out)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    written = json.loads((store / "machines" / "local.json").read_text())
+    assert set(schema["properties"]) == set(written)
+    assert {"name", "devices", "provenance"} <= set(schema["required"])
+    device = schema["$defs"]["Device"]["properties"]
+    assert set(device) == set(written["devices"][0])
+    assert "schema" in command("profile", "--help").out
+
+
 def test_an_empty_store_says_how_to_fill_it(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from estimator.estimates import estimate_graph
+from estimator.engine import estimate_graph
 from estimator.network import network_in_cluster, network_of
 from estimator.placement import place
 from estimator.profile import MachineProfile, load_profile

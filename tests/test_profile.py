@@ -80,6 +80,20 @@ def test_a_profile_of_another_schema_version_is_refused(small_profile: MachinePr
         MachineProfile.from_dict(small_profile.to_dict() | {"schema_version": 99})
 
 
+def test_what_earlier_versions_also_measured_is_passed_over(small_profile: MachineProfile) -> None:
+    older = json.loads(json.dumps(small_profile.to_dict()))
+    older["collectives"][0] |= {"cpu_s": 1e-5, "cpu_s_per_byte": 5e-10}
+    older["contentions"].append(older["contentions"][0] | {"bound": "first_touch"})
+    assert MachineProfile.from_dict(older) == small_profile
+
+
+def test_a_contention_of_an_unknown_kind_is_refused(small_profile: MachineProfile) -> None:
+    odd = json.loads(json.dumps(small_profile.to_dict()))
+    odd["contentions"][0]["bound"] = "third_touch"
+    with pytest.raises(ProfileError, match="contentions"):
+        MachineProfile.from_dict(odd)
+
+
 def test_a_profile_without_devices_is_refused(small_profile: MachineProfile) -> None:
     with pytest.raises(ValueError, match="at least one device"):
         replace(small_profile, devices=())

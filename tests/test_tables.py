@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
 from estimator.allocation import Allocation
 from estimator.coefficients import Calibration, Coefficients, Engine, StepQuestion
 from estimator.columns import AllocationColumns
+from estimator.engine import estimate_graph
 from estimator.errors import AllocationError, ProfileError, UnknownMachineError, WorkloadError
 from estimator.estimates import Breakdown
 from estimator.graph.ops import OpGraph
@@ -31,9 +32,9 @@ from estimator.profile import (
     PairMatrix,
 )
 from estimator.tables import EstimateTable, estimate_chunks, estimate_many
-from estimator.timeline import class_table
+from estimator.timeline import ranks
 from estimator.topology import Cluster, Node, Switch
-from tests.synthetic import CHOSEN, Machine, perceptron
+from tests.synthetic import CHOSEN, Machine, in_blocks, perceptron
 
 HOSTS = tuple(f"a{number}" for number in range(1, 10))
 
@@ -212,12 +213,13 @@ def assert_equal(table: EstimateTable) -> None:
         ):
             close(part, getattr(scalar.breakdown, part))
         assert table.samples_per_s[row] == pytest.approx(scalar.samples_per_s, rel=1e-9)
-        assert table.mfu_ratio[row] == pytest.approx(
-            scalar.mfu_ratio or math.nan, rel=1e-9, nan_ok=True
-        )
+        for name in ("mfu_ratio", "hfu_ratio"):
+            assert getattr(table, name)[row] == pytest.approx(
+                getattr(scalar, name) or math.nan, rel=1e-9, nan_ok=True
+            )
         assert table.peak_memory_bytes[row] == scalar.peak_memory_bytes
         assert table.fits[row] == scalar.fits
-        assert (table.ranks[row], table.nodes[row]) == (scalar.ranks, scalar.plan.ring.nodes)
+        assert (table.ranks[row], table.nodes[row]) == (scalar.ranks, scalar.plan.group.nodes)
         assert table.batch_per_gpu[row] == scalar.batch_per_gpu
         assert table.global_batch[row] == scalar.global_batch
         assert scalar.bottleneck.startswith(BOTTLENECK_TEXTS[table.bottleneck[row]])
@@ -226,27 +228,11 @@ def assert_equal(table: EstimateTable) -> None:
 BOTTLENECK_TEXTS = {
     "compute": "computing",
     "host": "issuing",
-    "communication": "merging",
+    "communication": ("reducing", "gathering", "sending"),
     "update": "the optimizer",
     "stragglers": "waiting",
 }
 DEVICES = {"slow": 4, "fast": 8, "jammed": 2, "bare": 3, "railed": 6}
-
-
-def in_blocks(graph: OpGraph) -> OpGraph:
-    """A perceptron whose layers are blocks that FSDP gathers one by one, the first one the rest."""
-    layers = len(graph.parameters)
-    of_op = [op // 2 for op in range(2 * layers)]
-    of_op += [layers - 1 - op // 5 for op in range(5 * layers)]
-    named = [
-        replace(parameter, name=f"{parameter.name}.weight" if number else "weight")
-        for number, parameter in enumerate(graph.parameters)
-    ]
-    ops = [
-        replace(op, module=f"layers.{layer}" if layer else "")
-        for op, layer in zip(graph.ops, of_op, strict=True)
-    ]
-    return replace(graph, ops=tuple(ops), parameters=tuple(named))
 
 
 widths = some.lists(some.sampled_from([32, 96, 256, 1000]), min_size=2, max_size=6)
@@ -267,6 +253,7 @@ strategies = some.sampled_from(
         "zero1:bucket=1MiB",
         "zero2:bucket=256KiB",
         "fsdp",
+        "fsdp:no_sync",
         "ps:2,bucket=64KiB",
         "ps:3,async,link=2Gbit/s",
     ]
@@ -355,6 +342,34 @@ def test_every_row_equals_the_estimate_of_its_allocation(
     assert_equal(table)
 
 
+class LearntOfWorkloads:
+    """A calibration that has learnt the compute of some workloads by name."""
+
+    def __init__(self, **compute_ratios: float) -> None:
+        self.compute_ratios = compute_ratios
+
+    def coefficients_for(
+        self,
+        questions: Sequence[StepQuestion],
+        allocations: Sequence[Allocation],
+        engine: Engine,
+    ) -> list[Coefficients]:
+        ratios = [self.compute_ratios[question.workload] for question in questions]
+        return [Coefficients(compute_ratio=ratio) for ratio in ratios]
+
+
+def test_a_job_in_another_precision_has_its_own_corrections_in_a_table_too() -> None:
+    learnt = LearntOfWorkloads(**{"perceptron": 3.0, "perceptron, bf16": 5.0})
+    for precision, ratio in (("fp32", 3.0), ("bf16", 5.0)):
+        graph = replace(PLAIN, precision=precision)
+        cold, table = (
+            estimate_many(graph, ["1x1:slow", "2x4:slow"], calibration=calibration)
+            for calibration in (None, learnt)
+        )
+        assert table.forward_s == pytest.approx(ratio * cold.forward_s, rel=1e-9), precision
+        assert_equal(table)
+
+
 @settings(max_examples=60, deadline=None)
 @given(graphs, some.lists(cluster_rows.filter(placeable), min_size=1, max_size=8), strategies)
 def test_every_row_on_a_cluster_equals_the_estimate_of_its_allocation(
@@ -363,6 +378,76 @@ def test_every_row_on_a_cluster_equals_the_estimate_of_its_allocation(
     cluster = GPU_CLUSTER if graph.target == "cuda" else CLUSTER
     asked = [of_kind(text, graph) for text in texts]
     assert_equal(estimate_many(graph, asked, strategy=strategy, cluster=cluster))
+
+
+def divided_by(shard: int, text: str) -> bool:
+    return Allocation.parse(text).ranks % shard == 0
+
+
+hybrid = some.sampled_from([("fsdp:shard=2", 2), ("fsdp:shard=4", 4), ("fsdp:shard=2,no_sync", 2)])
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs, some.lists(rows, min_size=1, max_size=8), hybrid, some.integers(1, 3))
+def test_every_row_of_nested_groups_equals_its_estimate(
+    graph: OpGraph, texts: list[str], hybrid: tuple[str, int], accumulation_steps: int
+) -> None:
+    strategy, shard = hybrid
+    asked = [of_kind(text, graph) for text in texts if divided_by(shard, text)]
+    options: Any = {"strategy": strategy, "accumulation_steps": accumulation_steps}
+    assert_equal(estimate_many(graph, asked, **options))
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs, some.lists(cluster_rows.filter(placeable), min_size=1, max_size=8), hybrid)
+def test_every_row_of_nested_groups_on_a_cluster_equals_its_estimate(
+    graph: OpGraph, texts: list[str], hybrid: tuple[str, int]
+) -> None:
+    strategy, shard = hybrid
+    cluster = GPU_CLUSTER if graph.target == "cuda" else CLUSTER
+    asked = [of_kind(text, graph) for text in texts if divided_by(shard, text)]
+    assert_equal(estimate_many(graph, asked, strategy=strategy, cluster=cluster))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    graphs,
+    rows,
+    some.one_of(strategies, hybrid.map(lambda each: each[0])),
+    some.sampled_from([1, 2, 3, 11]),
+    some.sampled_from([None, LearntByRanks()]),
+)
+def test_a_timeline_plays_what_was_computed(
+    graph: OpGraph,
+    text: str,
+    strategy: str,
+    accumulation_steps: int,
+    calibration: Calibration | None,
+) -> None:
+    assume("shard=" not in strategy or divided_by(4, text))
+    answer = estimate_graph(
+        graph,
+        of_kind(text, graph),
+        strategy=strategy,
+        accumulation_steps=accumulation_steps,
+        calibration=calibration,
+    )
+    assert answer.timeline.step_time_s == pytest.approx(answer.step_time_s, rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    graphs,
+    cluster_rows.filter(placeable),
+    some.one_of(strategies, hybrid.map(lambda each: each[0])),
+)
+def test_a_timeline_on_a_cluster_plays_what_was_computed(
+    graph: OpGraph, text: str, strategy: str
+) -> None:
+    assume("shard=" not in strategy or divided_by(4, text))
+    cluster = GPU_CLUSTER if graph.target == "cuda" else CLUSTER
+    answer = estimate_graph(graph, of_kind(text, graph), strategy=strategy, cluster=cluster)
+    assert answer.timeline.step_time_s == pytest.approx(answer.step_time_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "ps:2"])
@@ -376,7 +461,7 @@ def test_a_model_without_parameters_merges_nothing(strategy: str, target: Any) -
 def test_classes_too_many_to_compare_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, texts = perceptron([256] * 5, batch=8), ["3x4:slow+2x8:fast+1x2:jammed", "9x2:slow"]
     compared = estimate_many(graph, texts, strategy="ddp:unbucketed").to_dict()
-    monkeypatch.setattr(class_table, "_MOST_COMPARED", 1)
+    monkeypatch.setattr(ranks, "_MOST_COMPARED", 1)
     found = estimate_many(graph, texts, strategy="ddp:unbucketed").to_dict()
     for name in ("step_time_s", "low_s", "high_s", "communication_exposed_s"):
         assert found[name] == pytest.approx(compared[name], rel=1e-12), name

@@ -56,11 +56,6 @@ def test_an_update_moves_the_bytes_of_its_foreach_kernels() -> None:
     assert adamw.provenance.source == "datasheet"
 
 
-def test_a_profile_is_completed_once_so_that_programs_are_kept() -> None:
-    profile = machine()
-    assert with_typical_costs(profile) is with_typical_costs(profile)
-
-
 def test_a_measured_machine_is_left_as_it_is(small_profile: MachineProfile) -> None:
     assert not is_known_by_datasheet(small_profile)
     assert with_typical_costs(small_profile) is small_profile

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from estimator.allocation import Allocation
 from estimator.coefficients import Calibration
+from estimator.engine import estimate_graph
 from estimator.errors import WorkloadError
-from estimator.estimates import NOT_FIT_MARGIN_RATIO, Estimate, estimate_graph
+from estimator.estimates import NOT_FIT_MARGIN_RATIO, Estimate
 from estimator.graph.ops import OpGraph
 from estimator.placement import place
 from estimator.profile import MachineProfile
-from estimator.timeline.sharding import sharded_memory
 from estimator.topology import Cluster
 from estimator.workload import Strategy
 
@@ -168,7 +168,7 @@ class _Search:
         for each in answer.plan.classes:
             members = list(each.ranks)
             device = each.program.profile.devices[0]
-            needed = sharded_memory(each.program, answer.ranks).total_bytes
+            needed = each.program.memory.total_bytes(answer.plan.shards)
             lane_s[members] = each.program.lane_s * each.slowdown_ratio
             memory_ratio[members] = needed / device.memory_bytes
         loads = (np.maximum.reduceat(values, self._starts) for values in (lane_s, memory_ratio))

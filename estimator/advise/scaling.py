@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from estimator.allocation import Allocation, DeviceGroup
-from estimator.estimates import Estimate, estimate_graph
+from estimator.coefficients import Calibration
+from estimator.engine import estimate_graph
+from estimator.estimates import Estimate
 from estimator.graph.ops import OpGraph
-from estimator.timeline.fastpath import at_link_rate, step_parts
+from estimator.timeline.plan import answer_of, at_link_rate
 from estimator.topology import Cluster
-from estimator.workload import Strategy
 
 # Efficiency that people ask for when they size a network (Goyal et al. 2017 report about 90 %).
 WANTED_EFFICIENCY_RATIO = 0.9
@@ -20,6 +21,7 @@ _FASTEST_FACTOR = 2.0**40
 class Scaling:
     """Efficiency of an allocation against one device of its slowest kind, and its slowest link.
 
+    100 % is a step without communication or waiting: see `linear_step_s` for a sharded update.
     `needed_bytes_per_s` is the payload rate of `link` from which the efficiency would reach
     `wanted_ratio`; None where no rate would do, or nothing is sent between nodes.
     """
@@ -36,30 +38,47 @@ def scaling_of(
     answer: Estimate,
     *,
     cluster: Cluster | None = None,
+    calibration: Calibration | None = None,
     wanted_ratio: float = WANTED_EFFICIENCY_RATIO,
 ) -> Scaling:
-    """The scaling of an estimate of `graph`, at its batch per device and accumulation."""
-    alone_s = max(
-        estimate_graph(
-            graph,
-            single,
-            batch_per_gpu=batch,
-            accumulation_steps=answer.accumulation_steps,
-            strategy=Strategy(),
-            cluster=cluster,
-            profile=None if named else answer.plan.classes[0].program.profile,
-        ).step_time_s
+    """The scaling of an estimate of `graph`, at its batch per device and accumulation.
+
+    `cluster` and `calibration` are those that the estimate was asked under.
+    """
+    linear_s = max(
+        linear_step_s(
+            estimate_graph(
+                graph,
+                single,
+                batch_per_gpu=batch,
+                accumulation_steps=answer.accumulation_steps,
+                strategy=answer.strategy,
+                cluster=cluster,
+                calibration=calibration,
+                profile=None if named else answer.plan.classes[0].program.profile,
+            ),
+            like=answer,
+        )
         for single, batch, named in _singles(answer, cluster)
     )
-    ring = answer.plan.ring
-    across = ring.nodes > 1
+    group = answer.plan.slowest_group
+    across = group.nodes > 1
     return Scaling(
-        efficiency_ratio=alone_s / answer.step_time_s,
+        efficiency_ratio=linear_s / answer.step_time_s,
         wanted_ratio=wanted_ratio,
-        link=ring.link,
-        link_bytes_per_s=ring.bytes_per_s if across else None,
-        needed_bytes_per_s=_needed(answer, alone_s / wanted_ratio) if across else None,
+        link=group.link,
+        link_bytes_per_s=group.bytes_per_s if across else None,
+        needed_bytes_per_s=_needed(answer, linear_s / wanted_ratio) if across else None,
     )
+
+
+def linear_step_s(smaller: Estimate, *, like: Estimate) -> float:
+    """Seconds of a smaller allocation's step with the share of the update that ranks of `like` do.
+
+    Where the update is sharded, a device alone has more to do for the same samples; set beside its
+    whole step, sharding would seem to scale better than linearly.
+    """
+    return float(answer_of(replace(smaller.plan, share=like.plan.share)).parts.total_s)
 
 
 def _singles(
@@ -95,10 +114,10 @@ def _singles(
 
 def _needed(answer: Estimate, step_s: float) -> float | None:
     """The rate of the slowest link at which the step takes `step_s`, by bisection."""
-    rate = answer.plan.ring.bytes_per_s
+    rate = answer.plan.slowest_group.bytes_per_s
 
     def reached(factor: float) -> bool:
-        return step_parts(at_link_rate(answer.plan, factor)).step_s <= step_s
+        return float(answer_of(at_link_rate(answer.plan, factor)).parts.total_s) <= step_s
 
     if not reached(_FASTEST_FACTOR):
         return None
@@ -106,4 +125,4 @@ def _needed(answer: Estimate, step_s: float) -> float | None:
     while high / low > 1.001:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if reached(middle) else (middle, high)
-    return rate * high
+    return float(rate * high)

@@ -8,8 +8,9 @@ from typing import Any
 
 from estimator.allocation import Allocation
 from estimator.coefficients import Calibration
+from estimator.engine import estimate_graph
 from estimator.errors import ProfileError, StrategyError
-from estimator.estimates import Estimate, estimate_graph
+from estimator.estimates import Estimate
 from estimator.graph.ops import OpGraph
 from estimator.profile import MachineProfile
 from estimator.topology import Cluster

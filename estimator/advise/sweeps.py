@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Protocol
 
+from estimator.advise.scaling import linear_step_s
 from estimator.errors import AllocationError
 from estimator.estimates import Estimate
 
@@ -22,7 +23,8 @@ _MOST_ROWS = 100_000
 class SweepRow:
     """One allocation of a sweep: its estimate, or why there is none.
 
-    `efficiency_ratio` is throughput per rank over that of the sweep's smallest allocation.
+    `efficiency_ratio` is throughput per rank over that of the sweep's smallest allocation, were its
+    ranks' share of the update that of this one (`scaling.linear_step_s`).
     """
 
     allocation: str
@@ -121,7 +123,8 @@ def sweep(patterns: Sequence[str], answer_of: Callable[[str], Estimate]) -> list
 def _efficiency(answer: Estimate, smallest: Estimate) -> float | None:
     if answer.samples_per_s is None or not smallest.samples_per_s:
         return None
-    return (answer.samples_per_s / answer.ranks) / (smallest.samples_per_s / smallest.ranks)
+    whole = (answer.samples_per_s / answer.ranks) / (smallest.samples_per_s / smallest.ranks)
+    return whole * (linear_step_s(smallest, like=answer) / smallest.step_time_s)
 
 
 class Row(Protocol):

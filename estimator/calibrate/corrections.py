@@ -159,8 +159,8 @@ def _rows(predicted: Sequence[PredictedStep]) -> Array:
 
 def _parts(predicted: Sequence[PredictedStep]) -> Parts:
     return Parts(
-        compute_s=[step.compute_s for step in predicted],
-        sync_s=[step.sync_s for step in predicted],
+        compute_s=np.array([step.compute_s for step in predicted], dtype=float),
+        sync_s=np.array([step.sync_s for step in predicted], dtype=float),
     )
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from estimator.calibrate.calibrator import Calibrator
 from estimator.calibrate.observations import ObservationStore
 from estimator.calibrate.observed import Observation
+from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError, ObservationError
-from estimator.estimates import estimate_graph
 from estimator.graph.files import is_saved_graph
 from estimator.graph.ops import OpGraph, workload_name
 from estimator.topology import Cluster

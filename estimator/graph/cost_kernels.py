@@ -244,6 +244,20 @@ def _attention(call: OpCall) -> OpCost:
     return OpCost(2 * heads * seen * sizes, bytes_of(call.inputs), written(call))
 
 
+def whole_attention_flops(call: OpCall) -> tuple[float, float]:
+    """(flops of attention's gradients or scores, those with the scores that backward recomputes).
+
+    Every query counts with every key, whatever is masked.
+    """
+    start, backward, _ = _ATTENTION[".".join(call.target.split(".")[:2])]
+    heads, queries, keys, size, _ = _attention_dims(call)
+    value_size = call.arguments[start + 2].shape[-1]
+    forward = 2 * heads * queries * keys * (size + value_size)
+    if not backward:
+        return forward, forward
+    return 2 * forward, 2 * forward + 2 * heads * queries * keys * size
+
+
 def _recurrent_dims(call: OpCall) -> tuple[float, ...]:
     """(steps x batch, multiplications per step and sample, steps)."""
     image, rest = call.arguments[0], call.arguments[1:]

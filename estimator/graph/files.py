@@ -24,6 +24,7 @@ from estimator.graph.ops import (
     Value,
     ValueKind,
 )
+from estimator.graph.repeated import with_repeated
 from estimator.graph.step_parts import STEP_PART, StepPart
 from estimator.graph.summary import WorkloadSummary
 from estimator.profile import write_bytes_atomically
@@ -165,6 +166,7 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
             op.inputs,
             op.outputs,
             int(op.is_view),
+            int(op.is_repeated),
         ]
         for op in graph.ops
     ]
@@ -201,6 +203,9 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
         for spec, other, kind, base in data["values"]
     )
     ops = tuple(_decode_op(row, calls, len(values)) for row in data["ops"])
+    if data.get("execution", "eager") == "eager" and any(len(row) == 8 for row in data["ops"]):
+        # Written before the package told them apart.
+        ops = with_repeated(ops, values)
     graph = OpGraph(
         **{name: data[name] for name in _PLAIN_FIELDS},
         **{name: data.get(name, default) for name, default in _LATER_FIELDS.items()},
@@ -231,7 +236,8 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
 
 
 def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:
-    name, call, other, phase, module, inputs, outputs, is_view = row
+    name, call, other, phase, module, inputs, outputs, is_view, *later = row
+    (is_repeated,) = later or (False,)
     op = Op(
         name=str(name),
         call=_at(calls, call),
@@ -241,6 +247,7 @@ def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:
         inputs=tuple(_required(index, values) for index in inputs),
         outputs=tuple(_required(index, values) for index in outputs),
         is_view=bool(is_view),
+        is_repeated=bool(is_repeated),
     )
     if len(op.call.inputs) != len(op.inputs) or len(op.call.outputs) != len(op.outputs):
         raise ValueError(f"op {op.name} names other tensors than its call")

@@ -8,6 +8,7 @@ from typing import Any
 
 from estimator.graph.ops import Op, Parameter, Value
 from estimator.graph.record import RecordedOp, Recorder
+from estimator.graph.repeated import with_repeated
 from estimator.tensors import OpCall, TensorSpec
 
 
@@ -59,7 +60,7 @@ def join_runs(first: Recorder, second: Recorder | None) -> JoinedRuns:
     for left, right in zip(first.values, second.values, strict=True):
         spec, other_spec = pairs.specs(left.spec, right.spec)
         values.append(Value(spec=spec, other_spec=other_spec, kind=left.kind, base=left.base))
-    return JoinedRuns(ops=tuple(ops), values=tuple(values), difference=difference)
+    return JoinedRuns(ops=with_repeated(ops, values), values=tuple(values), difference=difference)
 
 
 def _difference(first: Recorder, second: Recorder) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -53,6 +54,7 @@ class PeakMemory:
     Each part is that part's own maximum; `total_bytes` is the maximum over time of their sum, which
     is less: gradients grow while activations shrink. `activations_bytes` is the most that
     activations, temporaries of the graph and workspaces of its operators hold at once.
+    `bucket_bytes` are DDP's buckets, or the buffers of a sharded step's collectives.
     `update_bytes` is what the optimizer needs beyond its state while it updates. `peak_op` is the
     op at which the total is reached (None: during the update).
     """
@@ -227,8 +229,11 @@ def _held_by_node(
     return held
 
 
-def lifetimes(bound: BoundGraph) -> list[Lifetime]:
-    """Every storage of the step with its size at this batch, in order of birth."""
+def lifetimes(bound: BoundGraph, every: Sequence[Storage] | None = None) -> list[Lifetime]:
+    """Every storage of the step with its size at this batch, in order of birth.
+
+    `every` is `storages(bound.graph)` where that is at hand.
+    """
     return [
         Lifetime(
             born=storage.born,
@@ -236,7 +241,7 @@ def lifetimes(bound: BoundGraph) -> list[Lifetime]:
             dies=storage.dies,
             storage=index,
         )
-        for index, storage in enumerate(storages(bound.graph))
+        for index, storage in enumerate(storages(bound.graph) if every is None else every)
     ]
 
 
@@ -254,8 +259,8 @@ def peak_memory(
         raise StrategyError(f"a step runs on at least 1 rank, found {ranks}; use 1 or more")
     graph = bound.graph
     on_gpu = graph.target == "cuda"
-    rounding = CUDA_BLOCK_BYTES if on_gpu else 1
-    sizes = [_rounded(parameter.spec.nbytes, rounding) for parameter in graph.parameters]
+    rounding = block_bytes(graph)
+    sizes = [rounded_bytes(parameter.spec.nbytes, rounding) for parameter in graph.parameters]
     trained = [
         size
         for size, parameter in zip(sizes, graph.parameters, strict=True)
@@ -268,7 +273,7 @@ def peak_memory(
     buffers_bytes = graph.buffer_bytes + held.constants_bytes
     state_bytes = OPTIMIZER_STATE_TENSORS[check_optimizer(optimizer)] * sum(trained)
     bucket_bytes = sum(trained) if ranks > 1 else 0
-    update_bytes = _update_bytes(trained, optimizer, foreach=on_gpu)
+    update_bytes = update_temporaries_bytes(trained, optimizer, foreach=on_gpu)
     in_graph = [a + b for a, b in zip(gradients, activations, strict=True)]
     most = max(in_graph, default=0)
     gradients_bytes = max(gradients, default=0)
@@ -288,8 +293,14 @@ def peak_memory(
     )
 
 
-def _rounded(size_bytes: int, block_bytes: int) -> int:
-    return -(-size_bytes // block_bytes) * block_bytes
+def block_bytes(graph: OpGraph) -> int:
+    """What the allocator of the graph's device rounds sizes up to."""
+    return CUDA_BLOCK_BYTES if graph.target == "cuda" else 1
+
+
+def rounded_bytes(size_bytes: int, block: int) -> int:
+    """A size in whole blocks of an allocator."""
+    return -(-size_bytes // block) * block
 
 
 def _ready(graph: OpGraph, storage: Storage) -> int:
@@ -337,9 +348,9 @@ class _Held:
         """`rounding` is what sizes are rounded up to; gradients in buckets are copied there."""
         graph, every = bound.graph, storages(bound.graph)
         held = cls(_Curve(len(graph.ops)), _Curve(len(graph.ops)))
-        for life in lifetimes(bound):
+        for life in lifetimes(bound, every):
             storage = every[life.storage]
-            size = _rounded(life.storage_bytes, rounding)
+            size = rounded_bytes(life.storage_bytes, rounding)
             if storage.kind == "input":
                 held.inputs_bytes += size
             elif storage.kind == "constant":
@@ -356,7 +367,7 @@ class _Held:
         return held
 
 
-def _update_bytes(sizes: list[int], optimizer: str, *, foreach: bool) -> int:
+def update_temporaries_bytes(sizes: Sequence[int], optimizer: str, *, foreach: bool) -> int:
     """Temporaries of torch's optimizers, torch/optim/adam.py (torch 2.13).
 
     Adam takes the square root of the second moment into a fresh tensor: of every parameter at once

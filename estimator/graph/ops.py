@@ -67,7 +67,8 @@ class Op:
     object where nothing depends on the batch). The TensorSpec leaves of the arguments, positional
     then keyword, stand in the order of `inputs`, which are indices into `OpGraph.values`, as are
     `outputs`. A view computes nothing but still costs the host a dispatch. `module` is the dotted
-    path of the innermost module; in the backward phase, that of the forward op it belongs to.
+    path of the innermost module; in the backward phase, that of the forward op it belongs to. An op
+    that `is_repeated` computes in the backward phase what the forward phase has computed already.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Op:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     is_view: bool = False
+    is_repeated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

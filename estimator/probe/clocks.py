@@ -9,7 +9,7 @@ from typing import Any
 # The quickest of these tells the offset best: what delays a message makes it slower, never quicker.
 _ROUND_TRIPS = 8
 
-Window = tuple[float, float, float, float]
+Window = tuple[float, float, float]
 
 
 class SharedClock:
@@ -36,10 +36,10 @@ class SharedClock:
         self._marks = [*self._marks[-1:], (time.perf_counter(), offset_s)]
 
     def shifted(self, windows: Sequence[Sequence[float]]) -> list[Window]:
-        """(bytes, entered, left, CPU seconds) between the last two marks, on rank 0's clock."""
+        """(bytes, entered, left) between the last two marks, on rank 0's clock."""
         return [
-            (size, entered + self._offset_s(entered), left + self._offset_s(left), work_s)
-            for size, entered, left, work_s in windows
+            (size, entered + self._offset_s(entered), left + self._offset_s(left))
+            for size, entered, left in windows
         ]
 
     def _offset_s(self, at: float) -> float:

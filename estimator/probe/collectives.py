@@ -1,4 +1,4 @@
-"""Time collectives over groups of this machine's devices, and the CPU work that they are."""
+"""Time collectives over groups of this machine's devices."""
 
 from __future__ import annotations
 
@@ -112,12 +112,11 @@ def collective_cost(
     backend: str,
     windows: Sequence[Sequence[Sequence[float]]],
 ) -> CollectiveCost | None:
-    """A CollectiveCost from every rank's (bytes, entered, left, CPU seconds), call by call.
+    """A CollectiveCost from every rank's (bytes, entered, left), call by call.
 
     Entered and left are on one clock for all ranks. None if fewer than two sizes were timed.
     """
     seconds: dict[float, list[float]] = {}
-    cpu_seconds: dict[float, list[float]] = {}
     for calls in zip(*windows, strict=True):
         size = calls[0][0]
         entered, left = max(call[1] for call in calls), max(call[2] for call in calls)
@@ -125,15 +124,11 @@ def collective_cost(
         durations = [call[2] - call[1] for call in calls]
         taken_s = min(max(left - entered, min(durations)), max(durations))
         seconds.setdefault(size, []).append(max(taken_s, 1e-9))
-        cpu_seconds.setdefault(size, []).extend(call[3] for call in calls)
     if len(seconds) < 2:
         return None
     # Of two, the quicker: what disturbs a call makes it longer.
     points = tuple((size, statistics.median_low(seconds[size])) for size in sorted(seconds))
     line = fit_line([size for size, _ in points], [time_s for _, time_s in points])
-    works = {size: statistics.median(cpu_seconds[size]) for size in seconds}
-    busy = {size: work for size, work in works.items() if work > 0}
-    work_line = fit_line(list(busy), list(busy.values())) if len(busy) >= 2 else None
     return CollectiveCost(
         op=op,
         backend=backend,
@@ -141,8 +136,6 @@ def collective_cost(
         points=points,
         latency_s=line.latency_s,
         bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
-        cpu_s=work_line.latency_s if work_line else 0.0,
-        cpu_s_per_byte=1 / work_line.bandwidth_bytes_per_s if work_line else 0.0,
         provenance=Provenance(
             source="measured",
             at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -189,9 +182,9 @@ class CallTimer:
 
     def time_op(
         self, op: str, sizes_bytes: Sequence[int], share_s: float
-    ) -> list[tuple[float, float, float, float]]:
-        """(bytes, entered, left, CPU seconds) of every timed call, as far as `share_s` goes."""
-        windows: list[tuple[float, float, float, float]] = []
+    ) -> list[tuple[float, float, float]]:
+        """(bytes, entered, left) of every timed call, as far as `share_s` goes."""
+        windows: list[tuple[float, float, float]] = []
         end = time.perf_counter() + share_s
         call_s: dict[int, float] = {}
         for done in range(_ROUNDS):
@@ -205,8 +198,7 @@ class CallTimer:
                 slices = (_ROUNDS - done) * len(sizes_bytes) - number
                 slice_s = (end - time.perf_counter()) / slices
                 for turn in range(max(fewest, self.agreed_repeats(call_s[size], slice_s))):
-                    entered, left, work_s = self.timed(calls[turn % len(calls)])
-                    windows.append((size, entered, left, work_s))
+                    windows.append((size, *self.timed(calls[turn % len(calls)])))
         return windows
 
     def agreed_repeats(self, call_s: float, slice_s: float) -> int:
@@ -216,18 +208,16 @@ class CallTimer:
         wanted = math.floor(-float(limits[1]) / max(float(limits[0]), 1e-6))
         return max(0, min(_MOST_REPEATS, wanted))
 
-    def timed(self, call: Callable[[], object]) -> tuple[float, float, float]:
+    def timed(self, call: Callable[[], object]) -> tuple[float, float]:
+        """(entered, left) of a call that all ranks begin together."""
         self.dist.barrier()
         if self.on_cuda:
             self.torch.cuda.synchronize()
-        work, entered = time.process_time(), time.perf_counter()
+        entered = time.perf_counter()
         call()
         if self.on_cuda:
             self.torch.cuda.synchronize()
-            # The host only waits: a spinning wait is no work that NCCL needs of it.
-            return entered, time.perf_counter(), 0.0
-        left = time.perf_counter()
-        return entered, left, time.process_time() - work
+        return entered, time.perf_counter()
 
     def calls(self, op: str, size: int) -> list[Callable[[], object]]:
         """The op on buffers that are used in turn; `size` is the whole buffer of one rank."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,12 +11,11 @@ from typing import Any, Literal
 from estimator.probe.backend import keep_memory_resident, open_backend
 from estimator.profile import Contention, Device, DeviceKind, Provenance
 
-Bound = Literal["compute", "memory", "first_touch", "update"]
+Bound = Literal["compute", "memory", "update"]
 
 # Streaming sums beyond any private cache first: if time runs out, those tell the most.
 _ADDED_BYTES = (64 << 20, 4 << 20, 16 << 20, 512 << 10, 192 << 20, 64 << 10)
 _ADDED_FIRST = 3
-_TOUCHED_BYTES = (4 << 20, 32 << 20)
 _UPDATED_PARAMETERS = 4_000_000
 _PRODUCT_SIDE = 512
 _LEAST_CALLS = 3
@@ -100,12 +97,12 @@ def measure_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> li
     backend = open_backend(kind, torch.cuda.current_device() if kind == "cuda" else 0)
     if kind == "cpu":
         keep_memory_resident()
-    rounds, count = 3, 2 + len(_TOUCHED_BYTES) + len(_ADDED_BYTES)
+    rounds, count = 3, 2 + len(_ADDED_BYTES)
     window_s = arguments["budget_s"] / (count * rounds * (world_size + 1))
     window_s = min(0.08, max(0.004, window_s))
     found: list[dict[str, Any]] = []
     end = time.monotonic() + arguments["budget_s"]
-    for bound, size, call in _cases(kind, backend.device):
+    for bound, size, call in _cases(backend.device):
         # All ranks stop at the same case.
         over = torch.tensor([float(bool(found) and time.monotonic() > end)], device=backend.device)
         dist.all_reduce(over)
@@ -143,8 +140,8 @@ def _window(backend: Any, call: Callable[[int], object], window_s: float) -> lis
     return seconds
 
 
-def _cases(kind: DeviceKind, device: Any) -> Iterator[tuple[Bound, int, Callable[[int], object]]]:
-    """(bound, bytes touched, call): products, streaming sums, fresh pages, optimizer steps."""
+def _cases(device: Any) -> Iterator[tuple[Bound, int, Callable[[int], object]]]:
+    """(bound, bytes touched, call): products, streaming sums, optimizer steps."""
     import torch
 
     left = torch.randn(_PRODUCT_SIDE, _PRODUCT_SIDE, device=device)
@@ -164,19 +161,5 @@ def _cases(kind: DeviceKind, device: Any) -> Iterator[tuple[Bound, int, Callable
         yield "memory", size, sum_of(size)
     # Weight, gradient and two moments in float32.
     yield "update", 16 * _UPDATED_PARAMETERS, lambda _: stepper.step()
-    if kind == "cpu":
-        for size in _TOUCHED_BYTES:
-            yield "first_touch", size, _toucher(size)
     for size in _ADDED_BYTES[_ADDED_FIRST:]:
         yield "memory", size, sum_of(size)
-
-
-def _toucher(size_bytes: int) -> Callable[[int], object]:
-    def touch(_: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        with mmap.mmap(-1, size_bytes, flags=flags) as block:
-            handle = ctypes.c_char.from_buffer(block)
-            ctypes.memset(ctypes.addressof(handle), 1, size_bytes)
-            del handle
-
-    return touch

@@ -82,8 +82,8 @@ def shape_words(crew: Crew, group: Sequence[int]) -> str:
 def time_shape(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
     """One rank's share of timing `ops` over its group; called in a process group.
 
-    Reports ``{"op", "windows"}`` after every size, windows being (bytes, entered, left, CPU
-    seconds) on rank 0's clock; with `pairs`, ``{"op", "one", "two"}`` for one all-reduce and for
+    Reports ``{"op", "windows"}`` after every size, windows being (bytes, entered, left)
+    on rank 0's clock; with `pairs`, ``{"op", "one", "two"}`` for one all-reduce and for
     two at once; ``{"op", "unsupported"}`` where the backend lacks the op.
     """
     sizes = arguments["sizes_bytes"]
@@ -174,7 +174,7 @@ class _Group:
     def _warm_up(self, calls: Sequence[Callable[[], object]], expected_s: float) -> float:
         """Seconds of one call on the slowest rank, once it runs as it will."""
         for turn in range(1 if expected_s > _LONG_S else 2):
-            entered, left, _ = self.timer.timed(calls[turn % len(calls)])
+            entered, left = self.timer.timed(calls[turn % len(calls)])
         return -self._least(entered - left)
 
 

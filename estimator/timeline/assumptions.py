@@ -7,7 +7,7 @@ from collections import defaultdict
 from estimator.network import network_of
 from estimator.placement import NodeKind
 from estimator.profile import MachineProfile
-from estimator.timeline.fastpath import StepPlan
+from estimator.timeline.plan import StepPlan, answer_of
 from estimator.timeline.program import StepProgram
 from estimator.timeline.step_times import summary_assumptions
 from estimator.typical import is_known_by_datasheet
@@ -27,17 +27,26 @@ def plan_assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
     profiles = [each.program.profile for each in plan.classes]
     if ranks > 1 and not any(profile.overlaps for profile in profiles):
         found.append("communication is assumed to overlap compute perfectly: not probed")
-    if plan.ring.nodes > 1 and plan.reduce is not None and plan.reduce.source != "measured":
+    group = plan.group
+    if group.nodes > 1 and (unmeasured := unmeasured_collective(plan)) is not None:
         found.append(
-            f"all-reduce over {plan.ring.ranks} ranks on {plan.ring.nodes} nodes was not measured: "
+            f"{unmeasured} over {group.ranks} ranks on {group.nodes} nodes was not measured: "
             "a ring over the slowest link, corrected by the nearest measured group if there is one"
         )
-    if plan.ring.nodes > 1:
+    if group.nodes > 1:
         cards = [_card_assumption(kind) for kind in plan.placement.kinds]
         found.extend(dict.fromkeys(text for text in cards if text is not None))
-    if plan.ring.nodes > 1 and len({profile.name for profile in profiles}) > 1:
-        found.append(f"unlike machines are joined at {plan.ring.link or 'the slower network'}")
+    if group.nodes > 1 and len({profile.name for profile in profiles}) > 1:
+        found.append(f"unlike machines are joined at {group.link or 'the slower network'}")
     return tuple(found)
+
+
+def unmeasured_collective(plan: StepPlan) -> str | None:
+    """What reduces gradients, where that was not measured over such a group; else None."""
+    communication = answer_of(plan).communication
+    if communication is None or plan.source(communication) == "measured":
+        return None
+    return plan.rules.reduced_by
 
 
 def split_assumptions(batches: tuple[int, ...]) -> tuple[str, ...]:

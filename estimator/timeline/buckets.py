@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from estimator.graph.ops import BoundGraph
+from estimator.graph.ops import OpGraph
 from estimator.workload import Strategy
 
 
@@ -24,10 +24,9 @@ class Bucket:
 
 
 def gradient_buckets(
-    bound: BoundGraph, strategy: Strategy, *, tensor_dtype: str | None = None
+    graph: OpGraph, strategy: Strategy, *, tensor_dtype: str | None = None
 ) -> tuple[Bucket, ...]:
     """The buckets of a graph, in the order in which DDP launches them."""
-    graph = bound.graph
     last_op = len(graph.ops) - 1
     closed: list[Bucket] = []
     open_buckets: dict[str, Bucket] = {}

@@ -8,22 +8,25 @@ size by size, corrects the formula for every other group.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.cache import Cache
+from estimator.elementwise import log, maximum, minimum, where
 from estimator.placement import nic_of
+from estimator.process_groups import ProcessGroup, ring_between
 from estimator.profile import CollectiveCost, CollectiveName, DeviceKind, MachineProfile
-from estimator.timeline.nccl import nccl_rounds
-from estimator.timeline.rings import Ring, ring_between
+from estimator.timeline.nccl import levels, nccl_rounds
 from estimator.topology import Cluster
 from estimator.typical import achieved_bytes_per_s, is_known_by_datasheet
 
 Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+Shape = TypeVar("Shape", bound=Hashable)
 
 # Bytes that cross the busiest link of a ring, as a share of the buffer, for n ranks; rounds of
 # latency (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication in MPICH, 2005).
@@ -40,7 +43,7 @@ RING_ROUNDS: dict[str, Callable[[Any], Any]] = {
     "all_reduce": lambda n: 2 * (n - 1),
     "all_gather": lambda n: n - 1,
     "reduce_scatter": lambda n: n - 1,
-    "broadcast": lambda n: np.frexp(n - 1)[1],  # the logarithm to base 2, rounded up
+    "broadcast": levels,
     "all_to_all": lambda n: n - 1,
 }
 # What a formula misses by where nothing of its kind was measured, and per factor of e between the
@@ -82,27 +85,6 @@ NO_CORRECTIONS = Corrections(np.zeros(1), np.zeros(1))
 
 
 @dataclass(frozen=True, slots=True)
-class CollectiveModel:
-    """Seconds of one collective by size: a line, times a correction that depends on the size."""
-
-    op: CollectiveName
-    alpha_s: float
-    beta_s_per_byte: float
-    corrections: Corrections
-    source: str
-    relative_error: float
-
-    def times_s(self, sizes_bytes: Array) -> Array:
-        """Seconds for buffers of these sizes (positive bytes)."""
-        lines_s = self.alpha_s + self.beta_s_per_byte * sizes_bytes
-        return np.asarray(lines_s * self.corrections.at(sizes_bytes))
-
-    def time_s(self, size_bytes: float) -> float:
-        """Seconds for a buffer of `size_bytes` bytes; 0 for none."""
-        return float(self.times_s(np.array([size_bytes]))[0]) if size_bytes > 0 else 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Reference:
     """What one measured group says of a collective: how far the formula is off at each size."""
 
@@ -123,61 +105,163 @@ def monotone(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float]
     return tuple(reversed(result))
 
 
-def collective_model(
-    profile: MachineProfile, op: CollectiveName, ring: Ring
-) -> CollectiveModel | None:
-    """The cost of `op` over the ranks of `ring`, by what `profile` has measured.
+class InnerLinks(NamedTuple):
+    """One hop of a ring within a node, or a row for each: its latency and rate."""
 
-    None where the profile has no such collective and no network to derive it from.
+    latency_s: Any
+    bytes_per_s: Any
+
+
+NO_LINKS = InnerLinks(0.0, math.inf)
+
+
+class CollectiveModel(NamedTuple):
+    """Seconds of one collective by size, over one group or a row for each.
+
+    A line, `alpha_s` + `beta_s_per_byte` · bytes, times the corrections of a `reference`, which is
+    a number among those of a `CollectiveCosts`. `unlike` is by what factor that reference's ranks
+    and nodes differ from the group's. `unknown` says that nothing tells what the collective costs.
     """
-    if ring.ranks <= 1:
-        return CollectiveModel(op, 0.0, 0.0, NO_CORRECTIONS, "none needed", 0.0)
-    links, references = known_of(profile, op, ring.cluster)
-    if links is None and ring.nodes == 1:
-        return None
-    alpha_s, beta = line(op, ring, links, profile.kind)
-    # Groups on one node and groups across nodes do not stand in for each other.
-    alike = [r for r in references if r.cost.spans_nodes == (ring.nodes > 1)]
-    if not alike:
-        source = "datasheet" if is_known_by_datasheet(profile) else "fitted"
-        return CollectiveModel(op, alpha_s, beta, NO_CORRECTIONS, source, FORMULA_ERROR)
-    factor, reference = min(
-        ((_unlike_factor(r, ring), r) for r in alike), key=lambda candidate: candidate[0]
-    )
-    return CollectiveModel(
-        op,
-        alpha_s,
-        beta,
-        reference.corrections,
-        reference.cost.provenance.source if factor == 1.0 else "fitted",
-        reference.relative_error + ERROR_PER_E * math.log(factor),
-    )
+
+    alpha_s: Any
+    beta_s_per_byte: Any
+    reference: Any
+    unlike: Any
+    relative_error: Any
+    unknown: Any
+
+    def line(self, ratio: Any = 1.0) -> Array:
+        """(α, β) as an array, times a factor: of one group, or (2, rows)."""
+        return np.array([self.alpha_s * ratio, self.beta_s_per_byte * ratio])
 
 
-def _unlike_factor(reference: Reference, ring: Ring) -> float:
+class Nearest(Generic[Shape]):
+    """Which of some measured things is nearest to a group, among those of the group's pool.
+
+    A pool is one profile's groups on one node (2 · profile) or over nodes (2 · profile + 1).
+    """
+
+    def __init__(self, found: Sequence[tuple[int, Shape]], pools: int) -> None:
+        self._shapes = list(dict.fromkeys(shape for _, shape in found))
+        numbers = np.full((len(self._shapes), pools), -1, dtype=np.intp)
+        for number, (pool, shape) in enumerate(found):
+            row = self._shapes.index(shape)
+            if numbers[row, pool] < 0:
+                numbers[row, pool] = number
+        self._numbers, self._plain = numbers, numbers.tolist()
+
+    def to(self, pool: Any, distance: Callable[[Shape], Any]) -> tuple[Any, Any]:
+        """(number of the first nearest, or -1; its distance) for one group or for each row."""
+        best: Any = math.inf
+        chosen: Any = -1
+        table: Any = self._plain if isinstance(pool, int) else self._numbers
+        for shape, numbers in zip(self._shapes, table, strict=True):
+            number = numbers[pool]
+            away = where(number >= 0, distance(shape), math.inf)
+            # Among equals the first listed wins, whatever the order of the shapes.
+            nearer = (away < best) | ((away == best) & (number < chosen))
+            chosen = where(nearer, number, chosen)
+            best = minimum(best, away)
+        if not isinstance(pool, int) and not isinstance(chosen, np.ndarray):
+            return np.full(len(pool), chosen), np.full(len(pool), best)
+        return chosen, best
+
+
+def pool_of(group: ProcessGroup) -> Any:
+    """The pool of a group or of each row: see `Nearest`."""
+    return 2 * group.network + (group.nodes > 1)
+
+
+class CollectiveCosts:
+    """What some profiles say of one collective; a group names one of them by its number.
+
+    Their devices are all of one kind, whose backend says how many rounds a collective takes. Groups
+    measured on nodes of `cluster` are seen with its links.
+    """
+
+    def __init__(
+        self,
+        profiles: Sequence[MachineProfile],
+        op: CollectiveName,
+        kind: DeviceKind,
+        cluster: Cluster | None,
+        cache: Cache,
+    ) -> None:
+        self.op, self.kind, self.profiles = op, kind, profiles
+        found: list[tuple[int, tuple[int, int]]] = []
+        references: list[Reference] = []
+        inner: list[InnerLinks | None] = []
+        for number, profile in enumerate(profiles):
+            links, known = known_of(profile, op, cluster, cache)
+            inner.append(links)
+            references += known
+            found += [
+                (2 * number + each.cost.spans_nodes, (each.cost.group_size, each.cost.nodes))
+                for each in known
+            ]
+        self.references: tuple[Reference, ...] = tuple(references)
+        # The last one stands for the formula, where nothing of the kind was measured.
+        self.corrections = (*(each.corrections for each in references), NO_CORRECTIONS)
+        self._errors = Lookup([*(each.relative_error for each in references), FORMULA_ERROR])
+        self._nearest = Nearest(found, 2 * len(profiles))
+        self._unlinked = Lookup([links is None for links in inner])
+        hops = [links or NO_LINKS for links in inner]
+        self._inner_latency_s = Lookup([links.latency_s for links in hops])
+        self._inner_rate = Lookup([links.bytes_per_s for links in hops])
+
+    def model(self, group: ProcessGroup) -> CollectiveModel:
+        """The collective's cost over a group of at least two ranks, or over that of each row."""
+        network = group.network
+        inner = InnerLinks(self._inner_latency_s[network], self._inner_rate[network])
+        alpha_s, beta = line(self.op, group, inner, self.kind)
+        reference, unlike = self._nearest.to(
+            pool_of(group), lambda shape: _unlike_factor(shape, group)
+        )
+        known = reference >= 0
+        farther = log(where(known, unlike, 1.0))
+        return CollectiveModel(
+            alpha_s=alpha_s,
+            beta_s_per_byte=beta,
+            reference=where(known, reference, len(self.references)),
+            unlike=unlike,
+            relative_error=self._errors[reference] + ERROR_PER_E * farther,
+            unknown=(group.nodes == 1) & self._unlinked[network],
+        )
+
+    def source(self, model: CollectiveModel, network: int = 0) -> str:
+        """Where the numbers of one group's model come from."""
+        if model.reference == len(self.references):
+            known = is_known_by_datasheet(self.profiles[network])
+            return "datasheet" if known else "fitted"
+        exact = model.unlike == 1.0
+        return self.references[model.reference].cost.provenance.source if exact else "fitted"
+
+
+class Lookup:
+    """Values by number: a plain one for a plain number, an array for an array of numbers."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._plain = list(values)
+        self._array = np.array(self._plain)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._plain[number] if isinstance(number, int) else self._array[number]
+
+
+def _unlike_factor(shape: tuple[int, int], group: ProcessGroup) -> Any:
     """By what factor the ranks and the nodes of two groups differ, multiplied; 1 if alike."""
-    ranks, nodes = reference.cost.group_size, reference.cost.nodes
-    larger = max(ranks, ring.ranks) * max(nodes, ring.nodes)
-    return larger / (min(ranks, ring.ranks) * min(nodes, ring.nodes))
+    size, nodes = shape
+    larger = maximum(group.ranks, size) * maximum(group.nodes, nodes)
+    return larger / (minimum(group.ranks, size) * minimum(group.nodes, nodes))
 
 
-@dataclass(frozen=True, slots=True)
-class InnerLinks:
-    """One hop of a ring within a node: its latency and rate."""
-
-    latency_s: float
-    bytes_per_s: float
-
-
-def line(
-    op: CollectiveName, ring: Ring, inner: InnerLinks | None, kind: DeviceKind
-) -> tuple[float, float]:
+def line(op: CollectiveName, group: ProcessGroup, inner: InnerLinks, kind: DeviceKind) -> Any:
     """(α, β) of a ring: seconds = α + β · bytes. The slowest hop sets the pace of every round."""
-    latency_s, rate = ring.latency_s, ring.bytes_per_s
-    if inner is not None and ring.per_node > 1:
-        latency_s, rate = max(latency_s, inner.latency_s), min(rate, inner.bytes_per_s)
-    rounds = rounds_of(op, ring.ranks, ring.nodes, kind)
-    return float(rounds * latency_s), float(RING_SHARE[op](ring.ranks) / rate)
+    inside = group.per_node > 1
+    latency_s = maximum(group.latency_s, where(inside, inner.latency_s, 0.0))
+    rate = minimum(group.bytes_per_s, where(inside, inner.bytes_per_s, math.inf))
+    rounds = rounds_of(op, group.ranks, group.nodes, kind)
+    return rounds * latency_s, RING_SHARE[op](group.ranks) / rate
 
 
 def rounds_of(op: CollectiveName, ranks: Any, nodes: Any, kind: DeviceKind) -> Any:
@@ -185,28 +269,99 @@ def rounds_of(op: CollectiveName, ranks: Any, nodes: Any, kind: DeviceKind) -> A
     return nccl_rounds(op, ranks, nodes) if kind == "cuda" else RING_ROUNDS[op](ranks)
 
 
-_Known = tuple[InnerLinks | None, tuple[Reference, ...]]
-# Beside what is known stand the profile and the cluster of the key, so that their ids stay theirs.
-_of_profile: OrderedDict[tuple[int, str, int], tuple[_Known, MachineProfile, Cluster | None]] = (
-    OrderedDict()
-)
+class SizedCollective:
+    """One collective for buffers of given sizes: each is a line times a correction.
 
-
-def known_of(profile: MachineProfile, op: CollectiveName, cluster: Cluster | None = None) -> _Known:
-    """What a profile says of one collective, worked out once for the last profiles used.
-
-    Groups measured on nodes of `cluster` are seen with its links.
+    So is their weighted sum. `costs` says what corrections there are.
     """
-    key = (id(profile), op, id(cluster))
-    found = _of_profile.get(key)
-    if found is None:
-        costs = [cost for cost in profile.collectives if cost.op == op and cost.points]
-        inner = _inner_links(costs, profile)
-        references = tuple(_reference(profile, cost, inner, cluster) for cost in costs)
-        found = _of_profile[key] = ((inner, references), profile, cluster)
-        while len(_of_profile) > 64:
-            _of_profile.popitem(last=False)
-    return found[0]
+
+    def __init__(
+        self,
+        corrections: Sequence[Corrections],
+        sizes_bytes: Array,
+        weights: Array | float = 1.0,
+    ) -> None:
+        some = sizes_bytes > 0
+        sizes = np.where(some, sizes_bytes, 1.0)
+        scale = np.broadcast_to(weights, some.shape) * some
+        found = np.array([each.at(sizes) for each in corrections])
+        at_sizes = found.reshape(len(corrections), len(sizes)) * scale
+        # For every reference and size, the factors of α and of β.
+        self.factors = np.stack([at_sizes, at_sizes * sizes_bytes], axis=2)
+        self._sums = self.factors.sum(axis=1)
+        self._plain: list[list[float]] = self._sums.tolist()
+
+    def time_s(self, model: CollectiveModel) -> Any:
+        """Seconds for all the sizes one after the other; nothing takes no time."""
+        reference = model.reference
+        if isinstance(reference, int):
+            of_alpha, of_beta = self._plain[reference]
+        else:
+            of_alpha, of_beta = self._sums[reference].T
+        return model.alpha_s * of_alpha + model.beta_s_per_byte * of_beta
+
+    def times_s(self, model: CollectiveModel) -> Array:
+        """Seconds for each of the sizes: (sizes,), or (sizes, rows)."""
+        factors = self.factors[model.reference]
+        if isinstance(model.reference, int):
+            return np.asarray(factors @ model.line())
+        of_alpha, of_beta = factors.transpose(2, 1, 0)
+        return np.asarray(model.alpha_s * of_alpha + model.beta_s_per_byte * of_beta)
+
+
+class GroupCollective:
+    """One collective over one group, by what one profile says of it."""
+
+    def __init__(self, costs: CollectiveCosts, group: ProcessGroup) -> None:
+        self._costs = costs
+        self.model = costs.model(group)
+
+    @classmethod
+    def of(
+        cls,
+        profile: MachineProfile,
+        op: CollectiveName,
+        group: ProcessGroup,
+        *,
+        cluster: Cluster | None = None,
+        cache: Cache | None = None,
+    ) -> GroupCollective | None:
+        """None where nothing says what the collective costs over at least two ranks."""
+        kept = cache or Cache(limit_bytes=0)
+        found = cls(CollectiveCosts((profile,), op, profile.kind, cluster, kept), group)
+        return None if found.model.unknown else found
+
+    @property
+    def corrections(self) -> Corrections:
+        """Those of the nearest measured group."""
+        corrections: Corrections = self._costs.corrections[self.model.reference]
+        return corrections
+
+    @property
+    def source(self) -> str:
+        """Where the numbers come from."""
+        return self._costs.source(self.model)
+
+    def time_s(self, size_bytes: float) -> float:
+        """Seconds for a buffer of `size_bytes` bytes; 0 for none."""
+        sized = SizedCollective(self._costs.corrections, np.array([size_bytes]))
+        return float(sized.time_s(self.model))
+
+
+_Known = tuple[InnerLinks | None, tuple[Reference, ...]]
+
+
+def known_of(
+    profile: MachineProfile, op: CollectiveName, cluster: Cluster | None, cache: Cache
+) -> _Known:
+    """What a profile says of one collective: hops within a node, and the groups measured."""
+    return cache.get("collective", (profile, cluster), lambda: _known(profile, op, cluster), op)
+
+
+def _known(profile: MachineProfile, op: CollectiveName, cluster: Cluster | None) -> _Known:
+    costs = [cost for cost in profile.collectives if cost.op == op and cost.points]
+    inner = _inner_links(costs, profile)
+    return inner, tuple(_reference(profile, cost, inner, cluster) for cost in costs)
 
 
 def _inner_links(costs: Sequence[CollectiveCost], profile: MachineProfile) -> InnerLinks | None:
@@ -234,7 +389,7 @@ def _reference(
     """Measured over formula, size by size; the formula sees the links as the profile has them."""
     nic = nic_of(profile, math.ceil(cost.group_size / cost.nodes))
     ring = ring_between(cost, network_latency_s(profile), nic, profile, cluster)
-    alpha_s, beta = line(cost.op, ring, inner, profile.kind)
+    alpha_s, beta = line(cost.op, ring, inner or NO_LINKS, profile.kind)
     measured_sizes, measured_s = np.array(monotone(cost.points)).T
     sizes, seconds = _extended(measured_sizes, measured_s, beta)
     corrections = Corrections(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.costs import features_of
 from estimator.graph.ops import BoundGraph, Op, OpTiming
@@ -54,26 +54,22 @@ class Durations:
     shared_error: float = 0.0
 
 
-_fits_of: OrderedDict[tuple[int, str], tuple[MachineProfile, KernelFits | Roofline]] = OrderedDict()
+def kernel_fits(
+    profile: MachineProfile, precision: str = "fp32", *, cache: Cache
+) -> KernelFits | Roofline:
+    """The fits of a profile; they depend on the `precision` of the graph: fp32 or tf32 products."""
+    kind = Roofline if is_known_by_datasheet(profile) else KernelFits
+    return cache.get(
+        "kernels",
+        (profile,),
+        lambda: kind(profile, precision=precision),
+        "tf32" if precision == "tf32" else "",
+    )
 
 
-def kernel_fits(profile: MachineProfile, precision: str = "fp32") -> KernelFits | Roofline:
-    """The fits of a profile, made once for each of the last few profiles used.
-
-    Both depend on the `precision` of the graph: fp32 or tf32 products.
-    """
-    key = (id(profile), "tf32" if precision == "tf32" else "")
-    if key not in _fits_of:
-        kind = Roofline if is_known_by_datasheet(profile) else KernelFits
-        fits = kind(profile, precision=precision)
-        _fits_of[key] = (profile, fits)
-        while len(_fits_of) > 8:
-            _fits_of.popitem(last=False)
-    _fits_of.move_to_end(key)
-    return _fits_of[key][1]
-
-
-def op_durations(bound: BoundGraph, profile: MachineProfile, *, devices_busy: int = 1) -> Durations:
+def op_durations(
+    bound: BoundGraph, profile: MachineProfile, *, devices_busy: int = 1, cache: Cache
+) -> Durations:
     """Host and device seconds of every op when `devices_busy` devices of the machine compute.
 
     Raises ProfileError if the profile has no kernels or no host costs.
@@ -83,7 +79,7 @@ def op_durations(bound: BoundGraph, profile: MachineProfile, *, devices_busy: in
             f"profile '{profile.name}' has no kernel or host costs; run 'estimator probe' with a "
             "larger --budget"
         )
-    timer = _Timer(bound, profile, devices_busy)
+    timer = _Timer(bound, profile, devices_busy, cache)
     count = len(bound.calls)
     device_s, errors = np.zeros(count), np.zeros(count)
     in_grid = np.zeros(count, dtype=bool)
@@ -110,19 +106,21 @@ def op_durations(bound: BoundGraph, profile: MachineProfile, *, devices_busy: in
 class _Timer:
     """Seconds of single calls in the context of their graph."""
 
-    def __init__(self, bound: BoundGraph, profile: MachineProfile, devices_busy: int) -> None:
+    def __init__(
+        self, bound: BoundGraph, profile: MachineProfile, devices_busy: int, cache: Cache
+    ) -> None:
         self.bound = bound
         self.profile = profile
-        self.fits = kernel_fits(profile, bound.graph.precision)
+        self.fits = kernel_fits(profile, bound.graph.precision, cache=cache)
         # CPUs' devices share the last-level cache, busy or not: virtual machines have neighbours.
         shared = profile.memory.shared_cache_bytes if profile.memory else 0
         sharers = len(profile.devices) if profile.kind == "cpu" else 1
-        cache = shared / sharers or self.fits.cache_bytes
-        self.cold = cold_ratios(bound, cache, threads=self.fits.threads)
+        cached = shared / sharers or self.fits.cache_bytes
+        self.cold = cold_ratios(bound, cached, threads=self.fits.threads)
         memory = _contention(profile.contentions, "memory", devices_busy)
-        if memory and memory[0][0] > cache > 0:
+        if memory and memory[0][0] > cached > 0:
             # What stays in a device's part of the cache does not wait for memory.
-            memory = ((cache, 1.0), *memory)
+            memory = ((cached, 1.0), *memory)
         compute = _contention(profile.contentions, "compute", devices_busy)
         self.contentions = {"compute": compute, "memory": memory}
         self.seen: dict[OpCall, Prediction | None] = {}

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from estimator.elementwise import minimum
 from estimator.profile import CollectiveName
 
 # The start in hops: published all-reduce, all-gather and reduce-scatter of 512 bytes over 2, 4 and
@@ -31,13 +32,13 @@ def nccl_rounds(op: CollectiveName, ranks: Any, nodes: Any) -> Any:
     """
     hops: Any = ranks - 1
     if op == "all_reduce":
-        tree = 2 * (_levels(nodes) + ranks / nodes - 1)
-        hops = np.minimum(2 * hops, tree) if isinstance(tree, np.ndarray) else min(2 * hops, tree)
+        tree = 2 * (levels(nodes) + ranks / nodes - 1)
+        hops = minimum(2 * hops, tree)
     elif op == "broadcast":
-        hops = _levels(ranks)
+        hops = levels(ranks)
     return START_ROUNDS + hops
 
 
-def _levels(count: Any) -> Any:
+def levels(count: Any) -> Any:
     """The logarithm to base 2, rounded up, of one number or of an array of them."""
     return np.frexp(count - 1)[1] if isinstance(count, np.ndarray) else (count - 1).bit_length()

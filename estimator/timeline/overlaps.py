@@ -1,16 +1,59 @@
-"""Say how compute and all-reduces of a group disturb each other, by what a profile has measured."""
+"""Say how compute and collectives of a group disturb each other, by what a profile has measured."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from estimator.cache import Cache
+from estimator.elementwise import maximum, minimum
+from estimator.process_groups import ProcessGroup
 from estimator.profile import MachineProfile
-from estimator.timeline.collectives import CollectiveModel, collective_model
-from estimator.timeline.rings import Ring
-from estimator.timeline.schedule import Overlap
+from estimator.timeline.collectives import (
+    GroupCollective,
+    Lookup,
+    Nearest,
+    pool_of,
+)
+
+
+class Overlap(NamedTuple):
+    """How compute and collectives slow each other while both run: one step's, or a row for each.
+
+    With e the `exposed_ratio` and s the `slowdown`, a collective beside compute advances at 1/s of
+    its own rate, and compute at 1 − e/s of its own.
+    """
+
+    exposed_ratio: Any = 0.0
+    slowdown: Any = 1.0
+
+    @classmethod
+    def of(cls, exposed_ratio: Any, collective_slowdown_ratio: Any) -> Overlap:
+        """The overlap of a measured pair: compute does not run backwards beside a collective."""
+        slowdown = maximum(maximum(collective_slowdown_ratio, exposed_ratio), 1.0)
+        return cls(exposed_ratio, slowdown)
+
+    @property
+    def compute_rate(self) -> Any:
+        return maximum(1.0 - self.exposed_ratio / self.slowdown, 0.0)
+
+    @property
+    def drain(self) -> Any:
+        """Seconds of compute alone in which one second of collectives passes beside it."""
+        return self.slowdown - self.exposed_ratio
+
+    @property
+    def is_free(self) -> bool:
+        """Whether neither slows the other, in any row."""
+        return not (np.any(self.exposed_ratio) or np.any(np.greater(self.slowdown, 1.0)))
+
+
+NO_OVERLAP = Overlap()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,66 +67,77 @@ class GroupOverlap:
     group_size: int
     exposed_ratio: float
     slowdown_ratio: float
-    carried_over: bool
-    local: CollectiveModel | None
+    local: GroupCollective | None
 
     def local_s(self, size_bytes: float) -> float:
         """Seconds of that all-reduce for `size_bytes`; inf where the overlap holds as it is."""
-        if not self.carried_over or self.local is None or size_bytes <= 0:
+        if self.local is None or size_bytes <= 0:
             return math.inf
         return self.local.time_s(size_bytes)
 
-    def scaled(self, share: float) -> Overlap:
-        """The overlap with this share of the measured disturbance.
 
-        An all-reduce that takes longer than the one measured disturbs by `local_s` over its time.
-        """
-        return Overlap(
-            exposed_ratio=self.exposed_ratio * share,
-            collective_slowdown_ratio=1.0 + max(self.slowdown_ratio - 1.0, 0.0) * share,
-        )
-
-
-_of_profile: OrderedDict[tuple[int, bool], tuple[MachineProfile, tuple[GroupOverlap, ...]]] = (
-    OrderedDict()
-)
-
-
-def group_overlaps(profile: MachineProfile, *, across: bool) -> tuple[GroupOverlap, ...]:
+def group_overlaps(
+    profile: MachineProfile, cache: Cache, *, across: bool
+) -> tuple[GroupOverlap, ...]:
     """The overlaps to choose from for groups on one node or `across` nodes, by group size.
 
     Those of the same reach where the profile has any, else those of the other.
     """
-    key = (id(profile), across)
-    if key not in _of_profile:
-        _of_profile[key] = (profile, _grouped(profile, across))
-        while len(_of_profile) > 128:
-            _of_profile.popitem(last=False)
-    return _of_profile[key][1]
+    return cache.get("overlaps", (profile,), lambda: _grouped(profile, cache, across), across)
 
 
-def _grouped(profile: MachineProfile, across: bool) -> tuple[GroupOverlap, ...]:
+def _grouped(profile: MachineProfile, cache: Cache, across: bool) -> tuple[GroupOverlap, ...]:
     measured = [item for item in profile.overlaps if (item.nodes > 1) == across]
     found = measured or profile.overlaps
     groups = []
     for size in sorted({item.group_size for item in found}):
         near = [item for item in found if item.group_size == size]
-        local = Ring(size, 1, size, math.inf, 0.0)
+        alone = ProcessGroup(ranks=size, nodes=1, per_node=size)
+        carried = (
+            None if measured else GroupCollective.of(profile, "all_reduce", alone, cache=cache)
+        )
         groups.append(
             GroupOverlap(
                 group_size=size,
                 exposed_ratio=median(item.exposed_ratio for item in near),
                 slowdown_ratio=median(item.collective_slowdown_ratio for item in near),
-                carried_over=not measured,
-                local=None if measured else collective_model(profile, "all_reduce", local),
+                local=carried,
             )
         )
     return tuple(groups)
 
 
-def nearest_overlap(profile: MachineProfile, ring: Ring) -> GroupOverlap | None:
-    """What was measured of the group of the nearest size; None where nothing was."""
-    groups = group_overlaps(profile, across=ring.nodes > 1)
-    if len(groups) <= 1:
-        return groups[0] if groups else None
-    return min(groups, key=lambda group: abs(group.group_size - ring.ranks))
+class OverlapCosts:
+    """How compute and collectives of `size_bytes` bytes disturb each other on some profiles."""
+
+    def __init__(self, profiles: Sequence[MachineProfile], size_bytes: float, cache: Cache) -> None:
+        found = [
+            (2 * number + across, group)
+            for number, profile in enumerate(profiles)
+            for across in (False, True)
+            for group in group_overlaps(profile, cache, across=across)
+        ]
+        self._nearest = Nearest(
+            [(pool, group.group_size) for pool, group in found], 2 * len(profiles)
+        )
+        groups = [group for _, group in found]
+        # The last value stands for groups of which nothing was measured: perfect overlap.
+        self._exposed = Lookup([*(group.exposed_ratio for group in groups), 0.0])
+        self._slowdown = Lookup([*(group.slowdown_ratio for group in groups), 1.0])
+        self._local_s = Lookup([*(group.local_s(size_bytes) for group in groups), math.inf])
+
+    def overlap(self, group: ProcessGroup, collective_s: Any) -> Overlap:
+        """The overlap with collectives that take `collective_s` together.
+
+        Collectives that take longer than the one measured disturb by its seconds over theirs.
+        """
+        nearest, _ = self._nearest.to(pool_of(group), lambda size: abs(group.ranks - size))
+        local_s = self._local_s[nearest]
+        share = minimum(local_s / maximum(collective_s, _SHORTEST_S), 1.0)
+        exposed = self._exposed[nearest] * share
+        more = maximum(self._slowdown[nearest] - 1.0, 0.0) * share
+        return Overlap.of(exposed, 1.0 + more)
+
+
+# Shorter than any collective, so that none of no length divides by nothing.
+_SHORTEST_S = 1e-300

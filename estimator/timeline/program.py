@@ -6,47 +6,42 @@ strategy. It holds no allocation: what the network costs is added where the step
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.errors import ProfileError
-from estimator.graph.costs import family_of, op_cost
-from estimator.graph.memory import PeakMemory, peak_memory
+from estimator.cache import Cache
+from estimator.graph.costs import family_of
 from estimator.graph.ops import BoundGraph, OpGraph
-from estimator.graph.shards import shard_units, unit_path
-from estimator.profile import MachineProfile, Provenance, UpdateCost
-from estimator.tensors import OpCall, TensorSpec
+from estimator.graph.shard_play import Reduction
+from estimator.graph.sharded_memory import ShardedMemory
+from estimator.graph.step_memory import step_memory
+from estimator.graph.utilization import StepFlops, step_flops
+from estimator.profile import MachineProfile
 from estimator.timeline.buckets import Bucket, gradient_buckets
-from estimator.timeline.durations import Durations, kernel_fits, op_durations, slowdown_ratio
-from estimator.timeline.lanes import looped, one_lane, two_lanes
+from estimator.timeline.durations import Durations, op_durations
+from estimator.timeline.lanes import MicroBatches
+from estimator.timeline.passes import accumulate_s, copy_s, unscale_s
+from estimator.timeline.shard_costs import (
+    hook_seconds,
+    segment_seconds,
+    sharded_passes,
+    unit_copies_s,
+)
 from estimator.timeline.step_times import part_durations
+from estimator.timeline.updates import update_cost, update_lanes
 from estimator.typical import with_typical_costs
 from estimator.workload import Strategy, peak_dtype
 
 Array = NDArray[np.float64]
 
-_TABLE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_backward")
-UPDATE_FORMS = {"cpu": "loop", "cuda": "foreach"}
 # What a copy costs is fitted from copies of other sizes.
 COPIES_ERROR = 0.2
+_ROUNDING = 1e-12
 # A median absolute error is 0.6745 standard deviations of a normal error.
 MEDIAN_TO_SIGMA = 1 / 0.6745
-_MOST_PROGRAMS = 4096
-# Scale the loss, find infinities, read that, update the scale, its tracker, the inverse scale.
-_SCALER_OPS = 6
-
-
-@dataclass(frozen=True, slots=True)
-class LaneUnit:
-    """One unit that FSDP gathers, with its seconds of compute in either phase."""
-
-    parameter_bytes: int
-    forward_s: float
-    backward_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,21 +49,24 @@ class StepProgram:
     """Seconds of one class of ranks: alone on its lane, and what comes after the last collective.
 
     `ready_s[k]` is the lane time at which bucket k may be reduced, `lane_s` the lane's end. The
-    lane is `forward_s + backward_s + host_s + copies_s`. `update_launch_s` is the part of the
-    update that sharding does not shorten; `units` are those that FSDP gathers, the rest of the
-    model first. `kernels_variance_s2` is the sum of the squared errors (one standard deviation) of
-    the kernel families, and of what they share, in s². `flops` are those of a micro-batch;
-    `in_grid_ratio` is the share of kernel time whose exact call the probe has timed.
+    lane is `forward_s + backward_s + host_s + copies_s`, and `sharded_lane_s` over the number of
+    shards. `update_launch_s` is the part of the update that sharding does not shorten;
+    `segments_s` is what FSDP computes in a micro-batch: between passes through its units, forward
+    then backward, copying each unit out of a buffer, each one's gradients into one, and adding up
+    the gradients of all micro-batches. `kernels_variance_s2` is the sum of the squared errors (one
+    standard deviation) of the kernel families, and of what they share, in s². `flops` are those of
+    a micro-batch; `in_grid_ratio` is the share of kernel time whose exact call the probe has timed.
     """
 
     bound: BoundGraph
     profile: MachineProfile
     strategy: Strategy
-    units: tuple[LaneUnit, ...]
     buckets: tuple[Bucket, ...]
     bucket_bytes: Array
     ready_s: Array
+    segments_s: Array
     lane_s: float
+    sharded_lane_s: float
     forward_s: float
     backward_s: float
     host_s: float
@@ -80,12 +78,12 @@ class StepProgram:
     update_source: str
     kernels_variance_s2: float
     kernels: Mapping[tuple[str, str], tuple[float, float]]
-    memory: PeakMemory
-    flops: float
+    memory: ShardedMemory
+    flops: StepFlops
     in_grid_ratio: float
     durations: Durations
-    start_s: Array
-    end_s: Array
+    lanes: MicroBatches
+    accumulate_s: float
 
     @property
     def buckets_bytes(self) -> float:
@@ -99,12 +97,6 @@ class StepProgram:
         return self.profile.devices[0].peak_flops_per_s.get(dtype)
 
 
-_programs: OrderedDict[tuple[object, ...], tuple[OpGraph, MachineProfile, StepProgram]] = (
-    OrderedDict()
-)
-_bounds: OrderedDict[tuple[int, int | None], tuple[OpGraph, BoundGraph]] = OrderedDict()
-
-
 def step_program(
     graph: OpGraph,
     profile: MachineProfile,
@@ -114,32 +106,25 @@ def step_program(
     merging: bool,
     strategy: Strategy,
     accumulation_steps: int = 1,
+    cache: Cache,
 ) -> StepProgram:
-    """The program of a rank on a node where `busy` ranks compute, compiled once and kept.
+    """The program of a rank on a node where `busy` ranks compute.
 
-    `merging` says whether there are other ranks to merge gradients with. Raises ProfileError,
+    `merging` says whether there are other ranks to synchronise gradients with. Raises ProfileError,
     WorkloadError.
     """
-    key = (id(graph), id(profile), batch, busy, merging, strategy, accumulation_steps)
-    found = _programs.get(key)
-    if found is not None:
-        return found[2]
-    bound = _bound(graph, batch)
-    known = with_typical_costs(profile)
-    program = _compile(bound, known, busy, merging, strategy, accumulation_steps)
-    _programs[key] = (graph, profile, program)
-    while len(_programs) > _MOST_PROGRAMS:
-        _programs.popitem(last=False)
-    return program
 
+    def compiled() -> StepProgram:
+        bound = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
+        known = cache.get("typical", (profile,), lambda: with_typical_costs(profile))
+        return _compile(bound, known, busy, merging, strategy, accumulation_steps, cache)
 
-def _bound(graph: OpGraph, batch: int | None) -> BoundGraph:
-    key = (id(graph), batch)
-    if key not in _bounds:
-        _bounds[key] = (graph, graph.at(batch))
-        while len(_bounds) > 32:
-            _bounds.popitem(last=False)
-    return _bounds[key][1]
+    return cache.get(
+        "program",
+        (graph, profile),
+        compiled,
+        *(batch, busy, merging, strategy, accumulation_steps),
+    )
 
 
 def _compile(
@@ -149,53 +134,56 @@ def _compile(
     merging: bool,
     strategy: Strategy,
     accumulation_steps: int,
+    cache: Cache,
 ) -> StepProgram:
-    if bound.graph.has_step_times:
-        alone_s = _update(bound, profile, 1, False)[0]
+    graph = bound.graph
+    if graph.has_step_times:
+        alone_s = update_cost(bound, profile, 1, False)[0]
         durations = part_durations(bound, profile, devices_busy=busy, update_s=alone_s)
     else:
-        durations = op_durations(bound, profile, devices_busy=busy)
+        durations = op_durations(bound, profile, devices_busy=busy, cache=cache)
     sharding = merging and strategy.kind == "fsdp"
-    buckets = gradient_buckets(bound, strategy) if merging and not sharding else ()
-    copies_s, merging_s = _ddp_costs(bound, profile, buckets, busy)
-    if sharding:
-        copies_s, merging_s = _shard_costs(bound, profile, busy)
-    # Only the last micro-batch merges gradients; the ones before add theirs up.
-    before = accumulation_steps - 1
-    device_s = np.concatenate([durations.device_s] * before + [durations.device_s + copies_s])
-    host_s = np.concatenate([durations.host_s] * before + [durations.host_s + merging_s])
-    end = (one_lane if bound.graph.target == "cpu" else two_lanes)(host_s, device_s)
-    update_s, launch_s, update = _update(bound, profile, busy, sharding)
-    if bound.graph.grad_scaler:
-        update_s += _unscale_s(bound, profile, busy)
-    elif (lanes := None if sharding else _update_lanes(bound, profile)) is not None:
-        end, update_s = looped(end, host_s, device_s, *lanes)
-    accumulate_s = before * _accumulate_s(bound, profile, busy)
-    offset = before * len(bound.calls)
-    lane_s = (float(end[-1]) if len(end) else 0.0) + accumulate_s
-    forward = np.array([op.phase == "forward" for op in bound.graph.ops], dtype=bool)
+    accumulate = (accumulation_steps - 1) * accumulate_s(bound, profile, busy, cache)
+    make = _sharded_lane if sharding else _bucketed_lane
+    lane = make(bound, profile, durations, busy, merging, strategy, accumulation_steps, cache)
+    update_s, launch_s, update = update_cost(bound, profile, busy, sharding)
+    lanes = lane.lanes
+    if graph.grad_scaler:
+        update_s += unscale_s(bound, profile, busy, cache)
+    elif (both := None if sharding else update_lanes(bound, profile)) is not None:
+        lanes, update_s = lanes.looped(*both)
+    shared = sharding and strategy.gradient_sync
+    copies_s = lane.copies_s + (0.0 if shared else accumulate)
+    lane_s = lanes.end_s * (accumulation_steps if sharding else 1)
+    lane_s += lane.copies_s if sharding else 0.0
+    lane_s += 0.0 if shared else accumulate
+    forward = np.array([op.phase == "forward" for op in graph.ops], dtype=bool)
     forward_s = float(durations.device_s[forward].sum()) * accumulation_steps
     backward_s = float(durations.device_s[~forward].sum()) * accumulation_steps
+    host_s = lane_s - copies_s - forward_s - backward_s
     kernels = _kernel_seconds(bound, durations)
     kernels_s = float(durations.device_s.sum()) or 1.0
     variance_s2 = _variance(kernels) + (durations.shared_error * kernels_s) ** 2
-    copied_s = float(copies_s.sum()) + accumulate_s
+    end = lanes.ends_s(lanes.count - 1)
+    ready_s = [end[bucket.ready_after] for bucket in lane.buckets]
     view = strategy.gradient_as_bucket_view
-    copy_back_s = 0.0 if view else sum(_copy_s(profile, b.size_bytes, busy) for b in buckets)
+    copied_back = () if view else lane.buckets
     return StepProgram(
         bound=bound,
         profile=profile,
         strategy=strategy,
-        units=_lane_units(bound, durations) if sharding else (),
-        buckets=buckets,
-        bucket_bytes=np.array([float(bucket.size_bytes) for bucket in buckets]),
-        ready_s=np.array([end[offset + b.ready_after] for b in buckets]) + accumulate_s,
+        buckets=lane.buckets,
+        bucket_bytes=np.array([float(bucket.size_bytes) for bucket in lane.buckets]),
+        ready_s=np.array(ready_s) + accumulate,
+        segments_s=lane.segments_s,
         lane_s=lane_s,
+        sharded_lane_s=accumulate if shared else 0.0,
         forward_s=forward_s,
         backward_s=backward_s,
-        host_s=max(lane_s - copied_s - forward_s - backward_s, 0.0),
-        copies_s=copied_s,
-        copy_back_s=copy_back_s,
+        # What is left of sums in another order is no time of the host.
+        host_s=host_s if host_s > _ROUNDING * lane_s else 0.0,
+        copies_s=copies_s,
+        copy_back_s=sum(copy_s(profile, b.size_bytes, busy, cache) for b in copied_back),
         update_s=update_s,
         # A host that is ahead has issued the update already: then it is all the device's.
         update_launch_s=min(launch_s, update_s),
@@ -203,15 +191,96 @@ def _compile(
         update_source=update.source,
         kernels_variance_s2=variance_s2 * accumulation_steps**2,
         kernels=kernels,
-        memory=peak_memory(
-            bound, optimizer=bound.graph.optimizer, strategy=strategy, ranks=2 if merging else 1
-        ),
-        flops=sum(cost.flops for cost in map(op_cost, bound.calls) if cost is not None),
+        memory=_memory(bound, merging, strategy, lane.buckets, accumulation_steps),
+        flops=step_flops(bound),
         in_grid_ratio=float(durations.device_s[durations.in_grid].sum()) / kernels_s,
         durations=durations,
-        start_s=end - device_s,
-        end_s=end,
+        lanes=lanes,
+        accumulate_s=accumulate,
     )
+
+
+def _memory(
+    bound: BoundGraph,
+    merging: bool,
+    strategy: Strategy,
+    buckets: tuple[Bucket, ...],
+    micro_batches: int,
+) -> ShardedMemory:
+    return step_memory(
+        bound,
+        optimizer=bound.graph.optimizer,
+        strategy=strategy,
+        merging=merging,
+        buckets=[Reduction(after=b.ready_after, size_bytes=b.size_bytes) for b in buckets],
+        micro_batches=micro_batches,
+        gradient_sync=strategy.gradient_sync,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lane:
+    """A rank's lane under a strategy, with what that adds to it."""
+
+    lanes: MicroBatches
+    copies_s: float
+    buckets: tuple[Bucket, ...] = ()
+    segments_s: Array
+
+
+def _bucketed_lane(
+    bound: BoundGraph,
+    profile: MachineProfile,
+    durations: Durations,
+    busy: int,
+    merging: bool,
+    strategy: Strategy,
+    accumulation_steps: int,
+    cache: Cache,
+) -> _Lane:
+    """All micro-batches of DDP and its like; the last one alone synchronises gradients."""
+    buckets = gradient_buckets(bound.graph, strategy) if merging else ()
+    copies_s, host_s = _ddp_costs(bound, profile, buckets, busy, cache)
+    lanes = MicroBatches(
+        host_s=durations.host_s,
+        device_s=durations.device_s,
+        last_host_s=durations.host_s + host_s,
+        last_device_s=durations.device_s + copies_s,
+        count=accumulation_steps,
+        is_shared=bound.graph.target == "cpu",
+    )
+    copied_s = float(copies_s.sum())
+    return _Lane(lanes=lanes, copies_s=copied_s, buckets=buckets, segments_s=np.zeros(0))
+
+
+def _sharded_lane(
+    bound: BoundGraph,
+    profile: MachineProfile,
+    durations: Durations,
+    busy: int,
+    _merging: bool,
+    strategy: Strategy,
+    accumulation_steps: int,
+    cache: Cache,
+) -> _Lane:
+    """One micro-batch of FSDP, and the copies of all: each ends when its gradients are reduced."""
+    passes = sharded_passes(bound.graph, cache)
+    host_s = durations.host_s + hook_seconds(bound, passes, profile)
+    lanes = MicroBatches(
+        host_s=host_s,
+        device_s=durations.device_s,
+        last_host_s=host_s,
+        last_device_s=durations.device_s,
+        count=1,
+        is_shared=bound.graph.target == "cpu",
+    )
+    out_s, in_s = unit_copies_s(passes, profile, busy, cache)
+    reducing = accumulation_steps if strategy.gradient_sync else 1
+    copied_s = accumulation_steps * out_s[[0, *passes.forward, *passes.backward]].sum()
+    copied_s += reducing * in_s[[0, *passes.reduced]].sum()
+    sums_s = np.array([(accumulation_steps - 1) * accumulate_s(bound, profile, busy, cache)])
+    segments_s = np.concatenate([segment_seconds(lanes, passes), out_s, in_s, sums_s])
+    return _Lane(lanes=lanes, copies_s=float(copied_s), segments_s=segments_s)
 
 
 def _kernel_seconds(
@@ -236,7 +305,7 @@ def _variance(kernels: Mapping[tuple[str, str], tuple[float, float]]) -> float:
 
 
 def _ddp_costs(
-    bound: BoundGraph, profile: MachineProfile, buckets: tuple[Bucket, ...], busy: int
+    bound: BoundGraph, profile: MachineProfile, buckets: tuple[Bucket, ...], busy: int, cache: Cache
 ) -> tuple[Array, Array]:
     """Seconds that DDP adds to each op: copies into buckets, and its own host work."""
     copies_s, host_s = np.zeros(len(bound.calls)), np.zeros(len(bound.calls))
@@ -245,135 +314,6 @@ def _ddp_costs(
         return copies_s, host_s
     host_s[0] = host.ddp_step_s
     for bucket in buckets:
-        copies_s[bucket.ready_after] += _copy_s(profile, bucket.size_bytes, busy)
+        copies_s[bucket.ready_after] += copy_s(profile, bucket.size_bytes, busy, cache)
         host_s[bucket.ready_after] += host.ddp_bucket_s + bucket.tensors * host.backward_op_s
     return copies_s, host_s
-
-
-def _stream_s(profile: MachineProfile, target: str, elements: int, busy: int) -> float:
-    """Seconds of one elementwise pass over cold float32 memory, with `busy` devices busy."""
-    spec = TensorSpec((max(elements, 1),))
-    prediction = kernel_fits(profile).predict(OpCall(target, (spec, spec), (), (spec,)))
-    if prediction is None:
-        return 0.0
-    return prediction.cold_s * slowdown_ratio(profile, "memory", busy, 8.0 * elements)
-
-
-def _copy_s(profile: MachineProfile, size_bytes: int, busy: int) -> float:
-    """DDP scales gradients by 1/world while it copies them into their bucket, one pass."""
-    return _stream_s(profile, "aten.copy_.default", size_bytes // 4, busy)
-
-
-def _accumulate_s(bound: BoundGraph, profile: MachineProfile, busy: int) -> float:
-    """Adding one micro-batch's gradients to those of the ones before it, in place."""
-    elements = sum(p.spec.nbytes // 4 for p in bound.graph.parameters if p.gradient is not None)
-    return _stream_s(profile, "aten.add_.Tensor", elements, busy) if elements else 0.0
-
-
-def _unscale_s(bound: BoundGraph, profile: MachineProfile, busy: int) -> float:
-    """What a GradScaler adds: every gradient unscaled and checked in place, some small operators.
-
-    torch/amp/grad_scaler.py: the loss and the scale are multiplied, the check is read by the host,
-    which then has nothing issued ahead.
-    """
-    elements = sum(p.spec.numel for p in bound.graph.parameters if p.gradient is not None)
-    spec = TensorSpec((max(elements, 1),))
-    call = OpCall("aten.mul.Scalar", (spec, 1.0), (), (spec,))
-    prediction = kernel_fits(profile, bound.graph.precision).predict(call)
-    if prediction is None or profile.host is None:
-        return 0.0
-    slowdown = slowdown_ratio(profile, "memory", busy, 8.0 * elements)
-    return prediction.cold_s * slowdown + _SCALER_OPS * profile.host.bare_op_s
-
-
-def _shard_costs(bound: BoundGraph, profile: MachineProfile, busy: int) -> tuple[Array, Array]:
-    """Seconds that FSDP adds to each op: copies out of gathered and into scattered buffers, hooks.
-
-    Every unit is copied out once per gathering (the rest, gathered once, is kept for the backward
-    pass) and its gradients are copied in once.
-    """
-    copies_s, host_s = np.zeros(len(bound.calls)), np.zeros(len(bound.calls))
-    for unit in shard_units(bound.graph):
-        copy_s = _copy_s(profile, unit.parameter_bytes, busy)
-        forward = unit.forward or 0
-        backward = forward if unit.backward is None else unit.backward
-        copies_s[forward] += copy_s
-        copies_s[backward] += copy_s if unit.path == "" else 2 * copy_s
-        if profile.host is not None:
-            host_s[forward] += profile.host.shard_unit_s
-    return copies_s, host_s
-
-
-def _lane_units(bound: BoundGraph, durations: Durations) -> tuple[LaneUnit, ...]:
-    """The units with the compute between their first op and that of the next unit."""
-    lane_s = durations.device_s + durations.host_s
-    forward: dict[str, float] = {}
-    backward: dict[str, float] = {}
-    for op, seconds in zip(bound.graph.ops, lane_s.tolist(), strict=True):
-        spent = forward if op.phase == "forward" else backward
-        path = unit_path(op.module)
-        spent[path] = spent.get(path, 0.0) + seconds
-    return tuple(
-        LaneUnit(unit.parameter_bytes, forward.get(unit.path, 0.0), backward.get(unit.path, 0.0))
-        for unit in shard_units(bound.graph)
-    )
-
-
-def _update(
-    bound: BoundGraph, profile: MachineProfile, busy: int, sharding: bool
-) -> tuple[float, float, Provenance]:
-    """(seconds, seconds that no sharding shortens, where they come from) of the optimizer step."""
-    graph = bound.graph
-    trained = [p for p in graph.parameters if p.gradient is not None]
-    cost = _update_cost(profile, graph.optimizer, UPDATE_FORMS[graph.target], graph.target)
-    seconds = cost.update_time_s(
-        tensors=len(trained),
-        parameters=sum(p.spec.numel for p in trained),
-        idle=_idle_parameters(bound),
-    )
-    moved = sum(p.spec.nbytes for p in trained)
-    slowdown = slowdown_ratio(profile, "update", busy, float(moved))
-    fixed_s = cost.launch_s
-    if sharding:
-        # Every rank updates a part of each tensor; under ZeRO-1 and 2 it updates whole tensors.
-        hooks_s = profile.host.shard_update_tensor_s if profile.host else 0.0
-        fixed_s += len(trained) * (cost.per_tensor_s + hooks_s)
-        seconds += len(trained) * hooks_s
-    return seconds * slowdown, fixed_s * slowdown, cost.provenance
-
-
-def _update_lanes(bound: BoundGraph, profile: MachineProfile) -> tuple[float, float] | None:
-    """Seconds of host and device in an update whose two lanes were measured; None for others."""
-    graph = bound.graph
-    cost = _update_cost(profile, graph.optimizer, UPDATE_FORMS[graph.target], graph.target)
-    if not cost.lanes or graph.is_summary:
-        return None
-    trained = [p.spec.numel for p in graph.parameters if p.gradient is not None]
-    host_s = cost.launch_s + len(trained) * cost.per_tensor_s
-    idle_s = _idle_parameters(bound) * cost.per_idle_parameter_s
-    return host_s, sum(trained) * cost.per_parameter_s + idle_s
-
-
-def _idle_parameters(bound: BoundGraph) -> float:
-    """Elements of embedding tables in rows that a batch of uniformly drawn indices never picks."""
-    made_by = {value: index for index, op in enumerate(bound.graph.ops) for value in op.outputs}
-    idle = 0.0
-    for parameter in bound.graph.parameters:
-        if parameter.gradient not in made_by:
-            continue
-        call = bound.calls[made_by[parameter.gradient]]
-        if call.target.split(".")[1] not in _TABLE_GRADIENTS:
-            continue
-        rows, picks = parameter.spec.shape[0], call.inputs[1].numel
-        idle += parameter.spec.numel * (1.0 - 1.0 / rows) ** picks
-    return idle
-
-
-def _update_cost(profile: MachineProfile, optimizer: str, form: str, kind: str) -> UpdateCost:
-    same = [u for u in profile.updates if u.optimizer == optimizer and u.device == kind]
-    if not same:
-        raise ProfileError(
-            f"profile '{profile.name}' has no update cost of {optimizer}; run 'estimator probe' "
-            "with a larger --budget"
-        )
-    return next((cost for cost in same if cost.form == form), same[0])

@@ -1,128 +1,116 @@
-"""Play a planned step as events and list its spans, one track per class of ranks and lane."""
+"""Say how long a step takes and what its parts are, for one placement or for a row of each of many.
+
+The step of the slowest rank is its compute, what it waits for, the spread between ranks, and the
+update with the copies around it. What ranks wait for is told by their strategy (`strategies`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from estimator.timeline.fastpath import RankClass, StepPlan, step_parts
-from estimator.timeline.rank_kinds import RankKind
-from estimator.timeline.schedule import ComputeLane, Flow, simulate
-from estimator.timeline.spans import LANES, Label, Lane, SpanColumns, Timeline
+from estimator.elementwise import expected_maximum
+from estimator.timeline.ranks import LaneCosts, UpdateCosts
 
-# torch/csrc/distributed/c10d/ProcessGroupGloo.hpp: two threads take collectives off the queue;
-# ProcessGroupNCCL runs one stream per communicator.
-BACKEND_SLOTS = {"cpu": 2, "cuda": 1}
+Array = NDArray[np.float64]
+
+# What a step may spend most of its time on.
+BOTTLENECKS = ("compute", "host", "communication", "update", "stragglers")
 
 
-def simulated_flow(plan: StepPlan) -> Flow:
-    """The event simulation of a plan, from the first op to the last all-reduce."""
-    lanes = []
-    for ranks in plan.classes:
-        scale = ranks.slowdown_ratio * plan.coefficients.compute_ratio
-        program = ranks.program
-        ready_s = program.ready_s * scale
-        lanes.append(ComputeLane(ready_s=ready_s, total_s=program.lane_s * scale))
-    slots = BACKEND_SLOTS[plan.classes[0].program.bound.graph.target]
-    return simulate(
-        lanes,
-        plan.collective_s.tolist(),
-        latency_s=plan.latency_s.tolist(),
-        slots=slots,
-        overlap=plan.overlap,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Exclusive parts of the step of the slowest rank; they add up to the step time.
+
+    In seconds, of one step or a row for each. `idle_s` is what pipelines wait in; data-parallel
+    ranks wait for communication alone.
+    """
+
+    forward_s: Any
+    backward_s: Any
+    host_exposed_s: Any
+    communication_exposed_s: Any
+    straggler_s: Any
+    update_s: Any
+    copies_exposed_s: Any
+    idle_s: Any = 0.0
+
+    @property
+    def total_s(self) -> Any:
+        return sum(_PARTS(self))
+
+    @property
+    def waiting_s(self) -> Any:
+        """What ranks wait for each other and for the network."""
+        return self.communication_exposed_s + self.straggler_s + self.idle_s
+
+    @property
+    def by_bottleneck(self) -> tuple[Any, ...]:
+        """Seconds of each of `BOTTLENECKS`."""
+        return (
+            self.forward_s + self.backward_s,
+            self.host_exposed_s,
+            self.communication_exposed_s + self.copies_exposed_s,
+            self.update_s,
+            self.straggler_s + self.idle_s,
+        )
+
+    @property
+    def largest_share(self) -> tuple[str, float]:
+        """What takes most of one step, one of `BOTTLENECKS`, and its share."""
+        seconds = self.by_bottleneck
+        most = max(seconds)
+        return BOTTLENECKS[seconds.index(most)], most / self.total_s
+
+
+_PARTS = attrgetter(*(item.name for item in fields(Breakdown)))
+
+
+class Ratios(NamedTuple):
+    """Calibration's factors on the parts of a step, or of a step in each row."""
+
+    compute: Any = 1.0
+    update: Any = 1.0
+    communication: Any = 1.0
+
+
+UNCALIBRATED_RATIOS = Ratios()
+
+
+def breakdown_of(
+    slowest: LaneCosts,
+    last: UpdateCosts,
+    *,
+    lane_s: Any,
+    ranks: Any,
+    share: Any,
+    spread_ratio: Any,
+    waiting_s: Any,
+    ratios: Ratios,
+) -> Breakdown:
+    """The parts of a step by its slowest rank and by the one whose update takes longest.
+
+    `lane_s` is the slowest one's whole compute without calibration, `share` the part of the update
+    that a rank does, `spread_ratio` one standard deviation of ranks' compute, `waiting_s` the
+    exposed communication.
+    """
+    compute = ratios.compute
+    sharded_s = lane_s - slowest.lane_s
+    return Breakdown(
+        forward_s=slowest.forward_s * compute,
+        backward_s=slowest.backward_s * compute,
+        host_exposed_s=slowest.host_s * compute,
+        communication_exposed_s=waiting_s,
+        straggler_s=lane_s * compute * spread_ratio * expected_maximum(ranks),
+        update_s=last.update_s(share) * ratios.update,
+        copies_exposed_s=(slowest.copies_s + sharded_s + last.copy_back_s) * compute,
     )
 
 
-def timeline_of(plan: StepPlan) -> Timeline:
-    """The spans of one step; every rank of a class is listed as its first rank."""
-    flow = simulated_flow(plan)
-    parts = step_parts(plan)
-    gathers_s, last_s = plan.sharding.gathers_s, plan.sharding.after_s
-    gathering = flow.end_s + plan.broadcast_s
-    finished = gathering + gathers_s
-    after_s = parts.straggler_s + parts.copies_exposed_s - _copies_s(plan, parts.slowest)
-    updating = finished + after_s
-    updated = updating + parts.update_s
-    listed = _Listed(plan)
-    like = np.zeros(plan.ring.ranks, dtype=np.intp)
-    for number, ranks in enumerate(plan.classes):
-        first = ranks.ranks[0]
-        like[list(ranks.ranks)] = first
-        listed.add_ops(ranks, flow.wall_at[number])
-        listed.add_buckets(first, flow)
-        if gathers_s > 0:
-            # Listed as one: where each unit waits depends on what the others gather.
-            listed.add(Label("gather, scatter units"), first, "network", gathering, gathers_s)
-        if after_s > 0:
-            listed.add(Label("wait, copy back"), first, "compute", finished, after_s)
-        update = Label("update", phase="update")
-        listed.add(update, first, "compute", updating, parts.update_s)
-        if last_s > 0:
-            listed.add(Label("send parameters"), first, "network", updated, last_s)
-    return Timeline(
-        step_time_s=updated + last_s, spans=listed.columns(), ranks_like=tuple(like.tolist())
-    )
-
-
-def _copies_s(plan: StepPlan, ranks: RankKind) -> float:
-    return ranks.program.copies_s * ranks.slowdown_ratio * plan.coefficients.compute_ratio
-
-
-class _Listed:
-    """The spans of a plan listed so far, as pieces of columns."""
-
-    def __init__(self, plan: StepPlan) -> None:
-        self._plan = plan
-        program = plan.classes[0].program
-        ops = program.bound.graph.ops
-        buckets = enumerate(program.buckets)
-        self._labels = [Label(op.call.target, op.module, op.phase) for op in ops]
-        # Every micro-batch runs the ops again.
-        self._op_labels = np.arange(len(program.start_s)) % max(len(ops), 1)
-        self._bucket_labels = self._new_labels(
-            [Label(f"all-reduce bucket {n} ({bucket.size_bytes} B)") for n, bucket in buckets]
-        )
-        self._single: dict[Label, NDArray[np.intp]] = {}
-        self._pieces: list[tuple[NDArray[np.intp], int, Lane, ArrayLike, ArrayLike]] = []
-
-    def _new_labels(self, labels: Sequence[Label]) -> NDArray[np.intp]:
-        self._labels += labels
-        return np.arange(len(self._labels) - len(labels), len(self._labels))
-
-    def add(self, label: Label, rank: int, lane: Lane, start_s: float, duration_s: float) -> None:
-        if label not in self._single:
-            self._single[label] = self._new_labels([label])
-        self._pieces.append((self._single[label], rank, lane, [start_s], [duration_s]))
-
-    def add_ops(
-        self, ranks: RankClass, wall_at: tuple[NDArray[np.float64], NDArray[np.float64]]
-    ) -> None:
-        program, plan = ranks.program, self._plan
-        scale = ranks.slowdown_ratio * plan.coefficients.compute_ratio
-        start_s = np.interp(program.start_s * scale, *wall_at)
-        duration_s = np.maximum(np.interp(program.end_s * scale, *wall_at) - start_s, 0.0)
-        start_s += plan.broadcast_s
-        self._pieces.append((self._op_labels, ranks.ranks[0], "compute", start_s, duration_s))
-
-    def add_buckets(self, rank: int, flow: Flow) -> None:
-        before_s = self._plan.broadcast_s
-        if before_s:
-            self.add(Label("broadcast buffers"), rank, "network", 0.0, before_s)
-        start_s, end_s = np.array(flow.collectives).reshape(-1, 2).T
-        self._pieces.append(
-            (self._bucket_labels, rank, "network", start_s + before_s, end_s - start_s)
-        )
-
-    def columns(self) -> SpanColumns:
-        label, rank, lane, start_s, duration_s = zip(*self._pieces, strict=True)
-        lengths = [len(each) for each in label]
-        return SpanColumns(
-            labels=self._labels,
-            label=np.concatenate(label),
-            rank=np.repeat(rank, lengths),
-            lane=np.repeat([LANES.index(each) for each in lane], lengths),
-            start_s=np.concatenate(start_s),
-            duration_s=np.concatenate(duration_s),
-        )
+def after_s(update: UpdateCosts, share: Any, ratios: Ratios) -> Any:
+    """Seconds from the last collective to the end of the update."""
+    return update.copy_back_s * ratios.compute + update.update_s(share) * ratios.update

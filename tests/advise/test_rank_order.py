@@ -15,8 +15,8 @@ from estimator.advise.rank_order import (
 )
 from estimator.errors import ProfileError
 from estimator.placement import place
+from estimator.process_groups import whole_group
 from estimator.profile import PairMatrix
-from estimator.timeline.rings import ring_of
 from estimator.topology import Cluster, Node, Switch
 from tests.synthetic import CHOSEN, Machine
 
@@ -52,7 +52,7 @@ def test_eight_hosts_are_ordered_within_5_percent_of_the_best_of_all_orders(seed
     assert rank_order(pairs, size_bytes=SIZE, limit_s=0.5).ring_s <= 1.05 * best
 
 
-def test_a_hidden_fast_ring_of_64_hosts_is_found() -> None:
+def test_a_hidden_fast_whole_group_64_hosts_is_found() -> None:
     generator = np.random.default_rng(1)
     rates = generator.uniform(1e7, 2e7, (64, 64))
     ring = generator.permutation(64)
@@ -91,7 +91,7 @@ def test_racks_are_visited_one_after_the_other_and_beat_random_orders_by_two() -
 
     def pace(order: list[str]) -> float:
         placed = place("+".join(f"{h}[0]" for h in order), cluster=cluster, profile=profile)
-        return ring_of(placed).bytes_per_s
+        return whole_group(placed).bytes_per_s
 
     profile = Machine(devices=1).profile()
     found = rank_order(pairs, cluster=cluster, limit_s=0.5)

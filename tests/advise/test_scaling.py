@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from estimator.advise.scaling import scaling_of
-from estimator.estimates import estimate_graph
-from tests.synthetic import Machine, perceptron
+from estimator.advise.sweeps import sweep
+from estimator.coefficients import Coefficients
+from estimator.engine import estimate_graph
+from estimator.request import Request
+from tests.synthetic import Machine, perceptron, with_every_collective
 
 GRAPH = perceptron([1000, 2048, 1000], batch=512)
 MACHINE = Machine(devices=1, latency_s=1e-6, network_latency_s=1e-6, network_bytes_per_s=1e8)
@@ -38,3 +44,44 @@ def test_ranks_of_one_node_have_no_guilty_link() -> None:
     assert found.link == ""
     assert found.needed_bytes_per_s is None
     assert found.efficiency_ratio < 1
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+def test_a_sharded_update_does_not_scale_better_than_linearly(strategy: str) -> None:
+    alone_is_all = replace(MACHINE, network_latency_s=1e-9, network_bytes_per_s=1e14)
+    profile = with_every_collective(alone_is_all.profile())
+    graph = perceptron([1000, 2048, 1000], batch=4)
+    asked: dict[str, Any] = {"profile": profile, "strategy": strategy}
+    alone, four = (estimate_graph(graph, text, **asked) for text in ("1x1:m", "4x1:m"))
+    # The update, 12 ms of it a rank's share, is most of a device's step of 4 samples.
+    assert alone.step_time_s > four.step_time_s
+    # Launching takes 10 µs on every rank, the rest is divided by four.
+    update_s = alone.breakdown.update_s
+    linear_s = alone.step_time_s - update_s + 1e-5 + (update_s - 1e-5) / 4
+    found = scaling_of(graph, four)
+    assert found.efficiency_ratio == pytest.approx(linear_s / four.step_time_s)
+    assert 0.5 < found.efficiency_ratio < 1
+    rows = sweep(("1x1:m", "4x1:m"), lambda text: estimate_graph(graph, text, **asked))
+    assert rows[0].efficiency_ratio == 1
+    assert rows[1].efficiency_ratio == pytest.approx(found.efficiency_ratio)
+
+
+class TwiceAsSlow:
+    """A calibration by which computing and updating take twice as long everywhere."""
+
+    def coefficients_for(self, questions: Sequence[Any], *_: Any) -> list[Coefficients]:
+        return [Coefficients(compute_ratio=2.0, update_ratio=2.0) for _ in questions]
+
+
+def test_a_calibrated_answer_is_set_beside_a_calibrated_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
+    MACHINE.profile().save(tmp_path / "machines" / "m.json")
+    request = Request(model="m", calibration=TwiceAsSlow())
+    alone, four = (request.estimate(GRAPH, text) for text in ("1x1:m", "4x1:m"))
+    found = request.scaling(GRAPH, four)
+    assert found is not None
+    assert found.efficiency_ratio == pytest.approx(alone.step_time_s / four.step_time_s)
+    rows = sweep(("1x1:m", "4x1:m"), lambda text: request.estimate(GRAPH, text))
+    assert rows[1].efficiency_ratio == pytest.approx(found.efficiency_ratio)

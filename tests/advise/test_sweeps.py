@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from estimator.advise.sweeps import existing, expand_pattern, sweep, sweep_csv
+from estimator.engine import estimate_graph
 from estimator.errors import AllocationError
-from estimator.estimates import Estimate, estimate_graph
+from estimator.estimates import Estimate
 from tests.synthetic import Machine, perceptron
 
 PROFILE = Machine(devices=2).profile()

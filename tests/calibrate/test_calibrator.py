@@ -10,7 +10,8 @@ import pytest
 
 from estimator.calibrate.calibrator import Calibrator
 from estimator.coefficients import Calibration
-from estimator.estimates import Estimate, estimate_graph
+from estimator.engine import estimate_graph
+from estimator.estimates import Estimate
 from estimator.graph.ops import OpGraph
 from estimator.tables import estimate_many
 from tests.synthetic import Machine, perceptron

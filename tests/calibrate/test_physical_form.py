@@ -112,7 +112,7 @@ def test_an_observation_that_counts_more_pulls_more() -> None:
 
 
 def test_without_observations_the_engines_parts_are_the_answer() -> None:
-    nothing = Parts(compute_s=[], sync_s=[])
+    nothing = Parts(compute_s=np.zeros(0), sync_s=np.zeros(0))
     form = PhysicalForm().fit([], [], parts=nothing)
     parts = Parts(compute_s=COMPUTE_S, sync_s=SYNC_S * ~ALONE)
     predicted = form.predict(ROWS, parts=parts)
@@ -127,7 +127,8 @@ def test_the_engines_shape_carries_one_observation_to_other_placements() -> None
     parts = Parts(compute_s=COMPUTE_S / 1.3, sync_s=SYNC_S * ~ALONE / 1.3)
     one = rows_like((8, 4, 16))
     seen = Parts(compute_s=COMPUTE_S[one] / 1.3, sync_s=SYNC_S[one] / 1.3)
-    before = PhysicalForm().fit([], [], parts=Parts(compute_s=[], sync_s=[]))
+    nothing = Parts(compute_s=np.zeros(0), sync_s=np.zeros(0))
+    before = PhysicalForm().fit([], [], parts=nothing)
     after = PhysicalForm().fit(ROWS[one], MEASURED_S[one], parts=seen)
     across = ROWS[:, 1] > 1
     errors = [

@@ -12,7 +12,6 @@ from estimator.calibrate.step_law import (
     LawValues,
     Parts,
     Reference,
-    expected_largest,
     log_step,
 )
 from estimator.errors import WorkloadError
@@ -30,6 +29,12 @@ ROWS = np.array(
 )
 COMPUTE_S = np.linspace(0.1, 1, len(ROWS))
 SYNC_S = np.where(ROWS[:, 0] > 1, np.linspace(1, 0.1, len(ROWS)), 0.0)
+KNOWN = [
+    Parts(),
+    Parts(compute_s=COMPUTE_S),
+    Parts(sync_s=SYNC_S),
+    Parts(compute_s=COMPUTE_S, sync_s=SYNC_S),
+]
 
 
 def parameters(**values: float) -> np.ndarray:
@@ -40,16 +45,8 @@ def parameters(**values: float) -> np.ndarray:
     return logs
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        None,
-        Parts(compute_s=COMPUTE_S),
-        Parts(sync_s=SYNC_S),
-        Parts(compute_s=COMPUTE_S, sync_s=SYNC_S),
-    ],
-)
-def test_derivatives_are_those_of_the_values(parts: Parts | None) -> None:
+@pytest.mark.parametrize("parts", KNOWN)
+def test_derivatives_are_those_of_the_values(parts: Parts) -> None:
     at = NEUTRAL.log_centres() + 0.3 * np.cos(np.arange(len(PARAMETERS)))
     steps = 1e-6 * np.eye(len(PARAMETERS))
     differences = [
@@ -91,27 +88,28 @@ def test_compute_and_synchronisation_of_the_law_make_its_step() -> None:
     assert np.exp(law.log_step) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", [item.name for item in fields(LawValues)])
-def test_a_row_alone_is_as_it_is_among_others(name: str) -> None:
-    # Alone it goes through plain Python, among others through arrays.
+@pytest.mark.parametrize("whole", KNOWN)
+def test_a_row_alone_is_as_it_is_among_others(whole: Parts) -> None:
+    # Alone it is worked out in floats, among others in arrays.
     at = NEUTRAL.log_centres() + 0.3 * np.cos(np.arange(len(PARAMETERS)))
-    together = log_step(at, ROWS, REFERENCE, Parts(compute_s=COMPUTE_S, sync_s=SYNC_S))
+    together = log_step(at, ROWS, REFERENCE, whole)
     for row in range(len(ROWS)):
         one = slice(row, row + 1)
-        parts = Parts(compute_s=COMPUTE_S[one], sync_s=SYNC_S[one])
-        alone = log_step(at, ROWS[one], REFERENCE, parts)
-        expected = pytest.approx(getattr(together, name)[row], rel=1e-12, abs=1e-13)
-        assert getattr(alone, name)[0] == expected
+        compute_s = None if whole.compute_s is None else whole.compute_s[one]
+        sync_s = None if whole.sync_s is None else whole.sync_s[one]
+        alone = log_step(at, ROWS[one], REFERENCE, Parts(compute_s=compute_s, sync_s=sync_s))
+        for name in (item.name for item in fields(LawValues)):
+            expected = pytest.approx(getattr(together, name)[row], rel=1e-12, abs=1e-13)
+            assert getattr(alone, name)[0] == expected, name
 
 
-def test_the_largest_of_two_normal_draws_is_that_of_the_textbook() -> None:
-    # Exactly 1/√π for two draws; Blom's formula is within 5 %.
-    assert expected_largest(np.array([1.0, 2.0])) == pytest.approx(
-        [0, 1 / np.sqrt(np.pi)], rel=0.05
-    )
+@pytest.mark.parametrize("rows", [1, 3])
+def test_parts_of_another_number_of_rows_are_refused(rows: int) -> None:
+    with pytest.raises(WorkloadError, match=f"compute_s has {rows} values for 2 rows"):
+        log_step(NEUTRAL.log_centres(), ROWS[:2], REFERENCE, Parts(compute_s=np.ones(rows)))
 
 
-@pytest.mark.parametrize("values", [[0.1], [0.1, -0.1], [0.1, np.nan], [0.1, 0.0]])
+@pytest.mark.parametrize("values", [[0.1, -0.1], [0.1, np.nan], [0.1, 0.0]])
 def test_senseless_parts_are_refused(values: list[float]) -> None:
     with pytest.raises(WorkloadError, match="compute_s"):
-        log_step(NEUTRAL.log_centres(), ROWS[:2], REFERENCE, Parts(compute_s=values))
+        Parts(compute_s=np.array(values))

@@ -65,7 +65,8 @@ def test_gradients_are_ready_after_the_given_shares_of_the_backward_pass(
     )
     assert [p.spec.nbytes for p in graph.parameters] == [80, 40]
     program = estimate(graph, "1x1:synthetic", profile=machine).plan.kinds[0].program
-    ends_s = [program.end_s[p.ready_after] for p in graph.parameters if p.ready_after is not None]
+    last_s = program.lanes.ends_s(0)
+    ends_s = [last_s[p.ready_after] for p in graph.parameters if p.ready_after is not None]
     shares = [(end_s - program.forward_s) / program.backward_s for end_s in ends_s]
     assert shares == pytest.approx([0.25, 0.9])
 

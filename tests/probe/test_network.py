@@ -196,10 +196,10 @@ def test_uneven_nodes_and_racks_make_shapes_of_their_own() -> None:
 def test_collectives_of_a_shape_keep_the_sizes_that_every_rank_finished() -> None:
     # Rank 1 was lost during the third size; two at once take twice as long as one.
     def timed(size: int, seconds: float) -> dict[str, object]:
-        return {"op": "all_reduce", "windows": [(size, 0.0, seconds, 0.0)] * 3}
+        return {"op": "all_reduce", "windows": [(size, 0.0, seconds)] * 3}
 
-    one = [(100, 0.0, 1.0, 0.0)]
-    two = [(100, 5.0, 7.0, 0.0)]
+    one = [(100, 0.0, 1.0)]
+    two = [(100, 5.0, 7.0)]
     whole = [timed(100, 1.0), timed(200, 2.0)]
     reports = [
         [*whole, {"op": "all_reduce", "one": one, "two": two}, timed(400, 4.0)],
@@ -284,7 +284,7 @@ def test_the_quickest_exchange_tells_how_far_a_clock_is_ahead(
     clock.mark()
     # Halfway between the marks the clock is ahead by halfway between 50.0 and 50.5.
     middle = statistics.fmean((began, wire.now))
-    ((_, entered, left, _),) = clock.shifted([(1, middle, middle, 0.0)])
+    ((_, entered, left),) = clock.shifted([(1, middle, middle)])
     assert entered == left
     assert entered - middle == pytest.approx(50.25, abs=0.01)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from estimator.advise.sweeps import SweepRow, sweep
-from estimator.estimates import Estimate, estimate_graph
+from estimator.engine import estimate_graph
+from estimator.estimates import Estimate
 from estimator.report.scaling import draw_scaling, lines_of
 from tests.synthetic import Machine, perceptron
 

@@ -35,7 +35,7 @@ def _bound(*sizes_mib: float, dtypes: tuple[str, ...] = ()) -> BoundGraph:
 
 
 def test_the_first_bucket_closes_at_one_mebibyte_and_later_ones_at_twenty_five() -> None:
-    buckets = gradient_buckets(_bound(0.5, 0.75, 20, 4, 2, 7), Strategy())
+    buckets = gradient_buckets(_bound(0.5, 0.75, 20, 4, 2, 7).graph, Strategy())
     # 0.5 + 0.75 reaches 1 MiB; 20 + 4 is short of 25, + 2 reaches it; 7 is left over.
     assert [bucket.size_bytes / MIB for bucket in buckets] == [1.25, 26, 7]
     assert [bucket.ready_after for bucket in buckets] == [1, 4, 5]
@@ -43,24 +43,24 @@ def test_the_first_bucket_closes_at_one_mebibyte_and_later_ones_at_twenty_five()
 
 
 def test_an_explicit_cap_applies_to_the_first_bucket_too() -> None:
-    buckets = gradient_buckets(_bound(2, 2, 2, 2), Strategy.parse("ddp:bucket=4MiB"))
+    buckets = gradient_buckets(_bound(2, 2, 2, 2).graph, Strategy.parse("ddp:bucket=4MiB"))
     assert [bucket.size_bytes / MIB for bucket in buckets] == [4, 4]
 
 
 def test_unbucketed_reduces_every_gradient_by_itself() -> None:
-    buckets = gradient_buckets(_bound(1, 2, 3), Strategy.parse("ddp:unbucketed"))
+    buckets = gradient_buckets(_bound(1, 2, 3).graph, Strategy.parse("ddp:unbucketed"))
     assert [bucket.size_bytes / MIB for bucket in buckets] == [1, 2, 3]
 
 
 def test_gradients_of_unlike_dtypes_never_share_a_bucket() -> None:
     mixed = _bound(4, 4, 4, 4, dtypes=("float32", "bfloat16", "float32", "bfloat16"))
-    buckets = gradient_buckets(mixed, Strategy.parse("ddp:bucket=5MiB"))
+    buckets = gradient_buckets(mixed.graph, Strategy.parse("ddp:bucket=5MiB"))
     # 4 MiB / 4 elements: 4 MiB of float32, 2 MiB of bfloat16.
     assert sorted(bucket.size_bytes / MIB for bucket in buckets) == [4, 8]
 
 
 def test_a_bucket_never_starts_before_the_one_ahead_of_it_is_ready() -> None:
     bound = _bound(4, 4, 4, dtypes=("bfloat16", "float32", "float32"))
-    buckets = gradient_buckets(bound, Strategy.parse("ddp:bucket=8MiB"))
+    buckets = gradient_buckets(bound.graph, Strategy.parse("ddp:bucket=8MiB"))
     ready = [bucket.ready_after for bucket in buckets]
     assert ready == sorted(ready)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from estimator.estimates import estimate_graph
+from estimator.engine import estimate_graph
 from estimator.profile import Contention, MachineProfile
 from tests.synthetic import CHOSEN, Machine, perceptron
 

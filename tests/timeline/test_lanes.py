@@ -4,23 +4,48 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+from numpy.typing import NDArray
 
-from estimator.timeline.lanes import looped, two_lanes
+from estimator.timeline.lanes import MicroBatches, one_lane, two_lanes
+
+Seconds = NDArray[np.float64]
+
+
+def micro_batches(
+    host: Seconds, device: Seconds, count: int, *, is_shared: bool = False, more_s: float = 0.0
+) -> MicroBatches:
+    """Micro-batches of which the last has `more_s` more to do for the device in each op."""
+    return MicroBatches(
+        host_s=host,
+        device_s=device,
+        last_host_s=host,
+        last_device_s=device + more_s,
+        count=count,
+        is_shared=is_shared,
+    )
+
+
+def one_step(host: Seconds, device: Seconds) -> MicroBatches:
+    return micro_batches(host, device, 1)
 
 
 def test_a_step_bound_by_the_device_takes_what_the_device_has_to_do() -> None:
     # The host issues for 3 s and then the update for 1 s; the device works 8 s and updates for 2 s.
     host, device = np.array([2.0, 1.0]), np.array([3.0, 5.0])
-    alone = two_lanes(host, device)
-    assert alone.tolist() == [5.0, 10.0]  # the device waits 2 s for the first op
-    end, update_s = looped(alone, host, device, 1.0, 2.0)
+    lanes = one_step(host, device)
+    assert lanes.ends_s(0).tolist() == [5.0, 10.0]  # the device waits 2 s for the first op
+    looped, update_s = lanes.looped(1.0, 2.0)
+    end = looped.ends_s(0)
     assert end.tolist() == [3.0, 8.0]
     assert end[-1] + update_s == 10.0
 
 
 def test_a_step_bound_by_the_host_takes_what_the_host_has_to_do() -> None:
     host, device = np.array([4.0, 4.0]), np.array([1.0, 1.0])
-    end, update_s = looped(two_lanes(host, device), host, device, 3.0, 0.5)
+    looped, update_s = one_step(host, device).looped(3.0, 0.5)
+    end = looped.ends_s(0)
     assert end.tolist() == [5.0, 9.0]
     assert end[-1] + update_s == pytest.approx(4.0 + 4.0 + 3.0)
 
@@ -28,9 +53,31 @@ def test_a_step_bound_by_the_host_takes_what_the_host_has_to_do() -> None:
 def test_a_slow_tail_of_the_device_runs_into_the_next_step() -> None:
     # 6 s of host, 1 s in the update; 5.5 s of device, most of it issued last.
     host, device = np.array([3.0, 3.0]), np.array([0.5, 5.0])
-    alone = two_lanes(host, device)
-    assert alone[-1] == 11.0
-    end, update_s = looped(alone, host, device, 1.0, 1.0)
+    lanes = one_step(host, device)
+    assert lanes.end_s == 11.0
+    looped, update_s = lanes.looped(1.0, 1.0)
+    end = looped.ends_s(0)
     assert end[-1] + update_s == pytest.approx(7.0)
     assert update_s >= 1.0
     assert np.all(np.diff(end, prepend=0.0) >= device - 1e-12)
+
+
+times = some.lists(some.tuples(some.floats(0, 1), some.floats(0, 1)), min_size=1, max_size=5)
+
+
+@given(times, some.integers(1, 6), some.booleans(), some.floats(0, 1))
+def test_ends_of_each_micro_batch_are_those_of_all_ops_in_a_row(
+    ops: list[tuple[float, float]], count: int, is_shared: bool, more_s: float
+) -> None:
+    host, device = np.array(ops).T
+    lanes = micro_batches(host, device, count, is_shared=is_shared, more_s=more_s)
+    row = np.concatenate([device] * (count - 1) + [device + more_s])
+    whole = (one_lane if is_shared else two_lanes)(np.tile(host, count), row)
+    each = [lanes.ends_s(number) for number in range(count)]
+    assert np.concatenate(each) == pytest.approx(whole, rel=1e-12, abs=1e-12)
+
+
+def test_ten_million_micro_batches_take_their_period_each() -> None:
+    # The device has 2 s to do in each, the host 1 s; the first op is issued after 0.5 s.
+    lanes = micro_batches(np.array([0.5, 0.5]), np.array([1.0, 1.0]), 10**7)
+    assert lanes.end_s == pytest.approx(0.5 + 2e7)

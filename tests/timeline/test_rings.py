@@ -8,8 +8,8 @@ import pytest
 
 from estimator.errors import AllocationError
 from estimator.placement import place
+from estimator.process_groups import ring_between, whole_group
 from estimator.profile import MachineProfile, PairMatrix
-from estimator.timeline.rings import ring_between, ring_of
 from estimator.topology import PAYLOAD_RATIOS, Cluster, Node, Switch
 from tests.synthetic import CHOSEN, Machine
 
@@ -36,7 +36,7 @@ def cluster(uplink: float = 4 * GBIT, **slow: float) -> Cluster:
 
 
 def ring(text: str, cluster: Cluster, profile: MachineProfile | None = None) -> tuple[float, str]:
-    found = ring_of(place(text, cluster=cluster, profile=profile or Machine().profile()))
+    found = whole_group(place(text, cluster=cluster, profile=profile or Machine().profile()))
     return found.bytes_per_s, found.link
 
 

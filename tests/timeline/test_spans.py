@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from estimator.estimates import Estimate, estimate_graph
+from estimator.engine import estimate_graph
+from estimator.estimates import Estimate
 from estimator.timeline.spans import Span
 from tests.synthetic import Machine, perceptron
 
@@ -19,7 +20,7 @@ def answer(allocation: str, **options: int) -> Estimate:
 def test_a_span_looked_up_equals_the_one_met_on_the_way() -> None:
     spans = answer("1x2:m").timeline.spans
     listed = list(spans)
-    assert len(spans) == len(listed) == OPS + 1 + 2  # one bucket; wait and update
+    assert len(spans) == len(listed) == OPS + 1 + 3  # one bucket; wait, copy back, update
     assert spans[3] == listed[3]
     assert spans[-1] == listed[-1]
     assert list(spans[2:5]) == listed[2:5]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from estimator.allocation import MOST_RANKS
 from estimator.columns import HOST_MARK, AllocationColumns
 from estimator.errors import EstimatorError
-from estimator.network import NodeNetwork, network_in_cluster, network_of
+from estimator.network import NodeNetwork, network_in_cluster, network_of, rates_by_ranks
 from estimator.placement import Site, place, site_of
 from estimator.profile import MachineProfile, load_profile
 from estimator.topology import Cluster
@@ -86,17 +86,6 @@ class SiteTable:
             return site, network_in_cluster(site.profile, self.cluster, name)
         machine = self.profile or load_profile(name)
         return Site(machine, 1, 1), network_of(machine)
-
-
-def rates_by_ranks(networks: Sequence[NodeNetwork | None], most: int) -> Array:
-    """For each network and for none, what 0 to `most` ranks of a node get of it."""
-    unknown = [math.inf] * (most + 1)
-    rows: dict[NodeNetwork | None, list[float]] = {
-        network: [math.inf, *map(network.sent_bytes_per_s, range(1, most + 1))]
-        for network in dict.fromkeys(networks)
-        if network is not None
-    }
-    return np.array([*(rows.get(network, unknown) for network in networks), unknown])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from estimator.allocation import Allocation
 from estimator.coefficients import Calibration
 from estimator.columns import AllocationColumns
+from estimator.engine import DEFAULT, Engine
 from estimator.errors import AllocationError, WorkloadError
-from estimator.estimates import BOTTLENECKS, Estimate
+from estimator.estimates import FITS, Estimate
 from estimator.graph.ops import OpGraph
 from estimator.profile import MachineProfile
-from estimator.row_answers import FITS, Allocations, Integers, Question, RowAnswers
+from estimator.tables.answers import Allocations, Integers, Question, RowAnswers
+from estimator.timeline.step import BOTTLENECKS
 from estimator.topology import Cluster
 from estimator.workload import Strategy
 
@@ -32,7 +34,7 @@ class EstimateTable:
     """One estimate a row, as columns; see `Estimate` and `Breakdown` for what they mean.
 
     `fits_code` and `bottleneck_code` are indices into `FITS` and `BOTTLENECKS`. `batch_per_gpu` is
-    0 for a graph without a batch size; rates are then NaN, and `mfu_ratio` where no peak is known.
+    0 for a graph without a batch size; rates are then NaN, MFU and HFU where no peak is known.
     """
 
     question: Question
@@ -41,6 +43,7 @@ class EstimateTable:
     high_s: Array
     samples_per_s: Array
     mfu_ratio: Array
+    hfu_ratio: Array
     peak_memory_bytes: NDArray[np.int64]
     fits_code: NDArray[np.uint8]
     bottleneck_code: NDArray[np.uint8]
@@ -98,7 +101,7 @@ class EstimateTable:
         Rates are better when high, anything else when low.
         """
         column = np.asarray(getattr(self, by), dtype=np.float64)
-        rising = by.endswith(("_per_s", "mfu_ratio"))
+        rising = by.endswith(("_per_s", "mfu_ratio", "hfu_ratio"))
         return np.lexsort((-column if rising else column, self.fits_code == 0))
 
     def best(self, by: str = "samples_per_s") -> Estimate:
@@ -151,6 +154,7 @@ def estimate_many(
     cluster: Cluster | str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
+    engine: Engine = DEFAULT,
 ) -> EstimateTable:
     """Predict the step of a traced graph on many allocations, each as `estimate` would.
 
@@ -170,6 +174,7 @@ def estimate_many(
         cluster=_described(cluster),
         calibration=calibration,
         profile=profile,
+        engine=engine,
     )
     return _table(question, RowAnswers(question))
 
@@ -186,6 +191,7 @@ def estimate_chunks(
     cluster: Cluster | str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
+    engine: Engine = DEFAULT,
 ) -> Iterator[EstimateTable]:
     """The table of `estimate_many` in pieces of `rows` rows: memory stays flat for any number.
 
@@ -207,6 +213,7 @@ def estimate_chunks(
             cluster=described,
             calibration=calibration,
             profile=profile,
+            engine=engine,
             first_row=first,
         )
         answers = answers or RowAnswers(question)

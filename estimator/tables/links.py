@@ -1,42 +1,27 @@
-"""Follow the rings of many placed rows at once: `rings.ring_of`, as columns."""
+"""Follow the links between the ranks of many placed rows at once: `process_groups`, as arrays."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.placed_columns import PlacedColumns, SiteTable
 from estimator.placement import Site, hop_latency_s, hop_reach
+from estimator.process_groups import ProcessGroup
 from estimator.profile import MachineProfile, PairMatrix
+from estimator.tables.placed import PlacedColumns, SiteTable
+from estimator.timeline.strategies.registry import DP_REPLICATE, DP_SHARD, Groups
 from estimator.topology import Cluster
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RingColumns:
-    """What the cost of a collective needs to know of each row; see `rings.Ring`.
-
-    `profile` numbers the profile whose measurements cost the row's collectives; `pool` is twice
-    that, and one more for rings over nodes.
-    """
-
-    ranks: Indices
-    nodes: Indices
-    per_node: Indices
-    bytes_per_s: Array
-    latency_s: Array
-    profile: Indices
-    pool: Indices
-
-
-class RingTable:
-    """What rings need of every site, in arrays with one value more, for the site number −1.
+class RowLinks:
+    """What process groups need of every site, in arrays with one value more, for the site −1.
 
     `profiles` are the unlike ones of the sites, `cluster` is what joins these.
     """
@@ -52,6 +37,7 @@ class RingTable:
                 numbers[id(site.profile)] = len(self.profiles)
                 self.profiles.append(site.profile)
             of_site.append(numbers[id(site.profile)])
+        self.number_of = numbers
         self.profile_of: Indices = np.array([*of_site, 0], dtype=np.intp)
         reach = hop_reach(table.cluster)
         hops = [hop_latency_s(profile, reach) for profile in self.profiles]
@@ -59,21 +45,64 @@ class RingTable:
         self._pairs = _measured_pairs(sites)
         self._switches = _Switches(sites, table.cluster) if table.cluster else None
 
-    def rings(self, placed: PlacedColumns) -> RingColumns:
-        """The rings of rows that can be placed."""
+    def whole_groups(self, placed: PlacedColumns) -> ProcessGroup:
+        """The process group of all ranks of each row: `process_groups.whole_group`, as arrays."""
         alone = placed.nodes <= 1
         # Where in the table stands what the busy ranks of each node get of its network.
         sent = placed.site * self._nic.shape[1] + placed.busy
-        profile = self._slowest_profile(placed, sent)
-        return RingColumns(
+        return ProcessGroup(
             ranks=placed.ranks,
             nodes=np.maximum(placed.nodes, 1),
             per_node=placed.busy.max(axis=0),
             bytes_per_s=np.where(alone, math.inf, self._slowest_hop(placed, sent)),
             latency_s=np.where(alone, 0.0, largest(self._latency, placed.site)),
-            profile=profile,
-            pool=2 * profile + ~alone,
+            network=self._slowest_profile(placed, sent),
         )
+
+    def nested_groups(
+        self, placed: PlacedColumns, shard: int, groups_of: Callable[[int], Groups]
+    ) -> Groups:
+        """Those that hold one replica and those that hold the same shard, in each row.
+
+        Where every node holds whole replicas they follow from counts; `groups_of` tells them of one
+        of the other rows.
+        """
+        there = placed.site >= 0
+        regular = ((placed.per_node % shard == 0) | ~there).all(axis=0)
+        if self.cluster is not None or not regular.all():
+            return self._one_by_one(np.flatnonzero(~placed.wrong), len(regular), groups_of)
+        whole = self.whole_groups(placed)
+        inside = [
+            ProcessGroup(
+                ranks=np.full(len(regular), shard),
+                nodes=np.ones(len(regular), dtype=np.intp),
+                per_node=np.full(len(regular), shard),
+                bytes_per_s=np.full(len(regular), math.inf),
+                latency_s=np.zeros(len(regular)),
+                network=self.profile_of[np.where(here, site, placed.site[0])],
+            )
+            for site, here in zip(placed.site, there, strict=True)
+        ]
+        between = replace(
+            whole,
+            ranks=whole.ranks // shard,
+            per_node=whole.per_node // shard,
+            # A node's ranks of one replica are each in a group of their own.
+            bytes_per_s=whole.bytes_per_s / shard,
+        )
+        return {DP_SHARD: tuple(inside), DP_REPLICATE: (between,)}
+
+    def _one_by_one(self, rows: Indices, count: int, groups_of: Callable[[int], Groups]) -> Groups:
+        found = {row: groups_of(row) for row in rows.tolist()}
+        alone = ProcessGroup(ranks=1, nodes=1, per_node=1)
+        joined: dict[str, tuple[ProcessGroup, ...]] = {}
+        for axis in (DP_SHARD, DP_REPLICATE):
+            most = max((len(groups[axis]) for groups in found.values()), default=0)
+            by_row = [[*found.get(row, {axis: ()})[axis]] for row in range(count)]
+            padded = [(each or [alone]) for each in by_row]
+            padded = [each + each[-1:] * (most - len(each)) for each in padded]
+            joined[axis] = tuple(_joined([each[n] for each in padded]) for n in range(most))
+        return joined
 
     def _slowest_profile(self, placed: PlacedColumns, sent: Indices) -> Indices:
         """The profile of the first site with the slowest network, then the most ranks of a node."""
@@ -117,6 +146,18 @@ class RingTable:
                 np.minimum(shared, np.where(flows > 0, nic, math.inf), out=shared)
             rate[rows] = shared
         return np.asarray(rate)
+
+
+def _joined(groups: Sequence[ProcessGroup]) -> ProcessGroup:
+    """Process groups of one row each as those of all rows."""
+    return ProcessGroup(
+        ranks=np.array([group.ranks for group in groups]),
+        nodes=np.array([group.nodes for group in groups]),
+        per_node=np.array([group.per_node for group in groups]),
+        bytes_per_s=np.array([group.bytes_per_s for group in groups]),
+        latency_s=np.array([group.latency_s for group in groups]),
+        network=np.array([group.network for group in groups], dtype=np.intp),
+    )
 
 
 class _Switches:

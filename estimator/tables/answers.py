@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.accuracy import Z_80
 from estimator.allocation import Allocation
 from estimator.coefficients import Calibration, StepQuestion
 from estimator.columns import AllocationColumns, TextReader
+from estimator.engine import Engine, TrialEngine
 from estimator.errors import EstimatorError
 from estimator.estimates import (
-    MODEL_ERROR,
-    NOT_FIT_MARGIN_RATIO,
-    OVERLAP_ERROR,
     Estimate,
-    StepEngine,
-    estimate_graph,
+    bottleneck_code,
+    fits_code,
+    interval_ratio,
+    relative_error,
 )
 from estimator.graph.ops import OpGraph
-from estimator.placed_columns import PlacedColumns, SiteTable, place_columns
 from estimator.profile import MachineProfile
-from estimator.timeline.program import COPIES_ERROR, MEDIAN_TO_SIGMA
-from estimator.timeline.vectorised import Learnt, StepColumns, StepTables
+from estimator.tables.placed import PlacedColumns, SiteTable, place_columns
+from estimator.tables.steps import StepColumns, StepRows
+from estimator.timeline.ranks import StepShape
+from estimator.timeline.step import UNCALIBRATED_RATIOS, Ratios
+from estimator.timeline.strategies.registry import Groups
 from estimator.topology import Cluster
 from estimator.workload import Strategy
 
@@ -35,19 +37,11 @@ Indices = NDArray[np.intp]
 Allocations = Sequence[str | Allocation] | AllocationColumns
 Columns = Mapping[str, NDArray[np.generic]]
 
-FITS = ("no", "uncertain", "yes")
 # Rows, and nodes of all of them, worked on at once: their arrays stay in the caches.
 _ROWS_AT_ONCE = 16384
 _CELLS_AT_ONCE = 1 << 18
-_PARTS = (
-    "forward_s",
-    "backward_s",
-    "host_exposed_s",
-    "communication_exposed_s",
-    "straggler_s",
-    "update_s",
-    "copies_exposed_s",
-)
+# Numbers at once of what FSDP computes between its collectives.
+_SEGMENTS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,6 +60,7 @@ class Question:
     cluster: Cluster | None
     calibration: Calibration | None
     profile: MachineProfile | None
+    engine: Engine
     first_row: int = 0
 
     def allocation(self, row: int) -> Allocation:
@@ -76,7 +71,7 @@ class Question:
 
     def answer(self, row: int) -> Estimate:
         """The estimate of one row; raises what `estimate_graph` raises."""
-        return estimate_graph(
+        return self.engine.estimate(
             self.graph,
             self.allocation(row),
             batch_per_gpu=_of_row(self.batch_per_gpu, row),
@@ -99,9 +94,11 @@ class RowAnswers:
     def __init__(self, question: Question) -> None:
         self._graph, self._strategy = question.graph, question.strategy
         self._accumulation_steps = max(question.accumulation_steps, 1)
+        self._shape = StepShape(self._strategy, self._accumulation_steps)
         self._sites = SiteTable(question.cluster, question.profile)
         self._reader = TextReader()
-        self._steps: StepTables | None = None
+        self._engine = question.engine
+        self._steps: StepRows | None = None
         self._known_sites = 0
 
     def fill(self, question: Question, columns: Columns) -> None:
@@ -109,7 +106,7 @@ class RowAnswers:
         if question.accumulation_steps < 1 and len(question.allocations):
             question.answer(0)
         for start, part in self._parts(question):
-            answer_rows = _rows_at_once(part, question.cluster)
+            answer_rows = _rows_at_once(part, question.cluster, self._segments)
             for first in range(0, len(part), answer_rows):
                 rows = slice(start + first, start + min(first + answer_rows, len(part)))
                 found = self._answer(question, part[first : first + answer_rows], rows)
@@ -130,19 +127,42 @@ class RowAnswers:
         placed.wrong |= ~steps.runs[placed.site].all(axis=0)
         batch, wrong = self._batches(question, rows, placed)
         _raise_first(placed.wrong | wrong, rows.start, question)
-        learnt, errors = self._learnt(question, placed, batch, rows.start)
+        ratios, errors = self._learnt(question, placed, batch, rows.start)
+        groups_of = self._groups_of(question, rows.start, steps)
         with np.errstate(divide="ignore", invalid="ignore"):
-            step = steps.columns(placed, batch, learnt)
-        _raise_first(step.unknown, rows.start, question)
-        return self._columns(placed, batch, step, errors)
+            step = steps.columns(placed, batch, ratios, groups_of)
+            _raise_first(step.unknown, rows.start, question)
+            return self._columns(placed, batch, step, ratios, errors)
 
-    def _tables(self) -> StepTables:
+    def _groups_of(
+        self, question: Question, start: int, steps: StepRows
+    ) -> Callable[[int], Groups]:
+        """What tells the process groups of one row, their profiles by the numbers of the rows."""
+
+        def groups_of(row: int) -> Groups:
+            return self._engine.groups(
+                self._graph,
+                question.allocation(start + row),
+                shape=self._shape,
+                cluster=question.cluster,
+                profile=question.profile,
+                number_of=steps.number_of,
+            )
+
+        return groups_of
+
+    @property
+    def _segments(self) -> int:
+        """How many numbers a row has for each of its sites, beside those of the buckets."""
+        if self._strategy.kind != "fsdp":
+            return 0
+        return self._engine.segments(self._graph)
+
+    def _tables(self) -> StepRows:
         """The tables of the sites met so far, laid out anew whenever there are more."""
         if self._steps is None or self._known_sites != len(self._sites.sites):
             self._known_sites = len(self._sites.sites)
-            self._steps = StepTables(
-                self._graph, self._sites, self._strategy, self._accumulation_steps
-            )
+            self._steps = StepRows(self._graph, self._sites, self._shape, self._engine.cache)
         return self._steps
 
     def _batches(
@@ -163,14 +183,19 @@ class RowAnswers:
 
     def _learnt(
         self, question: Question, placed: PlacedColumns, batch: Indices | int, start: int
-    ) -> tuple[Learnt, Array | None]:
+    ) -> tuple[Ratios, Array | None]:
         """What calibration has learnt of each row: its factors, and its relative errors (or NaN).
 
         Rows that calibration does not tell apart are asked for once.
         """
         if question.calibration is None:
-            return Learnt(), None
-        engine = StepEngine(graph=self._graph, cluster=question.cluster, profile=question.profile)
+            return UNCALIBRATED_RATIOS, None
+        engine = TrialEngine(
+            engine=self._engine,
+            graph=self._graph,
+            cluster=question.cluster,
+            profile=question.profile,
+        )
         names = sorted({site.profile.name for site in self._sites.sites})
         number_of = [names.index(site.profile.name) for site in self._sites.sites]
         has = np.zeros((len(names) + 1, len(placed.ranks)), dtype=np.bool_)
@@ -182,7 +207,7 @@ class RowAnswers:
         unlike, first, place = np.unique(columns, axis=1, return_index=True, return_inverse=True)
         questions = [
             StepQuestion(
-                workload=self._graph.name,
+                workload=self._graph.workload,
                 machines="+".join(n for n, one in zip(names, machines, strict=True) if one),
                 ranks=ranks,
                 nodes=nodes,
@@ -196,49 +221,54 @@ class RowAnswers:
         allocations = [question.allocation(start + row) for row in first.tolist()]
         found = question.calibration.coefficients_for(questions, allocations, engine)
         place = place.reshape(-1)
-        learnt = Learnt(
-            compute_ratio=np.array([each.compute_ratio for each in found])[place],
-            update_ratio=np.array([each.update_ratio for each in found])[place],
-            communication_ratio=np.array([each.communication_ratio for each in found])[place],
+        ratios = Ratios(
+            compute=np.array([each.compute_ratio for each in found])[place],
+            update=np.array([each.update_ratio for each in found])[place],
+            communication=np.array([each.communication_ratio for each in found])[place],
         )
-        return learnt, np.array([each.relative_error or np.nan for each in found])[place]
+        return ratios, np.array([each.relative_error or np.nan for each in found])[place]
 
     def _columns(
         self,
         placed: PlacedColumns,
         batch: Indices | int,
         step: StepColumns,
+        ratios: Ratios,
         learnt_error: Array | None,
-    ) -> dict[str, NDArray[np.generic] | float]:
-        parts: dict[str, Array] = {name: getattr(step, name) for name in _PARTS}
-        step_s = sum(parts.values(), np.zeros(1))
-        error = _relative_error(step, step_s)
+    ) -> dict[str, Any]:
+        parts, lane = step.parts, step.lane
+        step_s = parts.total_s
+        error = relative_error(parts, lane, ratios.compute, step.communication_error, step_s)
         if learnt_error is not None:
             error = np.where(np.isnan(learnt_error), error, learnt_error)
-        spread = np.exp(Z_80 * error)
+        spread = interval_ratio(error)
         sizes = np.where(np.equal(batch, 0), self._graph.batch or 0, batch)
         samples = sizes * (placed.ranks * self._accumulation_steps)
         has_batch = self._graph.batch is not None
-        return parts | {
+        per_s = self._accumulation_steps / step_s
+        return {
+            **{name: getattr(parts, name) for name in parts.__dataclass_fields__},
             "step_time_s": step_s,
             "low_s": step_s / spread,
             "high_s": step_s * spread,
             "samples_per_s": samples / step_s if has_batch else np.nan,
-            "mfu_ratio": step.peak_s * self._accumulation_steps / step_s,
+            "mfu_ratio": lane.model_peak_s * per_s,
+            "hfu_ratio": lane.hardware_peak_s * per_s,
             "peak_memory_bytes": step.memory_bytes,
-            "fits_code": _fits_code(step.memory_ratio, self._graph.knows_activations),
-            "bottleneck_code": _bottleneck_code(step),
+            "fits_code": fits_code(step.memory_ratio, self._graph.knows_activations),
+            "bottleneck_code": bottleneck_code(parts),
             "ranks": placed.ranks,
             "nodes": placed.nodes,
             "batch_per_gpu": sizes,
         }
 
 
-def _rows_at_once(part: AllocationColumns, cluster: Cluster | None) -> int:
+def _rows_at_once(part: AllocationColumns, cluster: Cluster | None, segments: int) -> int:
     width = part.site.shape[1]
     if cluster is not None and len(part):
         width = max(width, int(np.clip(part.nodes, 0, 1 << 20).sum(axis=1).max()))
-    return int(max(min(_ROWS_AT_ONCE, _CELLS_AT_ONCE // max(width, 1)), 1))
+    rows = min(_ROWS_AT_ONCE, _CELLS_AT_ONCE // max(width, 1))
+    return int(max(min(rows, _SEGMENTS_AT_ONCE // max(width * segments, 1)), 1))
 
 
 def _raise_first(wrong: NDArray[np.bool_], start: int, question: Question) -> None:
@@ -250,42 +280,3 @@ def _raise_first(wrong: NDArray[np.bool_], start: int, question: Question) -> No
         question.answer(row)
     except EstimatorError as error:
         raise type(error)(f"row {question.first_row + row}: {error}") from None
-
-
-def _relative_error(step: StepColumns, step_s: Array) -> Array:
-    """One standard deviation of log(measured / predicted), as `estimates` has it of one row."""
-    waiting_s = step.communication_exposed_s + step.straggler_s
-    waiting_error = np.maximum(step.merging_error, OVERLAP_ERROR)
-    squares = (
-        (step.host_error * step.host_exposed_s) ** 2
-        + (step.update_error * step.update_s) ** 2
-        + (COPIES_ERROR * step.copies_exposed_s) ** 2
-        + (waiting_error * waiting_s) ** 2
-    )
-    variance_s2 = step.kernels_variance_s2 + MEDIAN_TO_SIGMA**2 * squares
-    return np.sqrt(variance_s2 / step_s**2 + MODEL_ERROR**2)
-
-
-def _fits_code(used_ratio: Array, knows_all: bool) -> NDArray[np.uint8]:
-    """Index into FITS; never "yes" where not all memory is known."""
-    surely = (used_ratio <= 1 - 2 * NOT_FIT_MARGIN_RATIO) & knows_all
-    perhaps = used_ratio <= 1 + NOT_FIT_MARGIN_RATIO
-    return np.add(surely, perhaps, dtype=np.uint8)
-
-
-def _bottleneck_code(step: StepColumns) -> NDArray[np.uint8]:
-    """Index into BOTTLENECKS."""
-    most = step.forward_s + step.backward_s
-    code = np.zeros(len(most), dtype=np.uint8)
-    for number, seconds in enumerate(
-        (
-            step.host_exposed_s,
-            step.communication_exposed_s + step.copies_exposed_s,
-            step.update_s,
-            step.straggler_s,
-        ),
-        start=1,
-    ):
-        np.copyto(code, number, where=seconds > most)
-        np.maximum(most, seconds, out=most)
-    return code

@@ -1,0 +1,170 @@
+"""Functions of floats or arrays alike, so that a formula stands once for one case and for many.
+
+A formula written with these and with operators gives floats for floats, in the time that plain
+Python takes, and arrays (a row per case) as soon as one argument is an array::
+
+    def exposed_s(lane_s: Number, ready_s: Number) -> Number:
+        return maximum(ready_s - lane_s, 0.0)
+
+`Number` is for formulas whose arguments are all floats or all arrays, `Values` for a mixture.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+from typing import Any, TypeAlias, TypeVar, overload
+
+import numpy as np
+from numpy import ndarray
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[np.float64]
+Mask: TypeAlias = NDArray[np.bool_]
+Values: TypeAlias = float | Array
+Number = TypeVar("Number", float, Array)
+
+
+@overload
+def maximum(first: float, second: float, /) -> float: ...
+@overload
+def maximum(first: Array, second: Values, /) -> Array: ...
+@overload
+def maximum(first: Values, second: Array, /) -> Array: ...
+def maximum(first: Any, second: Any, /) -> Any:
+    """The larger of two, element by element.
+
+    >>> maximum(1.0, 2.0)
+    2.0
+    >>> maximum(np.array([1.0, 3.0]), 2.0)
+    array([2., 3.])
+    """
+    if isinstance(first, ndarray) or isinstance(second, ndarray):
+        return np.maximum(first, second)
+    return first if first >= second else second
+
+
+@overload
+def minimum(first: float, second: float, /) -> float: ...
+@overload
+def minimum(first: Array, second: Values, /) -> Array: ...
+@overload
+def minimum(first: Values, second: Array, /) -> Array: ...
+def minimum(first: Any, second: Any, /) -> Any:
+    """The smaller of two, element by element."""
+    if isinstance(first, ndarray) or isinstance(second, ndarray):
+        return np.minimum(first, second)
+    return first if first <= second else second
+
+
+@overload
+def where(condition: bool, yes: float, no: float, /) -> float: ...
+@overload
+def where(condition: Mask, yes: Values, no: Values, /) -> Array: ...
+@overload
+def where(condition: bool | Mask, yes: Array, no: Array, /) -> Array: ...
+@overload
+def where(condition: bool | Mask, yes: Values, no: Values, /) -> Values: ...
+def where(condition: Any, yes: Any, no: Any, /) -> Any:
+    """`yes` where the condition holds, else `no`; both are worked out by the caller.
+
+    One condition for all rows gives `yes` or `no` itself, not a copy.
+
+    >>> where(False, 1.0, 2.0)
+    2.0
+    >>> where(np.array([True, False]), 1.0, 2.0)
+    array([1., 2.])
+    """
+    if isinstance(condition, ndarray):
+        return np.where(condition, yes, no)
+    return yes if condition else no
+
+
+@overload
+def exp(value: float, /) -> float: ...
+@overload
+def exp(value: Array, /) -> Array: ...
+def exp(value: Any, /) -> Any:
+    """e to the power of `value`."""
+    return np.exp(value) if isinstance(value, ndarray) else math.exp(value)
+
+
+@overload
+def log(value: float, /) -> float: ...
+@overload
+def log(value: Array, /) -> Array: ...
+def log(value: Any, /) -> Any:
+    """The natural logarithm, -inf of 0.
+
+    >>> log(0.0)
+    -inf
+    """
+    if isinstance(value, ndarray):
+        with np.errstate(divide="ignore"):
+            return np.log(value)
+    return math.log(value) if value else -math.inf
+
+
+@overload
+def log1p(value: float, /) -> float: ...
+@overload
+def log1p(value: Array, /) -> Array: ...
+def log1p(value: Any, /) -> Any:
+    """The natural logarithm of 1 + `value`."""
+    return np.log1p(value) if isinstance(value, ndarray) else math.log1p(value)
+
+
+@overload
+def sqrt(value: float, /) -> float: ...
+@overload
+def sqrt(value: Array, /) -> Array: ...
+def sqrt(value: Any, /) -> Any:
+    """The square root."""
+    return np.sqrt(value) if isinstance(value, ndarray) else math.sqrt(value)
+
+
+@overload
+def logaddexp(first: float, second: float, /) -> float: ...
+@overload
+def logaddexp(first: Array, second: Values, /) -> Array: ...
+@overload
+def logaddexp(first: Values, second: Array, /) -> Array: ...
+def logaddexp(first: Any, second: Any, /) -> Any:
+    """log(e^first + e^second), also where either is far below or above what e^x can hold.
+
+    >>> round(logaddexp(1000.0, 1000.0), 3)
+    1000.693
+    """
+    if isinstance(first, ndarray) or isinstance(second, ndarray):
+        return np.logaddexp(first, second)
+    larger, smaller = (first, second) if first >= second else (second, first)
+    if smaller == -math.inf:
+        return larger
+    return larger + math.log1p(math.exp(smaller - larger))
+
+
+@overload
+def expected_maximum(count: float, /) -> float: ...
+@overload
+def expected_maximum(count: NDArray[Any], /) -> Array: ...
+def expected_maximum(count: Any, /) -> Any:
+    """Expected largest of `count` standard normal draws, 0 of one (Blom 1958 approximation).
+
+    >>> expected_maximum(1)
+    0.0
+    >>> round(expected_maximum(100), 2)  # 2.51 in tables
+    2.5
+    """
+    if isinstance(count, ndarray):
+        # Few numbers stand in many rows: each is worked out once.
+        whole = count.astype(np.intp)
+        known = np.zeros(int(whole.max(initial=0)) + 1)
+        for number in np.flatnonzero(np.bincount(whole.ravel())).tolist():
+            known[number] = expected_maximum(number)
+        return known[whole]
+    if count <= 1:
+        return 0.0
+    return _STANDARD_NORMAL.inv_cdf((count - 0.375) / (count + 0.25))
+
+
+_STANDARD_NORMAL = NormalDist()

@@ -1,0 +1,347 @@
+"""Answer how long steps take: what `estimate` and `estimate_many` share, and all that they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from estimator.allocation import Allocation
+from estimator.cache import Cache
+from estimator.coefficients import (
+    UNCALIBRATED,
+    Calibration,
+    Coefficients,
+    PredictedStep,
+    StepQuestion,
+)
+from estimator.errors import WorkloadError
+from estimator.estimates import (
+    FITS,
+    Estimate,
+    fits_code,
+    interval_ratio,
+    relative_error,
+    utilization,
+)
+from estimator.graph.ops import OpGraph
+from estimator.mesh import Mesh
+from estimator.placement import Placement, place
+from estimator.profile import MachineProfile
+from estimator.timeline.ability import why_not_on
+from estimator.timeline.plan import (
+    Members,
+    StepPlan,
+    answer_of,
+    groups_of,
+    members_of,
+    step_plan,
+)
+from estimator.timeline.ranks import StepShape
+from estimator.timeline.shard_costs import sharded_passes
+from estimator.timeline.strategies import rules_of
+from estimator.timeline.strategies.registry import Groups
+from estimator.topology import Cluster
+from estimator.workload import Strategy
+
+# Compiled programs of some thousand (graph, machine, batch) and what their estimates share.
+CACHE_BYTES = 512 << 20
+
+
+class Engine:
+    """Estimates steps, and keeps what they share: bounded in bytes, safe under threads.
+
+    >>> from estimator.engine import Engine
+    >>> Engine(cache_bytes=1 << 20).cache.limit_bytes
+    1048576
+    """
+
+    def __init__(self, cache_bytes: int = CACHE_BYTES) -> None:
+        self.cache = Cache(cache_bytes)
+
+    def place(
+        self,
+        allocation: str | Allocation,
+        *,
+        cluster: Cluster | None = None,
+        profile: MachineProfile | None = None,
+    ) -> Placement:
+        """An allocation on its machines; see `placement.place`."""
+        return place(allocation, cluster=cluster, profile=profile, cache=self.cache)
+
+    def estimate(
+        self,
+        graph: OpGraph,
+        allocation: str | Allocation,
+        *,
+        batch_per_gpu: int | Sequence[int] | None = None,
+        global_batch: int | None = None,
+        accumulation_steps: int = 1,
+        strategy: str | Strategy = "ddp",
+        cluster: Cluster | None = None,
+        calibration: Calibration | None = None,
+        profile: MachineProfile | None = None,
+    ) -> Estimate:
+        """Predict the step of a traced graph on an allocation; see `estimator.estimate`.
+
+        Here a global batch is split evenly whatever the devices; `advise.balance` splits it by
+        speed.
+        """
+        asked = self._asked(
+            graph,
+            self.place(allocation, cluster=cluster, profile=profile),
+            batch_per_gpu=batch_per_gpu,
+            global_batch=global_batch,
+            accumulation_steps=accumulation_steps,
+            strategy=strategy,
+        )
+        coefficients = UNCALIBRATED
+        if calibration is not None:
+            (coefficients,) = calibration.coefficients_for(
+                [asked.question(graph)],
+                [asked.mesh.placement.allocation],
+                TrialEngine(engine=self, graph=graph, cluster=cluster, profile=profile),
+            )
+        return _answered(step_plan(asked.mesh, asked.members, self.cache, coefficients), asked)
+
+    def _asked(
+        self,
+        graph: OpGraph,
+        placement: Placement,
+        *,
+        batch_per_gpu: int | Sequence[int] | None,
+        global_batch: int | None,
+        accumulation_steps: int,
+        strategy: str | Strategy,
+    ) -> _Asked:
+        """Check what is asked of a placement and compile its ranks; raises WorkloadError."""
+        parsed = Strategy.parse(strategy)
+        for node in placement.kinds:
+            refusal = why_not_on(graph, node.profile)
+            if refusal is not None:
+                raise WorkloadError(refusal)
+        if accumulation_steps < 1:
+            raise WorkloadError(
+                f"accumulation steps must be at least 1, found {accumulation_steps}"
+            )
+        batches = _batches(graph, placement, batch_per_gpu, global_batch, accumulation_steps)
+        mesh = Mesh.data_parallel(placement, parsed, micro_batches=accumulation_steps)
+        shape = StepShape(parsed, accumulation_steps)
+        return _Asked(
+            mesh, shape, batches, members_of(graph, placement, batches, shape, self.cache)
+        )
+
+    def groups(
+        self,
+        graph: OpGraph,
+        allocation: str | Allocation,
+        *,
+        shape: StepShape,
+        cluster: Cluster | None,
+        profile: MachineProfile | None,
+        number_of: Callable[[MachineProfile], int],
+    ) -> Groups:
+        """The process groups of a strategy on an allocation, with numbers for their profiles."""
+        placement = self.place(allocation, cluster=cluster, profile=profile)
+        mesh = Mesh.data_parallel(placement, shape.strategy)
+        groups, profiles = groups_of(mesh, rules_of(graph, shape, self.cache))
+        numbers = [number_of(each) for each in profiles]
+        return {
+            axis: tuple(replace(group, network=numbers[int(group.network)]) for group in some)
+            for axis, some in groups.items()
+        }
+
+    def segments(self, graph: OpGraph) -> int:
+        """How many numbers describe FSDP's compute of a rank of a graph."""
+        passes = sharded_passes(graph, self.cache)
+        ends = len(passes.forward_ends) + len(passes.backward_ends)
+        return ends + 2 * len(passes.gathered_bytes) + 1
+
+
+class _Asked(NamedTuple):
+    """What an estimate is made of before the network and calibration are looked at."""
+
+    mesh: Mesh
+    shape: StepShape
+    batches: tuple[int, ...] | None
+    members: Members
+
+    def question(self, graph: OpGraph) -> StepQuestion:
+        """What calibration is asked."""
+        placement, batches = self.mesh.placement, self.batches
+        groups = placement.allocation.groups
+        each = batches or [0] * len(groups)
+        samples = sum(g.ranks * batch for g, batch in zip(groups, each, strict=True))
+        return StepQuestion(
+            workload=graph.workload,
+            machines="+".join(sorted({kind.profile.name for kind in placement.kinds})),
+            ranks=placement.ranks,
+            nodes=placement.nodes,
+            most_on_node=max([kind.busy for kind in placement.kinds]),
+            batch=samples / placement.ranks,
+            accumulation_steps=self.shape.accumulation_steps,
+            strategy=self.shape.strategy,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrialEngine:
+    """Predicts steps of a graph under trial coefficients; see `coefficients.Engine`."""
+
+    engine: Engine
+    graph: OpGraph
+    cluster: Cluster | None
+    profile: MachineProfile | None
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return id(self.graph), id(self.cluster), id(self.profile)
+
+    def predict(
+        self,
+        allocation: str | Allocation,
+        *,
+        batch_per_gpu: int | None,
+        accumulation_steps: int,
+        strategy: str | Strategy,
+        coefficients: Coefficients,
+    ) -> PredictedStep:
+        """One step, all groups of the allocation with the same batch."""
+        asked = self.engine._asked(
+            self.graph,
+            self.engine.place(allocation, cluster=self.cluster, profile=self.profile),
+            batch_per_gpu=batch_per_gpu,
+            global_batch=None,
+            accumulation_steps=accumulation_steps,
+            strategy=strategy,
+        )
+        plan = step_plan(asked.mesh, asked.members, self.engine.cache, coefficients)
+        answer = answer_of(plan)
+        parts, waited = answer.parts, answer.communication
+        lane_s = parts.forward_s + parts.backward_s + parts.host_exposed_s + parts.copies_exposed_s
+        return PredictedStep(
+            question=asked.question(self.graph),
+            compute_s=lane_s / accumulation_steps + parts.update_s,
+            sync_s=float(waited.alone_s) if waited else 0.0,
+            step_s=parts.total_s,
+        )
+
+
+def _batches(
+    graph: OpGraph,
+    placement: Placement,
+    batch_per_gpu: int | Sequence[int] | None,
+    global_batch: int | None,
+    accumulation_steps: int,
+) -> tuple[int, ...] | None:
+    """Samples per rank and micro-batch of each group of the allocation; None for a fixed batch."""
+    groups = len(placement.allocation.groups)
+    if batch_per_gpu is not None and global_batch is not None:
+        raise WorkloadError("give either the batch per device or the global batch, not both")
+    if global_batch is not None:
+        return (_even_batch(placement, global_batch, accumulation_steps),) * groups
+    if batch_per_gpu is None:
+        return None if graph.batch is None else (graph.batch,) * groups
+    if isinstance(batch_per_gpu, Sequence):
+        given = tuple(batch_per_gpu)
+    else:
+        given = (batch_per_gpu,) * groups
+    if len(given) != groups:
+        raise WorkloadError(
+            f"{len(given)} batches were given for '{placement.allocation}', whose groups are "
+            f"{groups}; give one for each group, or one number for all"
+        )
+    if min(given) < 1:
+        raise WorkloadError(f"batch size must be at least 1, found {min(given)}")
+    return given
+
+
+def _even_batch(placement: Placement, global_batch: int, accumulation_steps: int) -> int:
+    ranks = placement.ranks
+    shares = ranks * accumulation_steps
+    if global_batch < 1 or global_batch % shares:
+        by_speed = ""
+        if placement.is_mixed and global_batch >= shares:
+            by_speed = ", or ask 'estimate', which splits by speed"
+        raise WorkloadError(
+            f"global batch {global_batch} cannot be split evenly over {ranks} ranks and "
+            f"{accumulation_steps} accumulation steps; use a multiple of {shares}{by_speed}"
+        )
+    return global_batch // shares
+
+
+def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
+    parts, slowest, waited = answer_of(plan)
+    mesh, batches, coefficients = asked.mesh, asked.batches, plan.coefficients
+    graph, step_s = plan.members.table.graph, parts.total_s
+    accumulation_steps = asked.shape.accumulation_steps
+    memory, used_ratio = plan.memory()
+    error = coefficients.relative_error
+    if error is None:
+        communication_error = waited.model.relative_error if waited else 0.0
+        compute = coefficients.compute_ratio
+        error = relative_error(parts, slowest.lane, compute, communication_error, step_s)
+    spread = interval_ratio(error)
+    even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
+    global_batch = mesh.global_batch(batches) if batches is not None else None
+    unlike = batches is not None and even is None
+    mfu_ratio, hfu_ratio = utilization(
+        plan, None if unlike else slowest, accumulation_steps, step_s
+    )
+    samples_per_s = global_batch / step_s if global_batch is not None else None
+    tokens = graph.tokens_per_sample
+    return Estimate(
+        model=graph.name,
+        allocation=mesh.placement.allocation,
+        ranks=mesh.placement.ranks,
+        batch_per_gpu=even,
+        batches=batches,
+        global_batch=global_batch,
+        accumulation_steps=accumulation_steps,
+        strategy=str(asked.shape.strategy),
+        precision=graph.precision,
+        optimizer=graph.optimizer,
+        step_time_s=step_s,
+        low_s=step_s / spread,
+        high_s=step_s * spread,
+        samples_per_s=samples_per_s,
+        tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
+        mfu_ratio=mfu_ratio,
+        hfu_ratio=hfu_ratio,
+        peak_memory_bytes=memory.total_bytes,
+        memory=memory,
+        fits=FITS[fits_code(used_ratio, graph.knows_activations)],
+        breakdown=parts,
+        op_time_in_grid_ratio=slowest.program.in_grid_ratio,
+        plan=plan,
+    )
+
+
+# What is asked without an engine of one's own is asked of this one.
+DEFAULT = Engine()
+
+
+def estimate_graph(
+    graph: OpGraph,
+    allocation: str | Allocation,
+    *,
+    batch_per_gpu: int | Sequence[int] | None = None,
+    global_batch: int | None = None,
+    accumulation_steps: int = 1,
+    strategy: str | Strategy = "ddp",
+    cluster: Cluster | None = None,
+    calibration: Calibration | None = None,
+    profile: MachineProfile | None = None,
+) -> Estimate:
+    """`Engine.estimate` of the default engine."""
+    return DEFAULT.estimate(
+        graph,
+        allocation,
+        batch_per_gpu=batch_per_gpu,
+        global_batch=global_batch,
+        accumulation_steps=accumulation_steps,
+        strategy=strategy,
+        cluster=cluster,
+        calibration=calibration,
+        profile=profile,
+    )

@@ -1,0 +1,156 @@
+"""Hold the peak memory of a step as a formula of the number of shards, for a number or an array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.graph.memory import PeakMemory
+
+Counts = NDArray[np.int64]
+
+
+@overload
+def held_bytes(fixed_bytes: int, sharded_bytes: int, shards: int) -> int: ...
+@overload
+def held_bytes(
+    fixed_bytes: int | Counts, sharded_bytes: int | Counts, shards: Counts
+) -> Counts: ...
+def held_bytes(
+    fixed_bytes: int | Counts, sharded_bytes: int | Counts, shards: int | Counts
+) -> int | Counts:
+    """Bytes of a rank that holds `fixed_bytes` whole and one of `shards` shards of the others.
+
+    >>> held_bytes(100, 10, 4)
+    103
+    """
+    # The part that is divided is rounded up.
+    return fixed_bytes - (-sharded_bytes // shards)
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The most that a rank holds over some instants, for any number of shards.
+
+    At each instant a rank holds fixed bytes and sharded bytes / shards: a line in 1 / shards.
+    `lines` are the pairs (fixed, sharded) of the instants that are the largest for some number of
+    shards from 1 on, the one for the most shards first.
+    """
+
+    lines: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def through(cls, lines: Sequence[tuple[int, int]]) -> Envelope:
+        """The envelope of any lines, at least one.
+
+        >>> Envelope.through([(0, 80), (50, 20), (40, 10), (10, 60), (60, 0)]).lines
+        ((60, 0), (50, 20), (0, 80))
+        """
+        return cls(tuple(lines[index] for index in upper_lines(lines)))
+
+    @overload
+    def at(self, shards: int) -> int: ...
+    @overload
+    def at(self, shards: Counts) -> Counts: ...
+    def at(self, shards: int | Counts) -> int | Counts:
+        """Bytes of a rank at a number of shards, or at each of an array."""
+        if isinstance(shards, np.ndarray):
+            levels = [held_bytes(fixed, sharded, shards) for fixed, sharded in self.lines]
+            return np.asarray(np.maximum.reduce(levels))
+        return max([held_bytes(fixed, sharded, shards) for fixed, sharded in self.lines])
+
+
+def upper_lines(lines: Sequence[tuple[int, int]]) -> list[int]:
+    """Indices of the lines (at 0, slope) that are above all others somewhere between 0 and 1.
+
+    They stand in the order in which they are the highest, from 0 on.
+    """
+    kept: list[int] = []
+    for index in sorted(range(len(lines)), key=lambda i: (-lines[i][0], -lines[i][1])):
+        at_zero, slope = lines[index]
+        if kept and slope <= lines[kept[-1]][1]:
+            continue
+        while len(kept) > 1:
+            (first, low), (middle, mid) = (lines[each] for each in kept[-2:])
+            # Where the new line passes the first of them, the one between is not above it yet.
+            if (first - at_zero) * (mid - low) > (first - middle) * (slope - low):
+                break
+            kept.pop()
+        # It is passed at 1 at the earliest by the time it would matter.
+        if not kept or at_zero + slope > sum(lines[kept[-1]]):
+            kept.append(index)
+    return kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedMemory:
+    """`PeakMemory` of a rank for any number of shards; `peak_ops` belong to the lines of `total`.
+
+    `replica` is that of a rank that shards nothing.
+    Shards are taken to be even. FSDP2 cuts a tensor along its first dimension and pads: a rank's
+    shard may have up to a row of each tensor more.
+    """
+
+    total: Envelope
+    peak_ops: tuple[int | None, ...]
+    parameters: Envelope
+    gradients: Envelope
+    optimizer_state: Envelope
+    buckets: Envelope
+    update: Envelope
+    buffers_bytes: int
+    inputs_bytes: int
+    activations_bytes: int
+    replica: PeakMemory | None = None
+
+    @classmethod
+    def of_replica(cls, peak: PeakMemory) -> ShardedMemory:
+        """What a rank needs that shards nothing."""
+
+        def whole(size_bytes: int) -> Envelope:
+            return Envelope(((size_bytes, 0),))
+
+        return cls(
+            total=whole(peak.total_bytes),
+            peak_ops=(peak.peak_op,),
+            parameters=whole(peak.parameters_bytes),
+            gradients=whole(peak.gradients_bytes),
+            optimizer_state=whole(peak.optimizer_state_bytes),
+            buckets=whole(peak.bucket_bytes),
+            update=whole(peak.update_bytes),
+            buffers_bytes=peak.buffers_bytes,
+            inputs_bytes=peak.inputs_bytes,
+            activations_bytes=peak.activations_bytes,
+            replica=peak,
+        )
+
+    @overload
+    def total_bytes(self, shards: int) -> int: ...
+    @overload
+    def total_bytes(self, shards: Counts) -> Counts: ...
+    def total_bytes(self, shards: int | Counts) -> int | Counts:
+        """Bytes at the peak where that many ranks share what is sharded."""
+        return self.total.at(shards)
+
+    def peak(self, shards: int) -> PeakMemory:
+        """The peak and its parts, each at its own maximum, where `shards` ranks share."""
+        if self.replica is not None:
+            return self.replica
+        levels = [held_bytes(fixed, sharded, shards) for fixed, sharded in self.total.lines]
+        total = max(levels)
+        return PeakMemory(
+            parameters_bytes=self.parameters.at(shards),
+            gradients_bytes=self.gradients.at(shards),
+            optimizer_state_bytes=self.optimizer_state.at(shards),
+            bucket_bytes=self.buckets.at(shards),
+            buffers_bytes=self.buffers_bytes,
+            inputs_bytes=self.inputs_bytes,
+            activations_bytes=self.activations_bytes,
+            update_bytes=self.update.at(shards),
+            total_bytes=total,
+            peak_op=self.peak_ops[levels.index(total)],
+        )

@@ -1,0 +1,226 @@
+"""Say how much memory a rank holds at most during a step under each data-parallel strategy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from estimator.graph.memory import (
+    PeakMemory,
+    block_bytes,
+    lifetimes,
+    peak_memory,
+    rounded_bytes,
+    storages,
+    update_temporaries_bytes,
+)
+from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.shard_play import (
+    RAN,
+    RUN,
+    Gradient,
+    Ledger,
+    Levels,
+    MicroBatch,
+    Played,
+    Reduction,
+    at,
+    op_at,
+    play_fsdp,
+    play_zero2,
+)
+from estimator.graph.sharded_memory import Envelope, ShardedMemory, upper_lines
+from estimator.graph.shards import frozen_unit_bytes, parameter_unit
+from estimator.graph.workspace import workspace_bytes
+from estimator.workload import OPTIMIZER_STATE_TENSORS, Strategy, check_optimizer
+
+
+def step_memory(
+    bound: BoundGraph,
+    *,
+    optimizer: str,
+    strategy: Strategy,
+    merging: bool,
+    buckets: Sequence[Reduction] = (),
+    micro_batches: int = 1,
+    gradient_sync: bool = True,
+    threads: int = 1,
+) -> ShardedMemory:
+    """The peak memory of a rank's step, in steady state, by the number of shards.
+
+    `merging` says whether there are other ranks to merge gradients with, `buckets` are those of
+    ZeRO-2. With `gradient_sync` False a sharded step with several micro-batches reduces gradients
+    in the last one alone and holds them whole until then (`set_requires_gradient_sync(False)`).
+    `threads` are those that one rank has on a CPU.
+    """
+    if not merging or strategy.kind == "ddp":
+        ranks = 2 if merging else 1
+        return ShardedMemory.of_replica(
+            peak_memory(bound, optimizer=optimizer, strategy=strategy, ranks=ranks, threads=threads)
+        )
+    if strategy.kind in ("ps", "zero1"):
+        # A worker of parameter servers updates nothing, and plain SGD holds nothing.
+        replica = peak_memory(bound, optimizer="sgd", strategy=strategy, ranks=2, threads=threads)
+        if strategy.kind == "ps":
+            return ShardedMemory.of_replica(replica)
+        return _zero1_memory(bound.graph, replica, optimizer)
+    step = _ShardedStep(bound, optimizer, threads)
+    passes = _micro_batches(micro_batches, gradient_sync)
+    if strategy.kind == "zero2":
+        played = [play_zero2(bound.graph, buckets, step.gradients, each) for each in passes]
+    else:
+        units = _unit_bytes(bound.graph)
+        played = [play_fsdp(bound.graph, units, step.gradients, each) for each in passes]
+    return step.memory(played, shards_parameters=strategy.kind == "fsdp")
+
+
+def _micro_batches(micro_batches: int, gradient_sync: bool) -> list[MicroBatch]:
+    """The micro-batches of a step, among which is the one with the peak."""
+    if micro_batches == 1:
+        return [MicroBatch("nothing", reduces=True)]
+    if gradient_sync:
+        return [MicroBatch("shards", reduces=True)]
+    before = MicroBatch("whole" if micro_batches > 2 else "nothing", reduces=False)
+    return [before, MicroBatch("whole", reduces=True)]
+
+
+def _zero1_memory(graph: OpGraph, replica: PeakMemory, optimizer: str) -> ShardedMemory:
+    """DDP's memory with a share of the optimizer; `replica` is that of a rank without any.
+
+    ZeroRedundancyOptimizer gives whole tensors to ranks, the largest first, each to the rank that
+    has the least so far (torch/distributed/optim/zero_redundancy_optimizer.py, torch 2.13). Some
+    rank has no less than an even share, and one has the largest tensor; of many tensors the fullest
+    rank has little more than that.
+    """
+    sizes = _trained_bytes(graph)
+    foreach = graph.target == "cuda"
+    tensors = OPTIMIZER_STATE_TENSORS[check_optimizer(optimizer)]
+    temporaries = update_temporaries_bytes(sizes, optimizer, foreach=foreach)
+    shares = [(0, sum(sizes)), (max(sizes, default=0), 0)]
+    states = [(tensors * fixed, tensors * sharded) for fixed, sharded in shares]
+    # A loop has the temporaries of one tensor at a time, on some rank those of the largest one.
+    updates = shares if foreach and temporaries else [(temporaries, 0)] * 2
+    in_update = replica.parameters_bytes + replica.buffers_bytes + replica.inputs_bytes
+    in_update += replica.gradients_bytes + replica.bucket_bytes
+    lines: list[tuple[int, int]] = []
+    for state, update in zip(states, updates, strict=True):
+        lines.append((replica.total_bytes + state[0], state[1]))
+        lines.append((in_update + state[0] + update[0], state[1] + update[1]))
+    peaks = (replica.peak_op, None) * 2
+    upper = upper_lines(lines)
+    return replace(
+        ShardedMemory.of_replica(replica),
+        replica=None,
+        total=Envelope(tuple(lines[index] for index in upper)),
+        peak_ops=tuple(peaks[index] for index in upper),
+        optimizer_state=Envelope.through(states),
+        update=Envelope.through(updates),
+    )
+
+
+def _trained_bytes(graph: OpGraph) -> list[int]:
+    block = block_bytes(graph)
+    return [
+        rounded_bytes(parameter.spec.nbytes, block)
+        for parameter in graph.parameters
+        if parameter.gradient is not None
+    ]
+
+
+def _unit_bytes(graph: OpGraph) -> dict[str, int]:
+    """What FSDP gathers of every unit that has parameters, trained or not."""
+    block = block_bytes(graph)
+    units = Counter(frozen_unit_bytes(graph))
+    for parameter in graph.parameters:
+        units[parameter_unit(parameter)] += rounded_bytes(parameter.spec.nbytes, block)
+    return {path: size for path, size in units.items() if size}
+
+
+class _ShardedStep:
+    """What a step holds whatever the strategy; everything in bytes."""
+
+    def __init__(self, bound: BoundGraph, optimizer: str, threads: int) -> None:
+        graph = self.graph = bound.graph
+        self.ops = len(graph.ops)
+        trained = _trained_bytes(graph)
+        self.trained_bytes = sum(trained)
+        self.state_bytes = OPTIMIZER_STATE_TENSORS[check_optimizer(optimizer)] * sum(trained)
+        self.update_bytes = update_temporaries_bytes(
+            trained, optimizer, foreach=graph.target == "cuda"
+        )
+        block = block_bytes(graph)
+        self.parameters_bytes = graph.frozen_parameter_bytes + sum(
+            rounded_bytes(parameter.spec.nbytes, block) for parameter in graph.parameters
+        )
+        self.inputs_bytes, self.buffers_bytes = 0, graph.buffer_bytes
+        self.gradients: list[Gradient] = []
+        activations = Ledger(self.ops)
+        every = storages(graph)
+        of_gradient = {parameter.gradient: parameter for parameter in graph.parameters}
+        for life in lifetimes(bound, every):
+            storage = every[life.storage]
+            size = rounded_bytes(life.storage_bytes, block)
+            if storage.kind == "input":
+                self.inputs_bytes += size
+            elif storage.kind == "constant":
+                self.buffers_bytes += size
+            elif storage.kind == "gradient":
+                owners = [of_gradient[value] for value in storage.values if value in of_gradient]
+                ready = [self.ops - 1 if p.ready_after is None else p.ready_after for p in owners]
+                unit = parameter_unit(owners[0])
+                self.gradients.append(Gradient(life.born, max(ready), size, unit))
+            elif storage.kind == "activation":
+                activations.hold(at(life.born, RUN), at(life.dies, RAN), size)
+        if graph.target == "cpu":
+            for index, call in enumerate(bound.calls):
+                size = workspace_bytes(call, threads=threads)
+                activations.hold(at(index, RUN), at(index, RAN), size)
+        self.activations = activations.levels()
+
+    def memory(self, played: Sequence[Played], *, shards_parameters: bool) -> ShardedMemory:
+        """The peak over micro-batches and the update."""
+        fixed, sharded = self.inputs_bytes + self.buffers_bytes, self.state_bytes
+        parameters = (0, self.parameters_bytes) if shards_parameters else (self.parameters_bytes, 0)
+        fixed, sharded = fixed + parameters[0], sharded + parameters[1]
+        # In the update no gradient is whole any more.
+        updating = self.trained_bytes + self.update_bytes
+        places: list[int | None] = [None]
+        lines, gradients = [(fixed, sharded + updating)], [(0, self.trained_bytes)]
+        for each in played:
+            held = each.gathered + each.buffers + each.gradients + self.activations
+            for place in _highest(held, each.gradient_shards):
+                places.append(op_at(place, self.ops))
+                level = fixed + int(held[place]), sharded + int(each.gradient_shards[place])
+                lines.append(level)
+            gradients += [
+                (int(each.gradients[place]), int(each.gradient_shards[place]))
+                for place in _highest(each.gradients, each.gradient_shards)
+            ]
+        upper = upper_lines(lines)
+        gathered = max(_most(each.gathered) for each in played)
+        return ShardedMemory(
+            total=Envelope(tuple(lines[index] for index in upper)),
+            peak_ops=tuple(places[index] for index in upper),
+            parameters=Envelope(((parameters[0] + gathered, parameters[1]),)),
+            gradients=Envelope.through(gradients),
+            optimizer_state=Envelope(((0, self.state_bytes),)),
+            buckets=Envelope(((max(_most(each.buffers) for each in played), 0),)),
+            update=Envelope(((0, self.update_bytes),)),
+            buffers_bytes=self.buffers_bytes,
+            inputs_bytes=self.inputs_bytes,
+            activations_bytes=_most(self.activations),
+        )
+
+
+def _most(levels: Levels) -> int:
+    return int(levels.max(initial=0))
+
+
+def _highest(fixed: Levels, sharded: Levels) -> list[int]:
+    """Where most is held, once for every stretch of time in which the sharded part is constant."""
+    bounds = [0, *(np.flatnonzero(np.diff(sharded)) + 1).tolist(), len(sharded)]
+    return [start + int(fixed[start:end].argmax()) for start, end in pairwise(bounds)]

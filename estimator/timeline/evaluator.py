@@ -1,0 +1,160 @@
+"""Play tasks on lanes: when each one ends, for one step or for a row of each of many.
+
+Without contention a task ends at max(what it waits for, its lane is free) + its cost. Where compute
+and collectives slow each other, all lanes advance together from one end to the next, at the rates
+of the contention law. A queue of collectives for which no compute waits is given in closed form by
+`bucket_queue`. Source of the law: `tasks` and `Overlap`; `simulation` plays the same by events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.elementwise import maximum
+from estimator.timeline.overlaps import Overlap
+from estimator.timeline.tasks import COMPUTE, Task
+
+Array = NDArray[np.float64]
+
+# Two ends this close, as a share of the time left to them, are one.
+_SAME = 1e-12
+
+
+def play(tasks: Sequence[Task], overlap: Overlap) -> Any:
+    """When the last task has ended, in seconds: a number, or a row for each step.
+
+    Communicators send one collective at a time, as NCCL does, and have no latency beside.
+    """
+    if overlap.is_free:
+        return _recurrence(tasks)
+    return _beside_each_other(tasks, overlap)
+
+
+def _recurrence(tasks: Sequence[Task]) -> Any:
+    """end = max(after, lane free) + cost."""
+    ends: list[Any] = []
+    free: dict[str, Any] = {}
+    for task in tasks:
+        start = free.get(task.lane, 0.0)
+        for number in task.after:
+            end = ends[number]
+            # A collective begins when the last class of ranks has come to it.
+            if task.lane != COMPUTE and tasks[number].lane == COMPUTE:
+                end = _last(end)
+            start = maximum(start, end)
+        ends.append(start + task.cost_s)
+        free[task.lane] = ends[-1]
+    last: Any = 0.0
+    for lane, end in free.items():
+        last = maximum(last, _last(end) if lane == COMPUTE else end)
+    return last
+
+
+def _last(ends: Any) -> Any:
+    """The latest of the classes of ranks."""
+    return ends.max(axis=0) if isinstance(ends, np.ndarray) and ends.ndim else ends
+
+
+def _beside_each_other(tasks: Sequence[Task], overlap: Overlap) -> Any:
+    """All lanes of all rows advance from one end to the next."""
+    state = _Lanes(tasks, overlap)
+    while state.advance():
+        pass
+    return state.now if state.is_column else float(state.now[0])
+
+
+class _Lanes:
+    """Where every lane of every row stands: its task, and what is left of it.
+
+    Lanes are rows of the arrays (lanes, rows): first compute of each class of ranks, then the
+    communicators. `_ended` has a row for each (task, class), and one more that has always ended.
+    """
+
+    def __init__(self, tasks: Sequence[Task], overlap: Overlap) -> None:
+        computing = np.broadcast_arrays(*(t.cost_s for t in tasks if t.lane == COMPUTE), 0.0)
+        shape = computing[0].shape
+        rows = [np.shape(task.cost_s)[-1:] for task in tasks if task.lane != COMPUTE]
+        rows += [np.shape(each) for each in overlap]
+        self.is_column = len(shape) == 2 or any(row not in ((), (1,)) for row in rows)
+        count = max([int(np.prod(row)) for row in rows] + [shape[1] if len(shape) == 2 else 1])
+        self._classes = shape[0] if shape else 1
+        names = list(dict.fromkeys(task.lane for task in tasks if task.lane != COMPUTE))
+        self._lane_names = [COMPUTE] * self._classes + names
+        on = [[n for n, t in enumerate(tasks) if t.lane == lane] for lane in self._lane_names]
+        most = max(map(len, on))
+        # The task behind the last one of a lane is never ready.
+        self._tasks = np.full((len(on), most + 1), len(tasks), dtype=np.intp)
+        self._costs = np.zeros((len(on), most + 1, count))
+        for lane, numbers in enumerate(on):
+            self._tasks[lane, : len(numbers)] = numbers
+            for place, number in enumerate(numbers):
+                cost = np.asarray(tasks[number].cost_s)
+                one = lane < self._classes and cost.ndim and len(shape) > 0
+                self._costs[lane, place] = cost[lane] if one else cost
+        self._waits = self._dependencies(tasks)
+        self._ended = np.zeros((len(tasks) + 1, self._classes, count), dtype=np.bool_)
+        self._ended[-1] = True
+        self._place = np.zeros((len(on), count), dtype=np.intp)
+        self._left = self._costs[:, 0].copy()
+        self._lane = np.arange(len(on))[:, None]
+        self._row = np.arange(count)[None]
+        self.now: Array = np.zeros(count)
+        self._compute_rate = np.broadcast_to(np.asarray(overlap.compute_rate, dtype=float), count)
+        self._network_rate = 1.0 / np.broadcast_to(np.asarray(overlap.slowdown, dtype=float), count)
+
+    def _dependencies(self, tasks: Sequence[Task]) -> NDArray[np.intp]:
+        """The tasks that each one waits for, padded with the one that has always ended."""
+        most = max((len(task.after) for task in tasks), default=0)
+        waits = np.full((len(tasks) + 1, max(most, 1)), len(tasks), dtype=np.intp)
+        for number, task in enumerate(tasks):
+            waits[number, : len(task.after)] = task.after
+        return waits
+
+    def advance(self) -> bool:
+        """Go on to the next end of each row; False once nothing is left to do."""
+        classes = self._classes
+        task = self._tasks[self._lane, self._place]
+        unfinished = task < len(self._ended) - 1
+        if not unfinished.any():
+            return False
+        active = unfinished & self._ready(task)
+        computing, sending = active[:classes].any(axis=0), active[classes:].any(axis=0)
+        both = computing & sending
+        rate = np.ones(self._left.shape)
+        rate[:classes] = np.where(both, self._compute_rate, 1.0)
+        rate[classes:] = np.where(both, self._network_rate, 1.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            wait = np.where(self._left > 0, self._left / rate, 0.0)
+        wait = np.where(active, wait, np.inf)
+        step = wait.min(axis=0)
+        step = np.where(np.isfinite(step), step, 0.0)
+        self.now += step
+        ends = active & (wait <= step * (1 + _SAME))
+        self._left = np.where(active & ~ends, self._left - step * rate, self._left)
+        self._finish(task, ends)
+        return True
+
+    def _ready(self, task: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Whether all that the task of each lane waits for has ended, for its class or for all."""
+        waits = self._waits[task]
+        classes, lanes = self._classes, len(self._lane_names)
+        row = self._row[..., None]
+        own = self._ended[waits[:classes], np.arange(classes)[:, None, None], row].all(axis=-1)
+        if lanes == classes:
+            return np.asarray(own)
+        whole: NDArray[np.bool_] = np.asarray(self._ended.all(axis=1))
+        return np.concatenate([own, whole[waits[classes:], row].all(axis=-1)])
+
+    def _finish(self, task: NDArray[np.intp], ends: NDArray[np.bool_]) -> None:
+        lane, row = np.nonzero(ends)
+        of_class = lane < self._classes
+        self._ended[task[lane, row][of_class], lane[of_class], row[of_class]] = True
+        for each in range(self._classes):
+            shared = ~of_class
+            self._ended[task[lane, row][shared], each, row[shared]] = True
+        self._place[lane, row] += 1
+        self._left[lane, row] = self._costs[lane, self._place[lane, row], row]

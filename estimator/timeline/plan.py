@@ -1,0 +1,307 @@
+"""Join what ranks of one placement cost with what their network costs, and answer their step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.cache import Cache
+from estimator.coefficients import UNCALIBRATED, Coefficients
+from estimator.graph.memory import PeakMemory
+from estimator.graph.ops import OpGraph
+from estimator.mesh import Mesh
+from estimator.placement import NodeKind, Placement
+from estimator.process_groups import ProcessGroup
+from estimator.profile import MachineProfile
+from estimator.timeline.program import StepProgram
+from estimator.timeline.ranks import RankKind, RankTable, StepShape, rank_table
+from estimator.timeline.step import Breakdown, Ratios, after_s, breakdown_of
+from estimator.timeline.strategies import rules_of
+from estimator.timeline.strategies.registry import (
+    DP,
+    DP_REPLICATE,
+    DP_SHARD,
+    Communication,
+    Groups,
+    Network,
+    Ranks,
+    Rules,
+)
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankClass:
+    """Ranks that run the same program; their lane takes `slowdown_ratio` times as long."""
+
+    program: StepProgram
+    slowdown_ratio: float = 1.0
+    ranks: tuple[int, ...] = (0,)
+
+
+class Members(NamedTuple):
+    """The ranks of a placement: what each of its kinds of nodes costs, and each site's kind."""
+
+    table: RankTable
+    kinds: tuple[RankKind, ...]
+    kind_of: tuple[int, ...]
+
+
+def members_of(
+    graph: OpGraph,
+    placement: Placement,
+    batches: tuple[int, ...] | None,
+    shape: StepShape,
+    cache: Cache,
+) -> Members:
+    """Compile what is not known yet of a placement.
+
+    `batches` are one for each of its groups; None for a graph without a batch size. Raises
+    ProfileError, WorkloadError.
+    """
+    merging = placement.ranks > 1
+    table = rank_table(
+        graph, shape, batch=batches[0] if batches else None, merging=merging, cache=cache
+    )
+    if batches is None or batches.count(batches[0]) == len(batches):
+        kinds = tuple([table[node] for node in placement.kinds])
+        return Members(table, kinds, placement.kind_of)
+    numbers: dict[RankKind, int] = {}
+    kind_of = []
+    for number, batch in zip(placement.kind_of, placement.by_site(batches), strict=True):
+        each = rank_table(graph, shape, batch=batch, merging=merging, cache=cache)
+        kind_of.append(numbers.setdefault(each[placement.kinds[number]], len(numbers)))
+    return Members(table, tuple(numbers), tuple(kind_of))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """All that decides a step: the kinds of ranks, their process groups, what disturbs them.
+
+    `networks` are the profiles whose collectives are used, by the numbers that `groups` name;
+    `network` costs what the strategy sends over them, None for a single rank. `share` is the part
+    of the update that a rank does, `shards` over how many ranks is divided what is sharded.
+    """
+
+    mesh: Mesh
+    members: Members
+    rules: Rules
+    coefficients: Coefficients
+    groups: Groups
+    networks: tuple[MachineProfile, ...]
+    network: Network | None
+    share: float
+    shards: int
+
+    @property
+    def placement(self) -> Placement:
+        return self.mesh.placement
+
+    @property
+    def kinds(self) -> tuple[RankKind, ...]:
+        """What the ranks of each kind cost; a kind may come twice where networks differ."""
+        return self.members.kinds
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group of all ranks."""
+        found = self.groups.get(DP)
+        if found:
+            return found[0]
+        return ProcessGroup(ranks=1, nodes=1, per_node=1)
+
+    @property
+    def slowest_group(self) -> ProcessGroup:
+        """The group over the slowest link: of all ranks, or of those that hold shards."""
+        several = [group for groups in self.groups.values() for group in groups if group.nodes > 1]
+        own = [g for axis, gs in self.groups.items() if axis != DP for g in gs if g.nodes > 1]
+        return min(own or several or [self.group], key=lambda group: group.bytes_per_s)
+
+    def source(self, communication: Communication) -> str:
+        """Where the costs of reducing gradients come from."""
+        return "measured" if self.network is None else self.network.source(communication.model)
+
+    @property
+    def ratios(self) -> Ratios:
+        """Calibration's factors."""
+        known = self.coefficients
+        return Ratios(known.compute_ratio, known.update_ratio, known.communication_ratio)
+
+    @property
+    def classes(self) -> tuple[RankClass, ...]:
+        """Ranks by the program that they run and by how slow they run it."""
+        ranks_of: dict[RankKind, list[int]] = {kind: [] for kind in self.kinds}
+        first = 0
+        for site, number in zip(self.placement.sites, self.members.kind_of, strict=True):
+            ranks_of[self.kinds[number]].extend(range(first, first + site.ranks))
+            first += site.ranks
+        return tuple(
+            RankClass(program=kind.program, slowdown_ratio=kind.slowdown_ratio, ranks=tuple(ranks))
+            for kind, ranks in ranks_of.items()
+        )
+
+    def ranks(self, slowest: RankKind) -> Ranks:
+        """What the ranks bring to their collectives, the slowest of them given."""
+        compute = self.coefficients.compute_ratio
+        lane_s = slowest.lane.length_s(self.shards) * compute
+        return Ranks(
+            groups=self.groups,
+            ready=_Ready(self.kinds, lane_s, compute),
+            segments_s=_segments_s(self.kinds, compute),
+            lane_s=lane_s,
+            compute_ratio=compute,
+            ratio=self.coefficients.communication_ratio,
+        )
+
+    def memory(self) -> tuple[PeakMemory, float]:
+        """(what the ranks that need most need, largest share of a device's memory in use)."""
+        needed = [kind.program.memory.peak(self.shards) for kind in self.kinds]
+        used = [
+            memory.total_bytes / kind.device_bytes
+            for memory, kind in zip(needed, self.kinds, strict=True)
+        ]
+        return max(needed, key=lambda memory: memory.total_bytes), max(used)
+
+
+class _Ready:
+    """When the slowest kind of some ranks has each bucket ready; see `bucket_queue.Ready`."""
+
+    alike = None
+
+    def __init__(self, kinds: Sequence[RankKind], lane_s: float, compute_ratio: float) -> None:
+        self._kinds, self._lane_s, self._ratio = kinds, lane_s, compute_ratio
+
+    def slack_s(self, rows: Indices | None) -> Array:
+        """Seconds of the slowest lane that are left then."""
+        if len(self._kinds) == 1:
+            return self._lane_s - self._kinds[0].ready_s * self._ratio
+        latest_s = np.array([kind.ready_s for kind in self._kinds]).max(axis=0)
+        return np.asarray(self._lane_s - latest_s * self._ratio)
+
+
+def _segments_s(kinds: Sequence[RankKind], ratio: float) -> list[float] | list[Array]:
+    """FSDP's segments: numbers where all ranks are alike, else arrays with one for each kind."""
+    if not len(kinds[0].segments_s):
+        return []
+    if len(kinds) == 1:
+        return (kinds[0].segments_s * ratio).tolist()  # type: ignore[no-any-return]
+    return list(np.array([kind.segments_s for kind in kinds]).T * ratio)
+
+
+def step_plan(
+    mesh: Mesh,
+    members: Members,
+    cache: Cache,
+    coefficients: Coefficients = UNCALIBRATED,
+) -> StepPlan:
+    """Join ranks, process groups and the costs of what they send."""
+    ranks, table = mesh.placement.ranks, members.table
+    rules = rules_of(table.graph, table.shape, cache)
+    groups: dict[str, tuple[ProcessGroup, ...]] = {}
+    networks: tuple[MachineProfile, ...] = ()
+    network = None
+    if ranks > 1:
+        groups, networks = groups_of(mesh, rules)
+        network = _network(rules, networks, mesh.placement, cache)
+    return StepPlan(
+        mesh=mesh,
+        members=members,
+        rules=rules,
+        coefficients=coefficients,
+        groups=groups,
+        networks=networks,
+        network=network,
+        share=rules.update_share(ranks),
+        shards=rules.shards(ranks),
+    )
+
+
+def _network(
+    rules: Rules, networks: tuple[MachineProfile, ...], placement: Placement, cache: Cache
+) -> Network:
+    cluster = placement.cluster
+    return cache.get(
+        "network", (rules, cluster, *networks), lambda: rules.network(networks, cluster)
+    )
+
+
+def groups_of(
+    mesh: Mesh, rules: Rules
+) -> tuple[dict[str, tuple[ProcessGroup, ...]], tuple[MachineProfile, ...]]:
+    """(process groups along the axes of a strategy, the profiles that they name)."""
+    ((whole, kind),) = mesh.groups(DP).items()
+    if rules.axes == (DP,):
+        return {DP: (whole,)}, (kind.profile,)
+    shard = mesh.parallelism.dp_shard
+    if shard == mesh.placement.ranks:
+        return {DP: (whole,), DP_SHARD: (whole,), DP_REPLICATE: ()}, (kind.profile,)
+    networks: dict[int, MachineProfile] = {id(kind.profile): kind.profile}
+    found: dict[str, tuple[ProcessGroup, ...]] = {DP: (whole,)}
+    for axis in (DP_SHARD, DP_REPLICATE):
+        named = mesh.groups(axis)
+        for node in named.values():
+            networks.setdefault(id(node.profile), node.profile)
+        found[axis] = tuple(_named(group, node, networks) for group, node in named.items())
+    return found, tuple(networks.values())
+
+
+def _named(
+    group: ProcessGroup, node: NodeKind, networks: dict[int, MachineProfile]
+) -> ProcessGroup:
+    """The group with the number of the profile that costs it."""
+    return replace(group, network=list(networks).index(id(node.profile)))
+
+
+def at_link_rate(plan: StepPlan, factor: float) -> StepPlan:
+    """The same plan with the slowest link `factor` times as fast (and the next one then slowest).
+
+    Other links are taken as never slower: an upper bound of what the faster link brings.
+    """
+    groups = {
+        axis: tuple(replace(g, bytes_per_s=g.bytes_per_s * factor) for g in groups)
+        for axis, groups in plan.groups.items()
+    }
+    return replace(plan, groups=groups)
+
+
+class StepAnswer(NamedTuple):
+    """A plan's step: its parts, the rank that they are of, and what it waits for."""
+
+    parts: Breakdown
+    slowest: RankKind
+    communication: Communication | None
+
+
+def answer_of(plan: StepPlan) -> StepAnswer:
+    """The step of a plan; raises ProfileError where nothing tells what a collective costs."""
+    kinds, shards, ratios = plan.members.kinds, plan.shards, plan.ratios
+    if len(kinds) == 1:
+        slowest = last = kinds[0]
+        spread_ratio = slowest.spread_ratio
+    else:
+        slowest = max(kinds, key=lambda kind: kind.lane.length_s(shards))
+        last = max(kinds, key=lambda kind: after_s(kind.update, plan.share, ratios))
+        spread_ratio = max([kind.spread_ratio for kind in kinds])
+    found, waiting_s = None, 0.0
+    if plan.network is not None:
+        found = plan.network.communication(plan.ranks(slowest))
+        if found.unknown:
+            raise plan.network.missing(plan.groups)
+        waiting_s = float(found.exposed_s)
+    parts = breakdown_of(
+        slowest.lane,
+        last.update,
+        lane_s=slowest.lane.length_s(shards),
+        ranks=plan.mesh.placement.ranks,
+        share=plan.share,
+        spread_ratio=spread_ratio,
+        waiting_s=waiting_s,
+        ratios=ratios,
+    )
+    return StepAnswer(parts, slowest, found)

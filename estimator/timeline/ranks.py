@@ -1,0 +1,270 @@
+"""Keep what a rank of one graph's step costs, by the kind of node that it is on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.cache import Cache
+from estimator.graph.ops import OpGraph
+from estimator.graph.sharded_memory import Envelope, held_bytes
+from estimator.placement import NodeKind
+from estimator.profile import MachineProfile
+from estimator.timeline.program import StepProgram, step_program
+from estimator.workload import Strategy
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+class LaneCosts(NamedTuple):
+    """A rank's compute in a step, in seconds: of one rank, or of one for each row.
+
+    It takes `lane_s` + `sharded_lane_s` / shards, and that is what its forward and backward
+    kernels, host and copies take. `kernels_variance_s2`, `host_error` and `update_error` are what
+    they and the update are off; `model_peak_s` and `hardware_peak_s` are what the flops of a
+    micro-batch take at the device's peak.
+    """
+
+    lane_s: Any
+    sharded_lane_s: Any
+    forward_s: Any
+    backward_s: Any
+    host_s: Any
+    copies_s: Any
+    update_error: Any
+    host_error: Any
+    kernels_variance_s2: Any
+    model_peak_s: Any
+    hardware_peak_s: Any
+
+    def length_s(self, shards: Any) -> Any:
+        """The whole lane where that many ranks share what is sharded."""
+        return self.lane_s + self.sharded_lane_s / shards
+
+
+class UpdateCosts(NamedTuple):
+    """What a rank does after the last collective: of one rank, or of one for each row.
+
+    Copying buckets back into gradients, and the update: a launch that sharding does not shorten and
+    the rest, of which a rank does a share.
+    """
+
+    copy_back_s: Any
+    launch_s: Any
+    shared_s: Any
+
+    def update_s(self, share: Any) -> Any:
+        return self.launch_s + self.shared_s * share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankKind:
+    """Ranks that run the same program at the same speed: times are longer by `slowdown_ratio`.
+
+    `ready_s` is when each bucket is; for `segments_s` see `program`.
+    """
+
+    program: StepProgram
+    slowdown_ratio: float
+    lane: LaneCosts
+    update: UpdateCosts
+    spread_ratio: float
+    device_bytes: int
+    ready_s: Array
+    segments_s: Array
+
+    @classmethod
+    def of(cls, program: StepProgram, slowdown_ratio: float) -> RankKind:
+        profile, slow = program.profile, slowdown_ratio
+        peak = program.peak_flops_per_s or math.nan
+        host = profile.host
+        lane = LaneCosts(
+            lane_s=program.lane_s * slow,
+            sharded_lane_s=program.sharded_lane_s * slow,
+            forward_s=program.forward_s * slow,
+            backward_s=program.backward_s * slow,
+            host_s=program.host_s * slow,
+            copies_s=program.copies_s * slow,
+            update_error=program.update_error,
+            host_error=(host.provenance.relative_error or 0.0) if host else 0.0,
+            kernels_variance_s2=program.kernels_variance_s2 * slow**2,
+            model_peak_s=program.flops.model / peak or math.nan,
+            hardware_peak_s=program.flops.hardware / peak or math.nan,
+        )
+        return cls(
+            program=program,
+            slowdown_ratio=slow,
+            lane=lane,
+            update=UpdateCosts(
+                copy_back_s=program.copy_back_s * slow,
+                launch_s=program.update_launch_s * slow,
+                shared_s=(program.update_s - program.update_launch_s) * slow,
+            ),
+            spread_ratio=profile.rank_spread_ratio or 0.0,
+            device_bytes=profile.devices[0].memory_bytes,
+            ready_s=program.ready_s * slow,
+            segments_s=program.segments_s * slow,
+        )
+
+
+class StepShape(NamedTuple):
+    """What is asked of a graph's step beside its batch."""
+
+    strategy: Strategy
+    accumulation_steps: int
+
+
+class RankTable:
+    """The kinds of ranks of a graph's step at one batch, compiled when they are first met.
+
+    `merging` says whether there are other ranks to synchronise with. Looking one up raises
+    ProfileError or WorkloadError where it cannot be compiled.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        shape: StepShape,
+        *,
+        batch: int | None,
+        merging: bool,
+        cache: Cache,
+    ) -> None:
+        self.graph, self.shape = graph, shape
+        self._batch, self._merging, self._cache = batch, merging, cache
+        self._of_node: dict[NodeKind, RankKind] = {}
+        self._shared: dict[tuple[int, int, float], RankKind] = {}
+
+    def __getitem__(self, node: NodeKind) -> RankKind:
+        found = self._of_node.get(node)
+        if found is None:
+            found = self.kind(node.profile, node.busy, node.slowdown_ratio)
+            if len(self._of_node) >= _MOST_NODES:
+                self._of_node.clear()
+            self._of_node[node] = found
+        return found
+
+    def kind(self, profile: MachineProfile, busy: int, slowdown_ratio: float) -> RankKind:
+        """The ranks on a node of a machine where `busy` ranks work, by how slow the node is."""
+        # Nodes that differ in their network alone run the same program at the same speed.
+        key = (id(profile), busy, slowdown_ratio)
+        found = self._shared.get(key)
+        if found is None:
+            program = step_program(
+                self.graph,
+                profile,
+                batch=self._batch,
+                busy=busy,
+                merging=self._merging,
+                strategy=self.shape.strategy,
+                accumulation_steps=self.shape.accumulation_steps,
+                cache=self._cache,
+            )
+            found = RankKind.of(program, slowdown_ratio)
+            if len(self._shared) >= _MOST_NODES:
+                self._shared.clear()
+            self._shared[key] = found
+        return found
+
+
+# Kinds of nodes that one table keeps: more than any cluster has.
+_MOST_NODES = 1024
+
+
+def rank_table(
+    graph: OpGraph, shape: StepShape, *, batch: int | None, merging: bool, cache: Cache
+) -> RankTable:
+    """The table of a step, kept from one estimate to the next."""
+    return cache.get(
+        "ranks",
+        (graph,),
+        lambda: RankTable(graph, shape, batch=batch, merging=merging, cache=cache),
+        shape,
+        batch,
+        merging,
+    )
+
+
+class RankColumns:
+    """Kinds of ranks in arrays, by a number each; kind 0 is no rank at all and takes no time.
+
+    It stands behind the last node of a row, and its buckets are always ready. `ready_s` has a row
+    a kind, `segments_s` a column; `covers` says in (kind, other) which kind has no bucket ready
+    before the other has it.
+    """
+
+    def __init__(self, kinds: Sequence[RankKind]) -> None:
+        self._lane = LaneCosts(*_columns([kind.lane for kind in kinds], len(LaneCosts._fields)))
+        self._update = UpdateCosts(
+            *_columns([kind.update for kind in kinds], len(UpdateCosts._fields))
+        )
+        own = [(kind.spread_ratio, float(kind.device_bytes)) for kind in kinds]
+        self.spread_ratio, self.device_bytes = _columns(own, 2)
+        self.device_bytes[0] = 1.0
+        count = len(kinds) + 1
+        buckets = max((len(kind.ready_s) for kind in kinds), default=0)
+        self.ready_s = np.full((count, buckets), -math.inf)
+        segments = max((len(kind.segments_s) for kind in kinds), default=0)
+        self.segments_s = np.zeros((segments, count))
+        for number, kind in enumerate(kinds, start=1):
+            # Alone, a rank synchronises nothing.
+            if len(kind.ready_s):
+                self.ready_s[number] = kind.ready_s
+            if len(kind.segments_s):
+                self.segments_s[:, number] = kind.segments_s
+        self.covers = self._covers()
+        self._lines = _lines([kind.program.memory.total for kind in kinds])
+
+    def lane(self, numbers: Indices) -> LaneCosts:
+        """The compute of the kinds with these numbers."""
+        return LaneCosts(*(column[numbers] for column in self._lane))
+
+    def length_s(self, numbers: Indices, shards: Any) -> Array:
+        """The lanes' lengths of the kinds with these numbers."""
+        lane_s = self._lane.lane_s[numbers]
+        if not self._lane.sharded_lane_s[1:].any():
+            return np.asarray(lane_s)
+        return np.asarray(lane_s + self._lane.sharded_lane_s[numbers] / shards)
+
+    def update(self, numbers: Indices) -> UpdateCosts:
+        """The updates of the kinds with these numbers."""
+        return UpdateCosts(*(column[numbers] for column in self._update))
+
+    def memory_bytes(self, numbers: Indices, shards: Indices) -> Array:
+        """The peak memory of the kinds with these numbers, what is sharded over `shards` ranks."""
+        held = [
+            held_bytes(fixed[numbers], sharded[numbers], shards)
+            if sharded.any()
+            else fixed[numbers]
+            for fixed, sharded in self._lines
+        ]
+        return np.where(numbers > 0, np.maximum.reduce(held), -math.inf)
+
+    def _covers(self) -> NDArray[np.bool_]:
+        count = len(self.ready_s)
+        if count > _MOST_COMPARED:
+            return np.asarray(np.eye(count, dtype=np.bool_) | (np.arange(count) == 0))
+        return np.array([(ready_s >= self.ready_s).all(axis=1) for ready_s in self.ready_s])
+
+
+# Every kind is compared with every other only while that is quick.
+_MOST_COMPARED = 1024
+
+
+def _columns(rows: Sequence[Sequence[float]], width: int) -> Array:
+    """Rows of numbers as columns, before them a row that is less than any."""
+    return np.array([[-math.inf] * width, *rows], dtype=np.float64).T
+
+
+def _lines(envelopes: Sequence[Envelope]) -> list[tuple[Indices, Indices]]:
+    """(fixed bytes, sharded bytes) of each kind, as often as the envelope with most lines has."""
+    most = max((len(each.lines) for each in envelopes), default=1)
+    padded = [each.lines + each.lines[-1:] * (most - len(each.lines)) for each in envelopes]
+    lines = np.array([((0, 0),) * most, *padded], dtype=np.int64)
+    return [(line[:, 0].copy(), line[:, 1].copy()) for line in lines.transpose(1, 0, 2)]

@@ -1,0 +1,122 @@
+"""Cost what FSDP adds to a rank's compute, and cut that at its collectives.
+
+Source of the order: torch.distributed.fsdp.fully_shard (torch 2.13), _fsdp_param_group.py. The
+parameters of a block are gathered before each of its passes and copied out of the buffer; its
+gradients are copied into a buffer and reduce-scattered after its backward pass. The root, which is
+the rest of the model, is gathered once in a micro-batch and reduced at the end of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.cache import Cache
+from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.shards import UnitRun, frozen_unit_bytes, parameter_unit, unit_runs
+from estimator.profile import MachineProfile
+from estimator.timeline.lanes import MicroBatches
+from estimator.timeline.passes import copy_s
+
+Array = NDArray[np.float64]
+
+ROOT = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedPasses:
+    """The passes of a micro-batch through the units of a graph, in order, by number of unit.
+
+    Unit 0 is the root. `gathered_bytes` are the parameters of each unit, `reduced_bytes` those that
+    are trained. `forward_ends` and `backward_ends` are the ops up to which the segments between
+    passes go: one before the first pass, one for each, and one behind the last.
+    """
+
+    gathered_bytes: Array
+    reduced_bytes: Array
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    forward_ends: tuple[int, ...]
+    backward_ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, graph: OpGraph) -> ShardedPasses:
+        """The units of a graph: every repeated block that has parameters, and the root."""
+        gathered = {ROOT: 0, **dict.fromkeys(map(parameter_unit, graph.parameters), 0)}
+        reduced = dict(gathered)
+        for parameter in graph.parameters:
+            unit = parameter_unit(parameter)
+            gathered[unit] += parameter.spec.nbytes
+            reduced[unit] += parameter.spec.nbytes if parameter.gradient is not None else 0
+        for unit, size in frozen_unit_bytes(graph).items():
+            gathered[unit] = gathered.get(unit, 0) + size
+            reduced.setdefault(unit, 0)
+        number = {unit: place for place, unit in enumerate(gathered)}
+        blocks = {unit for unit, size in gathered.items() if size and unit != ROOT}
+        forward = unit_runs(graph, blocks, "forward")
+        backward = unit_runs(graph, blocks, "backward")
+        turn = sum(op.phase == "forward" for op in graph.ops)
+        return cls(
+            gathered_bytes=np.array(list(gathered.values()), dtype=np.float64),
+            reduced_bytes=np.array([reduced[unit] for unit in gathered], dtype=np.float64),
+            forward=tuple(number[run.path] for run in forward),
+            backward=tuple(number[run.path] for run in backward),
+            forward_ends=_ends(forward, 0, turn),
+            backward_ends=_ends(backward, turn, len(graph.ops)),
+        )
+
+    @property
+    def reduced(self) -> tuple[int, ...]:
+        """The units that a backward pass reduces, each with its last pass, the root apart."""
+        seen: dict[int, None] = {}
+        for unit in reversed(self.backward):
+            seen.setdefault(unit)
+        return tuple(reversed(seen))
+
+
+def sharded_passes(graph: OpGraph, cache: Cache) -> ShardedPasses:
+    """The passes of a graph, worked out once."""
+    return cache.get("sharded passes", (graph,), lambda: ShardedPasses.of(graph))
+
+
+def _ends(runs: Sequence[UnitRun], start: int, end: int) -> tuple[int, ...]:
+    """Where the segments of a phase end, as numbers of ops; `runs` is what they lie between."""
+    if not runs:
+        return (end, end)
+    return (max(runs[0].first, start), *(run.first for run in runs[1:]), runs[-1].last + 1, end)
+
+
+def hook_seconds(bound: BoundGraph, passes: ShardedPasses, profile: MachineProfile) -> Array:
+    """Seconds of FSDP's hooks on the host, for each op."""
+    host_s = np.zeros(len(bound.calls))
+    if profile.host is None or not len(host_s):
+        return host_s
+    for end in (0, *passes.forward_ends[: len(passes.forward)]):
+        host_s[min(end, len(host_s) - 1)] += profile.host.shard_unit_s
+    return host_s
+
+
+def segment_seconds(lanes: MicroBatches, passes: ShardedPasses) -> Array:
+    """Seconds that the lane advances in each segment of a micro-batch, forward then backward.
+
+    That is less than its host's and its device's seconds together where these overlap.
+    """
+    ends_s = np.concatenate([np.zeros(1), lanes.ends_s(0)])
+    marks = (0, *passes.forward_ends, *passes.backward_ends)
+    return np.maximum(np.diff(ends_s[list(marks)]), 0.0)
+
+
+def unit_copies_s(
+    passes: ShardedPasses, profile: MachineProfile, busy: int, cache: Cache
+) -> tuple[Array, Array]:
+    """Seconds of copying each unit's parameters out of a buffer, and its gradients into one."""
+
+    def seconds(sizes_bytes: Array) -> Array:
+        return np.array(
+            [copy_s(profile, int(size), busy, cache) if size else 0.0 for size in sizes_bytes]
+        )
+
+    return seconds(passes.gathered_bytes), seconds(passes.reduced_bytes)

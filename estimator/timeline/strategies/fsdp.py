@@ -1,0 +1,390 @@
+"""FullyShardedDataParallel (FSDP2) and HSDP: units are gathered before they compute.
+
+Order and waits are those of torch.distributed.fsdp.fully_shard (torch 2.13; _fsdp_param_group.py,
+_fsdp_state.py). In a micro-batch every block is gathered for its forward and for its backward pass,
+the root once; gradients are reduce-scattered after each backward pass, and under HSDP the shards
+all-reduced between replicates. On GPUs gathers run ahead of compute on the group's communicator; a
+block's gradients are copied into their buffer only when the block before has been scattered. Gloo's
+collectives block the rank. The compute of a micro-batch ends when all its gradients are reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.cache import Cache
+from estimator.elementwise import maximum
+from estimator.errors import ProfileError
+from estimator.graph.ops import OpGraph
+from estimator.process_groups import ProcessGroup
+from estimator.profile import CollectiveName, MachineProfile
+from estimator.timeline.collectives import CollectiveCosts, CollectiveModel, SizedCollective
+from estimator.timeline.evaluator import play
+from estimator.timeline.overlaps import NO_OVERLAP, Overlap, OverlapCosts
+from estimator.timeline.ranks import RankKind, StepShape
+from estimator.timeline.shard_costs import ShardedPasses, sharded_passes
+from estimator.timeline.spans import Label
+from estimator.timeline.strategies.registry import (
+    DP,
+    DP_REPLICATE,
+    DP_SHARD,
+    Communication,
+    Groups,
+    Network,
+    Ranks,
+    Rules,
+    listed,
+    strategy,
+    without_cost,
+)
+from estimator.timeline.tasks import COMPUTE, NETWORK, REPLICATES, TaskList
+from estimator.topology import Cluster
+
+Array = NDArray[np.float64]
+
+
+# Compute between passes through units, which a timeline lists operator by operator.
+_SEGMENTS = (Label("", phase="forward"), Label("", phase="backward"))
+
+
+@strategy("fsdp")
+class FullyShardedDataParallel(Rules):
+    """Ranks hold shards of everything and gather parameters unit by unit."""
+
+    reduced_by = "reduce-scatter"
+    axes = (DP, DP_SHARD, DP_REPLICATE)
+
+    def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
+        super().__init__(graph, shape, cache)
+        self.passes: ShardedPasses = sharded_passes(graph, cache)
+
+    def shards(self, ranks: Any) -> Any:
+        shard = self.shape.strategy.shard
+        return ranks if shard is None else np.minimum(ranks, shard)
+
+    def network(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> Network:
+        return ShardedNetwork(self, profiles, cluster)
+
+    def op_ends_s(self, ranks: Ranks, kind: RankKind) -> Iterator[tuple[Array, Array]]:
+        if not len(kind.segments_s):
+            yield from super().op_ends_s(ranks, kind)
+            return
+        scale, count = ranks.compute_ratio * kind.slowdown_ratio, self.shape.accumulation_steps
+        segments_s = (kind.segments_s * ranks.compute_ratio).tolist()
+        lanes, began_s = kind.program.lanes, 0.0
+        for number in listed(count):
+            reducing = number == count - 1 or self.shape.strategy.gradient_sync
+            offsets_s, length_s = self._offsets_s(segments_s, reducing=reducing)
+            yield began_s + lanes.ends_s(0) * scale + offsets_s, lanes.device_s
+            began_s += length_s
+
+    def _offsets_s(self, segments_s: list[float], *, reducing: bool) -> tuple[Array, float]:
+        """(what a rank computes before each op beside ops, all that it does in a micro-batch)."""
+        nothing = np.zeros(len(self.passes.gathered_bytes))
+        tasks = TaskList()
+        micro = _MicroBatch(
+            tasks, self.passes, segments_s, _Costs(nothing, nothing, nothing), blocks=True
+        )
+        micro.add(reducing=reducing)
+        ends = (*self.passes.forward_ends, *self.passes.backward_ends)
+        offsets_s = np.zeros(ends[-1])
+        first, beside_s, length_s = 0, 0.0, 0.0
+        segments = iter(ends)
+        for task in tasks.tasks:
+            if task.lane != COMPUTE:
+                continue
+            length_s += task.cost_s
+            if task.label in _SEGMENTS:
+                end = next(segments)
+                offsets_s[first:end] = beside_s
+                first = end
+            else:
+                beside_s += task.cost_s
+        return offsets_s, length_s
+
+    def words(self, ranks: int) -> str:
+        return f"gathering parameters and reducing gradients of {ranks} ranks"
+
+
+class _Costs(NamedTuple):
+    """Seconds of each unit's collectives: (units,) of one step, (units, rows) of many."""
+
+    gather_s: Any
+    scatter_s: Any
+    reduce_s: Any
+
+
+class ShardedNetwork(Network):
+    """Gathers and scatters over the ranks that hold one replica, all-reduces between replicates."""
+
+    def __init__(
+        self,
+        rules: FullyShardedDataParallel,
+        profiles: Sequence[MachineProfile],
+        cluster: Cluster | None,
+    ) -> None:
+        self._rules, self._profiles, self._cluster = rules, profiles, cluster
+        passes = rules.passes
+        self._gather = self._sized("all_gather", passes.gathered_bytes)
+        self._scatter = self._sized("reduce_scatter", passes.reduced_bytes)
+        # What is all-reduced is the shard that a rank holds.
+        shards = rules.shape.strategy.shard or 1
+        self._reduce = self._sized("all_reduce", passes.reduced_bytes / shards)
+        whole = float(passes.gathered_bytes.sum())
+        self._overlaps = OverlapCosts(profiles, whole, rules.cache)
+
+    def _sized(
+        self, op: CollectiveName, sizes_bytes: Array
+    ) -> tuple[CollectiveCosts, SizedCollective]:
+        kind, cache = self._rules.graph.target, self._rules.cache
+        costs = CollectiveCosts(self._profiles, op, kind, self._cluster, cache)
+        return costs, SizedCollective(costs.corrections, sizes_bytes)
+
+    def communication(self, ranks: Ranks) -> Communication:
+        costs, unknown = self._costs(ranks)
+        shape = self._rules.shape
+        overlap = self._overlap(ranks, costs)
+        once_s = self._micro_batch_s(ranks, costs, overlap, reducing=True)
+        earlier_s, earlier = 0.0, shape.accumulation_steps - 1
+        if earlier and shape.strategy.gradient_sync:
+            earlier_s = earlier * once_s
+        elif earlier:
+            earlier_s = earlier * self._micro_batch_s(ranks, costs, overlap, reducing=False)
+        gathers_s = _passes_s(costs.gather_s, self._gathered())
+        reductions_s = _passes_s(costs.scatter_s, self._reduced())
+        reductions_s = reductions_s + _passes_s(costs.reduce_s, self._reduced())
+        times = shape.accumulation_steps if shape.strategy.gradient_sync else 1
+        alone_s = shape.accumulation_steps * gathers_s + times * reductions_s
+        # What the earlier micro-batches' gradients are added up in follows all of them here.
+        played_s = earlier_s + once_s + self._sums_s(ranks)
+        return Communication(
+            exposed_s=maximum(played_s - ranks.lane_s, 0.0),
+            alone_s=alone_s,
+            model=self._scatter[0].model(ranks.groups[DP_SHARD][0]),
+            overlap=overlap,
+            unknown=unknown,
+        )
+
+    def _gathered(self) -> tuple[int, ...]:
+        passes = self._rules.passes
+        return (0, *passes.forward, *passes.backward)
+
+    def _reduced(self) -> tuple[int, ...]:
+        return (0, *self._rules.passes.reduced)
+
+    def _sums_s(self, ranks: Ranks) -> Any:
+        """Seconds of adding up gradients, shards or whole, on the rank that takes longest."""
+        if self._rules.shape.accumulation_steps == 1:
+            return 0.0
+        (group,) = ranks.groups[DP]
+        shards = self._rules.shards(group.ranks) if self._rules.shape.strategy.gradient_sync else 1
+        seconds = ranks.segments_s[-1]
+        most = seconds.max(axis=0) if isinstance(seconds, np.ndarray) else seconds
+        return most / shards
+
+    def _costs(self, ranks: Ranks) -> tuple[_Costs, Any]:
+        """(what each unit's collectives take over the slowest group, whether that is unknown)."""
+        shards, replicates = ranks.groups[DP_SHARD], ranks.groups[DP_REPLICATE]
+        gather_s, no_gather = _slowest(self._gather, shards, ranks.ratio)
+        scatter_s, no_scatter = _slowest(self._scatter, shards, ranks.ratio)
+        reduce_s, no_reduce = _slowest(self._reduce, replicates, ranks.ratio)
+        return _Costs(gather_s, scatter_s, reduce_s), no_gather | no_scatter | no_reduce
+
+    def _overlap(self, ranks: Ranks, costs: _Costs) -> Overlap:
+        if self._blocks:
+            return NO_OVERLAP
+        alone_s = costs.gather_s.sum(axis=0) + costs.scatter_s.sum(axis=0)
+        return self._overlaps.overlap(ranks.groups[DP][0], alone_s)
+
+    @property
+    def _blocks(self) -> bool:
+        """Whether a rank stands still until its collective is done, as with gloo."""
+        return self._rules.graph.target == "cpu"
+
+    def _micro_batch_s(
+        self, ranks: Ranks, costs: _Costs, overlap: Overlap, *, reducing: bool
+    ) -> Any:
+        tasks = TaskList()
+        self._add_micro_batch(tasks, ranks, costs, reducing=reducing)
+        return play(tasks.tasks, overlap)
+
+    def _add_micro_batch(
+        self, tasks: TaskList, ranks: Ranks, costs: _Costs, *, reducing: bool
+    ) -> None:
+        """Add a micro-batch after all that is in the list; its last task ends it on all ranks."""
+        passes = self._rules.passes
+        micro = _MicroBatch(tasks, passes, ranks.segments_s, costs, blocks=self._blocks)
+        micro.add(reducing=reducing)
+
+    def source(self, model: CollectiveModel) -> str:
+        return self._scatter[0].source(model)
+
+    def missing(self, groups: Groups) -> ProfileError:
+        for (costs, _), axis in (
+            (self._scatter, DP_SHARD),
+            (self._gather, DP_SHARD),
+            (self._reduce, DP_REPLICATE),
+        ):
+            for group in groups[axis]:
+                if group.ranks > 1 and costs.model(group).unknown:
+                    return without_cost(self._profiles[group.network], costs.op)
+        raise AssertionError("every collective of the strategy has a cost")
+
+    def add_tasks(self, tasks: TaskList, ranks: Ranks, overlap: Overlap) -> None:
+        costs, _ = self._costs(ranks)
+        shape = self._rules.shape
+        count = shape.accumulation_steps
+        for number in listed(count):
+            last = number == count - 1
+            reducing = last or shape.strategy.gradient_sync
+            if last and (left := count - len(listed(count))):
+                alike = shape.strategy.gradient_sync
+                middle_s = left * self._micro_batch_s(ranks, costs, overlap, reducing=alike)
+                label = Label(f"micro-batches 3 to {count - 1}, each alike")
+                more = tasks.add(NETWORK, middle_s, len(tasks.tasks) - 1, label=label)
+                tasks.add(COMPUTE, 0.0, more)
+            self._add_micro_batch(tasks, ranks, costs, reducing=reducing)
+        if shape.accumulation_steps > 1:
+            (group,) = ranks.groups[DP]
+            shards = self._rules.shards(group.ranks) if shape.strategy.gradient_sync else 1
+            summed = tasks.add(COMPUTE, ranks.segments_s[-1] / shards, label=Label("add gradients"))
+            tasks.add(COMPUTE, 0.0, tasks.add(NETWORK, 0.0, summed))
+
+    def add_after_update(self, tasks: TaskList, ranks: Ranks) -> None:
+        pass
+
+
+def _slowest(
+    sized: tuple[CollectiveCosts, SizedCollective], groups: Sequence[ProcessGroup], ratio: Any
+) -> tuple[Any, Any]:
+    """(seconds of each unit on the slowest of the groups, whether any is unknown)."""
+    costs, sizes = sized
+    found: Any = np.zeros(len(sizes.factors[0]))
+    unknown: Any = False
+    for group in groups:
+        model, several = costs.model(group), np.greater(group.ranks, 1)
+        times_s = np.where(several, sizes.times_s(model), 0.0)
+        found = np.maximum(found if times_s.ndim == 1 else found.reshape(len(found), -1), times_s)
+        unknown = unknown | (model.unknown & several)
+    return found * ratio if groups else found, unknown
+
+
+def _passes_s(seconds: Any, units: Sequence[int]) -> Any:
+    """Seconds of the collectives of some passes, one after the other."""
+    return seconds[list(units)].sum(axis=0)
+
+
+class _MicroBatch:
+    """Adds the tasks of one micro-batch in the order in which FSDP issues them."""
+
+    def __init__(
+        self,
+        tasks: TaskList,
+        passes: ShardedPasses,
+        segments_s: Any,
+        costs: _Costs,
+        *,
+        blocks: bool,
+    ) -> None:
+        self._tasks, self._passes, self._blocks = tasks, passes, blocks
+        self._costs = costs
+        forward, backward = len(passes.forward_ends), len(passes.backward_ends)
+        units = len(passes.gathered_bytes)
+        self._forward_s = segments_s[:forward]
+        self._backward_s = segments_s[forward : forward + backward]
+        copies_s = segments_s[forward + backward :]
+        self._out_s, self._in_s = copies_s[:units], copies_s[units : 2 * units]
+        # The last task of all: all ranks had ended the micro-batch before.
+        self._begun = len(tasks.tasks) - 1 if tasks.tasks else None
+        self._gathered: dict[int, int] = {}
+        self._copied: list[int] = []
+        self._scattered: int | None = None
+        self._reduced: int | None = None
+
+    def _add(self, lane: str, cost_s: Any, *after: int | None, label: str = "") -> int:
+        """Add a task; where collectives block, after the one before it."""
+        return self._tasks.add(lane, cost_s, *after, self._before, label=Label(label))
+
+    def _gather(self, unit: int, *after: int | None) -> int | None:
+        if not self._passes.gathered_bytes[unit]:
+            return None
+        cost_s = self._costs.gather_s[unit]
+        return self._add(NETWORK, cost_s, *after, label=f"all-gather unit {unit}")
+
+    def _copy_out(self, unit: int, gathered: int | None) -> None:
+        label = f"copy out unit {unit}"
+        self._copied.append(self._add(COMPUTE, self._out_s[unit], gathered, label=label))
+
+    def add(self, *, reducing: bool) -> None:
+        """Add all; gradients are reduced, or kept whole on every rank."""
+        self._forward()
+        self._backward(reducing=reducing)
+        self._end()
+
+    def _compute(self, segment: Label, cost_s: Any) -> None:
+        self._tasks.add(COMPUTE, cost_s, self._before, label=segment)
+
+    @property
+    def _before(self) -> int | None:
+        """The task before, where collectives block their rank."""
+        return len(self._tasks.tasks) - 1 if self._blocks and self._tasks.tasks else None
+
+    def _forward(self) -> None:
+        """A gather may run beside the compute of two blocks: until the one before them is copied.
+
+        The buffers of two gathers exist at a time (wait_for_unshard).
+        """
+        passes = self._passes
+        self._copy_out(0, self._gather(0, self._begun))
+        self._compute(_SEGMENTS[0], self._forward_s[0])
+        for place, unit in enumerate(passes.forward, start=1):
+            room = self._copied[place - 2] if place > 1 else self._begun
+            self._copy_out(unit, self._gather(unit, room))
+            self._compute(_SEGMENTS[0], self._forward_s[place])
+        self._compute(_SEGMENTS[0], self._forward_s[-1])
+
+    def _backward(self, *, reducing: bool) -> None:
+        """Beside a block's compute the next one is gathered and the one before scattered.
+
+        A block's gradients are copied in when the block before has been scattered (post_backward).
+        """
+        passes = self._passes
+        units = passes.backward
+        gathered = self._gather(units[0], self._copied[-1]) if units else None
+        self._compute(_SEGMENTS[1], self._backward_s[0])
+        last_pass = {unit: place for place, unit in enumerate(units)}
+        for place, unit in enumerate(units):
+            self._copy_out(unit, gathered)
+            if place + 1 < len(units):
+                gathered = self._gather(units[place + 1], self._copied[-1])
+            self._compute(_SEGMENTS[1], self._backward_s[place + 1])
+            if reducing and last_pass[unit] == place:
+                self._reduce(unit)
+        self._compute(_SEGMENTS[1], self._backward_s[-1])
+        if reducing:
+            self._reduce(0)
+
+    def _reduce(self, unit: int) -> None:
+        if not self._passes.reduced_bytes[unit]:
+            return
+        copied = self._add(COMPUTE, self._in_s[unit], self._scattered, label=f"copy in unit {unit}")
+        self._scattered = self._add(
+            NETWORK, self._costs.scatter_s[unit], copied, label=f"reduce-scatter unit {unit}"
+        )
+        if np.any(self._costs.reduce_s):
+            self._reduced = self._add(
+                REPLICATES,
+                self._costs.reduce_s[unit],
+                self._scattered,
+                label=f"all-reduce unit {unit}",
+            )
+
+    def _end(self) -> None:
+        """All ranks have computed, and all gradients are reduced."""
+        computed = self._add(COMPUTE, 0.0)
+        joined = self._tasks.add(NETWORK, 0.0, computed, self._scattered, self._reduced)
+        self._tasks.add(COMPUTE, 0.0, joined)

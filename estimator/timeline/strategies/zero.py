@@ -1,0 +1,49 @@
+"""ZeRO stages 1 and 2: the optimizer's state, and gradients, are sharded; parameters are not."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.profile import CollectiveName
+from estimator.timeline.strategies.ddp import DistributedDataParallel
+from estimator.timeline.strategies.registry import strategy
+
+Array = NDArray[np.float64]
+
+
+@strategy("zero1")
+class ZeroRedundancyOptimizer(DistributedDataParallel):
+    """DDP, whose ranks update a share each and broadcast every tensor that they have updated."""
+
+    after_op: ClassVar[CollectiveName | None] = "broadcast"
+
+    def shards(self, ranks: Any) -> Any:
+        return ranks
+
+    def update_share(self, ranks: Any) -> Any:
+        return 1.0 / ranks
+
+    def bytes_after(self) -> Array:
+        trained = (p for p in self.graph.parameters if p.gradient is not None)
+        return np.array([float(parameter.spec.nbytes) for parameter in trained])
+
+    def words(self, ranks: int) -> str:
+        return f"reducing gradients and broadcasting parameters of {ranks} ranks"
+
+
+@strategy("zero2")
+class ZeroStage2(ZeroRedundancyOptimizer):
+    """Gradients are reduce-scattered bucket by bucket, updated parameters gathered likewise."""
+
+    reduce_op = "reduce_scatter"
+    after_op = "all_gather"
+    reduced_by = "reduce-scatter"
+
+    def bytes_after(self) -> Array:
+        return self.bucket_bytes
+
+    def words(self, ranks: int) -> str:
+        return f"reducing gradients and gathering parameters of {ranks} ranks"

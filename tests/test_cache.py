@@ -1,0 +1,82 @@
+"""What is kept: each thing made once, the least recently used forgotten first."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from estimator.cache import Cache
+
+
+class Owner:
+    """Something that values are made of."""
+
+
+def test_a_value_is_made_once_for_the_same_objects_and_details() -> None:
+    cache, one, other = Cache(1 << 20), Owner(), Owner()
+    made: list[str] = []
+
+    def make(name: str) -> str:
+        made.append(name)
+        return name
+
+    for _ in range(2):
+        assert cache.get("kind", (one,), lambda: make("one"), 8) == "one"
+        assert cache.get("kind", (other,), lambda: make("other"), 8) == "other"
+        assert cache.get("kind", (one,), lambda: make("larger"), 16) == "larger"
+    assert made == ["one", "other", "larger"]
+
+
+def test_the_least_recently_used_leave_first() -> None:
+    # Each holds 10 kB and what an entry costs; the limit is room for three of them.
+    cache, owner = Cache(3 * 11_500), Owner()
+
+    def value(number: int) -> np.ndarray:
+        return cache.get("array", (owner,), lambda: np.zeros(1250), number)
+
+    first, second, third = value(1), value(2), value(3)
+    assert value(1) is first
+    value(4)
+    assert cache.size_bytes <= cache.limit_bytes
+    assert value(1) is first
+    assert value(2) is not second
+    del third
+
+
+def test_bytes_that_a_value_takes_up_later_count() -> None:
+    cache, owner = Cache(10_000), Owner()
+    cache.get("small", (owner,), lambda: 1, "a")
+    cache.get("small", (owner,), lambda: 2, "b")
+    cache.grown(9_000, "small", (owner,), "b")
+    assert len(cache) == 1
+
+
+def test_what_fails_is_raised_and_not_kept() -> None:
+    cache, owner = Cache(1 << 20), Owner()
+
+    def fail() -> int:
+        raise LookupError("no such thing")
+
+    with pytest.raises(LookupError):
+        cache.get("kind", (owner,), fail)
+    assert len(cache) == 0
+    assert cache.get("kind", (owner,), lambda: 3) == 3
+
+
+def test_threads_that_ask_at_once_wait_for_one_that_makes_it() -> None:
+    cache, owner, begun = Cache(1 << 20), Owner(), threading.Event()
+    made: list[int] = []
+
+    def make() -> object:
+        begun.wait(5)
+        made.append(1)
+        return object()
+
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(cache.get, "kind", (owner,), make) for _ in range(8)]
+        begun.set()
+        assert len({id(each.result()) for each in found}) == 1
+    assert len(made) == 1
