@@ -199,10 +199,9 @@ class Training:
         self.loss = loss or (lambda output, _batch: loss_of(output))
         strategy = Strategy(**arguments["strategy"])
         # FSDP scatters the gradients of every micro-batch unless told otherwise.
-        self.merges_each = strategy.kind == "fsdp" and getattr(strategy, "gradient_sync", True)
+        self.merges_each = strategy.kind == "fsdp" and strategy.gradient_sync
         if world_size > 1 and strategy.kind == "fsdp":
-            shard = getattr(strategy, "shard", None)
-            shard_model(self.model, world_size, shard=shard, kind=arguments["kind"])
+            shard_model(self.model, world_size, shard=strategy.shard, kind=arguments["kind"])
         elif world_size > 1:
             self._wrap(strategy)
         shares_update = world_size > 1 and strategy.kind == "zero1"
