@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from records import Progress, Record, Records, now
+from records import Progress, Record, Records, now, say
 from summary import Bound, format_rows, format_table, noise_ratio, summarise
 from testbed.measure import measure
 from testbed.network import Testbed, testbed
 from testbed.paced import paced_graph, paced_machine
-from testbed_cases import COMPUTING, Case, beds, cases
+from testbed_cases import Case, beds, cases
 from testbed_runs import MACHINE, add_options, open_work, probe_network
 
 from estimator.calibrate.baselines import LinearScaling, OptimusForm, PolluxForm
@@ -37,6 +37,7 @@ REPEATS = 7
 BOUNDS = {
     "computing": Bound(median_ratio=0.08, worst_ratio=0.25),
     "paced": Bound(median_ratio=0.03, worst_ratio=0.10),
+    "paced fsdp": Bound(median_ratio=0.03, worst_ratio=0.10),
 }
 FORMS = {"linear": LinearScaling, "optimus": OptimusForm, "pollux": PolluxForm}
 MODELS = Path(__file__).with_name("local_models.py")
@@ -62,7 +63,7 @@ class Bench:
         with testbed(self.description) as bed:
             self.prepare(bed)
             if not self.options.predict_only:
-                self._measure(bed)
+                self.measure(bed)
 
     def prepare(self, bed: Testbed) -> None:
         """Probe the network and write predictions down, where either is missing."""
@@ -89,8 +90,15 @@ class Bench:
         )
 
     def _predict(self, case: Case) -> None:
-        answer = self._estimate(case, self._graph(case), case.allocation)
-        alone = self._estimate(case, self._graph(case), case.allocation.split("[")[0] + "[0]")
+        try:
+            answer = self._estimate(case, case.allocation, case.strategy)
+            # One rank has nobody to share with.
+            first = case.allocation.split("[")[0] + "[0]"
+            alone = self._estimate(case, first, case.strategy.partition(":")[0])
+        except EstimatorError as error:
+            self.records.add({"kind": "refusal", "key": case.key, "reason": str(error)[:500]})
+            say(f"{case.key}: {error}")
+            return
         self.records.add(
             {
                 "kind": "prediction",
@@ -125,22 +133,25 @@ class Bench:
         devices = max(node.devices for node in self.description.nodes)
         return paced_machine(network, devices) if case.is_paced else shared_host(network)
 
-    def _estimate(self, case: Case, graph: OpGraph, allocation: str) -> Estimate:
+    def _estimate(self, case: Case, allocation: str, strategy: str) -> Estimate:
         return estimate_graph(
-            graph,
+            self._graph(case),
             allocation,
             batch_per_gpu=case.batch,
             accumulation_steps=case.accumulation_steps,
-            strategy=case.strategy,
+            strategy=strategy,
             cluster=Cluster.load(self.cluster_path),
             profile=self.machine(case),
         )
 
-    def _measure(self, bed: Testbed) -> None:
-        total = sum(max(0, self.options.repeats - self._runs(case)) for case in self.cases)
+    def measure(self, bed: Testbed) -> None:
+        """Train what is predicted, as often as asked for."""
+        # What is not predicted is not measured: a prediction comes first.
+        predicted = [case for case in self.cases if self.records.of("prediction", case.key)]
+        total = sum(max(0, self.options.repeats - self._runs(case)) for case in predicted)
         progress = Progress(f"{self.name}: trained", total)
         for done in range(self.options.repeats):
-            for case in self.cases:
+            for case in predicted:
                 if self._runs(case) > done or self.records.of("failure", case.key):
                     continue
                 try:
@@ -200,7 +211,7 @@ def _assembled(case: Case, records: Records) -> Record:
     predictions = records.of("prediction", case.key)
     prediction = predictions[-1] if predictions else {}
     steps_s = [run["step_s"] for run in records.of("measurement", case.key)]
-    failures = records.of("failure", case.key)
+    failures = records.of("failure" if prediction else "refusal", case.key)
     measured_at = records.of("measurement", case.key)[0]["at"] if steps_s else None
     status = "ok" if steps_s and prediction else "not_measured" if prediction else "no_prediction"
     kept = ("predicted_s", "low_s", "high_s", "alone_s", "batch_per_gpu", "global_batch")
@@ -217,7 +228,7 @@ def _assembled(case: Case, records: Records) -> Record:
         "strategy": case.strategy,
         "accumulation_steps": case.accumulation_steps,
         "precision": "fp32",
-        "method": "paced" if case.is_paced else "computing",
+        "method": case.method,
         "k": 0,
         "draw": 0,
         **{name: prediction.get(name) for name in kept},
@@ -247,7 +258,7 @@ def _forms(ours: Sequence[Record]) -> Iterator[Record]:
         times = [other["measured_s"] for other in others] + [case["alone_s"]]
         for name, form in FORMS.items():
             predicted_s = float(form().fit(rows, times).predict([_row(case)])[0])
-            kind = "" if case["method"] == "paced" else " (computing)"
+            kind = "" if case["method"] == "paced" else f" ({case['method']})"
             yield {
                 **case,
                 "method": f"{name}{kind}",
@@ -315,7 +326,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_options(parser, "testbed_accuracy")
     add = parser.add_argument
     add("--beds", help="names of testbeds, joined by commas")
-    add("--only", help="paced or computing")
+    add("--only", choices=list(BOUNDS), help="the cases judged together")
     add("--repeats", type=int, default=REPEATS, help="fresh launches of each case")
     add("--steps", type=int, default=15, help="timed steps in each launch")
     add("--repredict", action="store_true", help="predict again, and say so where it is too late")
@@ -326,10 +337,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"there is no testbed '{unknown[0]}'; choose of {', '.join(beds())}")
     options.cases = [
-        case
-        for case in cases()
-        if case.bed in wanted
-        and options.only in (None, "computing" if case.model in COMPUTING else "paced")
+        case for case in cases() if case.bed in wanted and options.only in (None, case.method)
     ]
     return options
 

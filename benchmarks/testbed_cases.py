@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,13 @@ class Case:
         return self.model not in COMPUTING
 
     @property
+    def method(self) -> str:
+        """The group of cases that this one is judged in."""
+        if not self.is_paced:
+            return "computing"
+        return "paced fsdp" if self.strategy.startswith("fsdp") else "paced"
+
+    @property
     def key(self) -> str:
         parts = [self.bed, self.model, self.allocation, self.strategy]
         parts += [f"a{self.accumulation_steps}"] if self.accumulation_steps > 1 else []
@@ -42,6 +50,15 @@ class Case:
     @property
     def nodes(self) -> int:
         return len({group.host for group in Allocation.parse(self.allocation).groups})
+
+
+# Testbeds of 2 × 2 ranks that shard a model: the rate of their links, and the model.
+_SHARDED = {
+    "shard200": ("200 Mbit/s", "eight_even"),
+    "shard500": ("500 Mbit/s", "language_model"),
+    "shard1000": ("1 Gbit/s", "few_big"),
+    "shard2000": ("2 Gbit/s", "transformer"),
+}
 
 
 def _node(name: str, uplink: str, devices: int = 2, **options: Any) -> TestbedNode:
@@ -77,6 +94,7 @@ def beds() -> dict[str, TestbedDescription]:
         "pair": uniform(nodes=2, devices=1, uplink="1 Gbit/s"),
         "pair2": uniform(nodes=2, devices=1, uplink="2 Gbit/s"),
         "fast": uniform(nodes=2, devices=1, uplink="10 Gbit/s"),
+        **{name: uniform(nodes=2, devices=2, uplink=rate) for name, (rate, _) in _SHARDED.items()},
         **_mixed_beds(),
     }
 
@@ -151,4 +169,18 @@ def cases() -> list[Case]:
         _case("fast", "gpt2", "n0[0]+n1[0]"),
         _case("fast", "resnet", "n0[0]+n1[0]"),
         _case("fast", "few_big", "n0[0]+n1[0]"),
+        *_sharded_cases(),
     ]
+
+
+def _sharded_cases() -> Iterator[Case]:
+    """FSDP over all ranks, and HSDP with its groups inside nodes and across them."""
+    inside, across = "n0[0,1]+n1[0,1]", "n0[0]+n1[0]+n0[1]+n1[1]"
+    for bed, (_, model) in _SHARDED.items():
+        for micro_batches in (1, 2):
+            of = {"accumulation_steps": micro_batches}
+            yield _case(bed, model, inside, "fsdp", **of)
+            yield _case(bed, model, inside, "fsdp:shard=2", **of, title="groups in nodes")
+    for bed in ("shard500", "shard2000"):
+        _, model = _SHARDED[bed]
+        yield _case(bed, model, across, "fsdp:shard=2", title="groups across nodes")

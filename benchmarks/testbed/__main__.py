@@ -60,7 +60,7 @@ def train(options: argparse.Namespace) -> None:
                 timeout_s=options.timeout,
             )
             print(
-                f"{'DDP' if merges else 'no_sync'}: {format_seconds(found.step_s)} "
+                f"{options.strategy if merges else 'no sync'}: {format_seconds(found.step_s)} "
                 f"± {format_ratio(found.spread_ratio)} a step"
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -67,7 +68,8 @@ def measure(
 
     `model` is ``paced:NAME`` or any MODEL text; up to as many computing ranks as there are cores
     have a core each. `batch` is of every rank, or one number for each. Without `merges_gradients`
-    every micro-batch runs under DDP's no_sync, which leaves the step without its communication.
+    every micro-batch runs without gradient sync, which leaves a step under DDP without its
+    communication and one under FSDP with its gatherings alone.
     Raises TrainingError if a rank fails, dies or hangs.
     """
     is_paced = model.startswith(_PACED)
@@ -139,7 +141,8 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
     training.merges_gradients = arguments["merges_gradients"]
     if arguments["is_paced"]:
         training.optimizer = paced.PacedUpdate(training.model)
-    result = time_steps(training, arguments, world_size)
+    with paced.pausing_at_collectives() if arguments["is_paced"] else contextlib.nullcontext():
+        result = time_steps(training, arguments, world_size)
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()

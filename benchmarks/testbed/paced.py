@@ -1,25 +1,35 @@
 """Models that train for real but wait a set time per layer instead of computing.
 
-Parameters, gradients, DDP and its traffic are real; forward, backward and update leave the cores
-alone, so that sixteen ranks fit on two cores. Every function of `ALL` returns ``(model, batch)``.
-To the engine such a model is a graph whose ops were timed (`paced_graph`) on a machine with nothing
-but its network to it (`paced_machine`).
+Parameters, gradients, DDP, FSDP and their traffic are real; forward, backward and update leave the
+cores alone, so that sixteen ranks fit on two cores. Every function of `ALL` returns ``(model,
+batch)``. To the engine such a model is a graph whose ops were timed (`paced_graph`) on a machine
+with nothing but its network to it (`paced_machine`).
 
-Layer k of a step ends a set time after layer k−1 was due to end: the chain starts with zero_grad
-and knows no drift, so that what else a layer's thread does (Python, DDP's copies into buckets)
-costs nothing unless it takes longer than the layer, and no spinning at the end of a sleep is
-needed. `pace.lateness_s` tells how far behind its times a rank was.
+A layer is three pieces of work, as a matrix product is: its output, the gradient of its input and
+the gradient of its weights, in this order. Each piece ends a set time after the one before was due
+to end: the chain starts with zero_grad and knows no drift, so that what else a layer's thread does
+(Python, copies into buckets) costs nothing unless it takes longer than the layer, and no spinning
+at the end of a sleep is needed. A collective that blocks the thread, as FSDP's do on CPUs, defers
+all that is due after it by as long as it lasts (`pausing_at_collectives`). `pace.lateness_s` tells
+how far behind its times a rank was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import inspect
 import time
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.distributed as torch_distributed
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from estimator.graph.ops import OpGraph, OpTiming
 from estimator.graph.trace import trace_graph
@@ -37,6 +47,7 @@ from estimator.tensors import OpCall, TensorSpec
 # What a paced update waits for: once, and for each parameter unless told otherwise.
 UPDATE_S, UPDATE_S_PER_PARAMETER = 1e-3, 1e-9
 _FEATURES = 16
+_TIMED = ("paced.forward", "paced.input_gradient", "paced.weight_gradient")
 _DECLARED = Provenance(source="datasheet", relative_error=0.0, note="declared, not measured")
 
 
@@ -59,6 +70,10 @@ class Pace:
         """Let the next piece begin now."""
         self._due = time.perf_counter()
 
+    def defer(self, seconds: float) -> None:
+        """Let all that is due end this much later."""
+        self._due += seconds
+
     def wait(self, seconds: float) -> None:
         """Wait until the next piece of work is done."""
         self._due += seconds * self.slowdown_ratio
@@ -71,66 +86,144 @@ class Pace:
 pace = Pace()
 
 
+@contextlib.contextmanager
+def pausing_at_collectives() -> Iterator[None]:
+    """Meanwhile each collective of torch.distributed that blocks defers what is due after it.
+
+    Without this the next piece of work would already be over once the collective is.
+    """
+    dist: Any = torch_distributed
+    collectives = {
+        name: function
+        for name, function in vars(dist).items()
+        # torch.distributed's deprecated `reduce_op` warns whoever asks for an attribute of it.
+        if type(function) is FunctionType and "async_op" in inspect.signature(function).parameters
+    }
+    for name, function in collectives.items():
+        setattr(dist, name, _deferring(function))
+    try:
+        yield
+    finally:
+        for name, function in collectives.items():
+            setattr(dist, name, function)
+
+
+def _deferring(collective: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collective)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        work = collective(*args, **kwargs)
+        # One that does not block returns what to wait for.
+        if work is None:
+            pace.defer(time.perf_counter() - began)
+        return work
+
+    return call
+
+
 @torch.library.custom_op("paced::forward", mutates_args=())
-def paced_forward(
-    x: Tensor, weights: Sequence[Tensor], seconds: float, backward_seconds: float
-) -> Tensor:
+def paced_forward(x: Tensor, weights: Sequence[Tensor], seconds: float) -> Tensor:
     """A layer's forward pass: `seconds` per sample of `x`."""
     pace.wait(seconds * x.shape[0])
     return torch.zeros_like(x)
 
 
-@torch.library.custom_op("paced::backward", mutates_args=())
-def paced_backward(gradient: Tensor, weights: Sequence[Tensor], seconds: float) -> list[Tensor]:
-    """A layer's backward pass: gradients of its input and of its weights, `seconds` per sample."""
+@torch.library.custom_op("paced::input_gradient", mutates_args=())
+def paced_input_gradient(gradient: Tensor, weights: Sequence[Tensor], seconds: float) -> Tensor:
+    """The gradient of a layer's input: `seconds` per sample."""
     pace.wait(seconds * gradient.shape[0])
-    return [torch.zeros_like(gradient), *(_zero_gradient(weight) for weight in weights)]
+    return torch.zeros_like(gradient)
+
+
+@torch.library.custom_op("paced::weight_gradient", mutates_args=())
+def paced_weight_gradient(
+    gradient: Tensor, weights: Sequence[Tensor], seconds: float
+) -> list[Tensor]:
+    """The gradients of a layer's weights: `seconds` per sample."""
+    pace.wait(seconds * gradient.shape[0])
+    return [_zero_gradient(place, weight) for place, weight in enumerate(weights)]
 
 
 @paced_forward.register_fake
-def _(x: Tensor, weights: Sequence[Tensor], seconds: float, backward_seconds: float) -> Tensor:
+def _(x: Tensor, weights: Sequence[Tensor], seconds: float) -> Tensor:
     return torch.empty_like(x)
 
 
-@paced_backward.register_fake
+@paced_input_gradient.register_fake
+def _(gradient: Tensor, weights: Sequence[Tensor], seconds: float) -> Tensor:
+    return torch.empty_like(gradient)
+
+
+@paced_weight_gradient.register_fake
 def _(gradient: Tensor, weights: Sequence[Tensor], seconds: float) -> list[Tensor]:
-    return [torch.empty_like(gradient), *(torch.empty_like(weight) for weight in weights)]
+    return [torch.empty_like(weight) for weight in weights]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, weights, _, ctx.seconds = inputs
-    ctx.save_for_backward(*weights)
+class _InputPath(torch.autograd.Function):
+    """From a layer's input to its output, and the gradient back; none to the weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: list[Tensor], seconds: float, backward_seconds: float
+    ) -> Tensor:
+        ctx.seconds = backward_seconds
+        ctx.save_for_backward(*weights)
+        return paced_forward(x, weights, seconds)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        found = paced_input_gradient(gradient, list(ctx.saved_tensors), ctx.seconds)
+        return found, None, None, None
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    first, *rest = paced_backward(gradient, list(ctx.saved_tensors), ctx.seconds)
-    return first, rest, None, None
+class _WeightPath(torch.autograd.Function):
+    """From a layer's weights to its output, whose size `x` has, and the gradients back."""
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backward_seconds: float, *weights: Tensor) -> Tensor:
+        ctx.seconds = backward_seconds
+        ctx.save_for_backward(*weights)
+        return torch.zeros_like(x)
 
-paced_forward.register_autograd(_backward, setup_context=_setup_context)
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        found = paced_weight_gradient(gradient, list(ctx.saved_tensors), ctx.seconds)
+        return None, None, *found
+
 
 _gradients: dict[tuple[int, torch.Size], Tensor] = {}
 
 
-def _zero_gradient(weight: Tensor) -> Tensor:
-    """A new tensor on the same zeros every time: autograd takes it over without a copy."""
-    key = (weight.data_ptr(), weight.shape)
+def _zero_gradient(place: int, weight: Tensor) -> Tensor:
+    """A new tensor on the same zeros every time: autograd takes it over without a copy.
+
+    Layers share them, the weights of one layer, each in its own `place`, do not.
+    """
+    key = (place, weight.shape)
     if key not in _gradients:
         _gradients[key] = torch.zeros_like(weight)
     return _gradients[key].detach()
 
 
 class PacedLayer(nn.Module):
-    """Real parameters, and a forward and backward pass that wait."""
+    """Real parameters, and a forward and backward pass that wait.
+
+    The backward pass takes `ratio` times as long as the forward pass, half of it for the gradient
+    of the input: a layer whose input needs none takes the other half.
+    """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], seconds: float, ratio: float) -> None:
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-        self.forward_s, self.backward_s = seconds, ratio * seconds
+        self.forward_s, self.gradient_s = seconds, ratio * seconds / 2
 
     def forward(self, x: Tensor) -> Tensor:
         """Wait; nothing is computed."""
-        return paced_forward(x, list(self.weights), self.forward_s, self.backward_s)
+        weights = list(self.weights)
+        # Autograd turns first to what was recorded last: to the input's gradient.
+        of_weights = _WeightPath.apply(x.detach(), self.gradient_s, *weights)
+        of_input = _InputPath.apply(x, weights, self.forward_s, self.gradient_s)
+        return of_input + of_weights
 
 
 class PacedModel(nn.Sequential):
@@ -150,7 +243,7 @@ class PacedUpdate:
         self, model: nn.Module, parameter_s: float = UPDATE_S_PER_PARAMETER, share: float = 1.0
     ) -> None:
         self.parameters = list(model.parameters())
-        count = sum(parameter.numel() for parameter in self.parameters)
+        count = sum(_held(parameter).numel() for parameter in self.parameters)
         self.seconds = UPDATE_S + parameter_s * count * share
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -165,6 +258,11 @@ class PacedUpdate:
         pace.wait(self.seconds)
 
 
+def _held(parameter: Tensor) -> Tensor:
+    """What of a parameter lies on this rank: under FSDP its shard."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 Built = tuple[PacedModel, Tensor]
 
 
@@ -173,7 +271,7 @@ def _model(layers: Sequence[PacedLayer], batch: int) -> Built:
 
 
 def few_big(batch: int = 8) -> Built:
-    """Four layers of 6 MB: 24 MB, 0.36 s at batch 8."""
+    """Four layers of 6 MB: 24 MB, 0.33 s at batch 8."""
     return _model([PacedLayer([(1500, 1000)], 3.75e-3, 2.0) for _ in range(4)], batch)
 
 
@@ -184,7 +282,7 @@ def many_small(batch: int = 8) -> Built:
 
 
 def big_last(batch: int = 8) -> Built:
-    """Ten layers of convolution-like weights, then a classifier of 24 MB: 41 MB, 0.65 s.
+    """Ten layers of convolution-like weights, then a classifier of 24 MB: 41 MB, 0.63 s.
 
     As in VGG, nearly all the time is in the layers with few parameters; the classifier's gradient
     is ready first, and its all-reduce has the whole backward pass to hide in.
@@ -194,23 +292,38 @@ def big_last(batch: int = 8) -> Built:
 
 
 def big_first(batch: int = 8) -> Built:
-    """An embedding of 16 MB, then six layers of 2 MB: 28 MB, 0.5 s; its gradient comes last."""
+    """An embedding of 16 MB, then six layers of 2 MB: 28 MB, 0.49 s; its gradient comes last."""
     embedding = PacedLayer([(4000, 1000)], 0.8e-3, 2.0)
     return _model([embedding, *(PacedLayer([(500, 1000)], 3.3e-3, 2.0) for _ in range(6))], batch)
 
 
 def eight_even(batch: int = 8) -> Built:
-    """Eight layers of 1 MB: 8 MB, 0.16 s at batch 8."""
+    """Eight layers of 1 MB: 8 MB, 0.15 s at batch 8."""
     return _model([PacedLayer([(500, 500)], 0.83e-3, 2.0) for _ in range(8)], batch)
 
 
 def transformer(batch: int = 8) -> Built:
-    """Twelve even blocks of four matrices, four vectors each: 48 MB, 0.98 s at batch 8."""
+    """Twelve even blocks of four matrices, four vectors each: 48 MB, 0.95 s at batch 8."""
     shapes = [(288, 864), (864,), (288, 288), (288,), (288, 1152), (1152,), (1152, 288), (288,)]
     return _model([PacedLayer(shapes, 3.4e-3, 2.0) for _ in range(12)], batch)
 
 
-ALL = (few_big, many_small, big_last, big_first, eight_even, transformer)
+def language_model(batch: int = 8) -> Built:
+    """An embedding and a head of 4 MB, six blocks of 3 MB between them: 26 MB, 0.37 s at batch 8.
+
+    Embedding and head are no repeated blocks: under FSDP they are the rest, which is gathered once.
+    """
+    shapes = [(600, 1200), (600,), (120, 240)]
+    blocks = [PacedLayer(shapes, 2.2e-3, 2.0) for _ in range(6)]
+    layers = {
+        "embedding": PacedLayer([(800, 1250)], 0.6e-3, 2.0),
+        "blocks": nn.Sequential(*blocks),
+        "head": PacedLayer([(800, 1250)], 1.7e-3, 2.0),
+    }
+    return PacedModel(OrderedDict(layers)), torch.zeros(batch, _FEATURES)
+
+
+ALL = (few_big, many_small, big_last, big_first, eight_even, transformer, language_model)
 
 
 def paced_graph(name: str, batch: int = 8, other_batches: Iterable[int] = ()) -> OpGraph:
@@ -225,7 +338,7 @@ def paced_graph(name: str, batch: int = 8, other_batches: Iterable[int] = ()) ->
         call: OpTiming(_seconds_argument(call) * samples)
         for samples in {batch, *other_batches}
         for call in graph.at(samples).calls
-        if call.target.startswith("paced.")
+        if call.target.startswith(_TIMED)
     }
     return dataclasses.replace(graph, name=name, timings=timings, timed_on="paced")
 

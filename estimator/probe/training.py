@@ -15,6 +15,7 @@ from typing import Any
 from estimator.errors import ProbeError, StrategyError, TrainingError
 from estimator.probe.backend import keep_memory_resident
 from estimator.probe.ranks import run_on_devices
+from estimator.probe.sharding import shard_model
 from estimator.profile import Device
 from estimator.units import MIB
 from estimator.workload import Strategy, check_optimizer, check_precision
@@ -168,7 +169,7 @@ def time_steps(training: Training, arguments: Mapping[str, Any], world_size: int
 class Training:
     """A model with its optimizer and batch on one device, ready to step.
 
-    With `merges_gradients` False no micro-batch synchronises (DDP's no_sync).
+    With `merges_gradients` False no micro-batch merges gradients (DDP's no_sync).
     """
 
     def __init__(self, arguments: Mapping[str, Any], world_size: int) -> None:
@@ -197,8 +198,10 @@ class Training:
         self.batch = _moved(batch, device, dtype)
         self.loss = loss or (lambda output, _batch: loss_of(output))
         strategy = Strategy(**arguments["strategy"])
+        # FSDP scatters the gradients of every micro-batch unless told otherwise.
+        self.merges_each = strategy.kind == "fsdp" and strategy.gradient_sync
         if world_size > 1 and strategy.kind == "fsdp":
-            _shard(self.model)
+            shard_model(self.model, world_size, shard=strategy.shard, kind=arguments["kind"])
         elif world_size > 1:
             self._wrap(strategy)
         shares_update = world_size > 1 and strategy.kind == "zero1"
@@ -224,12 +227,20 @@ class Training:
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         for number in range(self.accumulation_steps):
-            merges = self.merges_gradients and number == self.accumulation_steps - 1
-            no_sync = getattr(self.model, "no_sync", contextlib.nullcontext)
-            with contextlib.nullcontext() if merges else no_sync():
+            last = number == self.accumulation_steps - 1
+            with self._merging(self.merges_gradients and (last or self.merges_each)):
                 self._micro_batch()
         self.optimizer.step()
         self.mark("update")
+
+    def _merging(self, merges: bool) -> contextlib.AbstractContextManager[Any]:
+        """A micro-batch whose gradients the ranks merge, or add up each by itself."""
+        if hasattr(self.model, "set_requires_gradient_sync"):
+            self.model.set_requires_gradient_sync(merges)
+            return contextlib.nullcontext()
+        no_sync = contextlib.nullcontext if merges else getattr(self.model, "no_sync", None)
+        context: contextlib.AbstractContextManager[Any] = (no_sync or contextlib.nullcontext)()
+        return context
 
     def _micro_batch(self) -> None:
         with self._autocast():
@@ -315,18 +326,6 @@ def _moved(batch: Any, device: Any, dtype: Any) -> Any:
         return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
     return map_tensors(batch, move)
-
-
-def _shard(model: Any) -> None:
-    """FSDP2 on every unit that `shard_units` names, and on the rest."""
-    from torch.distributed.fsdp import fully_shard
-
-    from estimator.graph.shards import unit_path
-
-    for path, module in list(model.named_modules()):
-        if path and unit_path(path) == path and any(True for _ in module.parameters()):
-            fully_shard(module)
-    fully_shard(model)
 
 
 def _optimizer(name: str, model: Any, *, shared: bool = False) -> Any:

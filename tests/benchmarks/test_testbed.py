@@ -95,8 +95,9 @@ def test_each_link_is_limited_at_both_ends() -> None:
 def test_a_paced_graph_takes_its_declared_times() -> None:
     graph = paced.paced_graph("few_big", batch=4)
     waits = [graph.timings[op.call].seconds for op in graph.ops if op.call in graph.timings]
-    # Four layers of 3.75 ms a sample forward, twice that backward.
-    assert sum(waits) == pytest.approx(4 * 4 * 3.75e-3 * 3)
+    # Four layers of 3.75 ms a sample forward, and as much for the gradients of the weights and of
+    # the input, which the first layer's input does not need.
+    assert sum(waits) == pytest.approx((4 + 4 + 3) * 4 * 3.75e-3)
     assert graph.parameter_bytes == 24_000_000
     assert [p.name for p in graph.parameters] == [f"{k}.weights.0" for k in (3, 2, 1, 0)]
 
@@ -141,6 +142,13 @@ def test_two_ranks_on_two_nodes_reduce_and_leave_nothing_behind() -> None:
             bed, "paced:many_small", "n0[0]+n1[0]", batch=1, steps=2, warmup_steps=1
         )
         assert [len(times) for times in run.step_times_s] == [2, 2]
+        whole = measure.measure(
+            bed, "paced:eight_even", "n0[0]+n1[0]", strategy="fsdp", steps=2, warmup_steps=1
+        )
+        # 8 MB are gathered twice, half of them over the link, and all-reduced once: gloo scatters
+        # so. Eight layers take 0.83 ms for a sample of eight three times, the first one twice.
+        blocked_s = (2 * 4e6 + 8e6) / 25e6
+        assert whole.step_s > blocked_s + 8 * 0.83e-3 * (3 * 8 - 1)
         failing = ["sh", "-c", "test $RANK = 0 && sleep 60 || { echo no disk >&2; exit 3; }"]
         with pytest.raises(TrainingError, match=r"rank 1 on node 'n1' ended with 3.*no disk"):
             launch.launch(bed, "n0[0]+n1[0]", failing)

@@ -119,6 +119,8 @@ def test_parameters_without_a_gradient_are_found_and_do_not_stop_the_ranks(model
         "ddp:bucket=1MiB",
         "zero1",
         "fsdp",
+        "fsdp:shard=1",
+        "fsdp:no_sync",
     ],
 )
 def test_every_strategy_trains(models: str, strategy: str) -> None:
