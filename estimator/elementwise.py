@@ -12,6 +12,7 @@ Python takes, and arrays (a row per case) as soon as one argument is an array::
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -159,12 +160,15 @@ def expected_maximum(count: Any, /) -> Any:
         # Few numbers stand in many rows: each is worked out once.
         whole = count.astype(np.intp)
         known = np.zeros(int(whole.max(initial=0)) + 1)
-        for number in np.flatnonzero(np.bincount(whole.ravel())).tolist():
-            known[number] = expected_maximum(number)
+        present = np.flatnonzero(np.bincount(whole.ravel()))
+        known[present] = [_largest_of(number) for number in present.tolist()]
         return known[whole]
-    if count <= 1:
-        return 0.0
-    return _STANDARD_NORMAL.inv_cdf((count - 0.375) / (count + 0.25))
+    return _largest_of(count)
+
+
+@lru_cache(maxsize=1 << 16)
+def _largest_of(count: float) -> float:
+    return _STANDARD_NORMAL.inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 _STANDARD_NORMAL = NormalDist()

@@ -212,12 +212,12 @@ class TrialEngine:
         )
         plan = step_plan(asked.mesh, asked.members, self.engine.cache, coefficients)
         answer = answer_of(plan)
-        parts, waited = answer.parts, answer.communication
+        parts = answer.parts
         lane_s = parts.forward_s + parts.backward_s + parts.host_exposed_s + parts.copies_exposed_s
         return PredictedStep(
             question=asked.question(self.graph),
             compute_s=lane_s / accumulation_steps + parts.update_s,
-            sync_s=float(waited.alone_s) if waited else 0.0,
+            sync_s=plan.alone_s(answer.slowest),
             step_s=parts.total_s,
         )
 

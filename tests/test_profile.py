@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,3 +125,15 @@ def test_a_profile_file_holds_base_units_as_plain_json(store: Path) -> None:
     content = json.loads((store / "machines" / "local.json").read_text())
     assert content["devices"][0]["memory_bytes"] == 8 * 2**30
     assert content["links"][0]["provenance"]["source"] == "measured"
+
+
+def test_a_file_that_another_process_changes_is_read_again(
+    small_profile: MachineProfile, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.json"
+    small_profile.save(path)
+    assert load_profile(path).name == small_profile.name
+    changed = path.read_text().replace(f'"{small_profile.name}"', '"renamed"', 1)
+    path.write_text(changed)
+    time.sleep(0.03)
+    assert load_profile(path).name == "renamed"

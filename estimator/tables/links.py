@@ -13,6 +13,7 @@ from estimator.placement import Site, hop_latency_s, hop_reach
 from estimator.process_groups import ProcessGroup
 from estimator.profile import MachineProfile, PairMatrix
 from estimator.tables.placed import PlacedColumns, SiteTable
+from estimator.timeline.ranks import largest
 from estimator.timeline.strategies.registry import DP_REPLICATE, DP_SHARD, Groups
 from estimator.topology import Cluster
 
@@ -216,11 +217,3 @@ def _measured_pairs(sites: Sequence[Site]) -> list[tuple[Indices, Indices, Array
         rates[:unknown, :unknown] = known
         found.append((np.array([*rows, unknown]), np.array([*columns, unknown]), rates))
     return found
-
-
-def largest(values: Array, index: Indices) -> Array:
-    """The largest of `values` among each column of `index`; negative numbers count from the end."""
-    found = values[index[0]]
-    for each in index[1:]:
-        np.maximum(found, values[each], out=found)
-    return np.asarray(found)

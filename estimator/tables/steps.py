@@ -13,10 +13,10 @@ from estimator.cache import Cache
 from estimator.graph.ops import OpGraph
 from estimator.process_groups import ProcessGroup
 from estimator.tables.classes import RankNumbers
-from estimator.tables.links import RowLinks, largest
+from estimator.tables.links import RowLinks
 from estimator.tables.placed import PlacedColumns, SiteTable
 from estimator.timeline.ability import why_not_on
-from estimator.timeline.ranks import LaneCosts, RankColumns, StepShape
+from estimator.timeline.ranks import LaneCosts, RankColumns, StepShape, largest
 from estimator.timeline.step import Breakdown, Ratios, after_s, breakdown_of
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import (
@@ -95,7 +95,7 @@ class StepRows:
             waiting_s = np.where(several, found.exposed_s, 0.0)
             unknown = found.unknown & several
             error = np.where(several, found.model.relative_error, 0.0)
-        memory_bytes, memory_ratio = _memory(kinds, numbers, shards)
+        memory_bytes, memory_ratio = kinds.memory(numbers, shards)
         return StepColumns(
             parts=breakdown_of(
                 lane,
@@ -181,14 +181,11 @@ class _Ready:
                 np.maximum(latest_s, self._ready_s.take(others, axis=0, mode="clip"), out=latest_s)
         slack_s = np.empty(latest_s.shape[::-1])
         np.subtract(self._lane_s[rows], latest_s.T, out=slack_s)
-        slack_s *= self._ratio[rows] if isinstance(self._ratio, np.ndarray) else self._ratio
+        if isinstance(self._ratio, np.ndarray):
+            slack_s *= self._ratio[rows]
+        elif self._ratio != 1.0:
+            slack_s *= self._ratio
         return slack_s
-
-
-def _memory(kinds: RankColumns, numbers: Indices, shards: Any) -> tuple[Array, Array]:
-    """(most bytes of a rank, largest share of a device's memory in use) of each row."""
-    held = kinds.memory_bytes(numbers, shards)
-    return held.max(axis=0), (held / kinds.device_bytes[numbers]).max(axis=0)
 
 
 def _first_largest(index: Indices, keys: Array) -> tuple[Indices, Array]:

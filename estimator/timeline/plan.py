@@ -143,6 +143,10 @@ class StepPlan(NamedTuple):
         own = [g for axis, gs in self.groups.items() if axis != DP for g in gs if g.nodes > 1]
         return min(own or several or [self.group], key=lambda group: group.bytes_per_s)
 
+    def alone_s(self, slowest: RankKind) -> float:
+        """Seconds of all collectives of the step, one after the other."""
+        return 0.0 if self.network is None else float(self.network.alone_s(self.ranks(slowest)))
+
     def source(self, communication: Communication) -> str:
         """Where the costs of reducing gradients come from."""
         return "measured" if self.network is None else self.network.source(communication.model)

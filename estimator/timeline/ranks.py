@@ -230,6 +230,12 @@ class RankColumns:
                 self.segments_s[:, number] = kind.segments_s
         self.covers = self._covers()
         self._lines = _lines([kind.program.memory.total for kind in kinds])
+        # What no kind shards is the same for any number of ranks.
+        self._whole_bytes: Array | None = None
+        if not any(sharded.any() for _, sharded in self._lines):
+            whole = np.maximum.reduce([fixed for fixed, _ in self._lines]).astype(np.float64)
+            whole[0] = -math.inf
+            self._whole_bytes = whole
 
     def lane(self, numbers: Indices) -> LaneCosts:
         """The compute of the kinds with these numbers."""
@@ -246,21 +252,33 @@ class RankColumns:
         """The updates of the kinds with these numbers."""
         return UpdateCosts(*(column[numbers] for column in self._update))
 
-    def memory_bytes(self, numbers: Indices, shards: Indices) -> Array:
-        """The peak memory of the kinds with these numbers, what is sharded over `shards` ranks."""
-        held = [
-            held_bytes(fixed[numbers], sharded[numbers], shards)
-            if sharded.any()
-            else fixed[numbers]
-            for fixed, sharded in self._lines
+    def memory(self, numbers: Indices, shards: Any) -> tuple[Array, Array]:
+        """(most bytes of a rank, largest share of a device's memory in use) of each column.
+
+        The kinds have these numbers; what is sharded is divided by `shards` ranks.
+        """
+        if self._whole_bytes is not None:
+            held: Array = self._whole_bytes
+            return largest(held, numbers), largest(held / self.device_bytes, numbers)
+        each = [
+            held_bytes(fixed[numbers], sharded[numbers], shards) for fixed, sharded in self._lines
         ]
-        return np.where(numbers > 0, np.maximum.reduce(held), -math.inf)
+        held = np.where(numbers > 0, np.maximum.reduce(each), -math.inf)
+        return held.max(axis=0), (held / self.device_bytes[numbers]).max(axis=0)
 
     def _covers(self) -> NDArray[np.bool_]:
         count = len(self.ready_s)
         if count > _MOST_COMPARED:
             return np.asarray(np.eye(count, dtype=np.bool_) | (np.arange(count) == 0))
         return np.array([(ready_s >= self.ready_s).all(axis=1) for ready_s in self.ready_s])
+
+
+def largest(values: Array, index: Indices) -> Array:
+    """The largest of `values` among each column of `index`; negative numbers count from the end."""
+    found = values[index[0]]
+    for each in index[1:]:
+        np.maximum(found, values[each], out=found)
+    return np.asarray(found)
 
 
 # Every kind is compared with every other only while that is quick.

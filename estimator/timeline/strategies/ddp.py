@@ -120,14 +120,18 @@ class BucketedNetwork(Network):
         queued_s = self.queue.exposed_s(ranks.ready, reduce, ratio, overlap)
         before_s = self._buffers_s(ranks)
         after_s, unknown = self._after_s(ranks, reduce)
-        others_s = before_s + after_s
         return Communication(
-            exposed_s=queued_s + others_s,
-            alone_s=self.queue.sized.time_s(reduce) * ratio + others_s,
+            exposed_s=queued_s + before_s + after_s,
             model=reduce,
             overlap=overlap,
             unknown=reduce.unknown | unknown,
         )
+
+    def alone_s(self, ranks: Ranks) -> Any:
+        reduce = self.reduce.model(ranks.groups[DP][0])
+        after_s, _ = self._after_s(ranks, reduce)
+        queued_s = self.queue.sized.time_s(reduce) * ranks.ratio
+        return queued_s + self._buffers_s(ranks) + after_s
 
     def _buffers_s(self, ranks: Ranks) -> Any:
         if self._buffers is None:

@@ -154,27 +154,23 @@ class ShardedNetwork(Network):
             earlier_s = earlier * once_s
         elif earlier:
             earlier_s = earlier * self._micro_batch_s(ranks, costs, overlap, reducing=False)
-        gathers_s = _passes_s(costs.gather_s, self._gathered())
-        reductions_s = _passes_s(costs.scatter_s, self._reduced())
-        reductions_s = reductions_s + _passes_s(costs.reduce_s, self._reduced())
-        times = shape.accumulation_steps if shape.strategy.gradient_sync else 1
-        alone_s = shape.accumulation_steps * gathers_s + times * reductions_s
         # What the earlier micro-batches' gradients are added up in follows all of them here.
         played_s = earlier_s + once_s + self._sums_s(ranks)
         return Communication(
             exposed_s=maximum(played_s - ranks.lane_s, 0.0),
-            alone_s=alone_s,
             model=self._scatter[0].model(ranks.groups[DP_SHARD][0]),
             overlap=overlap,
             unknown=unknown,
         )
 
-    def _gathered(self) -> tuple[int, ...]:
-        passes = self._rules.passes
-        return (0, *passes.forward, *passes.backward)
-
-    def _reduced(self) -> tuple[int, ...]:
-        return (0, *self._rules.passes.reduced)
+    def alone_s(self, ranks: Ranks) -> Any:
+        costs, _ = self._costs(ranks)
+        passes, shape = self._rules.passes, self._rules.shape
+        reduced = [0, *passes.reduced]
+        gathers_s = costs.gather_s[[0, *passes.forward, *passes.backward]].sum(axis=0)
+        reductions_s = costs.scatter_s[reduced].sum(axis=0) + costs.reduce_s[reduced].sum(axis=0)
+        times = shape.accumulation_steps if shape.strategy.gradient_sync else 1
+        return shape.accumulation_steps * gathers_s + times * reductions_s
 
     def _sums_s(self, ranks: Ranks) -> Any:
         """Seconds of adding up gradients, shards or whole, on the rank that takes longest."""
@@ -271,11 +267,6 @@ def _slowest(
         found = np.maximum(found if times_s.ndim == 1 else found.reshape(len(found), -1), times_s)
         unknown = unknown | (model.unknown & several)
     return found * ratio if groups else found, unknown
-
-
-def _passes_s(seconds: Any, units: Sequence[int]) -> Any:
-    """Seconds of the collectives of some passes, one after the other."""
-    return seconds[list(units)].sum(axis=0)
 
 
 class _MicroBatch:

@@ -50,13 +50,11 @@ class Ranks(NamedTuple):
 class Communication(NamedTuple):
     """What ranks wait for in one step, or in a step of each row.
 
-    `exposed_s` is what the step is longer than the slowest rank's compute, `alone_s` all
-    collectives one after the other; `model` is that of gradients. `unknown` says that nothing tells
-    what one of the collectives costs.
+    `exposed_s` is what the step is longer than the slowest rank's compute; `model` is that of
+    reducing gradients. `unknown` says that nothing tells what one of the collectives costs.
     """
 
     exposed_s: Any
-    alone_s: Any
     model: CollectiveModel
     overlap: Overlap
     unknown: Any
@@ -68,6 +66,10 @@ class Network(ABC):
     @abstractmethod
     def communication(self, ranks: Ranks) -> Communication:
         """What the ranks of a step, or of a step in each row, wait for."""
+
+    @abstractmethod
+    def alone_s(self, ranks: Ranks) -> Any:
+        """Seconds of all collectives of a step one after the other, as if nothing overlapped."""
 
     @abstractmethod
     def source(self, model: CollectiveModel) -> str:
