@@ -38,16 +38,16 @@ def _recurrence(tasks: Sequence[Task]) -> Any:
     """end = max(after, lane free) + cost."""
     ends: list[Any] = []
     free: dict[str, Any] = {}
-    for task in tasks:
-        start = free.get(task.lane, 0.0)
-        for number in task.after:
+    for lane, cost_s, after, _, _ in tasks:
+        start = free.get(lane, 0.0)
+        for number in after:
             end = ends[number]
             # A collective begins when the last class of ranks has come to it.
-            if task.lane != COMPUTE and tasks[number].lane == COMPUTE:
+            if lane != COMPUTE and tasks[number].lane == COMPUTE:
                 end = _last(end)
             start = maximum(start, end)
-        ends.append(start + task.cost_s)
-        free[task.lane] = ends[-1]
+        free[lane] = start + cost_s
+        ends.append(free[lane])
     last: Any = 0.0
     for lane, end in free.items():
         last = maximum(last, _last(end) if lane == COMPUTE else end)

@@ -41,7 +41,7 @@ from estimator.timeline.strategies.registry import (
     strategy,
     without_cost,
 )
-from estimator.timeline.tasks import COMPUTE, NETWORK, REPLICATES, TaskList
+from estimator.timeline.tasks import COMPUTE, NETWORK, NO_LABEL, REPLICATES, TaskList
 from estimator.topology import Cluster
 
 Array = NDArray[np.float64]
@@ -209,11 +209,13 @@ class ShardedNetwork(Network):
         return play(tasks.tasks, overlap)
 
     def _add_micro_batch(
-        self, tasks: TaskList, ranks: Ranks, costs: _Costs, *, reducing: bool
+        self, tasks: TaskList, ranks: Ranks, costs: _Costs, *, reducing: bool, named: bool = False
     ) -> None:
         """Add a micro-batch after all that is in the list; its last task ends it on all ranks."""
-        passes = self._rules.passes
-        micro = _MicroBatch(tasks, passes, ranks.segments_s, costs, blocks=self._blocks)
+        passes, segments_s = self._rules.passes, ranks.segments_s
+        if costs.gather_s.ndim == 1:
+            costs = _Costs(*(each.tolist() for each in costs))
+        micro = _MicroBatch(tasks, passes, segments_s, costs, blocks=self._blocks, named=named)
         micro.add(reducing=reducing)
 
     def source(self, model: CollectiveModel) -> str:
@@ -243,7 +245,7 @@ class ShardedNetwork(Network):
                 label = Label(f"micro-batches 3 to {count - 1}, each alike")
                 more = tasks.add(NETWORK, middle_s, len(tasks.tasks) - 1, label=label)
                 tasks.add(COMPUTE, 0.0, more)
-            self._add_micro_batch(tasks, ranks, costs, reducing=reducing)
+            self._add_micro_batch(tasks, ranks, costs, reducing=reducing, named=True)
         if shape.accumulation_steps > 1:
             (group,) = ranks.groups[DP]
             shards = self._rules.shards(group.ranks) if shape.strategy.gradient_sync else 1
@@ -280,9 +282,12 @@ class _MicroBatch:
         costs: _Costs,
         *,
         blocks: bool,
+        named: bool = False,
     ) -> None:
         self._tasks, self._passes, self._blocks = tasks, passes, blocks
+        self._named = named
         self._costs = costs
+        self._replicates = bool(np.any(costs.reduce_s))
         forward, backward = len(passes.forward_ends), len(passes.backward_ends)
         units = len(passes.gathered_bytes)
         self._forward_s = segments_s[:forward]
@@ -296,19 +301,20 @@ class _MicroBatch:
         self._scattered: int | None = None
         self._reduced: int | None = None
 
-    def _add(self, lane: str, cost_s: Any, *after: int | None, label: str = "") -> int:
-        """Add a task; where collectives block, after the one before it."""
-        return self._tasks.add(lane, cost_s, *after, self._before, label=Label(label))
+    def _add(self, lane: str, cost_s: Any, *after: int | None, of: tuple[str, int]) -> int:
+        """Add what is done to a unit; where collectives block, after the task before it."""
+        label = Label(f"{of[0]} unit {of[1]}") if self._named else NO_LABEL
+        return self._tasks.add(lane, cost_s, *after, self._before, label=label)
 
     def _gather(self, unit: int, *after: int | None) -> int | None:
         if not self._passes.gathered_bytes[unit]:
             return None
         cost_s = self._costs.gather_s[unit]
-        return self._add(NETWORK, cost_s, *after, label=f"all-gather unit {unit}")
+        return self._add(NETWORK, cost_s, *after, of=("all-gather", unit))
 
     def _copy_out(self, unit: int, gathered: int | None) -> None:
-        label = f"copy out unit {unit}"
-        self._copied.append(self._add(COMPUTE, self._out_s[unit], gathered, label=label))
+        copied = self._add(COMPUTE, self._out_s[unit], gathered, of=("copy out", unit))
+        self._copied.append(copied)
 
     def add(self, *, reducing: bool) -> None:
         """Add all; gradients are reduced, or kept whole on every rank."""
@@ -362,20 +368,16 @@ class _MicroBatch:
     def _reduce(self, unit: int) -> None:
         if not self._passes.reduced_bytes[unit]:
             return
-        copied = self._add(COMPUTE, self._in_s[unit], self._scattered, label=f"copy in unit {unit}")
-        self._scattered = self._add(
-            NETWORK, self._costs.scatter_s[unit], copied, label=f"reduce-scatter unit {unit}"
-        )
-        if np.any(self._costs.reduce_s):
-            self._reduced = self._add(
-                REPLICATES,
-                self._costs.reduce_s[unit],
-                self._scattered,
-                label=f"all-reduce unit {unit}",
-            )
+        copied = self._add(COMPUTE, self._in_s[unit], self._scattered, of=("copy in", unit))
+        scatter_s = self._costs.scatter_s[unit]
+        self._scattered = self._add(NETWORK, scatter_s, copied, of=("reduce-scatter", unit))
+        if self._replicates:
+            reduce_s = self._costs.reduce_s[unit]
+            reduced = self._add(REPLICATES, reduce_s, self._scattered, of=("all-reduce", unit))
+            self._reduced = reduced
 
     def _end(self) -> None:
         """All ranks have computed, and all gradients are reduced."""
-        computed = self._add(COMPUTE, 0.0)
+        computed = self._tasks.add(COMPUTE, 0.0, self._before)
         joined = self._tasks.add(NETWORK, 0.0, computed, self._scattered, self._reduced)
         self._tasks.add(COMPUTE, 0.0, joined)
