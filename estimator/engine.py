@@ -278,7 +278,7 @@ def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
     memory, used_ratio = plan.memory()
     error = coefficients.relative_error
     if error is None:
-        communication_error = waited.model.relative_error if waited else 0.0
+        communication_error = waited.relative_error if waited else 0.0
         compute = coefficients.compute_ratio
         error = relative_error(parts, slowest.lane, compute, communication_error, step_s)
     spread = interval_ratio(error)

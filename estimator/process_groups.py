@@ -132,8 +132,12 @@ def _switch_limits(hops: Sequence[_Hop], cluster: Cluster) -> Iterator[_Limit]:
             yield cluster.payload_bytes_per_s(rate) / flows, "the uplink of switch '{}'", (name,)
 
 
-def groups_along(placement: Placement, members: Indices) -> dict[ProcessGroup, NodeKind]:
+def groups_along(
+    placement: Placement, members: Indices
+) -> tuple[tuple[ProcessGroup, NodeKind], ...]:
     """The unlike groups that communicate at once, each with the kind of node that costs it.
+
+    Groups of one shape are unlike where other machines cost them.
 
     `members` are the ranks of each group in the order of its ring, (groups, ranks of each). Flows
     of all groups that leave a node, or a switch, share its uplink.
@@ -150,7 +154,7 @@ def groups_along(placement: Placement, members: Indices) -> dict[ProcessGroup, N
         for ends in _ends(node, following, hop)
     ]
     shared = _shared_limits(placement.cluster, crossing)
-    found: dict[ProcessGroup, NodeKind] = {}
+    found: dict[tuple[ProcessGroup, int], tuple[ProcessGroup, NodeKind]] = {}
     for number, row in enumerate(node.tolist()):
         counts = Counter(row)
         kinds = [nodes.kinds[each] for each in counts]
@@ -169,8 +173,9 @@ def groups_along(placement: Placement, members: Indices) -> dict[ProcessGroup, N
             latency_s=max(kind.hop_latency_s for kind in kinds) if across else 0.0,
             link=link.format(*between) if across else "",
         )
-        found.setdefault(group, min(kinds, key=network_order))
-    return found
+        kind = min(kinds, key=network_order)
+        found.setdefault((group, id(kind.profile)), (group, kind))
+    return tuple(found.values())
 
 
 def network_order(kind: NodeKind) -> tuple[float, int]:

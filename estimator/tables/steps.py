@@ -94,7 +94,7 @@ class StepRows:
             found = self._costs().communication(brought)
             waiting_s = np.where(several, found.exposed_s, 0.0)
             unknown = found.unknown & several
-            error = np.where(several, found.model.relative_error, 0.0)
+            error = np.where(several, found.relative_error, 0.0)
         memory_bytes, memory_ratio = _memory(kinds, numbers, shards)
         return StepColumns(
             parts=breakdown_of(
@@ -126,7 +126,7 @@ class StepRows:
         shard = self._rules.shape.strategy.shard
         if shard is None:
             return {DP: (whole,), DP_SHARD: (whole,), DP_REPLICATE: ()}
-        return {DP: (whole,), **self._links.nested_groups(placed, shard, groups_of)}
+        return {DP: (whole,), **self._links.nested_groups(placed, whole, shard, groups_of)}
 
 
 def _ranks(

@@ -123,9 +123,10 @@ class StepPlan:
         own = [g for axis, gs in self.groups.items() if axis != DP for g in gs if g.nodes > 1]
         return min(own or several or [self.group], key=lambda group: group.bytes_per_s)
 
-    def source(self, communication: Communication) -> str:
-        """Where the costs of reducing gradients come from."""
-        return "measured" if self.network is None else self.network.source(communication.model)
+    @property
+    def reductions(self) -> tuple[tuple[str, ProcessGroup, str], ...]:
+        """(what reduces gradients, over which group, where its cost comes from); often one."""
+        return () if self.network is None else tuple(self.network.reductions(self.groups))
 
     @property
     def ratios(self) -> Ratios:
@@ -235,7 +236,7 @@ def groups_of(
     mesh: Mesh, rules: Rules
 ) -> tuple[dict[str, tuple[ProcessGroup, ...]], tuple[MachineProfile, ...]]:
     """(process groups along the axes of a strategy, the profiles that they name)."""
-    ((whole, kind),) = mesh.groups(DP).items()
+    ((whole, kind),) = mesh.groups(DP)
     if rules.axes == (DP,):
         return {DP: (whole,)}, (kind.profile,)
     shard = mesh.parallelism.dp_shard
@@ -245,9 +246,9 @@ def groups_of(
     found: dict[str, tuple[ProcessGroup, ...]] = {DP: (whole,)}
     for axis in (DP_SHARD, DP_REPLICATE):
         named = mesh.groups(axis)
-        for node in named.values():
+        for _, node in named:
             networks.setdefault(id(node.profile), node.profile)
-        found[axis] = tuple(_named(group, node, networks) for group, node in named.items())
+        found[axis] = tuple(_named(group, node, networks) for group, node in named)
     return found, tuple(networks.values())
 
 

@@ -15,7 +15,6 @@ from estimator.graph.ops import OpGraph
 from estimator.process_groups import ProcessGroup
 from estimator.profile import CollectiveName, MachineProfile
 from estimator.timeline.bucket_queue import Ready
-from estimator.timeline.collectives import CollectiveModel
 from estimator.timeline.overlaps import Overlap
 from estimator.timeline.ranks import RankKind, StepShape
 from estimator.timeline.tasks import TaskList
@@ -51,13 +50,13 @@ class Communication(NamedTuple):
     """What ranks wait for in one step, or in a step of each row.
 
     `exposed_s` is what the step is longer than the slowest rank's compute, `alone_s` all
-    collectives one after the other; `model` is that of gradients. `unknown` says that nothing tells
-    what one of the collectives costs.
+    collectives one after the other; `relative_error` is that of what reduces gradients. `unknown`
+    says that nothing tells what one of the collectives costs.
     """
 
     exposed_s: Any
     alone_s: Any
-    model: CollectiveModel
+    relative_error: Any
     overlap: Overlap
     unknown: Any
 
@@ -70,8 +69,8 @@ class Network(ABC):
         """What the ranks of a step, or of a step in each row, wait for."""
 
     @abstractmethod
-    def source(self, model: CollectiveModel) -> str:
-        """Where the numbers of one group's gradient collective come from."""
+    def reductions(self, groups: Groups) -> Iterator[tuple[str, ProcessGroup, str]]:
+        """(what reduces gradients, over which group, where its cost comes from) of one step."""
 
     @abstractmethod
     def missing(self, groups: Groups) -> ProfileError:
@@ -90,8 +89,6 @@ class Rules(ABC):
     """How a strategy divides the work of a graph's step, whatever the ranks and machines."""
 
     kind: ClassVar[StrategyKind]
-    reduced_by: ClassVar[str]
-    """What reduces gradients, in words."""
     axes: ClassVar[tuple[str, ...]] = (DP,)
 
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:

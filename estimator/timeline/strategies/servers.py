@@ -64,7 +64,7 @@ class ServerCosts:
             unknown=rate == np.inf,
         )
 
-    def source(self, model: CollectiveModel) -> str:
+    def source(self, group: ProcessGroup) -> str:
         return "fitted"
 
 
