@@ -81,7 +81,8 @@ def _limits(placement: Placement) -> Iterator[_Limit]:
             yield rate / leaving, _UPLINK, (site.host or "",)
     for a, b in hops:
         yield from _measured_limit(a.profile.pairs, (a.host or "", b.host or ""))
-    yield from _switch_limits([(a.host or "", b.host or "") for a, b in hops], cluster)
+    named = [(a.host or "", b.host or "") for a, b in hops]
+    yield from _switch_limits(_leaving(named, cluster), cluster)
 
 
 _NETWORK = "the network of '{}'"
@@ -121,11 +122,16 @@ def _switches_left(hop: _Hop, cluster: Cluster) -> Iterator[str]:
         yield switch
 
 
-def _switch_limits(hops: Sequence[_Hop], cluster: Cluster) -> Iterator[_Limit]:
-    """The uplinks that hops leave, each divided by the flows on it."""
+def _leaving(hops: Sequence[_Hop], cluster: Cluster) -> Counter[str]:
+    """How many hops leave each switch."""
     leaving: Counter[str] = Counter()
     for hop in hops:
         leaving.update(_switches_left(hop, cluster))
+    return leaving
+
+
+def _switch_limits(leaving: Counter[str], cluster: Cluster) -> Iterator[_Limit]:
+    """The uplinks that hops leave, each divided by the flows on it."""
     for name, flows in leaving.items():
         rate = cluster.switches[name].uplink_bytes_per_s
         if rate is not None:
@@ -160,10 +166,12 @@ def groups_along(
         kinds = [nodes.kinds[each] for each in counts]
         across = len(counts) > 1
         slowest = int(own_rate[number].argmin())
-        limits = [(float(own_rate[number, slowest]), *nodes.name(row[slowest]))]
-        for names in crossing[number]:
-            limits += _measured_limit(nodes.pairs_of(names[0]), names)
-            limits += shared.get(names, ())
+        own, names = nodes.name(row[slowest])
+        share = _share(int(flows[row[slowest]]))
+        limits: list[_Limit] = [(float(own_rate[number, slowest]), share + own, names)]
+        for ends in crossing[number]:
+            limits += _measured_limit(nodes.pairs_of(ends[0]), ends)
+            limits += shared.get(ends, ())
         rate, link, between = min(limits, key=lambda limit: limit[0])
         group = ProcessGroup(
             ranks=len(row),
@@ -176,6 +184,11 @@ def groups_along(
         kind = min(kinds, key=network_order)
         found.setdefault((group, id(kind.profile)), (group, kind))
     return tuple(found.values())
+
+
+def _share(flows: int) -> str:
+    """What to say before the name of a link that several flows share."""
+    return f"1/{flows} of " if flows > 1 else ""
 
 
 def network_order(kind: NodeKind) -> tuple[float, int]:
@@ -197,7 +210,11 @@ def _shared_limits(
     if cluster is None:
         return {}
     hops = [hop for group in crossing for hop in group]
-    limits = {limit[2][0]: limit for limit in _switch_limits(hops, cluster)}
+    leaving = _leaving(hops, cluster)
+    limits = {
+        names[0]: (rate, _share(leaving[names[0]]) + link, names)
+        for rate, link, names in _switch_limits(leaving, cluster)
+    }
     return {
         hop: [limits[name] for name in _switches_left(hop, cluster) if name in limits]
         for hop in set(hops)
@@ -260,7 +277,7 @@ def ring_between(
     if not rates and nic_bytes_per_s is not None:
         rates.append(nic_bytes_per_s)
     if cluster is not None and profile is not None and cluster.nodes.keys() >= set(cost.hosts):
-        rates += [rate for rate, _, _ in _switch_limits(hops, cluster)]
+        rates += [rate for rate, _, _ in _switch_limits(_leaving(hops, cluster), cluster)]
         rates += _uplink_rates(hops, Counter(cost.hosts), profile, cluster)
     return ProcessGroup(
         ranks=cost.group_size,

@@ -44,6 +44,7 @@ def test_shards_inside_nodes_leave_one_flow_of_each_rank_between_them() -> None:
     ((between, _),) = hybrid.groups("dp_replicate")
     assert (between.ranks, between.nodes, between.per_node) == (2, 2, 1)
     assert between.bytes_per_s == pytest.approx(RATE / 4)
+    assert between.link == "1/4 of the network of 'synthetic'"
 
 
 def test_shards_over_two_nodes_are_one_ring_of_each_pair_of_them() -> None:
@@ -79,7 +80,7 @@ def test_groups_of_two_racks_share_the_uplink_between_them() -> None:
     hybrid = mesh("a[0]+b[0]+c[0]+d[0]", "fsdp:shard=2", cluster)
     ((between, _),) = hybrid.groups("dp_replicate")
     assert between.bytes_per_s == pytest.approx(gbit / 2 * PAYLOAD_RATIOS["tcp"])
-    assert between.link.startswith("the uplink of switch 'r")
+    assert between.link.startswith("1/2 of the uplink of switch 'r")
     # Shards stay in their racks.
     ((inside, _),) = hybrid.groups("dp_shard")
     assert inside.bytes_per_s == pytest.approx(4 * gbit * PAYLOAD_RATIOS["tcp"])
