@@ -61,18 +61,20 @@ class Engine:
 
     def place(
         self,
-        allocation: str | Allocation,
+        allocation: str | Allocation | Placement,
         *,
         cluster: Cluster | None = None,
         profile: MachineProfile | None = None,
     ) -> Placement:
-        """An allocation on its machines; see `placement.place`."""
+        """An allocation on its machines, unless it is placed already; see `placement.place`."""
+        if isinstance(allocation, Placement):
+            return allocation
         return place(allocation, cluster=cluster, profile=profile, cache=self.cache)
 
     def estimate(
         self,
         graph: OpGraph,
-        allocation: str | Allocation,
+        allocation: str | Allocation | Placement,
         *,
         batch_per_gpu: int | Sequence[int] | None = None,
         global_batch: int | None = None,
@@ -85,7 +87,8 @@ class Engine:
         """Predict the step of a traced graph on an allocation; see `estimator.estimate`.
 
         Here a global batch is split evenly whatever the devices; `advise.balance` splits it by
-        speed.
+        speed. Who asks several times of one allocation places it once: `cluster` and `profile` are
+        then those that it was placed with.
         """
         asked = self._asked(
             graph,
@@ -323,7 +326,7 @@ DEFAULT = Engine()
 
 def estimate_graph(
     graph: OpGraph,
-    allocation: str | Allocation,
+    allocation: str | Allocation | Placement,
     *,
     batch_per_gpu: int | Sequence[int] | None = None,
     global_batch: int | None = None,

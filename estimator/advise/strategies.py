@@ -8,7 +8,7 @@ from typing import Any
 
 from estimator.allocation import Allocation
 from estimator.coefficients import Calibration
-from estimator.engine import estimate_graph
+from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import EstimatorError, ProfileError, StrategyError
 from estimator.estimates import Estimate
 from estimator.graph.ops import OpGraph
@@ -106,12 +106,13 @@ def best_strategy(
     Servers of ``ps:N`` are taken to be nodes of their own beside the allocation. Raises
     EstimatorError where nothing can be answered.
     """
+    placement = DEFAULT.place(allocation, cluster=cluster, profile=profile)
     return rank_strategies(
-        str(allocation),
+        str(placement.allocation),
         strategies,
         lambda strategy: estimate_graph(
             graph,
-            allocation,
+            placement,
             batch_per_gpu=batch_per_gpu,
             global_batch=global_batch,
             accumulation_steps=accumulation_steps,
