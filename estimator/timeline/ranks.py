@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.cache import Cache
+from estimator.cache import Cache, rough_size_bytes
 from estimator.graph.ops import OpGraph
 from estimator.graph.sharded_memory import Envelope, held_bytes
 from estimator.placement import NodeKind
@@ -167,12 +167,16 @@ class RankTable:
                 cache=self._cache,
             )
             found = RankKind.of(program, slowdown_ratio)
+            # The table keeps it, also when the cache forgets the program as such.
+            key_of_table = (self.shape, self._batch, self._merging)
+            self._cache.grown(rough_size_bytes(program), _RANKS, (self.graph,), *key_of_table)
             if len(self._shared) >= _MOST_NODES:
                 self._shared.clear()
             self._shared[key] = found
         return found
 
 
+_RANKS = "ranks"
 # Kinds of nodes that one table keeps: more than any cluster has.
 _MOST_NODES = 1024
 
@@ -182,7 +186,7 @@ def rank_table(
 ) -> RankTable:
     """The table of a step, kept from one estimate to the next."""
     return cache.get(
-        "ranks",
+        _RANKS,
         (graph,),
         lambda: RankTable(graph, shape, batch=batch, merging=merging, cache=cache),
         shape,
