@@ -322,29 +322,4 @@ def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
 
 # What is asked without an engine of one's own is asked of this one.
 DEFAULT = Engine()
-
-
-def estimate_graph(
-    graph: OpGraph,
-    allocation: str | Allocation | Placement,
-    *,
-    batch_per_gpu: int | Sequence[int] | None = None,
-    global_batch: int | None = None,
-    accumulation_steps: int = 1,
-    strategy: str | Strategy = "ddp",
-    cluster: Cluster | None = None,
-    calibration: Calibration | None = None,
-    profile: MachineProfile | None = None,
-) -> Estimate:
-    """`Engine.estimate` of the default engine."""
-    return DEFAULT.estimate(
-        graph,
-        allocation,
-        batch_per_gpu=batch_per_gpu,
-        global_batch=global_batch,
-        accumulation_steps=accumulation_steps,
-        strategy=strategy,
-        cluster=cluster,
-        calibration=calibration,
-        profile=profile,
-    )
+estimate_graph = DEFAULT.estimate
