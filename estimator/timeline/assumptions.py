@@ -43,8 +43,8 @@ def _unmeasured_collectives(plan: StepPlan) -> Iterator[str]:
     for what, group, source in plan.reductions:
         if group.nodes > 1 and source != "measured":
             yield (
-                f"{what} over {group.ranks} ranks on {group.nodes} nodes was not measured: a ring "
-                "over the slowest link, corrected by the nearest measured group if there is one"
+                f"{what} over {group.ranks} ranks on {group.nodes} nodes was not measured: "
+                f"{plan.rules.unmeasured}"
             )
 
 

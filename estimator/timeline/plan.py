@@ -260,9 +260,10 @@ def _named(
 
 
 def at_link_rate(plan: StepPlan, factor: float) -> StepPlan:
-    """The same plan with the slowest link `factor` times as fast (and the next one then slowest).
+    """The same plan with the links between nodes `factor` times as fast.
 
-    Other links are taken as never slower: an upper bound of what the faster link brings.
+    Links within nodes stay as they are. Where unlike links follow each other, one that is made
+    faster may leave the next one slowest: an upper bound of what a faster link brings.
     """
     groups = {
         axis: tuple(replace(g, bytes_per_s=g.bytes_per_s * factor) for g in groups)

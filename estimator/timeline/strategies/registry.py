@@ -90,6 +90,10 @@ class Rules(ABC):
 
     kind: ClassVar[StrategyKind]
     axes: ClassVar[tuple[str, ...]] = (DP,)
+    unmeasured: ClassVar[str] = (
+        "a ring over the slowest link, corrected by the nearest measured group if there is one"
+    )
+    """What stands for a collective that was not measured, in words."""
 
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
         self.graph, self.shape, self.cache = graph, shape, cache
