@@ -550,6 +550,19 @@ def test_chunks_of_an_iterator_are_pieces_of_the_whole_table() -> None:
     assert joined.tolist() == whole.step_time_s.tolist()
 
 
+def test_a_machine_written_anew_between_chunks_stays_the_one_that_was_numbered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
+    file = tmp_path / "machines" / "slow.json"
+    machines()["slow"].save(file)
+    # Shards over two nodes follow from no counts: such rows are placed one by one.
+    chunks = estimate_chunks(PLAIN, ["2x1:slow"] * 2, rows=1, strategy="fsdp:shard=2")
+    first = next(chunks)
+    os.utime(file, ns=(0, 0))
+    assert next(chunks).step_time_s == first.step_time_s
+
+
 def test_the_cluster_may_be_a_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.graph.ops import OpGraph
 from estimator.process_groups import ProcessGroup
+from estimator.profile import MachineProfile
 from estimator.tables.classes import RankNumbers
 from estimator.tables.links import RowLinks, largest
 from estimator.tables.placed import PlacedColumns, SiteTable
@@ -64,9 +65,13 @@ class StepRows:
         able = [why_not_on(graph, site.profile) is None for site in table.sites]
         self.runs = np.array([*able, True])
 
-    def number_of(self, profile: object) -> int:
+    def number_of(self, profile: MachineProfile) -> int:
         """The number of a profile, as process groups name it."""
-        return self._links.number_of[id(profile)]
+        found = self._links.number_of.get(id(profile))
+        if found is None:
+            # Its file has been written anew since the sites were numbered.
+            found = [each.name for each in self._links.profiles].index(profile.name)
+        return found
 
     def columns(
         self,
