@@ -7,13 +7,13 @@ import reprlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from estimator.engine import estimate_graph
+from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import ModelError, WorkloadError
 from estimator.estimates import Estimate
 from estimator.graph.ops import OpGraph
-from estimator.placement import place
 from estimator.profile import DeviceKind, MachineProfile, load_profile
 from estimator.topology import Cluster
+from estimator.workload import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from estimator.allocation import Allocation
     from estimator.coefficients import Calibration
-    from estimator.workload import Strategy
 
 
 def trace_model(
@@ -128,41 +127,41 @@ def estimate(
     """Predict the step time of a model on an allocation such as ``1x2:local``.
 
     A graph is estimated as it is; a module is traced first, with `batch` and for the kind of the
-    allocation's devices. `batch_per_gpu` is
-    samples per device and micro-batch, by default what was traced, or a sequence with one for each
-    group of the allocation; `global_batch` is that summed over ranks, times `accumulation_steps`.
-    A global batch is split evenly over equal devices, by speed over unlike ones: `batches` of the
-    answer says how. `cluster` (or its file) names nodes and the switches between them; without
-    one, nodes hang on one switch. `profile` stands in for the machine that the allocation names.
-    Raises AllocationError, WorkloadError, ProfileError, UnknownMachineError,
-    StrategyError, TopologyError.
+    allocation's devices. `batch_per_gpu` is samples per device and micro-batch, by default what was
+    traced, or a sequence with one for each group of the allocation; `global_batch` is that summed
+    over ranks, times `accumulation_steps`. A global batch is split evenly over equal devices, by
+    speed over unlike ones: `batches` of the answer says how. `cluster` (or its file) names nodes
+    and the switches between them; without one, nodes hang on one switch. `profile` stands in for
+    the machine that the allocation names. Raises AllocationError, WorkloadError, ProfileError,
+    UnknownMachineError, StrategyError, TopologyError.
     """
     described = Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster
+    placement = DEFAULT.place(allocation, cluster=described, profile=profile)
+    parsed = Strategy.parse(strategy)
     if isinstance(model_or_graph, OpGraph):
         graph = model_or_graph
     else:
-        placement = place(allocation, cluster=described, profile=profile)
         graph = _traced_for(placement.kinds[0].profile.kind, model_or_graph, batch)
     if global_batch is not None and batch_per_gpu is None:
         from estimator.advise.balance import balance
 
         return balance(
             graph,
-            allocation,
+            placement,
             global_batch=global_batch,
             accumulation_steps=accumulation_steps,
-            strategy=strategy,
+            strategy=parsed,
             cluster=described,
             calibration=calibration,
             profile=profile,
         ).answer
     return estimate_graph(
         graph,
-        allocation,
+        placement,
         batch_per_gpu=batch_per_gpu,
         global_batch=global_batch,
         accumulation_steps=accumulation_steps,
-        strategy=strategy,
+        strategy=parsed,
         cluster=described,
         calibration=calibration,
         profile=profile,

@@ -85,7 +85,7 @@ class Cache:
                 with self._lock:
                     entry.lock = None
                     self._entries[key] = entry
-                    self._charge(entry, _ENTRY_BYTES + _size_bytes(entry.value))
+                    self._charge(entry, _ENTRY_BYTES + rough_size_bytes(entry.value))
         return entry
 
     def grown(
@@ -124,8 +124,8 @@ def _key(kind: str, owners: tuple[object, ...], details: tuple[Hashable, ...]) -
     return kind, tuple([id(each) for each in owners]), details
 
 
-def _size_bytes(value: object, depth: int = 4) -> int:
-    """Roughly what an object holds: its arrays and the containers it is made of."""
+def rough_size_bytes(value: object, depth: int = 4) -> int:
+    """About what an object holds: its arrays and the containers that it is made of."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     if depth == 0:
@@ -133,12 +133,12 @@ def _size_bytes(value: object, depth: int = 4) -> int:
     if isinstance(value, tuple | list):
         # Long lists hold equals: the first few stand for all.
         some = value[:8]
-        inner = sum(_size_bytes(each, depth - 1) for each in some)
+        inner = sum(rough_size_bytes(each, depth - 1) for each in some)
         return sys.getsizeof(value) + inner * len(value) // max(len(some), 1)
     if isinstance(value, dict):
         some_values = list(value.values())[:8]
-        inner = sum(_size_bytes(each, depth - 1) for each in some_values)
+        inner = sum(rough_size_bytes(each, depth - 1) for each in some_values)
         return sys.getsizeof(value) + inner * len(value) // max(len(some_values), 1)
     if is_dataclass(value) and not isinstance(value, type):
-        return sum(_size_bytes(getattr(value, item.name), depth - 1) for item in fields(value))
+        return sum(rough_size_bytes(getattr(value, item.name), depth - 1) for item in fields(value))
     return sys.getsizeof(value, 64)

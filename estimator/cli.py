@@ -378,7 +378,11 @@ def _workload_options(command: Command) -> Command:
             metavar="STORE",
             help="Correct by the steps observed in this store; - is the user's own.",
         ),
-        click.option("--strategy", default="ddp", help="Such as ddp or ddp:bucket=5MiB,view."),
+        click.option(
+            "--strategy",
+            default="ddp",
+            help="Such as ddp:bucket=5MiB,view, zero2, fsdp:shard=8 or ps:2.",
+        ),
         click.option("--grad-scaler", is_flag=True, help="Scale fp16 gradients, check for inf."),
         click.option("--channels-last", is_flag=True, help="Images with their channels innermost."),
         click.option(

@@ -60,18 +60,20 @@ class Engine:
 
     def place(
         self,
-        allocation: str | Allocation,
+        allocation: str | Allocation | Placement,
         *,
         cluster: Cluster | None = None,
         profile: MachineProfile | None = None,
     ) -> Placement:
-        """An allocation on its machines; see `placement.place`."""
+        """An allocation on its machines, unless it is placed already; see `placement.place`."""
+        if isinstance(allocation, Placement):
+            return allocation
         return place(allocation, cluster=cluster, profile=profile, cache=self.cache)
 
     def estimate(
         self,
         graph: OpGraph,
-        allocation: str | Allocation,
+        allocation: str | Allocation | Placement,
         *,
         batch_per_gpu: int | Sequence[int] | None = None,
         global_batch: int | None = None,
@@ -84,7 +86,8 @@ class Engine:
         """Predict the step of a traced graph on an allocation; see `estimator.estimate`.
 
         Here a global batch is split evenly whatever the devices; `advise.balance` splits it by
-        speed.
+        speed. Who asks several times of one allocation places it once: `cluster` and `profile` are
+        then those that it was placed with.
         """
         asked = self._asked(
             graph,
@@ -273,7 +276,7 @@ def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
     memory, used_ratio = plan.memory()
     error = coefficients.relative_error
     if error is None:
-        communication_error = waited.model.relative_error if waited else 0.0
+        communication_error = waited.relative_error if waited else 0.0
         compute = coefficients.compute_ratio
         error = relative_error(parts, slowest.lane, compute, communication_error, step_s)
     spread = interval_ratio(error)
@@ -314,29 +317,4 @@ def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
 
 # What is asked without an engine of one's own is asked of this one.
 DEFAULT = Engine()
-
-
-def estimate_graph(
-    graph: OpGraph,
-    allocation: str | Allocation,
-    *,
-    batch_per_gpu: int | Sequence[int] | None = None,
-    global_batch: int | None = None,
-    accumulation_steps: int = 1,
-    strategy: str | Strategy = "ddp",
-    cluster: Cluster | None = None,
-    calibration: Calibration | None = None,
-    profile: MachineProfile | None = None,
-) -> Estimate:
-    """`Engine.estimate` of the default engine."""
-    return DEFAULT.estimate(
-        graph,
-        allocation,
-        batch_per_gpu=batch_per_gpu,
-        global_batch=global_batch,
-        accumulation_steps=accumulation_steps,
-        strategy=strategy,
-        cluster=cluster,
-        calibration=calibration,
-        profile=profile,
-    )
+estimate_graph = DEFAULT.estimate

@@ -158,9 +158,9 @@ def _provenance(
         ("bucket copies", copies, breakdown.copies_exposed_s / step, COPIES_ERROR),
         (
             "communication",
-            plan.source(found) if found else "measured",
+            next((source for _, _, source in plan.reductions if source != "measured"), "measured"),
             breakdown.waiting_s / step,
-            max(found.model.relative_error, OVERLAP_ERROR) if found else None,
+            max(found.relative_error, OVERLAP_ERROR) if found else None,
         ),
     ]
     return tuple(sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2]))

@@ -66,13 +66,13 @@ class Mesh:
         place = AXES.index(axis)
         return np.moveaxis(ranks, place, -1).reshape(-1, self.shape[place])
 
-    def groups(self, axis: str) -> dict[ProcessGroup, NodeKind]:
+    def groups(self, axis: str) -> tuple[tuple[ProcessGroup, NodeKind], ...]:
         """The unlike process groups along an axis, each with the kind of node that costs it."""
         size = self.parallelism.dp if axis == DP else getattr(self.parallelism, axis)
         if size == self.placement.ranks:
-            return {whole_group(self.placement): slowest_network(self.placement)}
+            return ((whole_group(self.placement), slowest_network(self.placement)),)
         if size == 1:
-            return {}
+            return ()
         return groups_along(self.placement, self.members(axis))
 
     def global_batch(self, batches: Sequence[int]) -> int:

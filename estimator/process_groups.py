@@ -82,7 +82,8 @@ def _limits(placement: Placement) -> Iterator[_Limit]:
             yield rate / leaving, _UPLINK, (site.host or "",)
     for a, b in hops:
         yield from _measured_limit(a.profile.pairs, (a.host or "", b.host or ""))
-    yield from _switch_limits([(a.host or "", b.host or "") for a, b in hops], cluster)
+    named = [(a.host or "", b.host or "") for a, b in hops]
+    yield from _switch_limits(_leaving(named, cluster), cluster)
 
 
 _NETWORK = "the network of '{}'"
@@ -118,19 +119,28 @@ def _switches_left(hop: _Hop, cluster: Cluster) -> Iterator[str]:
         yield switch
 
 
-def _switch_limits(hops: Sequence[_Hop], cluster: Cluster) -> Iterator[_Limit]:
-    """The uplinks that hops leave, each divided by the flows on it."""
+def _leaving(hops: Sequence[_Hop], cluster: Cluster) -> Counter[str]:
+    """How many hops leave each switch."""
     leaving: Counter[str] = Counter()
     for hop in hops:
         leaving.update(_switches_left(hop, cluster))
+    return leaving
+
+
+def _switch_limits(leaving: Counter[str], cluster: Cluster) -> Iterator[_Limit]:
+    """The uplinks that hops leave, each divided by the flows on it."""
     for name, flows in leaving.items():
         rate = cluster.switches[name].uplink_bytes_per_s
         if rate is not None:
             yield cluster.payload_bytes_per_s(rate) / flows, "the uplink of switch '{}'", (name,)
 
 
-def groups_along(placement: Placement, members: Indices) -> dict[ProcessGroup, NodeKind]:
+def groups_along(
+    placement: Placement, members: Indices
+) -> tuple[tuple[ProcessGroup, NodeKind], ...]:
     """The unlike groups that communicate at once, each with the kind of node that costs it.
+
+    Groups of one shape are unlike where other machines cost them.
 
     `members` are the ranks of each group in the order of its ring, (groups, ranks of each). Flows
     of all groups that leave a node, or a switch, share its uplink.
@@ -147,16 +157,18 @@ def groups_along(placement: Placement, members: Indices) -> dict[ProcessGroup, N
         for ends in _ends(node, following, hop)
     ]
     shared = _shared_limits(placement.cluster, crossing)
-    found: dict[ProcessGroup, NodeKind] = {}
+    found: dict[tuple[ProcessGroup, int], tuple[ProcessGroup, NodeKind]] = {}
     for number, row in enumerate(node.tolist()):
         counts = Counter(row)
         kinds = [nodes.kinds[each] for each in counts]
         across = len(counts) > 1
         slowest = int(own_rate[number].argmin())
-        limits = [(float(own_rate[number, slowest]), *nodes.name(row[slowest]))]
-        for names in crossing[number]:
-            limits += _measured_limit(nodes.pairs_of(names[0]), names)
-            limits += shared.get(names, ())
+        own, names = nodes.name(row[slowest])
+        share = _share(int(flows[row[slowest]]))
+        limits: list[_Limit] = [(float(own_rate[number, slowest]), share + own, names)]
+        for ends in crossing[number]:
+            limits += _measured_limit(nodes.pairs_of(ends[0]), ends)
+            limits += shared.get(ends, ())
         rate, link, between = min(limits, key=lambda limit: limit[0])
         group = ProcessGroup(
             ranks=len(row),
@@ -166,8 +178,14 @@ def groups_along(placement: Placement, members: Indices) -> dict[ProcessGroup, N
             latency_s=max(kind.hop_latency_s for kind in kinds) if across else 0.0,
             link=link.format(*between) if across else "",
         )
-        found.setdefault(group, min(kinds, key=_BY_NETWORK))
-    return found
+        kind = min(kinds, key=_BY_NETWORK)
+        found.setdefault((group, id(kind.profile)), (group, kind))
+    return tuple(found.values())
+
+
+def _share(flows: int) -> str:
+    """What to say before the name of a link that several flows share."""
+    return f"1/{flows} of " if flows > 1 else ""
 
 
 def slowest_network(placement: Placement) -> NodeKind:
@@ -193,7 +211,11 @@ def _shared_limits(
     if cluster is None:
         return {}
     hops = [hop for group in crossing for hop in group]
-    limits = {limit[2][0]: limit for limit in _switch_limits(hops, cluster)}
+    leaving = _leaving(hops, cluster)
+    limits = {
+        names[0]: (rate, _share(leaving[names[0]]) + link, names)
+        for rate, link, names in _switch_limits(leaving, cluster)
+    }
     return {
         hop: [limits[name] for name in _switches_left(hop, cluster) if name in limits]
         for hop in set(hops)
@@ -256,7 +278,7 @@ def ring_between(
     if not rates and nic_bytes_per_s is not None:
         rates.append(nic_bytes_per_s)
     if cluster is not None and profile is not None and cluster.nodes.keys() >= set(cost.hosts):
-        rates += [rate for rate, _, _ in _switch_limits(hops, cluster)]
+        rates += [rate for rate, _, _ in _switch_limits(_leaving(hops, cluster), cluster)]
         rates += _uplink_rates(hops, Counter(cost.hosts), profile, cluster)
     return ProcessGroup(
         ranks=cost.group_size,

@@ -180,9 +180,10 @@ def sweep_report(rows: Sequence[SweepRow]) -> Group:
             "" if row.efficiency_ratio is None else format_ratio(row.efficiency_ratio),
         )
     refused = [row for row in rows if row.answer is None]
-    reasons = dict.fromkeys(row.refusal for row in refused)
-    lines = [f"{len(refused)} allocations do not exist, such as: {why}" for why in reasons][:1]
-    return stacked(table, listed("left out", lines) if refused else None)
+    if not refused:
+        return stacked(table)
+    why = f"{len(refused)} of {len(rows)} allocations, the first because {refused[0].refusal}"
+    return stacked(table, listed("left out", [why]))
 
 
 def strategies_report(rows: Sequence[StrategyRow]) -> Group:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from estimator.errors import AllocationError, ModelError
+from estimator.errors import AllocationError, ModelError, StrategyError
 from estimator.topology import Cluster
 from estimator.workload import Strategy
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from estimator.coefficients import Calibration
     from estimator.estimates import Estimate
     from estimator.graph.ops import OpGraph
+    from estimator.placement import Placement
     from estimator.profile import DeviceKind
 
 _EXECUTION_OPTIONS = "compile or --cuda-graphs"
@@ -52,10 +53,7 @@ class Request:
         Allocations and strategy are checked first, since building a model can take long. `report`
         is told what is being measured and how far that is, from 0 to 1.
         """
-        from estimator.placement import place
-
-        Strategy.parse(self.strategy)
-        machines = [place(text, cluster=self.cluster).sites[0].profile for text in allocations]
+        machines = [self._placed(text).kinds[0].profile for text in allocations]
         from estimator.graph.files import is_saved_graph, is_summary_file
         from estimator.graph.ops import OpGraph
 
@@ -152,14 +150,21 @@ class Request:
         )
 
     def exists(self, allocation: str) -> bool:
-        """Whether the allocation names machines and devices that there are."""
-        from estimator.placement import place
-
+        """Whether there are such machines and devices, and the strategy can divide the ranks."""
         try:
-            place(allocation, cluster=self.cluster)
-        except AllocationError:
+            self._placed(allocation)
+        except (AllocationError, StrategyError):
             return False
         return True
+
+    def _placed(self, allocation: str) -> Placement:
+        from estimator.mesh import Mesh
+        from estimator.placement import place
+
+        strategy = Strategy.parse(self.strategy)
+        placement = place(allocation, cluster=self.cluster)
+        Mesh.data_parallel(placement, strategy)
+        return placement
 
     def balance(self, graph: OpGraph, allocation: str) -> Balance | None:
         """The split of the global batch by speed; None where there is none to split or gain."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from estimator.errors import StrategyError
 from estimator.units import MIB, parse_bandwidth_bytes_per_s, parse_size_bytes
@@ -107,6 +107,14 @@ class Strategy:
             return self.first_bucket_bytes
         default = self.bucket_cap_bytes == DEFAULT_BUCKET_CAP_BYTES
         return DEFAULT_FIRST_BUCKET_BYTES if default else self.bucket_cap_bytes
+
+    def divides(self, ranks: Any) -> Any:
+        """Whether the ranks can be divided as `shard` asks: of one number, or of each in an array.
+
+        >>> Strategy.parse("fsdp:shard=4").divides(6)
+        False
+        """
+        return ranks % (self.shard or 1) == 0
 
     def __str__(self) -> str:
         knobs = []

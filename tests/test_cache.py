@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from estimator.cache import Cache
+from estimator.cache import Cache, rough_size_bytes
+from estimator.engine import Engine
+from estimator.timeline.program import StepProgram
+from tests.synthetic import Machine, perceptron
 
 
 class Owner:
@@ -52,6 +56,23 @@ def test_bytes_that_a_value_takes_up_later_count() -> None:
     cache.get("small", (owner,), lambda: 2, "b")
     cache.grown(9_000, "small", (owner,), "b")
     assert len(cache) == 1
+
+
+def test_programs_that_tables_keep_count_however_often_the_tables_are_used() -> None:
+    graph, profile = perceptron([64, 64, 64], batch=8), Machine().profile()
+
+    def program(engine: Engine, batch: int) -> StepProgram:
+        answer = engine.estimate(graph, "1x2:m", batch_per_gpu=batch, profile=profile)
+        return answer.plan.kinds[0].program
+
+    room = 20
+    engine = Engine(cache_bytes=room * rough_size_bytes(program(Engine(), 1)))
+    for most in range(1, 2 * room):
+        for batch in range(1, most + 1):
+            program(engine, batch)
+    gc.collect()
+    alive = [each for each in gc.get_objects() if isinstance(each, StepProgram)]
+    assert sum(each.bound.graph is graph for each in alive) <= room
 
 
 def test_what_fails_is_raised_and_not_kept() -> None:

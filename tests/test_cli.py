@@ -105,6 +105,26 @@ def test_strategies_are_listed_by_step_time_with_what_could_not_be_answered(
     assert command("sweep", tiny, "--on", "1x2:local", "--strategies", "ddq").code == 2
 
 
+def test_nested_groups_are_estimated_and_swept(store: Path, tiny: str, command: Command) -> None:
+    options = ("--strategy", "fsdp:shard=8", "--accumulation", 2)
+    run = command("estimate", tiny, "--on", "2x8:h100-sxm", *options)
+    assert run.code == 0
+    assert "1/8 of the network of 'h100-sxm'" in " ".join(run.out.split())
+    assert "all-reduce over 2 ranks on 2 nodes was not measured" in " ".join(run.out.split())
+    swept = " ".join(command("sweep", tiny, "--on", "1..2x4:h100-sxm", *options).out.split())
+    assert "1 of 2 allocations, the first because 'fsdp:shard=8' shards over 8 ranks" in swept
+
+
+def test_ranks_that_a_strategy_cannot_divide_are_refused_before_the_model_is_looked_at(
+    store: Path, command: Command
+) -> None:
+    run = command(
+        "estimate", "no/such/file.py:f", "--on", "1x2:local", "--strategy", "fsdp:shard=3"
+    )
+    assert run.code == 2
+    assert "do not divide 2" in run.sentence
+
+
 def test_the_trace_is_sound_and_has_a_process_for_every_rank(
     store: Path, tiny: str, command: Command, tmp_path: Path
 ) -> None:

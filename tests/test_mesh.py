@@ -38,27 +38,28 @@ def test_ddp_replicates_and_fsdp_shards_all_ranks() -> None:
 
 def test_shards_inside_nodes_leave_one_flow_of_each_rank_between_them() -> None:
     hybrid = mesh("2x4:m", "fsdp:shard=4")
-    (inside,) = hybrid.groups("dp_shard")
+    ((inside, _),) = hybrid.groups("dp_shard")
     assert (inside.ranks, inside.nodes, inside.per_node) == (4, 1, 4)
     # Four rings of two ranks leave each node at once.
-    (between,) = hybrid.groups("dp_replicate")
+    ((between, _),) = hybrid.groups("dp_replicate")
     assert (between.ranks, between.nodes, between.per_node) == (2, 2, 1)
     assert between.bytes_per_s == pytest.approx(RATE / 4)
+    assert between.link == "1/4 of the network of 'synthetic'"
 
 
 def test_shards_over_two_nodes_are_one_ring_of_each_pair_of_them() -> None:
     hybrid = mesh("4x2:m", "fsdp:shard=4")
-    (across,) = hybrid.groups("dp_shard")
+    ((across, _),) = hybrid.groups("dp_shard")
     assert (across.ranks, across.nodes, across.per_node) == (4, 2, 2)
     assert across.bytes_per_s == pytest.approx(RATE)
     # Ranks 0 and 4 are on the first and the third node, 1 and 5 as well: two flows leave each.
-    (between,) = hybrid.groups("dp_replicate")
+    ((between, _),) = hybrid.groups("dp_replicate")
     assert between.bytes_per_s == pytest.approx(RATE / 2)
 
 
 def test_groups_that_cut_through_a_node_share_its_network() -> None:
     # Three nodes of two ranks in groups of three: 0, 1, 2 and 3, 4, 5. The middle node is in both.
-    (cut,) = mesh("3x2:m", "fsdp:shard=3").groups("dp_shard")
+    ((cut, _),) = mesh("3x2:m", "fsdp:shard=3").groups("dp_shard")
     assert (cut.ranks, cut.nodes, cut.per_node) == (3, 2, 2)
     assert cut.bytes_per_s == pytest.approx(RATE / 2)
 
@@ -77,11 +78,11 @@ def test_groups_of_two_racks_share_the_uplink_between_them() -> None:
     cluster = Cluster(nodes=nodes, switches=switches)
     # Replicates a-c and b-d both cross the racks: each gets half of an uplink.
     hybrid = mesh("a[0]+b[0]+c[0]+d[0]", "fsdp:shard=2", cluster)
-    (between,) = hybrid.groups("dp_replicate")
+    ((between, _),) = hybrid.groups("dp_replicate")
     assert between.bytes_per_s == pytest.approx(gbit / 2 * PAYLOAD_RATIOS["tcp"])
-    assert between.link.startswith("the uplink of switch 'r")
+    assert between.link.startswith("1/2 of the uplink of switch 'r")
     # Shards stay in their racks.
-    (inside,) = hybrid.groups("dp_shard")
+    ((inside, _),) = hybrid.groups("dp_shard")
     assert inside.bytes_per_s == pytest.approx(4 * gbit * PAYLOAD_RATIOS["tcp"])
 
 

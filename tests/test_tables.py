@@ -21,7 +21,13 @@ from estimator.allocation import Allocation
 from estimator.coefficients import Calibration, Coefficients, Engine, StepQuestion
 from estimator.columns import AllocationColumns
 from estimator.engine import estimate_graph
-from estimator.errors import AllocationError, ProfileError, UnknownMachineError, WorkloadError
+from estimator.errors import (
+    AllocationError,
+    ProfileError,
+    StrategyError,
+    UnknownMachineError,
+    WorkloadError,
+)
 from estimator.estimates import Breakdown
 from estimator.graph.ops import OpGraph
 from estimator.placement import place
@@ -398,6 +404,15 @@ def test_every_row_of_nested_groups_equals_its_estimate(
     assert_equal(estimate_many(graph, asked, **options))
 
 
+def test_shards_in_unlike_nodes_wait_for_the_slower_links_whichever_come_first() -> None:
+    # What is gathered within a node takes ten times as long in the one as in the other.
+    graph = in_blocks(perceptron([1000] * 4, batch=8))
+    texts = ["1x2:slow+1x2:fast", "1x2:fast+1x2:slow"]
+    table = estimate_many(graph, texts, strategy="fsdp:shard=2")
+    assert table.communication_exposed_s[0] == pytest.approx(table.communication_exposed_s[1])
+    assert_equal(table)
+
+
 @settings(max_examples=40, deadline=None)
 @given(graphs, some.lists(cluster_rows.filter(placeable), min_size=1, max_size=8), hybrid)
 def test_every_row_of_nested_groups_on_a_cluster_equals_its_estimate(
@@ -535,6 +550,19 @@ def test_chunks_of_an_iterator_are_pieces_of_the_whole_table() -> None:
     assert joined.tolist() == whole.step_time_s.tolist()
 
 
+def test_a_machine_written_anew_between_chunks_stays_the_one_that_was_numbered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
+    file = tmp_path / "machines" / "slow.json"
+    machines()["slow"].save(file)
+    # Shards over two nodes follow from no counts: such rows are placed one by one.
+    chunks = estimate_chunks(PLAIN, ["2x1:slow"] * 2, rows=1, strategy="fsdp:shard=2")
+    first = next(chunks)
+    os.utime(file, ns=(0, 0))
+    assert next(chunks).step_time_s == first.step_time_s
+
+
 def test_the_cluster_may_be_a_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(
@@ -547,6 +575,7 @@ def test_the_cluster_may_be_a_file(tmp_path: Path) -> None:
 
 
 GOOD = "1x2:slow"
+HYBRID = {"strategy": "fsdp:shard=2"}
 
 
 @pytest.mark.parametrize(
@@ -562,6 +591,8 @@ GOOD = "1x2:slow"
         ("2x1:lone", {"strategy": "zero2"}, AllocationError, "row 2: .*no network of 'lone'"),
         ("1x2:lone", {"strategy": "zero2"}, ProfileError, "row 2: .*no reduce-scatter costs"),
         ("1x2:lone", {"strategy": "ps:1"}, ProfileError, "row 2: .*has no network"),
+        ("1x3:slow", HYBRID, StrategyError, "row 2: 'fsdp:shard=2' shards over 2 ranks"),
+        ("1x1:slow", HYBRID, StrategyError, "row 2: 'fsdp:shard=2' .* do not divide 1"),
     ],
 )
 def test_the_first_wrong_row_is_named(

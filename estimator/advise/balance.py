@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from estimator.allocation import Allocation
 from estimator.coefficients import Calibration
-from estimator.engine import estimate_graph
+from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import WorkloadError
 from estimator.estimates import NOT_FIT_MARGIN_RATIO, Estimate
 from estimator.graph.ops import OpGraph
-from estimator.placement import place
+from estimator.placement import Placement
 from estimator.profile import MachineProfile
 from estimator.topology import Cluster
 from estimator.workload import Strategy
@@ -54,7 +54,7 @@ class Balance:
 
 def balance(
     graph: OpGraph,
-    allocation: str | Allocation,
+    allocation: str | Allocation | Placement,
     *,
     global_batch: int,
     accumulation_steps: int = 1,
@@ -69,16 +69,17 @@ def balance(
     devices it is the even split. Splits that fit into memory go before those that do not. Raises
     WorkloadError where no rank may stay without a sample, and what `estimate_graph` raises.
     """
-    placement = place(allocation, cluster=cluster, profile=profile)
+    placement = DEFAULT.place(allocation, cluster=cluster, profile=profile)
+    parsed = Strategy.parse(strategy)
 
     def answer_of(split: Split | None) -> Estimate:
         return estimate_graph(
             graph,
-            placement.allocation,
+            placement,
             batch_per_gpu=split,
             global_batch=global_batch if split is None else None,
             accumulation_steps=accumulation_steps,
-            strategy=strategy,
+            strategy=parsed,
             cluster=cluster,
             calibration=calibration,
             profile=profile,
@@ -168,8 +169,10 @@ class _Search:
         for each in answer.plan.classes:
             members = list(each.ranks)
             device = each.program.profile.devices[0]
-            needed = each.program.memory.total_bytes(answer.plan.shards)
-            lane_s[members] = each.program.lane_s * each.slowdown_ratio
+            program, shards = each.program, answer.plan.shards
+            needed = program.memory.total_bytes(shards)
+            alone_s = program.lane_s + program.sharded_lane_s / shards
+            lane_s[members] = alone_s * each.slowdown_ratio
             memory_ratio[members] = needed / device.memory_bytes
         loads = (np.maximum.reduceat(values, self._starts) for values in (lane_s, memory_ratio))
         return list(zip(*(values.tolist() for values in loads), strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from estimator.allocation import Allocation, DeviceGroup
 from estimator.coefficients import Calibration
@@ -45,6 +45,8 @@ def scaling_of(
 
     `cluster` and `calibration` are those that the estimate was asked under.
     """
+    # A device alone has nobody to share shards with.
+    alone = replace(answer.plan.members.table.shape.strategy, shard=None)
     linear_s = max(
         linear_step_s(
             estimate_graph(
@@ -52,7 +54,7 @@ def scaling_of(
                 single,
                 batch_per_gpu=batch,
                 accumulation_steps=answer.accumulation_steps,
-                strategy=answer.strategy,
+                strategy=alone,
                 cluster=cluster,
                 calibration=calibration,
                 profile=None if named else answer.plan.classes[0].program.profile,

@@ -8,8 +8,8 @@ from typing import Any
 
 from estimator.allocation import Allocation
 from estimator.coefficients import Calibration
-from estimator.engine import estimate_graph
-from estimator.errors import ProfileError, StrategyError
+from estimator.engine import DEFAULT, estimate_graph
+from estimator.errors import EstimatorError, ProfileError, StrategyError
 from estimator.estimates import Estimate
 from estimator.graph.ops import OpGraph
 from estimator.profile import MachineProfile
@@ -59,19 +59,19 @@ def rank_strategies(
 ) -> list[StrategyRow]:
     """The strategies by step time; those that do not fit come later, those without answer last.
 
-    Raises StrategyError where no strategy is given, the ProfileError of the first one if none can
-    be answered.
+    Raises StrategyError where no strategy is given, the error of the first one if none can be
+    answered.
     """
     if not strategies:
         raise StrategyError("there is no strategy to choose from; name some, such as ddp and ps:1")
     rows: list[StrategyRow] = []
-    errors: list[ProfileError] = []
+    errors: list[EstimatorError] = []
     for strategy in map(Strategy.parse, strategies):
         try:
             answer = answer_of(strategy)
             rows.append(StrategyRow(allocation=allocation, strategy=strategy, answer=answer))
-        except ProfileError as error:
-            # What it needs was not measured: the others are answered all the same.
+        except (ProfileError, StrategyError) as error:
+            # What it needs was not measured, or it cannot divide the ranks: others are answered.
             errors.append(error)
             rows.append(
                 StrategyRow(
@@ -106,12 +106,13 @@ def best_strategy(
     Servers of ``ps:N`` are taken to be nodes of their own beside the allocation. Raises
     EstimatorError where nothing can be answered.
     """
+    placement = DEFAULT.place(allocation, cluster=cluster, profile=profile)
     return rank_strategies(
-        str(allocation),
+        str(placement.allocation),
         strategies,
         lambda strategy: estimate_graph(
             graph,
-            allocation,
+            placement,
             batch_per_gpu=batch_per_gpu,
             global_batch=global_batch,
             accumulation_steps=accumulation_steps,

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any, Protocol
 
 from estimator.advise.scaling import linear_step_s
-from estimator.errors import AllocationError
+from estimator.errors import AllocationError, EstimatorError, StrategyError
 from estimator.estimates import Estimate
 
 _COUNT = r"(\d+)(?:\.\.(\d+))?"
@@ -96,18 +96,21 @@ def existing(patterns: Sequence[str], exists: Callable[[str], bool]) -> list[str
 def sweep(patterns: Sequence[str], answer_of: Callable[[str], Estimate]) -> list[SweepRow]:
     """Estimate every allocation of the patterns; those that do not exist keep their reason.
 
-    Raises AllocationError if none of them exists.
+    So do those whose ranks a strategy cannot divide. Raises AllocationError, or StrategyError, if
+    none can be answered.
     """
     rows: list[SweepRow] = []
+    errors: list[EstimatorError] = []
     for pattern in patterns:
         for text in expand_pattern(pattern):
             try:
                 rows.append(SweepRow(allocation=text, answer=answer_of(text)))
-            except AllocationError as error:
+            except (AllocationError, StrategyError) as error:
+                errors.append(error)
                 rows.append(SweepRow(allocation=text, answer=None, refusal=str(error)))
     answers = [row.answer for row in rows if row.answer is not None]
     if not answers:
-        raise AllocationError(rows[0].refusal if rows else "the sweep names no allocation")
+        raise errors[0] if errors else AllocationError("the sweep names no allocation")
     smallest = min(answers, key=lambda answer: answer.ranks)
     return [
         SweepRow(

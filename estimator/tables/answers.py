@@ -126,6 +126,7 @@ class RowAnswers:
         steps = self._tables()
         placed.wrong |= ~steps.runs[placed.site].all(axis=0)
         batch, wrong = self._batches(question, rows, placed)
+        wrong |= ~np.asarray(self._strategy.divides(placed.ranks))
         _raise_first(placed.wrong | wrong, rows.start, question)
         ratios, errors = self._learnt(question, placed, batch, rows.start)
         groups_of = self._groups_of(question, rows.start, steps)

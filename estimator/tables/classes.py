@@ -9,7 +9,8 @@ from estimator.cache import Cache
 from estimator.graph.ops import OpGraph
 from estimator.profile import MachineProfile
 from estimator.tables.placed import PlacedColumns, SiteTable
-from estimator.timeline.ranks import RankColumns, RankKind, StepShape, rank_table
+from estimator.timeline.plan import compiled_step
+from estimator.timeline.ranks import RankColumns, RankKind, StepShape
 
 Indices = NDArray[np.intp]
 
@@ -83,13 +84,8 @@ class RankNumbers:
         rest, machine = divmod(rest, len(self._machines) + 1)
         batch_code, merging = divmod(rest, 2)
         size = list(self._batches)[batch_code]
-        table = rank_table(
-            self._graph,
-            self._shape,
-            batch=size or self._graph.batch,
-            merging=bool(merging),
-            cache=self._cache,
-        )
+        batch = size or self._graph.batch
+        table, _ = compiled_step(self._graph, self._shape, batch, bool(merging), self._cache)
         profile, slowdown_ratio = self._machines[machine - 1]
         self._kinds.append(table.kind(profile, busy, slowdown_ratio))
         self._numbers[code] = len(self._kinds)

@@ -61,9 +61,13 @@ class RowLinks:
         )
 
     def nested_groups(
-        self, placed: PlacedColumns, shard: int, groups_of: Callable[[int], Groups]
+        self,
+        placed: PlacedColumns,
+        whole: ProcessGroup,
+        shard: int,
+        groups_of: Callable[[int], Groups],
     ) -> Groups:
-        """Those that hold one replica and those that hold the same shard, in each row.
+        """Those that hold one replica and those that hold the same shard, of the `whole` ones.
 
         Where every node holds whole replicas they follow from counts; `groups_of` tells them of one
         of the other rows.
@@ -72,7 +76,6 @@ class RowLinks:
         regular = ((placed.per_node % shard == 0) | ~there).all(axis=0)
         if self.cluster is not None or not regular.all():
             return self._one_by_one(np.flatnonzero(~placed.wrong), len(regular), groups_of)
-        whole = self.whole_groups(placed)
         inside = [
             ProcessGroup(
                 ranks=np.full(len(regular), shard),

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.graph.ops import OpGraph
 from estimator.process_groups import ProcessGroup
+from estimator.profile import MachineProfile
 from estimator.tables.classes import RankNumbers
 from estimator.tables.links import RowLinks
 from estimator.tables.placed import PlacedColumns, SiteTable
@@ -64,9 +65,13 @@ class StepRows:
         able = [why_not_on(graph, site.profile) is None for site in table.sites]
         self.runs = np.array([*able, True])
 
-    def number_of(self, profile: object) -> int:
+    def number_of(self, profile: MachineProfile) -> int:
         """The number of a profile, as process groups name it."""
-        return self._links.number_of[id(profile)]
+        found = self._links.number_of.get(id(profile))
+        if found is None:
+            # Its file has been written anew since the sites were numbered.
+            found = [each.name for each in self._links.profiles].index(profile.name)
+        return found
 
     def columns(
         self,
@@ -94,7 +99,7 @@ class StepRows:
             found = self._costs().communication(brought)
             waiting_s = np.where(several, found.exposed_s, 0.0)
             unknown = found.unknown & several
-            error = np.where(several, found.model.relative_error, 0.0)
+            error = np.where(several, found.relative_error, 0.0)
         memory_bytes, memory_ratio = kinds.memory(numbers, shards)
         return StepColumns(
             parts=breakdown_of(
@@ -126,7 +131,7 @@ class StepRows:
         shard = self._rules.shape.strategy.shard
         if shard is None:
             return {DP: (whole,), DP_SHARD: (whole,), DP_REPLICATE: ()}
-        return {DP: (whole,), **self._links.nested_groups(placed, shard, groups_of)}
+        return {DP: (whole,), **self._links.nested_groups(placed, whole, shard, groups_of)}
 
 
 def _ranks(

@@ -199,7 +199,7 @@ def estimate_chunks(
     """
     _check_graph(graph)
     _check_several(allocations)
-    described = _described(cluster)
+    described, parsed = _described(cluster), Strategy.parse(strategy)
     answers: RowAnswers | None = None
     first = 0
     for piece in _pieces(allocations, rows):
@@ -209,7 +209,7 @@ def estimate_chunks(
             batch_per_gpu=batch_per_gpu,
             global_batch=global_batch,
             accumulation_steps=accumulation_steps,
-            strategy=Strategy.parse(strategy),
+            strategy=parsed,
             cluster=described,
             calibration=calibration,
             profile=profile,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 from estimator.network import network_of
 from estimator.placement import NodeKind
 from estimator.profile import MachineProfile
-from estimator.timeline.plan import StepPlan, answer_of
+from estimator.timeline.plan import StepPlan
 from estimator.timeline.program import StepProgram
 from estimator.timeline.step_times import summary_assumptions
 from estimator.typical import is_known_by_datasheet
@@ -28,12 +29,8 @@ def plan_assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
     if ranks > 1 and not any(profile.overlaps for profile in profiles):
         found.append("communication is assumed to overlap compute perfectly: not probed")
     group = plan.group
-    if group.nodes > 1 and (unmeasured := unmeasured_collective(plan)) is not None:
-        found.append(
-            f"{unmeasured} over {group.ranks} ranks on {group.nodes} nodes was not measured: "
-            "a ring over the slowest link, corrected by the nearest measured group if there is one"
-        )
     if group.nodes > 1:
+        found.extend(dict.fromkeys(_unmeasured_collectives(plan)))
         cards = [_card_assumption(kind) for kind in plan.placement.kinds]
         found.extend(dict.fromkeys(text for text in cards if text is not None))
     if group.nodes > 1 and len({profile.name for profile in profiles}) > 1:
@@ -41,12 +38,14 @@ def plan_assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def unmeasured_collective(plan: StepPlan) -> str | None:
-    """What reduces gradients, where that was not measured over such a group; else None."""
-    communication = answer_of(plan).communication
-    if communication is None or plan.source(communication) == "measured":
-        return None
-    return plan.rules.reduced_by
+def _unmeasured_collectives(plan: StepPlan) -> Iterator[str]:
+    """What reduces gradients between nodes and was not measured over such a group."""
+    for what, group, source in plan.reductions:
+        if group.nodes > 1 and source != "measured":
+            yield (
+                f"{what} over {group.ranks} ranks on {group.nodes} nodes was not measured: "
+                f"{plan.rules.unmeasured}"
+            )
 
 
 def split_assumptions(batches: tuple[int, ...]) -> tuple[str, ...]:

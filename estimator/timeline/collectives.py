@@ -232,10 +232,11 @@ class CollectiveCosts:
             unknown=(group.nodes == 1) & (unlinked != 0),
         )
 
-    def source(self, model: CollectiveModel, network: int = 0) -> str:
+    def source(self, group: ProcessGroup) -> str:
         """Where the numbers of one group's model come from."""
+        model = self.model(group)
         if model.reference == len(self.references):
-            known = is_known_by_datasheet(self.profiles[network])
+            known = is_known_by_datasheet(self.profiles[group.network])
             return "datasheet" if known else "fitted"
         exact = model.unlike == 1.0
         return self.references[model.reference].cost.provenance.source if exact else "fitted"
@@ -320,7 +321,7 @@ class GroupCollective:
     """One collective over one group, by what one profile says of it."""
 
     def __init__(self, costs: CollectiveCosts, group: ProcessGroup) -> None:
-        self._costs = costs
+        self._costs, self._group = costs, group
         self.model = costs.model(group)
 
     @classmethod
@@ -347,7 +348,7 @@ class GroupCollective:
     @property
     def source(self) -> str:
         """Where the numbers come from."""
-        return self._costs.source(self.model)
+        return self._costs.source(self._group)
 
     def time_s(self, size_bytes: float) -> float:
         """Seconds for a buffer of `size_bytes` bytes; 0 for none."""

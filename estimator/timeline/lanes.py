@@ -10,20 +10,6 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 
-def one_lane(host_s: Array, device_s: Array) -> Array:
-    """End of each op where host and compute are the same cores."""
-    return np.cumsum(host_s + device_s)
-
-
-def two_lanes(host_s: Array, device_s: Array) -> Array:
-    """End of each op on the device: in order, never before the host has issued it.
-
-    end_i = max(end_{i−1}, issued_i) + device_i, written as a running maximum.
-    """
-    done = np.cumsum(device_s)
-    return np.asarray(np.maximum.accumulate(_waits(host_s, device_s)) + done)
-
-
 def _waits(host_s: Array, device_s: Array) -> Array:
     """How long the device would idle before each op if it waited for that op alone."""
     done = np.cumsum(device_s)
@@ -34,9 +20,11 @@ def _waits(host_s: Array, device_s: Array) -> Array:
 class MicroBatches:
     """The ops of `count` micro-batches, one after the other; the last one does something more.
 
-    `is_shared` says that host and device are the same cores. Ends do not depend on how many there
-    are but for a sum: those in the middle advance by the period of the slower lane. `lead_s` is how
-    much earlier ops end than in a step that is begun on an idle device.
+    An op ends at max(end of the one before, issued by the host) + its time on the device, written
+    as a running maximum; where `is_shared` says that host and device are the same cores, both add
+    up. Ends do not depend on how many there are but for a sum: those in the middle advance by the
+    period of the slower lane. `lead_s` is how much earlier ops end than in a step that is begun on
+    an idle device.
     """
 
     host_s: Array
@@ -54,7 +42,7 @@ class MicroBatches:
         device_s = self.last_device_s if last else self.device_s
         host, device = float(self.host_s.sum()), float(self.device_s.sum())
         if self.is_shared or not len(host_s):
-            return one_lane(host_s, device_s) + number * (host + device)
+            return np.cumsum(host_s + device_s) + number * (host + device)
         done = np.cumsum(device_s) + number * device
         waits = _waits(host_s, device_s) + number * (host - device)
         if number:

@@ -19,7 +19,7 @@ from estimator.placement import NodeKind, Placement
 from estimator.process_groups import ProcessGroup, slowest_network, whole_group
 from estimator.profile import MachineProfile
 from estimator.timeline.program import StepProgram
-from estimator.timeline.ranks import RankKind, RankTable, StepShape, rank_table
+from estimator.timeline.ranks import STEP, RankKind, RankTable, StepShape, step_key
 from estimator.timeline.step import (
     UNCALIBRATED_RATIOS,
     Breakdown,
@@ -61,17 +61,17 @@ class Members(NamedTuple):
     kind_of: tuple[int, ...]
 
 
-def _compiled(
+def compiled_step(
     graph: OpGraph, shape: StepShape, batch: int | None, merging: bool, cache: Cache
 ) -> tuple[RankTable, Rules]:
-    """What the ranks of a graph's step cost, and how they communicate."""
+    """What the ranks of a graph's step cost, and how they communicate: kept for the next one."""
 
     def made() -> tuple[RankTable, Rules]:
-        table = rank_table(graph, shape, batch=batch, merging=merging, cache=cache)
+        table = RankTable(graph, shape, batch=batch, merging=merging, cache=cache)
         return table, rules_of(graph, shape, cache)
 
-    details = (shape.accumulation_steps, batch, merging)
-    return cache.get("step", (graph, shape.strategy), made, *details)
+    owners, details = step_key(graph, shape, batch, merging)
+    return cache.get(STEP, owners, made, *details)
 
 
 def members_of(
@@ -87,14 +87,14 @@ def members_of(
     ProfileError, WorkloadError.
     """
     merging = placement.ranks > 1
-    table, rules = _compiled(graph, shape, batches[0] if batches else None, merging, cache)
+    table, rules = compiled_step(graph, shape, batches[0] if batches else None, merging, cache)
     if batches is None or batches.count(batches[0]) == len(batches):
         kinds = tuple([table[node] for node in placement.kinds])
         return Members(table, rules, kinds, placement.kind_of)
     numbers: dict[RankKind, int] = {}
     kind_of = []
     for number, batch in zip(placement.kind_of, placement.by_site(batches), strict=True):
-        each, _ = _compiled(graph, shape, batch, merging, cache)
+        each, _ = compiled_step(graph, shape, batch, merging, cache)
         kind_of.append(numbers.setdefault(each[placement.kinds[number]], len(numbers)))
     return Members(table, rules, tuple(numbers), tuple(kind_of))
 
@@ -147,9 +147,10 @@ class StepPlan(NamedTuple):
         """Seconds of all collectives of the step, one after the other."""
         return 0.0 if self.network is None else float(self.network.alone_s(self.ranks(slowest)))
 
-    def source(self, communication: Communication) -> str:
-        """Where the costs of reducing gradients come from."""
-        return "measured" if self.network is None else self.network.source(communication.model)
+    @property
+    def reductions(self) -> tuple[tuple[str, ProcessGroup, str], ...]:
+        """(what reduces gradients, over which group, where its cost comes from); often one."""
+        return () if self.network is None else tuple(self.network.reductions(self.groups))
 
     @property
     def classes(self) -> tuple[RankClass, ...]:
@@ -275,9 +276,9 @@ def groups_of(
     found: dict[str, tuple[ProcessGroup, ...]] = {DP: (whole,)}
     for axis in (DP_SHARD, DP_REPLICATE):
         named = mesh.groups(axis)
-        for node in named.values():
+        for _, node in named:
             networks.setdefault(id(node.profile), node.profile)
-        found[axis] = tuple(_named(group, node, networks) for group, node in named.items())
+        found[axis] = tuple(_named(group, node, networks) for group, node in named)
     return found, tuple(networks.values())
 
 
@@ -289,9 +290,10 @@ def _named(
 
 
 def at_link_rate(plan: StepPlan, factor: float) -> StepPlan:
-    """The same plan with the slowest link `factor` times as fast (and the next one then slowest).
+    """The same plan with the links between nodes `factor` times as fast.
 
-    Other links are taken as never slower: an upper bound of what the faster link brings.
+    Links within nodes stay as they are. Where unlike links follow each other, one that is made
+    faster may leave the next one slowest: an upper bound of what a faster link brings.
     """
     groups = {
         axis: tuple(replace(g, bytes_per_s=g.bytes_per_s * factor) for g in groups)

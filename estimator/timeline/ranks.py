@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.cache import Cache
+from estimator.cache import Cache, rough_size_bytes
 from estimator.errors import WorkloadError
 from estimator.graph.memory import PeakMemory
 from estimator.graph.ops import OpGraph
@@ -179,26 +179,27 @@ class RankTable:
                 cache=self._cache,
             )
             found = RankKind.of(program, slowdown_ratio)
+            # The table keeps it, also when the cache forgets the program as such.
+            owners, details = step_key(self.graph, self.shape, self._batch, self._merging)
+            self._cache.grown(rough_size_bytes(program), STEP, owners, *details)
             if len(self._shared) >= _MOST_NODES:
                 self._shared.clear()
             self._shared[key] = found
         return found
 
 
+STEP = "step"
+
+
+def step_key(
+    graph: OpGraph, shape: StepShape, batch: int | None, merging: bool
+) -> tuple[tuple[object, ...], tuple[Hashable, ...]]:
+    """(objects, details) by which the cache keeps a step: see `plan.compiled_step`."""
+    return (graph, shape.strategy), (shape.accumulation_steps, batch, merging)
+
+
 # Kinds of nodes that one table keeps: more than any cluster has.
 _MOST_NODES = 1024
-
-
-def rank_table(
-    graph: OpGraph, shape: StepShape, *, batch: int | None, merging: bool, cache: Cache
-) -> RankTable:
-    """The table of a step, kept from one estimate to the next."""
-    return cache.get(
-        "ranks",
-        (graph, shape.strategy),
-        lambda: RankTable(graph, shape, batch=batch, merging=merging, cache=cache),
-        *(shape.accumulation_steps, batch, merging),
-    )
 
 
 class RankColumns:

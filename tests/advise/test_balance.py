@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as some
 
+from estimator import engine, workload
 from estimator.advise.balance import Balance, balance
 from estimator.advise.scaling import scaling_of
 from estimator.api import estimate
@@ -166,6 +167,25 @@ def test_a_group_gives_its_memory_as_well_as_its_speed() -> None:
     assert found.batches[0] < roomy.batches[0]
     assert found.fits != "no"
     assert found.batches > (2048, 2048)
+
+
+def test_a_question_is_placed_and_its_strategy_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def counted(inner: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            asked.append(arguments[0])
+            return inner(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(engine, "place", counted(engine.place))
+    monkeypatch.setattr(workload, "_parsed", counted(workload._parsed))
+    nodes = cluster(1.0, 2.0)
+    answer = estimate(GRAPH, "a0[0]+a1[0]", global_batch=333, cluster=nodes, profile=MACHINE)
+    assert answer.batches is not None
+    assert answer.batches[0] > answer.batches[1]
+    assert asked == ["a0[0]+a1[0]", "ddp"]
 
 
 def test_estimate_splits_by_speed_and_a_table_does_not() -> None:

@@ -66,6 +66,19 @@ def test_a_sharded_update_does_not_scale_better_than_linearly(strategy: str) -> 
     assert rows[1].efficiency_ratio == pytest.approx(found.efficiency_ratio)
 
 
+def test_nested_groups_scale_against_a_device_that_shares_nothing() -> None:
+    profile = with_every_collective(replace(MACHINE, devices=2).profile())
+    found = estimate_graph(GRAPH, "2x2:m", strategy="fsdp:shard=2", profile=profile)
+    alone = estimate_graph(GRAPH, "1x1:m", profile=profile).breakdown
+    # Launching the update takes 10 µs on every rank, the rest is divided by two.
+    linear_s = alone.total_s - alone.update_s + 1e-5 + (alone.update_s - 1e-5) / 2
+    scaling = scaling_of(GRAPH, found)
+    assert scaling.efficiency_ratio == pytest.approx(linear_s / found.step_time_s)
+    # Ranks with the same shard form a ring each, so two share the network of a node.
+    assert scaling.link == "1/2 of the network of 'synthetic'"
+    assert scaling.link_bytes_per_s == 1e8 / 2
+
+
 class TwiceAsSlow:
     """A calibration by which computing and updating take twice as long everywhere."""
 

@@ -48,6 +48,19 @@ def test_a_strategy_whose_collectives_were_not_measured_is_last_with_its_reason(
         best_strategy(GRAPH, "1x2:m", (), profile=PROFILE)
 
 
+def test_a_strategy_that_cannot_divide_the_ranks_is_last_with_its_reason() -> None:
+    rows = best_strategy(GRAPH, "1x2:m", ("fsdp:shard=4", "ddp"), profile=PROFILE)
+    assert [row.strategy.kind for row in rows] == ["ddp", "fsdp"]
+    assert "do not divide 2" in rows[1].refusal
+
+
+def test_servers_are_costed_by_no_ring() -> None:
+    (row,) = best_strategy(GRAPH, "2x1:m", ("ps:1",), profile=PROFILE)
+    assert row.answer is not None
+    (told,) = [each for each in row.answer.assumptions if "was not measured" in each]
+    assert told.endswith("its bytes over the slowest link of a worker or of the servers")
+
+
 def test_servers_of_one_node_are_reached_over_its_network() -> None:
     assert PROFILE.network
     rows = best_strategy(GRAPH, "1x2:m", ("ddp", "ps:1"), profile=PROFILE)

@@ -6,11 +6,12 @@ import pytest
 
 from estimator.advise.sweeps import existing, expand_pattern, sweep, sweep_csv
 from estimator.engine import estimate_graph
-from estimator.errors import AllocationError
+from estimator.errors import AllocationError, StrategyError
 from estimator.estimates import Estimate
-from tests.synthetic import Machine, perceptron
+from tests.synthetic import Machine, perceptron, with_every_collective
 
 PROFILE = Machine(devices=2).profile()
+LARGER = with_every_collective(Machine(devices=4).profile())
 GRAPH = perceptron([256, 1000, 256], batch=64)
 
 
@@ -43,6 +44,17 @@ def test_rows_that_do_not_exist_keep_their_reason() -> None:
 def test_a_sweep_of_nothing_that_exists_is_refused() -> None:
     with pytest.raises(AllocationError, match="has 2"):
         sweep(("1x3:m", "1x4:m"), answer_of)
+
+
+def test_rows_whose_ranks_a_strategy_cannot_divide_keep_their_reason() -> None:
+    def hybrid(text: str) -> Estimate:
+        return estimate_graph(GRAPH, text, profile=LARGER, strategy="fsdp:shard=2")
+
+    rows = sweep(("1x1..4:m",), hybrid)
+    assert [row.answer is None for row in rows] == [True, False, True, False]
+    assert "do not divide 3" in rows[2].refusal
+    with pytest.raises(StrategyError, match="do not divide 1"):
+        sweep(("1x1:m", "1x3:m"), hybrid)
 
 
 def test_csv_has_one_line_an_allocation() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -86,6 +87,28 @@ def test_hybrid_shards_all_reduce_what_a_rank_holds_in_each_micro_batch() -> Non
     inside_s = 7 * seconds(machine, "all_gather", 2) + 4 * seconds(machine, "reduce_scatter", 2)
     expected_s = 3 * (inside_s + 4 * between.time_s(2e6))
     assert found.breakdown.communication_exposed_s == pytest.approx(expected_s, rel=1e-9)
+
+
+def test_shards_on_one_rank_each_are_replicates_that_all_reduce_whole_gradients() -> None:
+    machine = profile()
+    found = answer("1x2:m", "fsdp:shard=1", machine, accumulation_steps=3)
+    expected_s = 3 * 4 * seconds(machine, "all_reduce", 2)
+    assert found.breakdown.communication_exposed_s == pytest.approx(expected_s, rel=1e-9)
+
+
+def test_what_is_not_measured_of_nested_groups_is_told_of_each() -> None:
+    # Within nodes all is measured, between them nothing: a ring of two ranks over two nodes.
+    found = answer("2x2:m", "fsdp:shard=2", profile())
+    text = "all-reduce over 2 ranks on 2 nodes was not measured"
+    assert sum(text in each for each in found.assumptions) == 1
+    assert not any("reduce-scatter over" in each for each in found.assumptions)
+    (source,) = [source for part, source, *_ in found.provenance if part == "communication"]
+    assert source == "fitted"
+
+
+def test_the_answer_of_nested_groups_is_plain_json() -> None:
+    found = json.loads(json.dumps(answer("2x2:m", "fsdp:shard=2", profile()).to_dict()))
+    assert found["peak_memory_bytes"] == found["memory"]["total_bytes"]
 
 
 def network_bound(machine: MachineProfile) -> MachineProfile:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from numpy.typing import NDArray
 
-from estimator.timeline.lanes import MicroBatches, one_lane, two_lanes
+from estimator.timeline.lanes import MicroBatches
 
 Seconds = NDArray[np.float64]
 
@@ -29,6 +29,18 @@ def micro_batches(
 
 def one_step(host: Seconds, device: Seconds) -> MicroBatches:
     return micro_batches(host, device, 1)
+
+
+def test_a_slow_host_holds_the_device_back() -> None:
+    # The host issues at 2, 4, 6; kernels of 1 s each end at 3, 5, 7.
+    lanes = one_step(np.full(3, 2.0), np.full(3, 1.0))
+    assert lanes.ends_s(0).tolist() == [3.0, 5.0, 7.0]
+
+
+def test_a_slow_device_runs_kernels_back_to_back() -> None:
+    # The first is issued at 1; then the device is never without work.
+    lanes = one_step(np.full(3, 1.0), np.full(3, 4.0))
+    assert lanes.ends_s(0).tolist() == [5.0, 9.0, 13.0]
 
 
 def test_a_step_bound_by_the_device_takes_what_the_device_has_to_do() -> None:
@@ -72,7 +84,11 @@ def test_ends_of_each_micro_batch_are_those_of_all_ops_in_a_row(
     host, device = np.array(ops).T
     lanes = micro_batches(host, device, count, is_shared=is_shared, more_s=more_s)
     row = np.concatenate([device] * (count - 1) + [device + more_s])
-    whole = (one_lane if is_shared else two_lanes)(np.tile(host, count), row)
+    whole, issued_s, end_s = [], 0.0, 0.0
+    for issue_s, work_s in zip(np.tile(host, count), row, strict=True):
+        issued_s += issue_s
+        end_s = (end_s + issue_s if is_shared else max(end_s, issued_s)) + work_s
+        whole.append(end_s)
     each = [lanes.ends_s(number) for number in range(count)]
     assert np.concatenate(each) == pytest.approx(whole, rel=1e-12, abs=1e-12)
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from estimator.timeline.bucket_queue import BucketQueue
 from estimator.timeline.collectives import CollectiveModel, Corrections
-from estimator.timeline.lanes import two_lanes
 from estimator.timeline.overlaps import Overlap
 from estimator.timeline.simulation import Played, simulate
 from estimator.timeline.tasks import COMPUTE, NETWORK, Task, TaskList
@@ -96,17 +95,6 @@ def test_compute_that_waits_for_a_collective_stands_still() -> None:
 def test_tasks_that_wait_for_each_other_are_refused() -> None:
     with pytest.raises(RuntimeError, match="wait for each other"):
         simulate([Task(COMPUTE, 1.0, (1,)), Task(NETWORK, 1.0, (0,))], FREE)
-
-
-def test_a_slow_host_holds_the_device_back() -> None:
-    # The host issues at 2, 4, 6; kernels of 1 s each end at 3, 5, 7.
-    ends = two_lanes(np.full(3, 2.0), np.full(3, 1.0))
-    assert ends.tolist() == [3.0, 5.0, 7.0]
-
-
-def test_a_slow_device_runs_kernels_back_to_back() -> None:
-    # The first is issued at 1; then the device is never without work.
-    assert two_lanes(np.full(3, 1.0), np.full(3, 4.0)).tolist() == [5.0, 9.0, 13.0]
 
 
 @given(

@@ -6,7 +6,7 @@ parameter servers say what carries a bucket and what follows the update.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from estimator.cache import Cache
 from estimator.elementwise import where
 from estimator.errors import ProfileError
 from estimator.graph.ops import OpGraph
+from estimator.process_groups import ProcessGroup
 from estimator.profile import CollectiveName, MachineProfile
 from estimator.timeline.bucket_queue import BucketQueue
 from estimator.timeline.buckets import gradient_buckets
@@ -45,7 +46,8 @@ class DistributedDataParallel(Rules):
 
     reduce_op: ClassVar[CollectiveName] = "all_reduce"
     after_op: ClassVar[CollectiveName | None] = None
-    reduced_by = "all-reduce"
+    reduced_by: ClassVar[str] = "all-reduce"
+    """What reduces gradients, in words."""
 
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
         super().__init__(graph, shape, cache)
@@ -122,7 +124,7 @@ class BucketedNetwork(Network):
         after_s, unknown = self._after_s(ranks, reduce)
         return Communication(
             exposed_s=queued_s + before_s + after_s,
-            model=reduce,
+            relative_error=reduce.relative_error,
             overlap=overlap,
             unknown=reduce.unknown | unknown,
         )
@@ -148,8 +150,9 @@ class BucketedNetwork(Network):
         model = costs.model(ranks.groups[DP][0])
         return sized.time_s(model) * ranks.ratio, model.unknown
 
-    def source(self, model: CollectiveModel) -> str:
-        return self.reduce.source(model)
+    def reductions(self, groups: Groups) -> Iterator[tuple[str, ProcessGroup, str]]:
+        for group in groups[DP]:
+            yield self._rules.reduced_by, group, self.reduce.source(group)
 
     def missing(self, groups: Groups) -> ProfileError:
         (group,) = groups[DP]

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.elementwise import maximum
+from estimator.elementwise import maximum, minimum, where
 from estimator.errors import ProfileError
 from estimator.graph.ops import OpGraph
 from estimator.process_groups import ProcessGroup
 from estimator.profile import CollectiveName, MachineProfile
-from estimator.timeline.collectives import CollectiveCosts, CollectiveModel, SizedCollective
+from estimator.timeline.collectives import CollectiveCosts, SizedCollective
 from estimator.timeline.evaluator import play
 from estimator.timeline.overlaps import NO_OVERLAP, Overlap, OverlapCosts
 from estimator.timeline.ranks import RankKind, StepShape
@@ -55,7 +55,6 @@ _SEGMENTS = (Label("", phase="forward"), Label("", phase="backward"))
 class FullyShardedDataParallel(Rules):
     """Ranks hold shards of everything and gather parameters unit by unit."""
 
-    reduced_by = "reduce-scatter"
     axes = (DP, DP_SHARD, DP_REPLICATE)
 
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
@@ -64,7 +63,7 @@ class FullyShardedDataParallel(Rules):
 
     def shards(self, ranks: Any) -> Any:
         shard = self.shape.strategy.shard
-        return ranks if shard is None else np.minimum(ranks, shard)
+        return ranks if shard is None else minimum(ranks, shard)
 
     def network(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> Network:
         return ShardedNetwork(self, profiles, cluster)
@@ -145,7 +144,7 @@ class ShardedNetwork(Network):
         return costs, SizedCollective(costs.corrections, sizes_bytes)
 
     def communication(self, ranks: Ranks) -> Communication:
-        costs, unknown = self._costs(ranks)
+        costs, relative_error, unknown = self._costs(ranks)
         shape = self._rules.shape
         overlap = self._overlap(ranks, costs)
         once_s = self._micro_batch_s(ranks, costs, overlap, reducing=True)
@@ -158,13 +157,13 @@ class ShardedNetwork(Network):
         played_s = earlier_s + once_s + self._sums_s(ranks)
         return Communication(
             exposed_s=maximum(played_s - ranks.lane_s, 0.0),
-            model=self._scatter[0].model(ranks.groups[DP_SHARD][0]),
+            relative_error=relative_error,
             overlap=overlap,
             unknown=unknown,
         )
 
     def alone_s(self, ranks: Ranks) -> Any:
-        costs, _ = self._costs(ranks)
+        costs, _, _ = self._costs(ranks)
         passes, shape = self._rules.passes, self._rules.shape
         reduced = [0, *passes.reduced]
         gathers_s = costs.gather_s[[0, *passes.forward, *passes.backward]].sum(axis=0)
@@ -182,13 +181,19 @@ class ShardedNetwork(Network):
         most = seconds.max(axis=0) if isinstance(seconds, np.ndarray) else seconds
         return most / shards
 
-    def _costs(self, ranks: Ranks) -> tuple[_Costs, Any]:
-        """(what each unit's collectives take over the slowest group, whether that is unknown)."""
+    def _costs(self, ranks: Ranks) -> tuple[_Costs, Any, Any]:
+        """(what each unit's collectives take over the slowest group, error of those of gradients,
+        whether nothing tells one of them).
+        """
         shards, replicates = ranks.groups[DP_SHARD], ranks.groups[DP_REPLICATE]
-        gather_s, no_gather = _slowest(self._gather, shards, ranks.ratio)
-        scatter_s, no_scatter = _slowest(self._scatter, shards, ranks.ratio)
-        reduce_s, no_reduce = _slowest(self._reduce, replicates, ranks.ratio)
-        return _Costs(gather_s, scatter_s, reduce_s), no_gather | no_scatter | no_reduce
+        gather = _slowest(self._gather, shards, ranks.ratio)
+        scatter = _slowest(self._scatter, shards, ranks.ratio)
+        reduce = _slowest(self._reduce, replicates, ranks.ratio)
+        return (
+            _Costs(gather.times_s, scatter.times_s, reduce.times_s),
+            maximum(scatter.relative_error, reduce.relative_error),
+            gather.unknown | scatter.unknown | reduce.unknown,
+        )
 
     def _overlap(self, ranks: Ranks, costs: _Costs) -> Overlap:
         if self._blocks:
@@ -218,8 +223,11 @@ class ShardedNetwork(Network):
         micro = _MicroBatch(tasks, passes, segments_s, costs, blocks=self._blocks, named=named)
         micro.add(reducing=reducing)
 
-    def source(self, model: CollectiveModel) -> str:
-        return self._scatter[0].source(model)
+    def reductions(self, groups: Groups) -> Iterator[tuple[str, ProcessGroup, str]]:
+        for (costs, _), axis in ((self._scatter, DP_SHARD), (self._reduce, DP_REPLICATE)):
+            for group in groups[axis]:
+                if group.ranks > 1:
+                    yield costs.op.replace("_", "-"), group, costs.source(group)
 
     def missing(self, groups: Groups) -> ProfileError:
         for (costs, _), axis in (
@@ -233,7 +241,7 @@ class ShardedNetwork(Network):
         raise AssertionError("every collective of the strategy has a cost")
 
     def add_tasks(self, tasks: TaskList, ranks: Ranks, overlap: Overlap) -> None:
-        costs, _ = self._costs(ranks)
+        costs, *_ = self._costs(ranks)
         shape = self._rules.shape
         count = shape.accumulation_steps
         for number in listed(count):
@@ -256,19 +264,28 @@ class ShardedNetwork(Network):
         pass
 
 
+class _Slowest(NamedTuple):
+    """A collective of each unit over the slowest of some groups; the largest error of any."""
+
+    times_s: Any
+    relative_error: Any
+    unknown: Any
+
+
 def _slowest(
     sized: tuple[CollectiveCosts, SizedCollective], groups: Sequence[ProcessGroup], ratio: Any
-) -> tuple[Any, Any]:
-    """(seconds of each unit on the slowest of the groups, whether any is unknown)."""
+) -> _Slowest:
     costs, sizes = sized
     found: Any = np.zeros(len(sizes.factors[0]))
+    relative_error: Any = 0.0
     unknown: Any = False
     for group in groups:
         model, several = costs.model(group), np.greater(group.ranks, 1)
         times_s = np.where(several, sizes.times_s(model), 0.0)
         found = np.maximum(found if times_s.ndim == 1 else found.reshape(len(found), -1), times_s)
+        relative_error = maximum(relative_error, where(several, model.relative_error, 0.0))
         unknown = unknown | (model.unknown & several)
-    return found * ratio if groups else found, unknown
+    return _Slowest(found * ratio if groups else found, relative_error, unknown)
 
 
 class _MicroBatch:

@@ -15,7 +15,6 @@ from estimator.graph.ops import OpGraph
 from estimator.process_groups import ProcessGroup
 from estimator.profile import CollectiveName, MachineProfile
 from estimator.timeline.bucket_queue import Ready
-from estimator.timeline.collectives import CollectiveModel
 from estimator.timeline.overlaps import Overlap
 from estimator.timeline.ranks import RankKind, StepShape
 from estimator.timeline.tasks import TaskList
@@ -50,12 +49,12 @@ class Ranks(NamedTuple):
 class Communication(NamedTuple):
     """What ranks wait for in one step, or in a step of each row.
 
-    `exposed_s` is what the step is longer than the slowest rank's compute; `model` is that of
-    reducing gradients. `unknown` says that nothing tells what one of the collectives costs.
+    `exposed_s` is what the step is longer than the slowest rank's compute; `relative_error` is that
+    of what reduces gradients. `unknown` says that nothing tells what one of the collectives costs.
     """
 
     exposed_s: Any
-    model: CollectiveModel
+    relative_error: Any
     overlap: Overlap
     unknown: Any
 
@@ -72,8 +71,8 @@ class Network(ABC):
         """Seconds of all collectives of a step one after the other, as if nothing overlapped."""
 
     @abstractmethod
-    def source(self, model: CollectiveModel) -> str:
-        """Where the numbers of one group's gradient collective come from."""
+    def reductions(self, groups: Groups) -> Iterator[tuple[str, ProcessGroup, str]]:
+        """(what reduces gradients, over which group, where its cost comes from) of one step."""
 
     @abstractmethod
     def missing(self, groups: Groups) -> ProfileError:
@@ -92,9 +91,11 @@ class Rules(ABC):
     """How a strategy divides the work of a graph's step, whatever the ranks and machines."""
 
     kind: ClassVar[StrategyKind]
-    reduced_by: ClassVar[str]
-    """What reduces gradients, in words."""
     axes: ClassVar[tuple[str, ...]] = (DP,)
+    unmeasured: ClassVar[str] = (
+        "a ring over the slowest link, corrected by the nearest measured group if there is one"
+    )
+    """What stands for a collective that was not measured, in words."""
 
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
         self.graph, self.shape, self.cache = graph, shape, cache

@@ -64,7 +64,7 @@ class ServerCosts:
             unknown=rate == np.inf,
         )
 
-    def source(self, model: CollectiveModel) -> str:
+    def source(self, group: ProcessGroup) -> str:
         return "fitted"
 
 
@@ -73,6 +73,7 @@ class ParameterServers(DistributedDataParallel):
     """Servers hold and update parameters; a rank holds a copy and no optimizer state."""
 
     reduced_by = "push, pull"
+    unmeasured = "its bytes over the slowest link of a worker or of the servers"
 
     def reduce_costs(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> Any:
         return ServerCosts(profiles, self.shape.strategy)
