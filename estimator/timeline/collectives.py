@@ -8,9 +8,9 @@ size by size, corrects the formula for every other group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,12 @@ from estimator.placement import nic_of
 from estimator.process_groups import ProcessGroup, ring_between
 from estimator.profile import CollectiveCost, CollectiveName, DeviceKind, MachineProfile
 from estimator.timeline.nccl import levels, nccl_rounds
+from estimator.timeline.nearest import Lookup, Nearest, pool_of
 from estimator.topology import Cluster
 from estimator.typical import achieved_bytes_per_s, is_known_by_datasheet
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
-Shape = TypeVar("Shape", bound=Hashable)
 
 # Bytes that cross the busiest link of a ring, as a share of the buffer, for n ranks; rounds of
 # latency (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication in MPICH, 2005).
@@ -135,48 +135,6 @@ class CollectiveModel(NamedTuple):
         return np.array([self.alpha_s * ratio, self.beta_s_per_byte * ratio])
 
 
-class Nearest(Generic[Shape]):
-    """Which of some measured things is nearest to a group, among those of the group's pool.
-
-    A pool is one profile's groups on one node (2 · profile) or over nodes (2 · profile + 1).
-    """
-
-    def __init__(self, found: Sequence[tuple[int, Shape]], pools: int) -> None:
-        self._shapes = list(dict.fromkeys(shape for _, shape in found))
-        numbers = np.full((len(self._shapes), pools), -1, dtype=np.intp)
-        for number, (pool, shape) in enumerate(found):
-            row = self._shapes.index(shape)
-            if numbers[row, pool] < 0:
-                numbers[row, pool] = number
-        self._numbers = numbers
-        self._of_pool: list[list[tuple[int, Shape]]] = [
-            [(n, shape) for n, shape in zip(column, self._shapes, strict=True) if n >= 0]
-            for column in numbers.T.tolist()
-        ]
-
-    def to(self, pool: Any, distance: Callable[[Shape], Any]) -> tuple[Any, Any]:
-        """(number of the first nearest, or -1; its distance) for one group or for each row."""
-        # Among equals the first listed wins, whatever the order of the shapes.
-        if isinstance(pool, int):
-            found = [(distance(shape), number) for number, shape in self._of_pool[pool]]
-            away, number = min(found, default=(math.inf, -1))
-            return number, away
-        best = np.full(len(pool), math.inf)
-        chosen = np.full(len(pool), -1, dtype=np.intp)
-        for shape, numbers in zip(self._shapes, self._numbers, strict=True):
-            number = numbers[pool]
-            away = np.where(number >= 0, distance(shape), math.inf)
-            nearer = (away < best) | ((away == best) & (number < chosen))
-            chosen = np.where(nearer, number, chosen)
-            best = np.minimum(best, away)
-        return chosen, best
-
-
-def pool_of(group: ProcessGroup) -> Any:
-    """The pool of a group or of each row: see `Nearest`."""
-    return 2 * group.network + (group.nodes > 1)
-
-
 class CollectiveCosts:
     """What some profiles say of one collective; a group names one of them by its number.
 
@@ -240,20 +198,6 @@ class CollectiveCosts:
             return "datasheet" if known else "fitted"
         exact = model.unlike == 1.0
         return self.references[model.reference].cost.provenance.source if exact else "fitted"
-
-
-class Lookup:
-    """Values by number: plain ones for a plain number, arrays for an array of numbers.
-
-    A value may be a tuple: an array of numbers then gives an array for each of its items.
-    """
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._plain = list(values)
-        self._array = np.array(self._plain, dtype=np.float64).T
-
-    def __getitem__(self, number: Any) -> Any:
-        return self._plain[number] if type(number) is int else self._array[..., number]
 
 
 def _unlike_factor(shape: tuple[int, int], group: ProcessGroup) -> Any:

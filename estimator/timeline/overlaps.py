@@ -16,10 +16,8 @@ from estimator.process_groups import ProcessGroup
 from estimator.profile import MachineProfile
 from estimator.timeline.collectives import (
     GroupCollective,
-    Lookup,
-    Nearest,
-    pool_of,
 )
+from estimator.timeline.nearest import Lookup, Nearest, pool_of
 
 
 class Overlap(NamedTuple):

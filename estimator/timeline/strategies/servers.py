@@ -17,10 +17,10 @@ from estimator.timeline.collectives import (
     FORMULA_ERROR,
     NO_CORRECTIONS,
     CollectiveModel,
-    Lookup,
     SizedCollective,
     network_latency_s,
 )
+from estimator.timeline.nearest import Lookup
 from estimator.timeline.strategies.ddp import BucketedNetwork, DistributedDataParallel
 from estimator.timeline.strategies.registry import DP, Groups, Ranks, strategy
 from estimator.topology import Cluster
