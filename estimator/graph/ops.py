@@ -229,7 +229,7 @@ class OpGraph:
             graph=self,
             batch=batch,
             calls=tuple(line.call(op.call, op.other_call) for op in self.ops),
-            specs=tuple(line.tree(value.spec, value.other_spec) for value in self.values),
+            specs=tuple(line.spec(value.spec, value.other_spec) for value in self.values),
         )
 
     def save(self, path: str | Path) -> None:
@@ -284,10 +284,28 @@ class _Line:
 
     def __init__(self, first: int, second: int, wanted: int) -> None:
         self.first, self.second, self.wanted = first, second, wanted
+        self._calls: dict[tuple[int, int], OpCall] = {}
+        self._specs: dict[tuple[int, int], TensorSpec] = {}
 
     def call(self, one: OpCall, two: OpCall) -> OpCall:
+        """The call at the wanted batch; the same object for the same two, which must live on."""
         if one is two:
             return one
+        key = id(one), id(two)
+        found = self._calls.get(key)
+        if found is None:
+            found = self._calls[key] = self._call(one, two)
+        return found
+
+    def spec(self, one: TensorSpec, two: TensorSpec) -> TensorSpec:
+        """The shape at the wanted batch, likewise."""
+        key = id(one), id(two)
+        found = self._specs.get(key)
+        if found is None:
+            found = self._specs[key] = self.tree(one, two)
+        return found
+
+    def _call(self, one: OpCall, two: OpCall) -> OpCall:
         return OpCall(
             target=one.target,
             arguments=self.tree(one.arguments, two.arguments),

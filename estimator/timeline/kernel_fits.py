@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,8 @@ _WITH_SCRATCH = ("convolution", "attention", "recurrent")
 _SCRATCH_PASSES = 2.0
 # Weight of "no correction" among the neighbours: far from every point the physical form stands.
 _PRIOR_WEIGHT = 0.2
+# No kernel is shorter, whatever its form says.
+_SHORTEST_S = 1e-9
 
 
 # Products of float32 on tensor cores: not a dtype of tensors but of what multiplies them.
@@ -172,15 +175,11 @@ def nonnegative_fit(rows: Array, seconds: Array) -> Array:
     return np.asarray(solution / norms)
 
 
-@dataclass(slots=True)
-class _Form:
-    """A fitted physical form with the residuals of its own points."""
+class _Form(NamedTuple):
+    """A fitted physical form: what a unit of each term takes."""
 
     warm: Array
     cold: Array
-
-    def seconds(self, row: Array) -> tuple[float, float]:
-        return max(float(row @ self.warm), 1e-9), max(float(row @ self.cold), 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,50 +215,59 @@ class FamilyFit:
                 mine = same & (self.variants == kind) if kind else same
                 if mine.sum() >= 3:
                     self.forms[target, kind] = self._fit(mine)
-        based = [self._form(p.features.target, p.variant).seconds(r) for p, r in self._pairs()]
-        self.warm_residual = np.log(self.warm / np.array([pair[0] for pair in based]))
-        self.cold_residual = np.log(self.cold / np.array([pair[1] for pair in based]))
+        warm, cold = self._by_form([(p.features.target, p.variant) for p in points], self.rows)
+        self.warm_residual = np.log(self.warm / warm)
+        self.cold_residual = np.log(self.cold / cold)
         self.relative_error = self._leave_one_out_error()
-
-    def _pairs(self) -> Iterator[tuple[ProbedCall, Array]]:
-        return zip(self.points, self.rows, strict=True)
 
     def _fit(self, mine: NDArray[np.bool_]) -> _Form:
         rows = self.rows[mine]
         return _Form(nonnegative_fit(rows, self.warm[mine]), nonnegative_fit(rows, self.cold[mine]))
 
-    def _form(self, target: str, kind: str) -> _Form:
-        return self.forms.get((target, kind), self.forms.get((target, ""), self.whole))
+    def _by_form(self, kinds: Sequence[tuple[str, str]], rows: Array) -> tuple[Array, Array]:
+        """(warm, cold) seconds of calls of these (operator, variant) by their forms alone."""
+        forms = [self.forms.get(kind, self.forms.get((kind[0], ""), self.whole)) for kind in kinds]
+        warm = (rows * np.array([form.warm for form in forms])).sum(axis=1)
+        cold = (rows * np.array([form.cold for form in forms])).sum(axis=1)
+        return np.maximum(warm, _SHORTEST_S), np.maximum(cold, _SHORTEST_S)
 
-    def _weights(self, features: Features, kind: str) -> Array:
-        gap = self.coordinates - np.array(coordinates(features))
-        distance = (gap * gap).sum(axis=1)
-        distance = distance + np.where(self.targets == features.target, 0.0, _OTHER_TARGET**2)
-        distance = distance + np.where(self.variants == kind, 0.0, _OTHER_VARIANT**2)
+    def _weights(self, some: Sequence[Features], kinds: Sequence[str]) -> Array:
+        """How close each call (row) stands to each probed point (column)."""
+        places = np.array([coordinates(each) for each in some])
+        gaps = self.coordinates - places[:, None]
+        distance = (gaps * gaps).sum(axis=2)
+        targets = np.array([each.target for each in some])[:, None]
+        distance = distance + np.where(self.targets == targets, 0.0, _OTHER_TARGET**2)
+        distance = distance + np.where(
+            self.variants == np.array(kinds)[:, None], 0.0, _OTHER_VARIANT**2
+        )
         return np.asarray(np.exp(-distance / (2 * _WIDTH**2)))
 
-    def predict(
-        self, features: Features, kind: str, *, without: int | None = None
-    ) -> tuple[float, float]:
-        """(warm_s, cold_s) of a call of variant `kind`; `without` leaves one probed point out."""
-        weights = self._weights(features, kind)
-        if without is not None:
-            weights[without] = 0.0
-        row = np.asarray(terms(features, kind))
-        warm, cold = self._form(features.target, kind).seconds(row)
-        total = weights.sum() + _PRIOR_WEIGHT
-        warm *= math.exp(float(weights @ self.warm_residual) / total)
-        cold *= math.exp(float(weights @ self.cold_residual) / total)
-        return warm, max(cold, warm)
+    def predict_each(
+        self, some: Sequence[Features], kinds: Sequence[str], *, without_own: bool = False
+    ) -> tuple[Array, Array]:
+        """(warm, cold) seconds of calls of variants `kinds`.
+
+        `without_own` leaves out the probed point of the same number as the call.
+        """
+        weights = self._weights(some, kinds)
+        if without_own:
+            np.fill_diagonal(weights, 0.0)
+        rows = np.array([terms(each, kind) for each, kind in zip(some, kinds, strict=True)])
+        targets = [each.target for each in some]
+        warm, cold = self._by_form(list(zip(targets, kinds, strict=True)), rows)
+        total = weights.sum(axis=1) + _PRIOR_WEIGHT
+        warm = warm * np.exp(weights @ self.warm_residual / total)
+        cold = cold * np.exp(weights @ self.cold_residual / total)
+        return warm, np.maximum(cold, warm)
 
     def _leave_one_out_error(self) -> float:
         if len(self.points) < 3:
             return 0.5
-        errors = [
-            abs(math.log(self.predict(p.features, p.variant, without=i)[0] / p.warm_s))
-            for i, p in enumerate(self.points)
-        ]
-        return float(np.median(errors))
+        features = [point.features for point in self.points]
+        kinds = [point.variant for point in self.points]
+        warm, _ = self.predict_each(features, kinds, without_own=True)
+        return float(np.median(np.abs(np.log(warm / self.warm))))
 
 
 def _alike(dtype: str, other: str) -> bool:
@@ -322,24 +330,48 @@ class KernelFits:
 
     def predict(self, call: OpCall) -> Prediction | None:
         """Seconds of a call from the probed points; None where its family was not probed."""
-        if call in self.exact:
-            warm, cold = self.exact[call]
-            return Prediction(warm, cold, 0.03, "measured")
-        features = features_of(call)
-        if features is None:
-            return None
+        return self.predict_each([call], [features_of(call)])[0]
+
+    def predict_each(
+        self, calls: Sequence[OpCall], features: Sequence[Features | None]
+    ) -> list[Prediction | None]:
+        """The same for several calls with their features."""
+        found: list[Prediction | None] = [None] * len(calls)
+        alike: defaultdict[tuple[str, str], list[tuple[int, Features, str]]] = defaultdict(list)
+        for number, (call, each) in enumerate(zip(calls, features, strict=True)):
+            known = self.exact.get(call)
+            if known is not None:
+                found[number] = Prediction(*known, 0.03, "measured")
+            elif each is not None:
+                each = self._as_probed(each)
+                kind = variant(call, each, self.threads)
+                alike[each.family, each.dtype].append((number, each, kind))
+        for (family, dtype), some in alike.items():
+            fit, error = self._fit_of(family, dtype)
+            if fit is None:
+                continue
+            numbers, given, kinds = zip(*some, strict=True)
+            warm, cold = fit.predict_each(given, kinds)
+            error *= fit.relative_error
+            for number, warm_s, cold_s in zip(numbers, warm.tolist(), cold.tolist(), strict=True):
+                found[number] = Prediction(warm_s, cold_s, error, "fitted")
+        return found
+
+    def _as_probed(self, features: Features) -> Features:
+        """The features of what runs here in place of what was traced."""
         if features.dtype == "float32" and features.family in self._tf32_families:
-            features = replace(features, dtype=_TF32)
-        elif features.dtype in _HALVES and features.target in self._stand_ins:
-            features = replace(features, target=self._stand_ins[features.target])
-        fit = self.fits.get((features.family, features.dtype))
-        error = 1.0
-        if fit is None:
-            same_family = [key for key in self.fits if key[0] == features.family]
-            if not same_family:
-                return None
-            # Halves compute and move like each other, not like float32.
-            fit = self.fits[max(same_family, key=lambda key: _alike(key[1], features.dtype))]
-            error = 2.0
-        warm, cold = fit.predict(features, variant(call, features, self.threads))
-        return Prediction(warm, cold, error * fit.relative_error, "fitted")
+            return replace(features, dtype=_TF32)
+        if features.dtype in _HALVES and features.target in self._stand_ins:
+            return replace(features, target=self._stand_ins[features.target])
+        return features
+
+    def _fit_of(self, family: str, dtype: str) -> tuple[FamilyFit | None, float]:
+        """(the fit of a family in a dtype or the closest one, by how much more it errs)."""
+        fit = self.fits.get((family, dtype))
+        if fit is not None:
+            return fit, 1.0
+        same_family = [key for key in self.fits if key[0] == family]
+        if not same_family:
+            return None, 1.0
+        # Halves compute and move like each other, not like float32.
+        return self.fits[max(same_family, key=lambda key: _alike(key[1], dtype))], 2.0
