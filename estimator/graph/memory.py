@@ -75,7 +75,7 @@ def peak_memory(
         if parameter.gradient is not None
     ]
     in_buckets = ranks > 1 and strategy.gradient_as_bucket_view
-    known = structure or GraphStructure(graph)
+    known = structure or GraphStructure.of(graph)
     held = StorageSizes.of(bound, known, threads)
     gradients, activations = _levels(known, held, gradients_in_buckets=in_buckets)
     parameters_bytes = sum(sizes) + graph.frozen_parameter_bytes

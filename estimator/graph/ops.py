@@ -314,16 +314,16 @@ class _Line:
         )
 
     def tree(self, one: Any, two: Any) -> Any:
-        if one is two:
+        if one is two or one == two:
             return one
         if isinstance(one, TensorSpec):
             strides = None if one.strides is None else self.tree(one.strides, two.strides)
             return TensorSpec(self.tree(one.shape, two.shape), one.dtype, strides)
         if isinstance(one, tuple):
             return tuple(self.tree(a, b) for a, b in zip(one, two, strict=True))
-        if isinstance(one, int) and not isinstance(one, bool) and one != two:
+        if isinstance(one, int) and not isinstance(one, bool):
             return one + (two - one) * (self.wanted - self.first) // (self.second - self.first)
-        if isinstance(one, float) and one != two:
+        if isinstance(one, float):
             # The only floats that depend on the batch are means: constants over the batch size.
             return one * self.first / self.wanted
         return one

@@ -59,7 +59,7 @@ def step_memory(
     `threads` are those that one rank has on a CPU, `structure` that of the graph where it is at
     hand.
     """
-    known = structure or GraphStructure(bound.graph)
+    known = structure or GraphStructure.of(bound.graph)
     replicate = partial(peak_memory, bound, strategy=strategy, threads=threads, structure=known)
     if not merging or strategy.kind == "ddp":
         return ShardedMemory.of_replica(replicate(optimizer=optimizer, ranks=2 if merging else 1))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +30,7 @@ class Touches:
     previous: Indices
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GraphStructure:
     """What a graph is at any batch size, in arrays.
 
@@ -41,29 +41,44 @@ class GraphStructure:
     final, where there are any.
     """
 
-    def __init__(self, graph: OpGraph) -> None:
-        self.graph = graph
-        self.call_of, self.first_op = _numbered((op.call, op.other_call) for op in graph.ops)
-        self.spec_of, self.first_value = _numbered((v.spec, v.other_spec) for v in graph.values)
-        self.storages: tuple[Storage, ...] = storages(graph)
-        self.storage_of = np.zeros(len(graph.values), dtype=np.intp)
-        for number, storage in enumerate(self.storages):
-            self.storage_of[list(storage.values)] = number
-        self.born = np.array([storage.born for storage in self.storages], dtype=np.intp)
-        self.dies = np.array([storage.dies for storage in self.storages], dtype=np.intp)
-        self.ready = self._ready()
-        self.is_view = np.array([op.is_view for op in graph.ops], dtype=np.bool_)
-        self.is_forward = np.array([op.phase == "forward" for op in graph.ops], dtype=np.bool_)
+    graph: OpGraph
+    call_of: Indices
+    first_op: tuple[int, ...]
+    spec_of: Indices
+    first_value: tuple[int, ...]
+    storages: tuple[Storage, ...]
+    storage_of: Indices
+    born: Indices
+    dies: Indices
+    ready: Indices
+    touches: Touches
+    is_view: Flags
+    is_forward: Flags
 
-    def _ready(self) -> Indices:
-        final: dict[int, int] = {}
-        for parameter in self.graph.parameters:
-            if parameter.gradient is not None and parameter.ready_after is not None:
-                number = int(self.storage_of[parameter.gradient])
-                final[number] = max(final.get(number, 0), parameter.ready_after)
-        ready = self.dies.copy()
-        ready[list(final)] = list(final.values())
-        return ready
+    @classmethod
+    def of(cls, graph: OpGraph) -> GraphStructure:
+        call_of, first_op = _numbered((op.call, op.other_call) for op in graph.ops)
+        spec_of, first_value = _numbered((v.spec, v.other_spec) for v in graph.values)
+        found = storages(graph)
+        storage_of = np.zeros(len(graph.values), dtype=np.intp)
+        for number, storage in enumerate(found):
+            storage_of[list(storage.values)] = number
+        dies = np.array([storage.dies for storage in found], dtype=np.intp)
+        return cls(
+            graph=graph,
+            call_of=call_of,
+            first_op=first_op,
+            spec_of=spec_of,
+            first_value=first_value,
+            storages=found,
+            storage_of=storage_of,
+            born=np.array([storage.born for storage in found], dtype=np.intp),
+            dies=dies,
+            ready=_ready(graph, storage_of, dies),
+            touches=_touches(graph, storage_of.tolist()),
+            is_view=np.array([op.is_view for op in graph.ops], dtype=np.bool_),
+            is_forward=np.array([op.phase == "forward" for op in graph.ops], dtype=np.bool_),
+        )
 
     def distinct_calls(self, bound: BoundGraph) -> tuple[OpCall, ...]:
         """The distinct calls at a batch size, by number."""
@@ -76,30 +91,39 @@ class GraphStructure:
         np.maximum.at(sizes, self.storage_of, np.array(of_spec, dtype=np.int64)[self.spec_of])
         return sizes
 
-    @cached_property
-    def touches(self) -> Touches:
-        """Which storages operators touch, and which operator did before."""
-        storage_of = self.storage_of.tolist()
-        last: dict[int, int] = {}
-        rows: list[tuple[int, int, bool, int]] = []
-        for index, op in enumerate(self.graph.ops):
-            if op.is_view:
-                continue
-            read = {storage_of[value] for value in op.inputs}
-            rows += [(index, storage, True, last.get(storage, -1)) for storage in read]
-            written = {storage_of[value] for value in op.outputs} - read
-            rows += [(index, storage, False, last.get(storage, -1)) for storage in written]
-            last.update(dict.fromkeys((*read, *written), index))
-        columns = np.array(rows, dtype=np.intp).reshape(-1, 4).T
-        return Touches(
-            op=columns[0],
-            storage=columns[1],
-            is_read=columns[2].astype(np.bool_),
-            previous=columns[3],
-        )
+
+def _ready(graph: OpGraph, storage_of: Indices, dies: Indices) -> Indices:
+    final: dict[int, int] = {}
+    for parameter in graph.parameters:
+        if parameter.gradient is not None and parameter.ready_after is not None:
+            number = int(storage_of[parameter.gradient])
+            final[number] = max(final.get(number, 0), parameter.ready_after)
+    ready = dies.copy()
+    ready[list(final)] = list(final.values())
+    return ready
 
 
-def _numbered(items: Iterable[tuple[Hashable, Hashable]]) -> tuple[Indices, list[int]]:
+def _touches(graph: OpGraph, storage_of: Sequence[int]) -> Touches:
+    last: dict[int, int] = {}
+    rows: list[tuple[int, int, bool, int]] = []
+    for index, op in enumerate(graph.ops):
+        if op.is_view:
+            continue
+        read = {storage_of[value] for value in op.inputs}
+        rows += [(index, storage, True, last.get(storage, -1)) for storage in read]
+        written = {storage_of[value] for value in op.outputs} - read
+        rows += [(index, storage, False, last.get(storage, -1)) for storage in written]
+        last.update(dict.fromkeys((*read, *written), index))
+    columns = np.array(rows, dtype=np.intp).reshape(-1, 4).T
+    return Touches(
+        op=columns[0],
+        storage=columns[1],
+        is_read=columns[2].astype(np.bool_),
+        previous=columns[3],
+    )
+
+
+def _numbered(items: Iterable[tuple[Hashable, Hashable]]) -> tuple[Indices, tuple[int, ...]]:
     """(the number of each item among the distinct ones, where each of these comes first)."""
     # Equal calls of a saved graph are one object, which is found much faster than an equal one.
     by_object: dict[tuple[int, int], int] = {}
@@ -114,4 +138,4 @@ def _numbered(items: Iterable[tuple[Hashable, Hashable]]) -> tuple[Indices, list
             if number == len(first):
                 first.append(place)
         numbers.append(number)
-    return np.array(numbers, dtype=np.intp), first
+    return np.array(numbers, dtype=np.intp), tuple(first)

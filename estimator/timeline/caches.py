@@ -34,7 +34,7 @@ def cold_ratios(
     graph = bound.graph
     if cache_bytes <= 0 or not graph.ops:
         return np.zeros(len(graph.ops))
-    known = structure or GraphStructure(graph)
+    known = structure or GraphStructure.of(graph)
     touches, ops = known.touches, len(graph.ops)
     size = known.storage_bytes(bound).astype(np.float64)[touches.storage]
     per_op = np.bincount(touches.op, weights=size, minlength=ops)

@@ -18,7 +18,7 @@ from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.caches import cold_ratios
 from estimator.timeline.compiled_host import compiled_host_seconds
 from estimator.timeline.contention import slowdown_curve
-from estimator.timeline.kernel_fits import KernelFits, Prediction
+from estimator.timeline.kernel_fits import KernelFits, Prediction, ProbedKernels
 from estimator.timeline.roofline import Roofline
 from estimator.typical import is_known_by_datasheet
 
@@ -36,6 +36,7 @@ _SLOW_MEMORY_BYTES_PER_S = 5e9
 _FLOPS_ERROR = 0.44
 # What an op without any formula or probed relative is assumed to miss by.
 _UNKNOWN_ERROR = 1.0
+_NO_KERNEL = Prediction(0.0, 0.0, 0.0, "view")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,21 +63,30 @@ class CallCosts:
     """The distinct calls of a graph at one batch size: what their time depends on, and their bytes.
 
     `compute_share` is 1 for a call that is limited by arithmetic, 0 for one that only moves bytes.
+    `runs` says which calls any kernel runs for: those of views have no features.
     """
 
     calls: tuple[OpCall, ...]
     features: tuple[Features | None, ...]
     moved_bytes: Array
     compute_share: Array
+    runs: Flags
 
     @classmethod
-    def of(cls, calls: tuple[OpCall, ...]) -> CallCosts:
-        features = tuple(map(features_of, calls))
+    def of(cls, bound: BoundGraph, structure: GraphStructure) -> CallCosts:
+        calls = structure.distinct_calls(bound)
+        runs = np.zeros(len(calls), dtype=np.bool_)
+        runs[structure.call_of[~structure.is_view]] = True
+        features = tuple(
+            [features_of(call) if run else None for call, run in zip(calls, runs, strict=True)]
+        )
         moved = np.array([_moved_bytes(call) for call in calls], dtype=np.float64)
         flops = np.array([each.cost.flops if each else 0.0 for each in features])
         intensity = flops / np.maximum(moved, 1.0)
         share = np.minimum(intensity / _COMPUTE_BOUND_FLOPS_PER_BYTE, 1.0)
-        return cls(calls=calls, features=features, moved_bytes=moved, compute_share=share)
+        return cls(
+            calls=calls, features=features, moved_bytes=moved, compute_share=share, runs=runs
+        )
 
 
 def _moved_bytes(call: OpCall) -> int:
@@ -97,20 +107,21 @@ class KernelSeconds:
 
 def structure_of(graph: OpGraph, cache: Cache) -> GraphStructure:
     """The structure of a graph, worked out once."""
-    return cache.get("structure", (graph,), lambda: GraphStructure(graph))
+    return cache.get("structure", (graph,), lambda: GraphStructure.of(graph))
 
 
 def kernel_fits(
     profile: MachineProfile, precision: str = "fp32", *, cache: Cache
 ) -> KernelFits | Roofline:
     """The fits of a profile; they depend on the `precision` of the graph: fp32 or tf32 products."""
-    kind = Roofline if is_known_by_datasheet(profile) else KernelFits
-    return cache.get(
-        "kernels",
-        (profile,),
-        lambda: kind(profile, precision=precision),
-        "tf32" if precision == "tf32" else "",
-    )
+
+    def made() -> KernelFits | Roofline:
+        if is_known_by_datasheet(profile):
+            return Roofline(profile, precision=precision)
+        probed = cache.get("probed kernels", (profile,), lambda: ProbedKernels(profile))
+        return KernelFits(profile, precision=precision, probed=probed)
+
+    return cache.get("kernels", (profile,), made, "tf32" if precision == "tf32" else "")
 
 
 def op_durations(
@@ -150,7 +161,7 @@ def op_durations(
 
 
 def _call_costs(bound: BoundGraph, structure: GraphStructure, cache: Cache) -> CallCosts:
-    return cache.get("call costs", (bound,), lambda: CallCosts.of(structure.distinct_calls(bound)))
+    return cache.get("call costs", (bound,), lambda: CallCosts.of(bound, structure))
 
 
 def _kernel_seconds(
@@ -199,13 +210,14 @@ def _timed(
 ) -> list[Prediction]:
     """What each distinct call takes: as measured, as predicted, or as a copy of its bytes."""
     found = []
-    for call, predicted in zip(
-        costs.calls, fits.predict_each(costs.calls, costs.features), strict=True
-    ):
-        timing = graph.timings.get(call)
+    predictions = fits.predict_each(costs.calls, costs.features)
+    for call, predicted, runs in zip(costs.calls, predictions, costs.runs, strict=True):
+        timing = graph.timings.get(call) if graph.timings else None
         if timing is not None:
             seconds = timing.seconds
             found.append(Prediction(seconds, seconds, timing.spread_ratio, "measured"))
+        elif predicted is None and not runs:
+            found.append(_NO_KERNEL)
         else:
             found.append(predicted or _as_copy(call, fits, profile))
     return found
@@ -240,7 +252,7 @@ def _measured_ratios(
         if (
             call in graph.timings
             and costs.calls[number] not in graph.timings
-            and timed[number].source != "assumed"
+            and timed[number].source not in ("assumed", "view")
         ):
             halves[number] = 0.5
             fitted = fits.predict(call)

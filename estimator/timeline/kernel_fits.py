@@ -8,6 +8,7 @@ over the probed points in log-feature space (Nadaraya 1964, Watson 1964) and mul
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from estimator.graph.costs import Features, features_of
 from estimator.graph.workspace import BLOCK, WIDEST_DEPTHWISE
-from estimator.profile import Device, MachineProfile
+from estimator.profile import Device, KernelPoint, MachineProfile
 from estimator.tensors import ITEM_BYTES, OpCall
 
 Array = NDArray[np.float64]
@@ -288,45 +289,76 @@ def _attention_here(device: Device) -> dict[str, str]:
     }
 
 
+class ProbedKernels:
+    """The probed calls of a machine by family and dtype, and the fits of those asked for.
+
+    `exact` are the seconds of probed calls, `exact_tf32` of those timed again on tensor cores.
+    """
+
+    def __init__(self, profile: MachineProfile) -> None:
+        device = profile.devices[0]
+        # No thread of the host works on an accelerator's operators.
+        self.threads = max(len(device.cores), 1) if device.kind == "cpu" else 0
+        self.exact: dict[OpCall, tuple[float, float]] = {}
+        self.exact_tf32: dict[OpCall, tuple[float, float]] = {}
+        memory = profile.memory
+        self._cold_read_s_per_byte = memory.cold_read_s_per_byte if memory else math.inf
+        self.groups: defaultdict[tuple[str, str], list[ProbedCall]] = defaultdict(list)
+        self._fits: dict[tuple[str, str], FamilyFit] = {}
+        self._lock = threading.Lock()
+        for kernel in profile.kernels:
+            for point in kernel.points:
+                self._add(point, is_tf32=kernel.dtype == _TF32)
+
+    def _add(self, point: KernelPoint, *, is_tf32: bool) -> None:
+        call = OpCall.decode(dict(point.call))
+        cold = point.cold_s if point.cold_s is not None else point.warm_s
+        exact = self.exact_tf32 if is_tf32 else self.exact
+        exact[call] = (point.warm_s, max(cold, point.warm_s))
+        features = features_of(call)
+        if features is None:
+            return
+        if is_tf32:
+            features = replace(features, dtype=_TF32)
+        kind = variant(call, features, self.threads)
+        if features.family in _WITH_SCRATCH:
+            most = _SCRATCH_PASSES * features.cost.moved_bytes * self._cold_read_s_per_byte
+            cold = min(cold, point.warm_s + most)
+        probed = ProbedCall(features, kind, point.warm_s, cold)
+        self.groups[features.family, features.dtype].append(probed)
+
+    def fit(self, key: tuple[str, str]) -> FamilyFit:
+        """The fit of a family in a dtype that were probed."""
+        with self._lock:
+            if key not in self._fits:
+                self._fits[key] = FamilyFit(self.groups[key])
+            return self._fits[key]
+
+
 class KernelFits:
     """Every family of a profile; predicts any call whose cost is known.
 
     Under `precision` tf32, float32 products are those that the probe timed on tensor cores.
+    `probed` are the kernels of the profile where they are at hand.
     """
 
-    def __init__(self, profile: MachineProfile, *, precision: str = "fp32") -> None:
-        device = profile.devices[0]
-        # No thread of the host works on an accelerator's operators.
-        self.threads = max(len(device.cores), 1) if device.kind == "cpu" else 0
-        self._tf32_families: set[str] = set()
-        self._stand_ins = _attention_here(device)
+    def __init__(
+        self,
+        profile: MachineProfile,
+        *,
+        precision: str = "fp32",
+        probed: ProbedKernels | None = None,
+    ) -> None:
+        self._probed = probed or ProbedKernels(profile)
+        self.threads = self._probed.threads
+        self._stand_ins = _attention_here(profile.devices[0])
         self.cache_bytes = 0.0
         self.shared_error = 0.0
-        memory = profile.memory
-        cold_read_s_per_byte = memory.cold_read_s_per_byte if memory else math.inf
-        groups: dict[tuple[str, str], list[ProbedCall]] = defaultdict(list)
-        self.exact: dict[OpCall, tuple[float, float]] = {}
-        tf32 = [kernel for kernel in profile.kernels if kernel.dtype == _TF32]
-        plain = [kernel for kernel in profile.kernels if kernel.dtype != _TF32]
-        # What tf32 takes comes last and replaces the same calls in float32.
-        for kernel in (*plain, *(tf32 if precision == "tf32" else ())):
-            for point in kernel.points:
-                call = OpCall.decode(dict(point.call))
-                cold = point.cold_s if point.cold_s is not None else point.warm_s
-                self.exact[call] = (point.warm_s, max(cold, point.warm_s))
-                features = features_of(call)
-                if features is None:
-                    continue
-                if kernel.dtype == _TF32:
-                    features = replace(features, dtype=_TF32)
-                    self._tf32_families.add(features.family)
-                kind = variant(call, features, self.threads)
-                if features.family in _WITH_SCRATCH:
-                    most = _SCRATCH_PASSES * features.cost.moved_bytes * cold_read_s_per_byte
-                    cold = min(cold, point.warm_s + most)
-                probed = ProbedCall(features, kind, point.warm_s, cold)
-                groups[features.family, features.dtype].append(probed)
-        self.fits = {key: FamilyFit(points) for key, points in groups.items()}
+        is_tf32 = precision == "tf32"
+        # What tf32 takes replaces the same calls in float32.
+        self.exact = self._probed.exact | (self._probed.exact_tf32 if is_tf32 else {})
+        self._keys = [key for key in self._probed.groups if is_tf32 or key[1] != _TF32]
+        self._tf32_families = {family for family, dtype in self._keys if dtype == _TF32}
 
     def predict(self, call: OpCall) -> Prediction | None:
         """Seconds of a call from the probed points; None where its family was not probed."""
@@ -367,11 +399,11 @@ class KernelFits:
 
     def _fit_of(self, family: str, dtype: str) -> tuple[FamilyFit | None, float]:
         """(the fit of a family in a dtype or the closest one, by how much more it errs)."""
-        fit = self.fits.get((family, dtype))
-        if fit is not None:
-            return fit, 1.0
-        same_family = [key for key in self.fits if key[0] == family]
-        if not same_family:
-            return None, 1.0
-        # Halves compute and move like each other, not like float32.
-        return self.fits[max(same_family, key=lambda key: _alike(key[1], dtype))], 2.0
+        key, error = (family, dtype), 1.0
+        if key not in self._keys:
+            same_family = [known for known in self._keys if known[0] == family]
+            if not same_family:
+                return None, 1.0
+            # Halves compute and move like each other, not like float32.
+            key, error = max(same_family, key=lambda known: _alike(known[1], dtype)), 2.0
+        return self._probed.fit(key), error

@@ -220,7 +220,7 @@ def test_lifetimes_follow_the_batch_size() -> None:
     values = list(graph.values)
     values[5] = replace(values[5], other_spec=TensorSpec((2 * 16 * 256,)))
     graph = replace(graph, values=tuple(values))
-    structure = GraphStructure(graph)
+    structure = GraphStructure.of(graph)
     sizes = {batch: structure.storage_bytes(graph.at(batch)).tolist() for batch in (1, 3)}
     assert sum(sizes[3]) - sum(sizes[1]) == 2 * 16 * KILO
 
