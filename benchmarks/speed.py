@@ -1,12 +1,13 @@
 """Time what TARGETS bounds: looks at models (P1), estimates (P2–P4), refits (P5), start-up (P6).
 
-    python benchmarks/speed.py [--parts looks one many memory timeline calibration start-up]
+    python benchmarks/speed.py [--parts looks one many memory timeline calibration start-up cold]
     python benchmarks/speed.py --picture docs/speed.svg
 
 P2 to P4 run in one thread and are given in seconds of its CPU, since others share the machine.
 `--adaptdl PYTHON` names an interpreter that has AdaptDL (pip install adaptdl), whose goodput
 function is then timed beside ours; without it the same published form (Pollux, OSDI 2020, section
-3.2) is, as written here.
+3.2) is, as written here. `cold` times the first answers of fresh processes (wall time), graphs and
+machines being written to the folder `--graphs` beforehand, or found there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -41,6 +43,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rows", type=int, default=10**6)
     parser.add_argument("--adaptdl", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--graphs", metavar="FOLDER", help="keep what `cold` asks about")
+    parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--picture", metavar="FILE", help="only draw cost against size")
     parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
@@ -64,11 +68,17 @@ def main() -> None:
 
 
 def in_child(
-    name: str, options: argparse.Namespace, python: str = sys.executable, rows: int | None = None
+    name: str,
+    options: argparse.Namespace,
+    python: str = sys.executable,
+    *,
+    rows: int | None = None,
+    threads: int = 1,
 ) -> Any:
     """Run a part in a process of its own, so that memory and imports are its own."""
     command = [python, __file__, "--child", name, "--repeats", str(options.repeats)]
-    command += ["--rows", str(rows or options.rows)]
+    command += ["--rows", str(rows or options.rows), "--threads", str(threads)]
+    command += ["--graphs", options.graphs] if options.graphs else []
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{result.stderr}")
@@ -337,6 +347,33 @@ def start_up(options: argparse.Namespace) -> Found:
     }
 
 
+# The first answers of a process
+
+
+def cold_answers(options: argparse.Namespace) -> Found:
+    """Every job and machine unknown."""
+    from speed_cold import cold
+
+    with tempfile.TemporaryDirectory(prefix="speed-") as folder:
+        options.graphs = options.graphs or folder
+        in_child("cases", options)
+        return cold(options, in_child)
+
+
+def write_cases(options: argparse.Namespace) -> None:
+    """Write the graphs and machines of `cold`."""
+    from speed_cold import write_cases
+
+    write_cases(Path(options.graphs))
+
+
+def ask_cold(options: argparse.Namespace) -> dict[str, Any]:
+    """Ask all questions of `cold`."""
+    from speed_cold import ask
+
+    return ask(options)
+
+
 PARTS = {
     "looks": looks,
     "one": one,
@@ -345,8 +382,16 @@ PARTS = {
     "timeline": timeline,
     "calibration": calibration,
     "start-up": start_up,
+    "cold": cold_answers,
 }
-CHILDREN = {"look": look_ratio, "llama": look_at_llama, "goodput": goodput, "chunks": chunks}
+CHILDREN: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "look": look_ratio,
+    "llama": look_at_llama,
+    "goodput": goodput,
+    "chunks": chunks,
+    "cases": write_cases,
+    "cold": ask_cold,
+}
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Hashable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import count
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,14 +21,18 @@ _KEPT_RATIO = 0.8
 
 
 class _Entry:
-    """A value, or the lock behind which the first thread that asks for it works it out."""
+    """A value, or the lock behind which the first thread that asks for it works it out.
 
-    __slots__ = ("lock", "owners", "size_bytes", "used", "value")
+    `parts` are the entries whose values this one holds, `holders` is how many hold this one's.
+    """
+
+    __slots__ = ("holders", "lock", "owners", "parts", "size_bytes", "used", "value")
 
     def __init__(self, owners: tuple[object, ...]) -> None:
         self.lock: threading.Lock | None = threading.Lock()
         self.owners = owners
-        self.size_bytes = self.used = 0
+        self.parts: list[_Entry] = []
+        self.size_bytes = self.used = self.holders = 0
         self.value: Any = None
 
 
@@ -36,13 +40,15 @@ class Cache:
     """Values by the objects that they were made of; the least recently used leave first.
 
     Objects are told apart by identity, and kept alive as long as their values. A value is worked
-    out once however many threads ask for it at a time. Sizes are estimates: arrays count in full.
+    out once however many threads ask for it at a time. Sizes are estimates: arrays count in full,
+    what another value holds counts there, and leaves after all that hold it.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.size_bytes = 0
         self._entries: dict[_Key, _Entry] = {}
+        self._of_value: dict[int, _Entry] = {}
         self._lock = threading.Lock()
         self._clock = count(1)
 
@@ -85,16 +91,37 @@ class Cache:
                 with self._lock:
                     entry.lock = None
                     self._entries[key] = entry
-                    self._charge(entry, _ENTRY_BYTES + rough_size_bytes(entry.value))
+                    sizes = _Sizes(self._of_value, owners)
+                    size_bytes = _ENTRY_BYTES + sizes.of(entry.value)
+                    self._hold(entry, list(sizes.parts.values()))
+                    self._charge(entry, size_bytes)
         return entry
 
+    def _hold(self, entry: _Entry, parts: list[_Entry]) -> None:
+        entry.parts += parts
+        for part in parts:
+            part.holders += 1
+        if _field_names(entry.value) or isinstance(entry.value, np.ndarray):
+            self._of_value.setdefault(id(entry.value), entry)
+
+    def _drop(self, key: _Key) -> None:
+        entry = self._entries.pop(key)
+        self.size_bytes -= entry.size_bytes
+        for part in entry.parts:
+            part.holders -= 1
+        if self._of_value.get(id(entry.value)) is entry:
+            del self._of_value[id(entry.value)]
+
     def grown(
-        self, size_bytes: int, kind: str, owners: tuple[object, ...], *details: Hashable
+        self, value: object, kind: str, owners: tuple[object, ...], *details: Hashable
     ) -> None:
-        """Count bytes that a value has taken up since it was made."""
+        """Count what a kept value has come to hold since it was made."""
         with self._lock:
             entry = self._entries.get(_key(kind, owners, details))
             if entry is not None:
+                sizes = _Sizes(self._of_value, owners)
+                size_bytes = sizes.of(value)
+                self._hold(entry, list(sizes.parts.values()))
                 self._charge(entry, size_bytes)
 
     def _charge(self, entry: _Entry, size_bytes: int) -> None:
@@ -105,12 +132,17 @@ class Cache:
             self._forget(_KEPT_RATIO * self.limit_bytes, but=entry)
 
     def _forget(self, limit_bytes: float, but: _Entry | None = None) -> None:
-        made = [(entry.used, key) for key, entry in self._entries.items() if entry.lock is None]
-        for _, key in sorted(made):
-            if self.size_bytes <= limit_bytes:
-                return
-            if self._entries[key] is not but:
-                self.size_bytes -= self._entries.pop(key).size_bytes
+        dropped = True
+        while dropped:
+            made = [(entry.used, key) for key, entry in self._entries.items() if entry.lock is None]
+            dropped = False
+            for _, key in sorted(made, key=itemgetter(0)):
+                if self.size_bytes <= limit_bytes:
+                    return
+                # What others hold would stay in memory.
+                if self._entries[key] is not but and not self._entries[key].holders:
+                    self._drop(key)
+                    dropped = True
 
     def clear(self) -> None:
         """Forget everything that no thread is working out."""
@@ -124,21 +156,47 @@ def _key(kind: str, owners: tuple[object, ...], details: tuple[Hashable, ...]) -
     return kind, tuple([id(each) for each in owners]), details
 
 
-def rough_size_bytes(value: object, depth: int = 4) -> int:
-    """About what an object holds: its arrays and the containers that it is made of."""
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    if depth == 0:
-        return 0
-    if isinstance(value, tuple | list):
+class _Sizes:
+    """Roughly what objects hold: their arrays and the containers they are made of.
+
+    `parts` are the entries met on the way, whose bytes are counted there. Owners count nowhere.
+    """
+
+    def __init__(self, of_value: Mapping[int, _Entry], owners: Iterable[object]) -> None:
+        self.parts: dict[int, _Entry] = {}
+        self._of_value = of_value
+        self._owners = {id(owner) for owner in owners}
+
+    def of(self, value: object, depth: int = 4) -> int:
+        """Bytes of a value down to some depth."""
+        names = _field_names(value)
+        is_array = isinstance(value, np.ndarray)
+        if names or is_array:
+            if id(value) in self._owners:
+                return 0
+            held = self._of_value.get(id(value))
+            if held is not None:
+                self.parts[id(held)] = held
+                return 0
+        if is_array:
+            return value.nbytes  # type: ignore[attr-defined, no-any-return]
+        if depth == 0:
+            return 0
+        if names:
+            return sum([self.of(getattr(value, name), depth - 1) for name in names])
+        if isinstance(value, tuple | list):
+            return sys.getsizeof(value) + self._of_many(value, depth)
+        if isinstance(value, dict):
+            return sys.getsizeof(value) + self._of_many(list(value.values()), depth)
+        return sys.getsizeof(value, 64)
+
+    def _of_many(self, values: Sequence[object], depth: int) -> int:
         # Long lists hold equals: the first few stand for all.
-        some = value[:8]
-        inner = sum(rough_size_bytes(each, depth - 1) for each in some)
-        return sys.getsizeof(value) + inner * len(value) // max(len(some), 1)
-    if isinstance(value, dict):
-        some_values = list(value.values())[:8]
-        inner = sum(rough_size_bytes(each, depth - 1) for each in some_values)
-        return sys.getsizeof(value) + inner * len(value) // max(len(some_values), 1)
-    if is_dataclass(value) and not isinstance(value, type):
-        return sum(rough_size_bytes(getattr(value, item.name), depth - 1) for item in fields(value))
-    return sys.getsizeof(value, 64)
+        some = values[:8]
+        return sum([self.of(each, depth - 1) for each in some]) * len(values) // max(len(some), 1)
+
+
+def _field_names(value: object) -> tuple[str, ...]:
+    """The names of a dataclass's fields; none of any other value."""
+    # What `dataclasses.fields` looks through; sizes are taken often.
+    return tuple(getattr(type(value), "__dataclass_fields__", ()))

@@ -88,8 +88,13 @@ class OpCall:
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Every tensor among the arguments, in order."""
-        positional = tuple(tensor_leaves(self.arguments))
-        return positional + tuple(tensor_leaves([value for _, value in self.keywords]))
+        found: list[TensorSpec] = []
+        for argument in (*self.arguments, *[value for _, value in self.keywords]):
+            if type(argument) is TensorSpec:
+                found.append(argument)
+            elif isinstance(argument, (tuple, list, dict)):
+                found.extend(tensor_leaves(argument))
+        return tuple(found)
 
     @property
     def dtype(self) -> str:

@@ -112,6 +112,8 @@ def innermost_run(call: OpCall) -> tuple[int, int]:
     if not tensors:
         return 1, 1
     largest = max(tensors, key=lambda spec: spec.numel)
+    if all(spec.strides is None and spec.shape == largest.shape for spec in tensors):
+        return largest.numel, largest.numel
     together, alone = [], []
     for spec in tensors:
         fitted = _broadcast_strides(spec, largest.shape)

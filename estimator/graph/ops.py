@@ -229,7 +229,7 @@ class OpGraph:
             graph=self,
             batch=batch,
             calls=tuple(line.call(op.call, op.other_call) for op in self.ops),
-            specs=tuple(line.tree(value.spec, value.other_spec) for value in self.values),
+            specs=tuple(line.spec(value.spec, value.other_spec) for value in self.values),
         )
 
     def save(self, path: str | Path) -> None:
@@ -284,10 +284,28 @@ class _Line:
 
     def __init__(self, first: int, second: int, wanted: int) -> None:
         self.first, self.second, self.wanted = first, second, wanted
+        self._calls: dict[tuple[int, int], OpCall] = {}
+        self._specs: dict[tuple[int, int], TensorSpec] = {}
 
     def call(self, one: OpCall, two: OpCall) -> OpCall:
+        """The call at the wanted batch; the same object for the same two, which must live on."""
         if one is two:
             return one
+        key = id(one), id(two)
+        found = self._calls.get(key)
+        if found is None:
+            found = self._calls[key] = self._call(one, two)
+        return found
+
+    def spec(self, one: TensorSpec, two: TensorSpec) -> TensorSpec:
+        """The shape at the wanted batch, likewise."""
+        key = id(one), id(two)
+        found = self._specs.get(key)
+        if found is None:
+            found = self._specs[key] = self.tree(one, two)
+        return found
+
+    def _call(self, one: OpCall, two: OpCall) -> OpCall:
         return OpCall(
             target=one.target,
             arguments=self.tree(one.arguments, two.arguments),
@@ -296,16 +314,16 @@ class _Line:
         )
 
     def tree(self, one: Any, two: Any) -> Any:
-        if one is two:
+        if one is two or one == two:
             return one
         if isinstance(one, TensorSpec):
             strides = None if one.strides is None else self.tree(one.strides, two.strides)
             return TensorSpec(self.tree(one.shape, two.shape), one.dtype, strides)
         if isinstance(one, tuple):
             return tuple(self.tree(a, b) for a, b in zip(one, two, strict=True))
-        if isinstance(one, int) and not isinstance(one, bool) and one != two:
+        if isinstance(one, int) and not isinstance(one, bool):
             return one + (two - one) * (self.wanted - self.first) // (self.second - self.first)
-        if isinstance(one, float) and one != two:
+        if isinstance(one, float):
             # The only floats that depend on the batch are means: constants over the batch size.
             return one * self.first / self.wanted
         return one

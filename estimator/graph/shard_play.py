@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from estimator.graph.ops import OpGraph
 from estimator.graph.shards import UnitRun, unit_runs
 
 Levels = NDArray[np.int64]
+Places = NDArray[np.intp]
 
 # The instants around an op, in the order of issue. Before it FSDP allocates the buffer of an
 # all-gather, allocates the whole parameters and copies them out, drops a buffer (in the forward
@@ -29,7 +30,11 @@ GATHER, COPY_OUT, DROP, PREFETCH, RUN, RAN, RESHARD, COPY_IN, REDUCE = range(9)
 _INSTANTS = 9
 
 
-def at(op: int, instant: int) -> int:
+@overload
+def at(op: int, instant: int) -> int: ...
+@overload
+def at(op: Places, instant: int) -> Places: ...
+def at(op: int | Places, instant: int) -> int | Places:
     """The place of an instant around an op in the levels of a step."""
     return op * _INSTANTS + instant
 
@@ -50,6 +55,11 @@ class Ledger:
         """Hold `size_bytes` from the instant `start` until just before `end`."""
         self._changes[start] += size_bytes
         self._changes[end] -= size_bytes
+
+    def hold_each(self, starts: Places, ends: Places, sizes_bytes: Levels) -> None:
+        """The same for several."""
+        np.add.at(self._changes, starts, sizes_bytes)
+        np.subtract.at(self._changes, ends, sizes_bytes)
 
     def levels(self) -> Levels:
         """What is held at each instant."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from estimator.graph.memory import (
     PeakMemory,
+    StorageSizes,
     block_bytes,
-    lifetimes,
     peak_memory,
     rounded_bytes,
-    storages,
     update_temporaries_bytes,
 )
 from estimator.graph.ops import BoundGraph, OpGraph
@@ -35,7 +35,7 @@ from estimator.graph.shard_play import (
 )
 from estimator.graph.sharded_memory import Envelope, ShardedMemory, upper_lines
 from estimator.graph.shards import frozen_unit_bytes, parameter_unit
-from estimator.graph.workspace import workspace_bytes
+from estimator.graph.structure import GraphStructure
 from estimator.workload import OPTIMIZER_STATE_TENSORS, Strategy, check_optimizer
 
 
@@ -49,26 +49,27 @@ def step_memory(
     micro_batches: int = 1,
     gradient_sync: bool = True,
     threads: int = 1,
+    structure: GraphStructure | None = None,
 ) -> ShardedMemory:
     """The peak memory of a rank's step, in steady state, by the number of shards.
 
     `merging` says whether there are other ranks to merge gradients with, `buckets` are those of
     ZeRO-2. With `gradient_sync` False a sharded step with several micro-batches reduces gradients
     in the last one alone and holds them whole until then (`set_requires_gradient_sync(False)`).
-    `threads` are those that one rank has on a CPU.
+    `threads` are those that one rank has on a CPU, `structure` that of the graph where it is at
+    hand.
     """
+    known = structure or GraphStructure.of(bound.graph)
+    replicate = partial(peak_memory, bound, strategy=strategy, threads=threads, structure=known)
     if not merging or strategy.kind == "ddp":
-        ranks = 2 if merging else 1
-        return ShardedMemory.of_replica(
-            peak_memory(bound, optimizer=optimizer, strategy=strategy, ranks=ranks, threads=threads)
-        )
+        return ShardedMemory.of_replica(replicate(optimizer=optimizer, ranks=2 if merging else 1))
     if strategy.kind in ("ps", "zero1"):
         # A worker of parameter servers updates nothing, and plain SGD holds nothing.
-        replica = peak_memory(bound, optimizer="sgd", strategy=strategy, ranks=2, threads=threads)
+        replica = replicate(optimizer="sgd", ranks=2)
         if strategy.kind == "ps":
             return ShardedMemory.of_replica(replica)
         return _zero1_memory(bound.graph, replica, optimizer)
-    step = _ShardedStep(bound, optimizer, threads)
+    step = _ShardedStep(bound, known, optimizer, threads)
     passes = _micro_batches(micro_batches, gradient_sync)
     if strategy.kind == "zero2":
         played = [play_zero2(bound.graph, buckets, step.gradients, each) for each in passes]
@@ -143,7 +144,9 @@ def _unit_bytes(graph: OpGraph) -> dict[str, int]:
 class _ShardedStep:
     """What a step holds whatever the strategy; everything in bytes."""
 
-    def __init__(self, bound: BoundGraph, optimizer: str, threads: int) -> None:
+    def __init__(
+        self, bound: BoundGraph, structure: GraphStructure, optimizer: str, threads: int
+    ) -> None:
         graph = self.graph = bound.graph
         self.ops = len(graph.ops)
         trained = _trained_bytes(graph)
@@ -156,29 +159,16 @@ class _ShardedStep:
         self.parameters_bytes = graph.frozen_parameter_bytes + sum(
             rounded_bytes(parameter.spec.nbytes, block) for parameter in graph.parameters
         )
-        self.inputs_bytes, self.buffers_bytes = 0, graph.buffer_bytes
-        self.gradients: list[Gradient] = []
+        sizes = StorageSizes.of(bound, structure, threads)
+        self.inputs_bytes = sizes.inputs_bytes
+        self.buffers_bytes = graph.buffer_bytes + sizes.constants_bytes
+        self.gradients = list(_gradients(structure, sizes))
         activations = Ledger(self.ops)
-        every = storages(graph)
-        of_gradient = {parameter.gradient: parameter for parameter in graph.parameters}
-        for life in lifetimes(bound, every):
-            storage = every[life.storage]
-            size = rounded_bytes(life.storage_bytes, block)
-            if storage.kind == "input":
-                self.inputs_bytes += size
-            elif storage.kind == "constant":
-                self.buffers_bytes += size
-            elif storage.kind == "gradient":
-                owners = [of_gradient[value] for value in storage.values if value in of_gradient]
-                ready = [self.ops - 1 if p.ready_after is None else p.ready_after for p in owners]
-                unit = parameter_unit(owners[0])
-                self.gradients.append(Gradient(life.born, max(ready), size, unit))
-            elif storage.kind == "activation":
-                activations.hold(at(life.born, RUN), at(life.dies, RAN), size)
-        if graph.target == "cpu":
-            for index, call in enumerate(bound.calls):
-                size = workspace_bytes(call, threads=threads)
-                activations.hold(at(index, RUN), at(index, RAN), size)
+        own, every = sizes.activations, np.arange(self.ops)
+        activations.hold_each(
+            at(structure.born[own], RUN), at(structure.dies[own], RAN), sizes.size_bytes[own]
+        )
+        activations.hold_each(at(every, RUN), at(every, RAN), sizes.workspaces)
         self.activations = activations.levels()
 
     def memory(self, played: Sequence[Played], *, shards_parameters: bool) -> ShardedMemory:
@@ -214,6 +204,18 @@ class _ShardedStep:
             inputs_bytes=self.inputs_bytes,
             activations_bytes=_most(self.activations),
         )
+
+
+def _gradients(structure: GraphStructure, sizes: StorageSizes) -> Iterator[Gradient]:
+    """The storages of gradients: until when each is made, and for which unit."""
+    graph = structure.graph
+    of_gradient = {parameter.gradient: parameter for parameter in graph.parameters}
+    for number in sizes.gradients:
+        storage = structure.storages[number]
+        owners = [of_gradient[value] for value in storage.values if value in of_gradient]
+        ready = [len(graph.ops) - 1 if p.ready_after is None else p.ready_after for p in owners]
+        size = int(sizes.size_bytes[number])
+        yield Gradient(storage.born, max(ready), size, parameter_unit(owners[0]))
 
 
 def _most(levels: Levels) -> int:

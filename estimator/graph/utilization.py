@@ -36,8 +36,12 @@ class StepFlops:
 def step_flops(bound: BoundGraph) -> StepFlops:
     """The FLOPs of a graph at one batch size."""
     model = hardware = 0.0
+    known: dict[int, tuple[float, float]] = {}
     for op, call in zip(bound.graph.ops, bound.calls, strict=True):
-        needed, executed = _flops(call)
+        # Many ops share one call, which `bound` keeps alive.
+        if id(call) not in known:
+            known[id(call)] = _flops(call)
+        needed, executed = known[id(call)]
         model += 0.0 if op.is_repeated else needed
         hardware += executed
     return StepFlops(model, hardware)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from estimator.cache import Cache
 from estimator.errors import ProfileError
-from estimator.graph.costs import features_of
-from estimator.graph.ops import BoundGraph, Op, OpTiming
-from estimator.profile import Contention, HostCost, MachineProfile
+from estimator.graph.costs import Features, features_of
+from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.structure import GraphStructure
+from estimator.profile import HostCost, MachineProfile
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.caches import cold_ratios
 from estimator.timeline.compiled_host import compiled_host_seconds
-from estimator.timeline.kernel_fits import KernelFits, Prediction
+from estimator.timeline.contention import slowdown_curve
+from estimator.timeline.kernel_fits import KernelFits, Prediction, ProbedKernels
 from estimator.timeline.roofline import Roofline
 from estimator.typical import is_known_by_datasheet
 
 Array = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+Indices = NDArray[np.intp]
 
 # Flops per byte from which a kernel is limited by arithmetic rather than by memory, for choosing
 # between the two measured contentions: a core computes some tens of flops per byte it streams.
@@ -33,6 +36,7 @@ _SLOW_MEMORY_BYTES_PER_S = 5e9
 _FLOPS_ERROR = 0.44
 # What an op without any formula or probed relative is assumed to miss by.
 _UNKNOWN_ERROR = 1.0
+_NO_KERNEL = Prediction(0.0, 0.0, 0.0, "view")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +54,74 @@ class Durations:
     device_s: Array
     sources: tuple[str, ...]
     relative_errors: Array
-    in_grid: NDArray[np.bool_]
+    in_grid: Flags
     shared_error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CallCosts:
+    """The distinct calls of a graph at one batch size: what their time depends on, and their bytes.
+
+    `compute_share` is 1 for a call that is limited by arithmetic, 0 for one that only moves bytes.
+    `runs` says which calls any kernel runs for: those of views have no features.
+    """
+
+    calls: tuple[OpCall, ...]
+    features: tuple[Features | None, ...]
+    moved_bytes: Array
+    compute_share: Array
+    runs: Flags
+
+    @classmethod
+    def of(cls, bound: BoundGraph, structure: GraphStructure) -> CallCosts:
+        calls = structure.distinct_calls(bound)
+        runs = np.zeros(len(calls), dtype=np.bool_)
+        runs[structure.call_of[~structure.is_view]] = True
+        features = tuple(
+            [features_of(call) if run else None for call, run in zip(calls, runs, strict=True)]
+        )
+        moved = np.array([_moved_bytes(call) for call in calls], dtype=np.float64)
+        flops = np.array([each.cost.flops if each else 0.0 for each in features])
+        intensity = flops / np.maximum(moved, 1.0)
+        share = np.minimum(intensity / _COMPUTE_BOUND_FLOPS_PER_BYTE, 1.0)
+        return cls(
+            calls=calls, features=features, moved_bytes=moved, compute_share=share, runs=runs
+        )
+
+
+def _moved_bytes(call: OpCall) -> int:
+    return sum(spec.storage_bytes for spec in (*call.inputs, *call.outputs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KernelSeconds:
+    """What the ops of a graph at one batch size take on a machine with no other device busy."""
+
+    alone_s: Array
+    relative_errors: Array
+    sources: tuple[str, ...]
+    in_grid: Flags
+    shared_error: float
+    cached_bytes: float
+
+
+def structure_of(graph: OpGraph, cache: Cache) -> GraphStructure:
+    """The structure of a graph, worked out once."""
+    return cache.get("structure", (graph,), lambda: GraphStructure.of(graph))
 
 
 def kernel_fits(
     profile: MachineProfile, precision: str = "fp32", *, cache: Cache
 ) -> KernelFits | Roofline:
     """The fits of a profile; they depend on the `precision` of the graph: fp32 or tf32 products."""
-    kind = Roofline if is_known_by_datasheet(profile) else KernelFits
-    return cache.get(
-        "kernels",
-        (profile,),
-        lambda: kind(profile, precision=precision),
-        "tf32" if precision == "tf32" else "",
-    )
+
+    def made() -> KernelFits | Roofline:
+        if is_known_by_datasheet(profile):
+            return Roofline(profile, precision=precision)
+        probed = cache.get("probed kernels", (profile,), lambda: ProbedKernels(profile))
+        return KernelFits(profile, precision=precision, probed=probed)
+
+    return cache.get("kernels", (profile,), made, "tf32" if precision == "tf32" else "")
 
 
 def op_durations(
@@ -74,161 +131,150 @@ def op_durations(
 
     Raises ProfileError if the profile has no kernels or no host costs.
     """
-    if profile.host is None or not (profile.kernels or is_known_by_datasheet(profile)):
+    host = profile.host
+    if host is None or not (profile.kernels or is_known_by_datasheet(profile)):
         raise ProfileError(
             f"profile '{profile.name}' has no kernel or host costs; run 'estimator probe' with a "
             "larger --budget"
         )
-    timer = _Timer(bound, profile, devices_busy, cache)
-    count = len(bound.calls)
-    device_s, errors = np.zeros(count), np.zeros(count)
-    in_grid = np.zeros(count, dtype=bool)
-    sources = []
-    for index, (op, call) in enumerate(zip(bound.graph.ops, bound.calls, strict=True)):
-        if op.is_view:
-            sources.append("view")
-            continue
-        device_s[index], errors[index], source = timer.device(index, op, call)
-        in_grid[index] = call in timer.fits.exact
-        sources.append(source)
-    if bound.graph.is_summary:
-        errors = np.maximum(errors, _FLOPS_ERROR)
+    structure = structure_of(bound.graph, cache)
+    costs = _call_costs(bound, structure, cache)
+    kernels = cache.get(
+        "kernel seconds",
+        (bound, profile),
+        lambda: _kernel_seconds(bound, profile, structure, costs, cache),
+    )
+    compute = slowdown_curve(profile, "compute", devices_busy)
+    memory = slowdown_curve(profile, "memory", devices_busy).beyond(kernels.cached_bytes)
+    share, moved = costs.compute_share, costs.moved_bytes
+    slowdown = share * compute.at(moved) + (1.0 - share) * memory.at(moved)
     return Durations(
-        host_s=_host_seconds(bound, profile.host),
-        device_s=device_s,
-        sources=tuple(sources),
-        relative_errors=errors,
-        in_grid=in_grid,
-        shared_error=timer.fits.shared_error,
+        host_s=cache.get(
+            "host seconds", (bound.graph, profile), lambda: _host_seconds(structure, host)
+        ),
+        device_s=kernels.alone_s * slowdown[structure.call_of],
+        sources=kernels.sources,
+        relative_errors=kernels.relative_errors,
+        in_grid=kernels.in_grid,
+        shared_error=kernels.shared_error,
     )
 
 
-class _Timer:
-    """Seconds of single calls in the context of their graph."""
-
-    def __init__(
-        self, bound: BoundGraph, profile: MachineProfile, devices_busy: int, cache: Cache
-    ) -> None:
-        self.bound = bound
-        self.profile = profile
-        self.fits = kernel_fits(profile, bound.graph.precision, cache=cache)
-        # CPUs' devices share the last-level cache, busy or not: virtual machines have neighbours.
-        shared = profile.memory.shared_cache_bytes if profile.memory else 0
-        sharers = len(profile.devices) if profile.kind == "cpu" else 1
-        cached = shared / sharers or self.fits.cache_bytes
-        self.cold = cold_ratios(bound, cached, threads=self.fits.threads)
-        memory = _contention(profile.contentions, "memory", devices_busy)
-        if memory and memory[0][0] > cached > 0:
-            # What stays in a device's part of the cache does not wait for memory.
-            memory = ((cached, 1.0), *memory)
-        compute = _contention(profile.contentions, "compute", devices_busy)
-        self.contentions = {"compute": compute, "memory": memory}
-        self.seen: dict[OpCall, Prediction | None] = {}
-
-    def device(self, index: int, op: Op, call: OpCall) -> tuple[float, float, str]:
-        """(seconds, relative error, source) of op `index`."""
-        timings = self.bound.graph.timings
-        if call in timings:
-            timing = timings[call]
-            return timing.seconds * self.slowdown(call), timing.spread_ratio, "measured"
-        prediction = self.predict(call)
-        if prediction is None:
-            seconds = self.as_copy(call, self.cold[index])
-            return seconds * self.slowdown(call), _UNKNOWN_ERROR, "assumed"
-        seconds = self.blend(prediction, self.cold[index])
-        error, source = prediction.relative_error, prediction.source
-        if op.call in timings:
-            ratio = self.measured_ratio(index, op, timings[op.call])
-            seconds, error = seconds * ratio, 0.5 * error
-        return seconds * self.slowdown(call), error, source
-
-    def predict(self, call: OpCall) -> Prediction | None:
-        if call not in self.seen:
-            self.seen[call] = self.fits.predict(call)
-        return self.seen[call]
-
-    def blend(self, prediction: Prediction, cold: float) -> float:
-        return prediction.warm_s + cold * (prediction.cold_s - prediction.warm_s)
-
-    def measured_ratio(self, index: int, op: Op, timing: OpTiming) -> float:
-        """Measured over fitted at the traced batch, to correct the fit at another batch."""
-        fitted = self.predict(op.call)
-        return timing.seconds / self.blend(fitted, self.cold[index]) if fitted else 1.0
-
-    def as_copy(self, call: OpCall, cold: float) -> float:
-        """An op without a formula, charged as an elementwise pass over all its bytes."""
-        tensors = (*call.inputs, *call.outputs)
-        elements = max(sum(spec.storage_bytes for spec in tensors) // 8, 1)
-        spec = TensorSpec((elements,))
-        prediction = self.predict(OpCall("aten.clone.default", (spec,), (), (spec,)))
-        if prediction is None:
-            rate = self.profile.devices[0].memory_bandwidth_bytes_per_s
-            return 8.0 * elements / (rate or _SLOW_MEMORY_BYTES_PER_S)
-        return self.blend(prediction, cold)
-
-    def slowdown(self, call: OpCall) -> float:
-        """How much slower the call runs because other devices of the machine are busy too."""
-        compute, memory = self.contentions["compute"], self.contentions["memory"]
-        if not compute and not memory:
-            return 1.0
-        features = features_of(call)
-        tensors = (*call.inputs, *call.outputs)
-        moved = float(sum(spec.storage_bytes for spec in tensors))
-        intensity = features.cost.flops / max(moved, 1.0) if features else 0.0
-        share = min(intensity / _COMPUTE_BOUND_FLOPS_PER_BYTE, 1.0)
-        return share * _at(compute, moved) + (1.0 - share) * _at(memory, moved)
+def _call_costs(bound: BoundGraph, structure: GraphStructure, cache: Cache) -> CallCosts:
+    return cache.get("call costs", (bound,), lambda: CallCosts.of(bound, structure))
 
 
-def slowdown_ratio(
-    profile: MachineProfile, bound: str, devices_busy: int, moved_bytes: float
-) -> float:
-    """How much slower work bound by `bound` runs with `devices_busy` devices busy."""
-    return _at(_contention(profile.contentions, bound, devices_busy), moved_bytes)
+def _kernel_seconds(
+    bound: BoundGraph,
+    profile: MachineProfile,
+    structure: GraphStructure,
+    costs: CallCosts,
+    cache: Cache,
+) -> KernelSeconds:
+    graph = bound.graph
+    fits = kernel_fits(profile, graph.precision, cache=cache)
+    # CPUs' devices share the last-level cache, busy or not: virtual machines have neighbours.
+    shared = profile.memory.shared_cache_bytes if profile.memory else 0
+    sharers = len(profile.devices) if profile.kind == "cpu" else 1
+    cached_bytes = shared / sharers or fits.cache_bytes
+    cold = cold_ratios(bound, cached_bytes, threads=fits.threads, structure=structure)
+    timed = _timed(graph, costs, fits, profile)
+    of, is_view = structure.call_of, structure.is_view
+    seconds = _blend(timed, of, cold)
+    errors = np.array([each.relative_error for each in timed])[of]
+    if graph.timings:
+        ratios, halves = _measured_ratios(structure, costs, timed, fits, cold)
+        seconds, errors = seconds * ratios, errors * halves
+    errors = np.where(is_view, 0.0, errors)
+    sources = ["view" if view else timed[n].source for view, n in zip(is_view, of, strict=True)]
+    in_grid = np.array([call in fits.exact for call in costs.calls], dtype=np.bool_)
+    return KernelSeconds(
+        alone_s=np.where(is_view, 0.0, seconds),
+        relative_errors=np.maximum(errors, _FLOPS_ERROR) if graph.is_summary else errors,
+        sources=tuple(sources),
+        in_grid=in_grid[of] & ~is_view,
+        shared_error=fits.shared_error,
+        cached_bytes=cached_bytes,
+    )
 
 
-def _contention(
-    contentions: Sequence[Contention], bound: str, devices_busy: int
-) -> tuple[tuple[float, float], ...]:
-    """(bytes, slowdown) points for the nearest measured number of busy devices.
-
-    One busy device is slowed only where neighbours outside the job were measured.
-    """
-    measured = [
-        item
-        for item in contentions
-        if item.bound == bound and item.points and (item.devices_busy == 1 or devices_busy > 1)
-    ]
-    if not measured:
-        return ()
-    nearest = min(measured, key=lambda item: abs(item.devices_busy - devices_busy))
-    return tuple(sorted((size, max(ratio, 1.0)) for size, ratio in nearest.points))
+def _blend(timed: Sequence[Prediction], of: Indices, cold: Array) -> Array:
+    """Seconds of each op, between its call's with inputs in cache and from memory."""
+    warm_s = np.array([each.warm_s for each in timed])
+    more_s = np.array([each.cold_s for each in timed]) - warm_s
+    return np.asarray(warm_s[of] + cold * more_s[of])
 
 
-def _at(points: Sequence[tuple[float, float]], moved_bytes: float) -> float:
-    if not points:
-        return 1.0
-    sizes = [math.log(max(size, 1.0)) for size, _ in points]
-    ratios = [ratio for _, ratio in points]
-    return float(np.interp(math.log(max(moved_bytes, 1.0)), sizes, ratios))
+def _timed(
+    graph: OpGraph, costs: CallCosts, fits: KernelFits | Roofline, profile: MachineProfile
+) -> list[Prediction]:
+    """What each distinct call takes: as measured, as predicted, or as a copy of its bytes."""
+    found = []
+    predictions = fits.predict_each(costs.calls, costs.features)
+    for call, predicted, runs in zip(costs.calls, predictions, costs.runs, strict=True):
+        timing = graph.timings.get(call) if graph.timings else None
+        if timing is not None:
+            seconds = timing.seconds
+            found.append(Prediction(seconds, seconds, timing.spread_ratio, "measured"))
+        elif predicted is None and not runs:
+            found.append(_NO_KERNEL)
+        else:
+            found.append(predicted or _as_copy(call, fits, profile))
+    return found
 
 
-def _host_seconds(bound: BoundGraph, host: HostCost) -> Array:
+def _as_copy(call: OpCall, fits: KernelFits | Roofline, profile: MachineProfile) -> Prediction:
+    """An op without a formula, charged as an elementwise pass over all its bytes."""
+    elements = max(_moved_bytes(call) // 8, 1)
+    spec = TensorSpec((elements,))
+    copied = fits.predict(OpCall("aten.clone.default", (spec,), (), (spec,)))
+    if copied is not None:
+        return replace(copied, relative_error=_UNKNOWN_ERROR, source="assumed")
+    rate = profile.devices[0].memory_bandwidth_bytes_per_s
+    seconds = 8.0 * elements / (rate or _SLOW_MEMORY_BYTES_PER_S)
+    return Prediction(seconds, seconds, _UNKNOWN_ERROR, "assumed")
+
+
+def _measured_ratios(
+    structure: GraphStructure,
+    costs: CallCosts,
+    timed: Sequence[Prediction],
+    fits: KernelFits | Roofline,
+    cold: Array,
+) -> tuple[Array, Array]:
+    """For each op measured at the traced batch: measured over fitted there, and half the error."""
+    graph = structure.graph
+    traced: list[Prediction] = []
+    measured_s, halves = np.ones(len(timed)), np.ones(len(timed))
+    for number, op in enumerate(structure.first_op):
+        call = graph.ops[op].call
+        fitted = None
+        if (
+            call in graph.timings
+            and costs.calls[number] not in graph.timings
+            and timed[number].source not in ("assumed", "view")
+        ):
+            halves[number] = 0.5
+            fitted = fits.predict(call)
+        measured_s[number] = graph.timings[call].seconds if fitted else 1.0
+        traced.append(fitted or Prediction(1.0, 1.0, 0.0, ""))
+    of = structure.call_of
+    return measured_s[of] / _blend(traced, of, cold), halves[of]
+
+
+def _host_seconds(structure: GraphStructure, host: HostCost) -> Array:
     """Python, dispatch and autograd seconds per op; on CUDA also the launch.
 
     The forward pass pays Python and module calls, the backward pass only C++. A CPU kernel's own
     time includes its bare call; a CUDA kernel's does not.
     """
-    graph = bound.graph
+    graph = structure.graph
     if graph.execution != "eager":
         return compiled_host_seconds(graph, host)
     launch = host.bare_op_s if graph.target == "cuda" else 0.0
-    seconds = {
-        ("forward", False): host.forward_op_s + launch,
-        ("forward", True): host.forward_view_s,
-        ("backward", False): host.backward_op_s + launch,
-        ("backward", True): 0.5 * host.forward_view_s,
-    }
-    per_op = np.array([seconds[op.phase, op.is_view] for op in graph.ops])
+    forward_s = np.where(structure.is_view, host.forward_view_s, host.forward_op_s + launch)
+    backward_s = np.where(structure.is_view, 0.5 * host.forward_view_s, host.backward_op_s + launch)
+    per_op = np.where(structure.is_forward, forward_s, backward_s)
     for parameter in graph.parameters:
         if parameter.ready_after is not None:  # autograd hands the gradient to the parameter
             per_op[parameter.ready_after] += host.backward_op_s

@@ -8,16 +8,18 @@ over the probed points in log-feature space (Nadaraya 1964, Watson 1964) and mul
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from estimator.graph.costs import Features, features_of
 from estimator.graph.workspace import BLOCK, WIDEST_DEPTHWISE
-from estimator.profile import Device, MachineProfile
+from estimator.profile import Device, KernelPoint, MachineProfile
 from estimator.tensors import ITEM_BYTES, OpCall
 
 Array = NDArray[np.float64]
@@ -34,6 +36,8 @@ _WITH_SCRATCH = ("convolution", "attention", "recurrent")
 _SCRATCH_PASSES = 2.0
 # Weight of "no correction" among the neighbours: far from every point the physical form stands.
 _PRIOR_WEIGHT = 0.2
+# No kernel is shorter, whatever its form says.
+_SHORTEST_S = 1e-9
 
 
 # Products of float32 on tensor cores: not a dtype of tensors but of what multiplies them.
@@ -172,15 +176,11 @@ def nonnegative_fit(rows: Array, seconds: Array) -> Array:
     return np.asarray(solution / norms)
 
 
-@dataclass(slots=True)
-class _Form:
-    """A fitted physical form with the residuals of its own points."""
+class _Form(NamedTuple):
+    """A fitted physical form: what a unit of each term takes."""
 
     warm: Array
     cold: Array
-
-    def seconds(self, row: Array) -> tuple[float, float]:
-        return max(float(row @ self.warm), 1e-9), max(float(row @ self.cold), 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,50 +216,59 @@ class FamilyFit:
                 mine = same & (self.variants == kind) if kind else same
                 if mine.sum() >= 3:
                     self.forms[target, kind] = self._fit(mine)
-        based = [self._form(p.features.target, p.variant).seconds(r) for p, r in self._pairs()]
-        self.warm_residual = np.log(self.warm / np.array([pair[0] for pair in based]))
-        self.cold_residual = np.log(self.cold / np.array([pair[1] for pair in based]))
+        warm, cold = self._by_form([(p.features.target, p.variant) for p in points], self.rows)
+        self.warm_residual = np.log(self.warm / warm)
+        self.cold_residual = np.log(self.cold / cold)
         self.relative_error = self._leave_one_out_error()
-
-    def _pairs(self) -> Iterator[tuple[ProbedCall, Array]]:
-        return zip(self.points, self.rows, strict=True)
 
     def _fit(self, mine: NDArray[np.bool_]) -> _Form:
         rows = self.rows[mine]
         return _Form(nonnegative_fit(rows, self.warm[mine]), nonnegative_fit(rows, self.cold[mine]))
 
-    def _form(self, target: str, kind: str) -> _Form:
-        return self.forms.get((target, kind), self.forms.get((target, ""), self.whole))
+    def _by_form(self, kinds: Sequence[tuple[str, str]], rows: Array) -> tuple[Array, Array]:
+        """(warm, cold) seconds of calls of these (operator, variant) by their forms alone."""
+        forms = [self.forms.get(kind, self.forms.get((kind[0], ""), self.whole)) for kind in kinds]
+        warm = (rows * np.array([form.warm for form in forms])).sum(axis=1)
+        cold = (rows * np.array([form.cold for form in forms])).sum(axis=1)
+        return np.maximum(warm, _SHORTEST_S), np.maximum(cold, _SHORTEST_S)
 
-    def _weights(self, features: Features, kind: str) -> Array:
-        gap = self.coordinates - np.array(coordinates(features))
-        distance = (gap * gap).sum(axis=1)
-        distance = distance + np.where(self.targets == features.target, 0.0, _OTHER_TARGET**2)
-        distance = distance + np.where(self.variants == kind, 0.0, _OTHER_VARIANT**2)
+    def _weights(self, some: Sequence[Features], kinds: Sequence[str]) -> Array:
+        """How close each call (row) stands to each probed point (column)."""
+        places = np.array([coordinates(each) for each in some])
+        gaps = self.coordinates - places[:, None]
+        distance = (gaps * gaps).sum(axis=2)
+        targets = np.array([each.target for each in some])[:, None]
+        distance = distance + np.where(self.targets == targets, 0.0, _OTHER_TARGET**2)
+        distance = distance + np.where(
+            self.variants == np.array(kinds)[:, None], 0.0, _OTHER_VARIANT**2
+        )
         return np.asarray(np.exp(-distance / (2 * _WIDTH**2)))
 
-    def predict(
-        self, features: Features, kind: str, *, without: int | None = None
-    ) -> tuple[float, float]:
-        """(warm_s, cold_s) of a call of variant `kind`; `without` leaves one probed point out."""
-        weights = self._weights(features, kind)
-        if without is not None:
-            weights[without] = 0.0
-        row = np.asarray(terms(features, kind))
-        warm, cold = self._form(features.target, kind).seconds(row)
-        total = weights.sum() + _PRIOR_WEIGHT
-        warm *= math.exp(float(weights @ self.warm_residual) / total)
-        cold *= math.exp(float(weights @ self.cold_residual) / total)
-        return warm, max(cold, warm)
+    def predict_each(
+        self, some: Sequence[Features], kinds: Sequence[str], *, without_own: bool = False
+    ) -> tuple[Array, Array]:
+        """(warm, cold) seconds of calls of variants `kinds`.
+
+        `without_own` leaves out the probed point of the same number as the call.
+        """
+        weights = self._weights(some, kinds)
+        if without_own:
+            np.fill_diagonal(weights, 0.0)
+        rows = np.array([terms(each, kind) for each, kind in zip(some, kinds, strict=True)])
+        targets = [each.target for each in some]
+        warm, cold = self._by_form(list(zip(targets, kinds, strict=True)), rows)
+        total = weights.sum(axis=1) + _PRIOR_WEIGHT
+        warm = warm * np.exp(weights @ self.warm_residual / total)
+        cold = cold * np.exp(weights @ self.cold_residual / total)
+        return warm, np.maximum(cold, warm)
 
     def _leave_one_out_error(self) -> float:
         if len(self.points) < 3:
             return 0.5
-        errors = [
-            abs(math.log(self.predict(p.features, p.variant, without=i)[0] / p.warm_s))
-            for i, p in enumerate(self.points)
-        ]
-        return float(np.median(errors))
+        features = [point.features for point in self.points]
+        kinds = [point.variant for point in self.points]
+        warm, _ = self.predict_each(features, kinds, without_own=True)
+        return float(np.median(np.abs(np.log(warm / self.warm))))
 
 
 def _alike(dtype: str, other: str) -> bool:
@@ -280,66 +289,121 @@ def _attention_here(device: Device) -> dict[str, str]:
     }
 
 
+class ProbedKernels:
+    """The probed calls of a machine by family and dtype, and the fits of those asked for.
+
+    `exact` are the seconds of probed calls, `exact_tf32` of those timed again on tensor cores.
+    """
+
+    def __init__(self, profile: MachineProfile) -> None:
+        device = profile.devices[0]
+        # No thread of the host works on an accelerator's operators.
+        self.threads = max(len(device.cores), 1) if device.kind == "cpu" else 0
+        self.exact: dict[OpCall, tuple[float, float]] = {}
+        self.exact_tf32: dict[OpCall, tuple[float, float]] = {}
+        memory = profile.memory
+        self._cold_read_s_per_byte = memory.cold_read_s_per_byte if memory else math.inf
+        self.groups: defaultdict[tuple[str, str], list[ProbedCall]] = defaultdict(list)
+        self._fits: dict[tuple[str, str], FamilyFit] = {}
+        self._lock = threading.Lock()
+        for kernel in profile.kernels:
+            for point in kernel.points:
+                self._add(point, is_tf32=kernel.dtype == _TF32)
+
+    def _add(self, point: KernelPoint, *, is_tf32: bool) -> None:
+        call = OpCall.decode(dict(point.call))
+        cold = point.cold_s if point.cold_s is not None else point.warm_s
+        exact = self.exact_tf32 if is_tf32 else self.exact
+        exact[call] = (point.warm_s, max(cold, point.warm_s))
+        features = features_of(call)
+        if features is None:
+            return
+        if is_tf32:
+            features = replace(features, dtype=_TF32)
+        kind = variant(call, features, self.threads)
+        if features.family in _WITH_SCRATCH:
+            most = _SCRATCH_PASSES * features.cost.moved_bytes * self._cold_read_s_per_byte
+            cold = min(cold, point.warm_s + most)
+        probed = ProbedCall(features, kind, point.warm_s, cold)
+        self.groups[features.family, features.dtype].append(probed)
+
+    def fit(self, key: tuple[str, str]) -> FamilyFit:
+        """The fit of a family in a dtype that were probed."""
+        with self._lock:
+            if key not in self._fits:
+                self._fits[key] = FamilyFit(self.groups[key])
+            return self._fits[key]
+
+
 class KernelFits:
     """Every family of a profile; predicts any call whose cost is known.
 
     Under `precision` tf32, float32 products are those that the probe timed on tensor cores.
+    `probed` are the kernels of the profile where they are at hand.
     """
 
-    def __init__(self, profile: MachineProfile, *, precision: str = "fp32") -> None:
-        device = profile.devices[0]
-        # No thread of the host works on an accelerator's operators.
-        self.threads = max(len(device.cores), 1) if device.kind == "cpu" else 0
-        self._tf32_families: set[str] = set()
-        self._stand_ins = _attention_here(device)
+    def __init__(
+        self,
+        profile: MachineProfile,
+        *,
+        precision: str = "fp32",
+        probed: ProbedKernels | None = None,
+    ) -> None:
+        self._probed = probed or ProbedKernels(profile)
+        self.threads = self._probed.threads
+        self._stand_ins = _attention_here(profile.devices[0])
         self.cache_bytes = 0.0
         self.shared_error = 0.0
-        memory = profile.memory
-        cold_read_s_per_byte = memory.cold_read_s_per_byte if memory else math.inf
-        groups: dict[tuple[str, str], list[ProbedCall]] = defaultdict(list)
-        self.exact: dict[OpCall, tuple[float, float]] = {}
-        tf32 = [kernel for kernel in profile.kernels if kernel.dtype == _TF32]
-        plain = [kernel for kernel in profile.kernels if kernel.dtype != _TF32]
-        # What tf32 takes comes last and replaces the same calls in float32.
-        for kernel in (*plain, *(tf32 if precision == "tf32" else ())):
-            for point in kernel.points:
-                call = OpCall.decode(dict(point.call))
-                cold = point.cold_s if point.cold_s is not None else point.warm_s
-                self.exact[call] = (point.warm_s, max(cold, point.warm_s))
-                features = features_of(call)
-                if features is None:
-                    continue
-                if kernel.dtype == _TF32:
-                    features = replace(features, dtype=_TF32)
-                    self._tf32_families.add(features.family)
-                kind = variant(call, features, self.threads)
-                if features.family in _WITH_SCRATCH:
-                    most = _SCRATCH_PASSES * features.cost.moved_bytes * cold_read_s_per_byte
-                    cold = min(cold, point.warm_s + most)
-                probed = ProbedCall(features, kind, point.warm_s, cold)
-                groups[features.family, features.dtype].append(probed)
-        self.fits = {key: FamilyFit(points) for key, points in groups.items()}
+        is_tf32 = precision == "tf32"
+        # What tf32 takes replaces the same calls in float32.
+        self.exact = self._probed.exact | (self._probed.exact_tf32 if is_tf32 else {})
+        self._keys = [key for key in self._probed.groups if is_tf32 or key[1] != _TF32]
+        self._tf32_families = {family for family, dtype in self._keys if dtype == _TF32}
 
     def predict(self, call: OpCall) -> Prediction | None:
         """Seconds of a call from the probed points; None where its family was not probed."""
-        if call in self.exact:
-            warm, cold = self.exact[call]
-            return Prediction(warm, cold, 0.03, "measured")
-        features = features_of(call)
-        if features is None:
-            return None
+        return self.predict_each([call], [features_of(call)])[0]
+
+    def predict_each(
+        self, calls: Sequence[OpCall], features: Sequence[Features | None]
+    ) -> list[Prediction | None]:
+        """The same for several calls with their features."""
+        found: list[Prediction | None] = [None] * len(calls)
+        alike: defaultdict[tuple[str, str], list[tuple[int, Features, str]]] = defaultdict(list)
+        for number, (call, each) in enumerate(zip(calls, features, strict=True)):
+            known = self.exact.get(call)
+            if known is not None:
+                found[number] = Prediction(*known, 0.03, "measured")
+            elif each is not None:
+                each = self._as_probed(each)
+                kind = variant(call, each, self.threads)
+                alike[each.family, each.dtype].append((number, each, kind))
+        for (family, dtype), some in alike.items():
+            fit, error = self._fit_of(family, dtype)
+            if fit is None:
+                continue
+            numbers, given, kinds = zip(*some, strict=True)
+            warm, cold = fit.predict_each(given, kinds)
+            error *= fit.relative_error
+            for number, warm_s, cold_s in zip(numbers, warm.tolist(), cold.tolist(), strict=True):
+                found[number] = Prediction(warm_s, cold_s, error, "fitted")
+        return found
+
+    def _as_probed(self, features: Features) -> Features:
+        """The features of what runs here in place of what was traced."""
         if features.dtype == "float32" and features.family in self._tf32_families:
-            features = replace(features, dtype=_TF32)
-        elif features.dtype in _HALVES and features.target in self._stand_ins:
-            features = replace(features, target=self._stand_ins[features.target])
-        fit = self.fits.get((features.family, features.dtype))
-        error = 1.0
-        if fit is None:
-            same_family = [key for key in self.fits if key[0] == features.family]
+            return replace(features, dtype=_TF32)
+        if features.dtype in _HALVES and features.target in self._stand_ins:
+            return replace(features, target=self._stand_ins[features.target])
+        return features
+
+    def _fit_of(self, family: str, dtype: str) -> tuple[FamilyFit | None, float]:
+        """(the fit of a family in a dtype or the closest one, by how much more it errs)."""
+        key, error = (family, dtype), 1.0
+        if key not in self._keys:
+            same_family = [known for known in self._keys if known[0] == family]
             if not same_family:
-                return None
+                return None, 1.0
             # Halves compute and move like each other, not like float32.
-            fit = self.fits[max(same_family, key=lambda key: _alike(key[1], features.dtype))]
-            error = 2.0
-        warm, cold = fit.predict(features, variant(call, features, self.threads))
-        return Prediction(warm, cold, error * fit.relative_error, "fitted")
+            key, error = max(same_family, key=lambda known: _alike(known[1], dtype)), 2.0
+        return self._probed.fit(key), error

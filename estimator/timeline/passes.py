@@ -2,51 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
 from estimator.cache import Cache
-from estimator.graph.ops import BoundGraph
+from estimator.graph.costs import features_of
+from estimator.graph.ops import OpGraph
 from estimator.profile import MachineProfile
 from estimator.tensors import OpCall, TensorSpec
-from estimator.timeline.durations import kernel_fits, slowdown_ratio
+from estimator.timeline.contention import slowdown_curve, slowdown_ratio
+from estimator.timeline.durations import kernel_fits
+from estimator.timeline.kernel_fits import KernelFits
+from estimator.timeline.roofline import Roofline
+from estimator.timeline.updates import Trained
+
+Array = NDArray[np.float64]
 
 # Scale the loss, find infinities, read that, update the scale, its tracker, the inverse scale.
 _SCALER_OPS = 6
 
 
-def stream_s(profile: MachineProfile, target: str, elements: int, busy: int, cache: Cache) -> float:
-    """Seconds of one elementwise pass over cold float32 memory, with `busy` devices busy."""
-    spec = TensorSpec((max(elements, 1),))
-    prediction = kernel_fits(profile, cache=cache).predict(
-        OpCall(target, (spec, spec), (), (spec,))
+def streams_s(
+    profile: MachineProfile, target: str, elements: Sequence[int], busy: int, cache: Cache
+) -> Array:
+    """Seconds of elementwise passes over cold float32 memory, with `busy` devices busy."""
+    sizes = tuple(elements)
+    alone_s = cache.get(
+        "streams",
+        (profile,),
+        lambda: _streams_alone_s(kernel_fits(profile, cache=cache), target, sizes),
+        *(target, sizes),
     )
-    if prediction is None:
-        return 0.0
-    return prediction.cold_s * slowdown_ratio(profile, "memory", busy, 8.0 * elements)
+    moved_bytes = 8.0 * np.array(sizes, dtype=np.float64)
+    return np.asarray(alone_s * slowdown_curve(profile, "memory", busy).at(moved_bytes))
 
 
-def copy_s(profile: MachineProfile, size_bytes: int, busy: int, cache: Cache) -> float:
-    """DDP scales gradients by 1/world while it copies them into their bucket, one pass."""
-    return stream_s(profile, "aten.copy_.default", size_bytes // 4, busy, cache)
+def _streams_alone_s(fits: KernelFits | Roofline, target: str, sizes: tuple[int, ...]) -> Array:
+    numbers: dict[int, int] = {}
+    of = [numbers.setdefault(max(size, 1), len(numbers)) for size in sizes]
+    specs = [TensorSpec((size,)) for size in numbers]
+    calls = [OpCall(target, (spec, spec), (), (spec,)) for spec in specs]
+    found = fits.predict_each(calls, [features_of(call) for call in calls])
+    return np.array([each.cold_s if each else 0.0 for each in found], dtype=np.float64)[of]
 
 
-def accumulate_s(bound: BoundGraph, profile: MachineProfile, busy: int, cache: Cache) -> float:
+def copies_s(profile: MachineProfile, sizes_bytes: Sequence[int], busy: int, cache: Cache) -> Array:
+    """DDP scales gradients by 1/world while it copies them into their buckets, one pass each."""
+    elements = [size // 4 for size in sizes_bytes]
+    return streams_s(profile, "aten.copy_.default", elements, busy, cache)
+
+
+def accumulate_s(trained: Trained, profile: MachineProfile, busy: int, cache: Cache) -> float:
     """Adding one micro-batch's gradients to those of the ones before it, in place."""
-    elements = sum(p.spec.nbytes // 4 for p in bound.graph.parameters if p.gradient is not None)
-    if not elements:
+    if not trained.words:
         return 0.0
-    return stream_s(profile, "aten.add_.Tensor", elements, busy, cache)
+    return float(streams_s(profile, "aten.add_.Tensor", [trained.words], busy, cache)[0])
 
 
-def unscale_s(bound: BoundGraph, profile: MachineProfile, busy: int, cache: Cache) -> float:
+def unscale_s(
+    trained: Trained, graph: OpGraph, profile: MachineProfile, busy: int, cache: Cache
+) -> float:
     """What a GradScaler adds: every gradient unscaled and checked in place, some small operators.
 
     torch/amp/grad_scaler.py: the loss and the scale are multiplied, the check is read by the host,
     which then has nothing issued ahead.
     """
-    elements = sum(p.spec.numel for p in bound.graph.parameters if p.gradient is not None)
-    spec = TensorSpec((max(elements, 1),))
+    spec = TensorSpec((max(trained.elements, 1),))
     call = OpCall("aten.mul.Scalar", (spec, 1.0), (), (spec,))
-    prediction = kernel_fits(profile, bound.graph.precision, cache=cache).predict(call)
+    prediction = kernel_fits(profile, graph.precision, cache=cache).predict(call)
     if prediction is None or profile.host is None:
         return 0.0
-    slowdown = slowdown_ratio(profile, "memory", busy, 8.0 * elements)
+    slowdown = slowdown_ratio(profile, "memory", busy, 8.0 * trained.elements)
     return prediction.cold_s * slowdown + _SCALER_OPS * profile.host.bare_op_s

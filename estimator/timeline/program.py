@@ -6,8 +6,9 @@ strategy. It holds no allocation: what the network costs is added where the step
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +19,13 @@ from estimator.graph.ops import BoundGraph, OpGraph
 from estimator.graph.shard_play import Reduction
 from estimator.graph.sharded_memory import ShardedMemory
 from estimator.graph.step_memory import step_memory
+from estimator.graph.structure import GraphStructure
 from estimator.graph.utilization import StepFlops, step_flops
 from estimator.profile import MachineProfile
 from estimator.timeline.buckets import Bucket, gradient_buckets
-from estimator.timeline.durations import Durations, op_durations
+from estimator.timeline.durations import Durations, op_durations, structure_of
 from estimator.timeline.lanes import MicroBatches
-from estimator.timeline.passes import accumulate_s, copy_s, unscale_s
+from estimator.timeline.passes import accumulate_s, copies_s, unscale_s
 from estimator.timeline.shard_costs import (
     hook_seconds,
     segment_seconds,
@@ -31,7 +33,7 @@ from estimator.timeline.shard_costs import (
     unit_copies_s,
 )
 from estimator.timeline.step_times import part_durations
-from estimator.timeline.updates import update_cost, update_lanes
+from estimator.timeline.updates import Trained, update_cost, update_lanes
 from estimator.typical import with_typical_costs
 from estimator.workload import Strategy, peak_dtype
 
@@ -117,7 +119,17 @@ def step_program(
     def compiled() -> StepProgram:
         bound = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
         known = cache.get("typical", (profile,), lambda: with_typical_costs(profile))
-        return _compile(bound, known, busy, merging, strategy, accumulation_steps, cache)
+        asked = _Asked(
+            bound=bound,
+            profile=known,
+            busy=busy,
+            merging=merging,
+            strategy=strategy,
+            accumulation_steps=accumulation_steps,
+            trained=cache.get("trained", (bound,), lambda: Trained.of(bound)),
+            cache=cache,
+        )
+        return _compile(asked)
 
     return cache.get(
         "program",
@@ -127,54 +139,62 @@ def step_program(
     )
 
 
-def _compile(
-    bound: BoundGraph,
-    profile: MachineProfile,
-    busy: int,
-    merging: bool,
-    strategy: Strategy,
-    accumulation_steps: int,
-    cache: Cache,
-) -> StepProgram:
-    graph = bound.graph
-    if graph.has_step_times:
-        alone_s = update_cost(bound, profile, 1, False)[0]
-        durations = part_durations(bound, profile, devices_busy=busy, update_s=alone_s)
-    else:
-        durations = op_durations(bound, profile, devices_busy=busy, cache=cache)
-    sharding = merging and strategy.kind == "fsdp"
-    accumulate = (accumulation_steps - 1) * accumulate_s(bound, profile, busy, cache)
-    make = _sharded_lane if sharding else _bucketed_lane
-    lane = make(bound, profile, durations, busy, merging, strategy, accumulation_steps, cache)
-    update_s, launch_s, update = update_cost(bound, profile, busy, sharding)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What a program is compiled of."""
+
+    bound: BoundGraph
+    profile: MachineProfile
+    busy: int
+    merging: bool
+    strategy: Strategy
+    accumulation_steps: int
+    trained: Trained
+    cache: Cache
+
+    @property
+    def graph(self) -> OpGraph:
+        return self.bound.graph
+
+    @property
+    def machine(self) -> tuple[MachineProfile, int, Cache]:
+        """The machine, how many of its devices are busy, and what is known of it."""
+        return self.profile, self.busy, self.cache
+
+
+def _compile(asked: _Asked) -> StepProgram:
+    bound, graph, profile, strategy = asked.bound, asked.graph, asked.profile, asked.strategy
+    accumulation_steps, busy, cache = asked.accumulation_steps, asked.busy, asked.cache
+    durations = _durations(asked)
+    sharding = asked.merging and strategy.kind == "fsdp"
+    accumulate = (accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)
+    lane = (_sharded_lane if sharding else _bucketed_lane)(asked, durations)
+    update_s, launch_s, update = update_cost(asked.trained, graph, profile, busy, sharding)
     lanes = lane.lanes
     if graph.grad_scaler:
-        update_s += unscale_s(bound, profile, busy, cache)
-    elif (both := None if sharding else update_lanes(bound, profile)) is not None:
+        update_s += unscale_s(asked.trained, graph, *asked.machine)
+    elif (both := None if sharding else update_lanes(asked.trained, graph, profile)) is not None:
         lanes, update_s = lanes.looped(*both)
     shared = sharding and strategy.gradient_sync
     copies_s = lane.copies_s + (0.0 if shared else accumulate)
-    lane_s = lanes.end_s * (accumulation_steps if sharding else 1)
+    end = lanes.ends_s(lanes.count - 1)
+    lane_s = (float(end[-1]) if len(end) else 0.0) * (accumulation_steps if sharding else 1)
     lane_s += lane.copies_s if sharding else 0.0
     lane_s += 0.0 if shared else accumulate
-    forward = np.array([op.phase == "forward" for op in graph.ops], dtype=bool)
-    forward_s = float(durations.device_s[forward].sum()) * accumulation_steps
-    backward_s = float(durations.device_s[~forward].sum()) * accumulation_steps
+    is_forward = structure_of(graph, cache).is_forward
+    forward_s = float(durations.device_s[is_forward].sum()) * accumulation_steps
+    backward_s = float(durations.device_s[~is_forward].sum()) * accumulation_steps
     host_s = lane_s - copies_s - forward_s - backward_s
-    kernels = _kernel_seconds(bound, durations)
+    kernels = _kernel_seconds(asked, durations)
     kernels_s = float(durations.device_s.sum()) or 1.0
     variance_s2 = _variance(kernels) + (durations.shared_error * kernels_s) ** 2
-    end = lanes.ends_s(lanes.count - 1)
-    ready_s = [end[bucket.ready_after] for bucket in lane.buckets]
-    view = strategy.gradient_as_bucket_view
-    copied_back = () if view else lane.buckets
     return StepProgram(
         bound=bound,
         profile=profile,
         strategy=strategy,
         buckets=lane.buckets,
         bucket_bytes=np.array([float(bucket.size_bytes) for bucket in lane.buckets]),
-        ready_s=np.array(ready_s) + accumulate,
+        ready_s=end[[bucket.ready_after for bucket in lane.buckets]] + accumulate,
         segments_s=lane.segments_s,
         lane_s=lane_s,
         sharded_lane_s=accumulate if shared else 0.0,
@@ -183,7 +203,7 @@ def _compile(
         # What is left of sums in another order is no time of the host.
         host_s=host_s if host_s > _ROUNDING * lane_s else 0.0,
         copies_s=copies_s,
-        copy_back_s=sum(copy_s(profile, b.size_bytes, busy, cache) for b in copied_back),
+        copy_back_s=0.0 if strategy.gradient_as_bucket_view else float(lane.bucket_copies_s.sum()),
         update_s=update_s,
         # A host that is ahead has issued the update already: then it is all the device's.
         update_launch_s=min(launch_s, update_s),
@@ -191,8 +211,8 @@ def _compile(
         update_source=update.source,
         kernels_variance_s2=variance_s2 * accumulation_steps**2,
         kernels=kernels,
-        memory=_memory(bound, merging, strategy, lane.buckets, accumulation_steps),
-        flops=step_flops(bound),
+        memory=_memory(asked, lane.buckets),
+        flops=cache.get("flops", (bound,), lambda: step_flops(bound)),
         in_grid_ratio=float(durations.device_s[durations.in_grid].sum()) / kernels_s,
         durations=durations,
         lanes=lanes,
@@ -200,22 +220,31 @@ def _compile(
     )
 
 
-def _memory(
-    bound: BoundGraph,
-    merging: bool,
-    strategy: Strategy,
-    buckets: tuple[Bucket, ...],
-    micro_batches: int,
-) -> ShardedMemory:
-    return step_memory(
-        bound,
-        optimizer=bound.graph.optimizer,
-        strategy=strategy,
-        merging=merging,
-        buckets=[Reduction(after=b.ready_after, size_bytes=b.size_bytes) for b in buckets],
-        micro_batches=micro_batches,
-        gradient_sync=strategy.gradient_sync,
-    )
+def _durations(asked: _Asked) -> Durations:
+    bound, graph, profile = asked.bound, asked.graph, asked.profile
+    if not graph.has_step_times:
+        return op_durations(bound, profile, devices_busy=asked.busy, cache=asked.cache)
+    alone_s = update_cost(asked.trained, graph, profile, 1, False)[0]
+    return part_durations(bound, profile, devices_busy=asked.busy, update_s=alone_s)
+
+
+def _memory(asked: _Asked, buckets: tuple[Bucket, ...]) -> ShardedMemory:
+    bound, strategy = asked.bound, asked.strategy
+
+    def made() -> ShardedMemory:
+        return step_memory(
+            bound,
+            optimizer=bound.graph.optimizer,
+            strategy=strategy,
+            merging=asked.merging,
+            buckets=[Reduction(after=b.ready_after, size_bytes=b.size_bytes) for b in buckets],
+            micro_batches=asked.accumulation_steps,
+            gradient_sync=strategy.gradient_sync,
+            structure=structure_of(bound.graph, asked.cache),
+        )
+
+    details = asked.merging, strategy, asked.accumulation_steps
+    return asked.cache.get("memory", (bound,), made, *details)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,79 +253,100 @@ class _Lane:
 
     lanes: MicroBatches
     copies_s: float
-    buckets: tuple[Bucket, ...] = ()
+    buckets: tuple[Bucket, ...]
+    bucket_copies_s: Array
     segments_s: Array
 
 
-def _bucketed_lane(
-    bound: BoundGraph,
-    profile: MachineProfile,
-    durations: Durations,
-    busy: int,
-    merging: bool,
-    strategy: Strategy,
-    accumulation_steps: int,
-    cache: Cache,
-) -> _Lane:
+def _bucketed_lane(asked: _Asked, durations: Durations) -> _Lane:
     """All micro-batches of DDP and its like; the last one alone synchronises gradients."""
-    buckets = gradient_buckets(bound.graph, strategy) if merging else ()
-    copies_s, host_s = _ddp_costs(bound, profile, buckets, busy, cache)
-    lanes = MicroBatches(
-        host_s=durations.host_s,
-        device_s=durations.device_s,
-        last_host_s=durations.host_s + host_s,
-        last_device_s=durations.device_s + copies_s,
-        count=accumulation_steps,
-        is_shared=bound.graph.target == "cpu",
+    graph, strategy = asked.graph, asked.strategy
+    buckets: tuple[Bucket, ...] = ()
+    if asked.merging:
+        buckets = asked.cache.get(
+            "buckets", (graph,), lambda: gradient_buckets(graph, strategy), strategy
+        )
+    each_s = copies_s(asked.profile, [b.size_bytes for b in buckets], asked.busy, asked.cache)
+    last_host_s, last_device_s = _ddp_costs(asked, durations, buckets, each_s)
+    return _Lane(
+        lanes=MicroBatches(
+            host_s=durations.host_s,
+            device_s=durations.device_s,
+            last_host_s=last_host_s,
+            last_device_s=last_device_s,
+            count=asked.accumulation_steps,
+            is_shared=graph.target == "cpu",
+        ),
+        copies_s=float(each_s.sum()) if asked.profile.host else 0.0,
+        buckets=buckets,
+        bucket_copies_s=each_s,
+        segments_s=np.zeros(0),
     )
-    copied_s = float(copies_s.sum())
-    return _Lane(lanes=lanes, copies_s=copied_s, buckets=buckets, segments_s=np.zeros(0))
 
 
-def _sharded_lane(
-    bound: BoundGraph,
-    profile: MachineProfile,
-    durations: Durations,
-    busy: int,
-    _merging: bool,
-    strategy: Strategy,
-    accumulation_steps: int,
-    cache: Cache,
-) -> _Lane:
+def _sharded_lane(asked: _Asked, durations: Durations) -> _Lane:
     """One micro-batch of FSDP, and the copies of all: each ends when its gradients are reduced."""
-    passes = sharded_passes(bound.graph, cache)
-    host_s = durations.host_s + hook_seconds(bound, passes, profile)
+    accumulation_steps = asked.accumulation_steps
+    passes = sharded_passes(asked.graph, asked.cache)
+    host_s = durations.host_s + hook_seconds(asked.bound, passes, asked.profile)
     lanes = MicroBatches(
         host_s=host_s,
         device_s=durations.device_s,
         last_host_s=host_s,
         last_device_s=durations.device_s,
         count=1,
-        is_shared=bound.graph.target == "cpu",
+        is_shared=asked.graph.target == "cpu",
     )
-    out_s, in_s = unit_copies_s(passes, profile, busy, cache)
-    reducing = accumulation_steps if strategy.gradient_sync else 1
+    out_s, in_s = unit_copies_s(passes, *asked.machine)
+    reducing = accumulation_steps if asked.strategy.gradient_sync else 1
     copied_s = accumulation_steps * out_s[[0, *passes.forward, *passes.backward]].sum()
     copied_s += reducing * in_s[[0, *passes.reduced]].sum()
-    sums_s = np.array([(accumulation_steps - 1) * accumulate_s(bound, profile, busy, cache)])
+    sums_s = np.array([(accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)])
     segments_s = np.concatenate([segment_seconds(lanes, passes), out_s, in_s, sums_s])
-    return _Lane(lanes=lanes, copies_s=float(copied_s), segments_s=segments_s)
+    return _Lane(
+        lanes=lanes,
+        copies_s=float(copied_s),
+        buckets=(),
+        bucket_copies_s=np.zeros(0),
+        segments_s=segments_s,
+    )
+
+
+class _Groups(NamedTuple):
+    """(family, source) of kernels, and the number of its group for each op: 0 for views."""
+
+    keys: tuple[tuple[str, str], ...]
+    of: NDArray[np.intp]
+
+
+def _kernel_groups(structure: GraphStructure, sources: Sequence[str]) -> _Groups:
+    ops = structure.graph.ops
+    families = [family_of(ops[op].call.target) for op in structure.first_op]
+    numbers: dict[tuple[str, str], int] = {}
+    of = [
+        0 if source == "view" else numbers.setdefault((families[call], source), len(numbers) + 1)
+        for call, source in zip(structure.call_of.tolist(), sources, strict=True)
+    ]
+    return _Groups(tuple(numbers), np.array(of, dtype=np.intp))
 
 
 def _kernel_seconds(
-    bound: BoundGraph, durations: Durations
+    asked: _Asked, durations: Durations
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """(family, source) → seconds of one micro-batch and the error on them, in seconds."""
-    found: dict[tuple[str, str], tuple[float, float]] = {}
-    for index, op in enumerate(bound.graph.ops):
-        source = durations.sources[index]
-        if source == "view":
-            continue
-        key = (family_of(op.call.target), source)
-        seconds, error_s = found.get(key, (0.0, 0.0))
-        spent = float(durations.device_s[index])
-        found[key] = (seconds + spent, error_s + spent * float(durations.relative_errors[index]))
-    return found
+    structure = structure_of(asked.graph, asked.cache)
+    groups = asked.cache.get(
+        "kernel groups",
+        (asked.bound, asked.profile),
+        lambda: _kernel_groups(structure, durations.sources),
+    )
+    spent_s = durations.device_s
+    count = len(groups.keys) + 1
+    seconds, errors_s = (
+        np.bincount(groups.of, weights=weights, minlength=count)[1:].tolist()
+        for weights in (spent_s, spent_s * durations.relative_errors)
+    )
+    return dict(zip(groups.keys, zip(seconds, errors_s, strict=True), strict=True))
 
 
 def _variance(kernels: Mapping[tuple[str, str], tuple[float, float]]) -> float:
@@ -305,15 +355,16 @@ def _variance(kernels: Mapping[tuple[str, str], tuple[float, float]]) -> float:
 
 
 def _ddp_costs(
-    bound: BoundGraph, profile: MachineProfile, buckets: tuple[Bucket, ...], busy: int, cache: Cache
+    asked: _Asked, durations: Durations, buckets: tuple[Bucket, ...], each_s: Array
 ) -> tuple[Array, Array]:
-    """Seconds that DDP adds to each op: copies into buckets, and its own host work."""
-    copies_s, host_s = np.zeros(len(bound.calls)), np.zeros(len(bound.calls))
-    host = profile.host
+    """Seconds of host and device with what DDP adds to each op: copies and its own host work."""
+    host = asked.profile.host
     if not buckets or host is None:
-        return copies_s, host_s
+        return durations.host_s, durations.device_s
+    host_s, device_s = np.zeros(len(durations.host_s)), np.zeros(len(durations.host_s))
     host_s[0] = host.ddp_step_s
-    for bucket in buckets:
-        copies_s[bucket.ready_after] += copy_s(profile, bucket.size_bytes, busy, cache)
-        host_s[bucket.ready_after] += host.ddp_bucket_s + bucket.tensors * host.backward_op_s
-    return copies_s, host_s
+    ready = [bucket.ready_after for bucket in buckets]
+    tensors = np.array([bucket.tensors for bucket in buckets])
+    np.add.at(device_s, ready, each_s)
+    np.add.at(host_s, ready, host.ddp_bucket_s + tensors * host.backward_op_s)
+    return durations.host_s + host_s, durations.device_s + device_s

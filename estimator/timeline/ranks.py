@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.cache import Cache, rough_size_bytes
+from estimator.cache import Cache
 from estimator.errors import WorkloadError
 from estimator.graph.memory import PeakMemory
 from estimator.graph.ops import OpGraph
@@ -181,7 +181,7 @@ class RankTable:
             found = RankKind.of(program, slowdown_ratio)
             # The table keeps it, also when the cache forgets the program as such.
             owners, details = step_key(self.graph, self.shape, self._batch, self._merging)
-            self._cache.grown(rough_size_bytes(program), STEP, owners, *details)
+            self._cache.grown(program, STEP, owners, *details)
             if len(self._shared) >= _MOST_NODES:
                 self._shared.clear()
             self._shared[key] = found

@@ -7,8 +7,11 @@ last-level cache come faster, which is what `Prediction` calls warm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from estimator.graph.cost_registry import Family
 from estimator.graph.costs import Features, features_of
@@ -51,6 +54,7 @@ class Roofline:
         self.shared_error = self.law.errors["model"]
         self._products = self.law.products.sustained
         self._chips: dict[str, Chip] = {}
+        self._held_ratios: dict[str, float] = {}
         streams = self.law.streams
         rate = self._device.memory_bandwidth_bytes_per_s or 0.0
         self._bytes_per_s = rate * streams.memory_ratio(self._device)
@@ -59,39 +63,53 @@ class Roofline:
 
     def predict(self, call: OpCall) -> Prediction | None:
         """Seconds of a call; None where its operator has no formula."""
-        features = features_of(call)
-        if features is None:
-            return None
-        speedup = self.law.streams.cache_speedup
-        warm_s, cold_s = (self._seconds(features, cached) for cached in (speedup, 1.0))
-        errors = self.law.errors
-        error = errors.get(features.family, errors["other"])
-        return Prediction(warm_s, max(cold_s, warm_s), error, "datasheet")
+        return self.predict_each([call], [features_of(call)])[0]
 
-    def _seconds(self, features: Features, cached: float) -> float:
-        compute = _COMPUTED.get(features.family)
-        if compute is not None:
-            return compute(self, features, self._chip(features), cached)
-        rate = _OTHER_COMPUTE_RATIO * peak_flops_per_s(self._device, "float32")
-        compute_s = features.cost.flops / rate
-        return self.law.streams.start_s + max(compute_s, self._stream_s(features, cached))
+    def predict_each(
+        self, calls: Sequence[OpCall], features: Sequence[Features | None]
+    ) -> list[Prediction | None]:
+        """The same for several calls with their features."""
+        found: list[Prediction | None] = [None] * len(calls)
+        alike: defaultdict[tuple[Family, str], list[int]] = defaultdict(list)
+        for number, each in enumerate(features):
+            if each is not None:
+                alike[each.family, self._computed_in(each)].append(number)
+        errors, speedup = self.law.errors, self.law.streams.cache_speedup
+        for (family, dtype), numbers in alike.items():
+            some = [each for number in numbers if (each := features[number]) is not None]
+            seconds = _COMPUTED.get(family, Roofline._streams_s)
+            warm_s, cold_s = (
+                seconds(self, some, self._chip_in(dtype), cached) for cached in (speedup, 1.0)
+            )
+            error = errors.get(family, errors["other"])
+            for number, warm, cold in zip(numbers, warm_s, cold_s, strict=True):
+                found[number] = Prediction(warm, max(cold, warm), error, "datasheet")
+        return found
 
-    def _chip(self, features: Features) -> Chip:
+    def _computed_in(self, features: Features) -> str:
+        """In which dtype a call's products are, as the law tells them apart."""
         dtype = features.dtype
         if dtype == "float32" and (
             self._precision == "tf32" or features.family in _TF32_BY_DEFAULT
         ):
             dtype = "tfloat32"
-        return self._chip_in(dtype)
+        return dtype
 
     def _chip_in(self, dtype: str) -> Chip:
         if dtype not in self._chips:
             self._chips[dtype] = chip_of(self._device, dtype)
         return self._chips[dtype]
 
-    def _product_s(self, features: Features, chip: Chip, cached: float) -> float:
+    def _held_ratio(self, dtype: str) -> float:
+        """The share of its clock that the chip holds, computing in a dtype."""
+        if dtype not in self._held_ratios:
+            ratio = sustained_ratio(self._products, self._chip_in(dtype))
+            self._held_ratios[dtype] = float(ratio)
+        return self._held_ratios[dtype]
+
+    def _products_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
         law = self._products
-        batch, rows, columns, inner = features.dims[:4]
+        batch, rows, columns, inner = np.array([each.dims[:4] for each in some], dtype=float).T
         seconds = product_seconds(
             law,
             chip,
@@ -99,30 +117,37 @@ class Roofline:
             rows=rows,
             columns=columns,
             inner=inner,
-            moved_bytes=features.cost.moved_bytes,
+            moved_bytes=[each.cost.moved_bytes for each in some],
             cached=cached,
         )
         # A gradient of several products is costed as one; its flops say how many there are.
-        times = features.cost.flops / max(2.0 * batch * rows * columns * inner, 1.0)
-        return law.start_s + float(seconds[0]) * max(times, 1.0)
+        flops = np.array([each.cost.flops for each in some])
+        times = flops / np.maximum(2.0 * batch * rows * columns * inner, 1.0)
+        found: list[float] = (law.start_s + seconds * np.maximum(times, 1.0)).tolist()
+        return found
 
-    def _attention_s(self, features: Features, chip: Chip, cached: float) -> float:
+    def _attentions_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
         law = self.law.attention
+        heads, queries, _, head_size = np.array([each.dims[:4] for each in some], dtype=float).T
         seconds = attention_seconds(
             law,
             chip,
             sustained=sustained_ratio(self._products, chip),
-            heads=features.dims[0],
-            queries=features.dims[1],
-            head_size=features.dims[3],
-            flops=features.cost.flops,
-            moved_bytes=features.cost.moved_bytes,
-            is_backward=phase_of(features) == "backward",
+            heads=heads,
+            queries=queries,
+            head_size=head_size,
+            flops=[each.cost.flops for each in some],
+            moved_bytes=[each.cost.moved_bytes for each in some],
+            is_backward=[phase_of(each) == "backward" for each in some],
             cached=cached,
         )
-        return law.start_s + float(seconds)
+        found: list[float] = (law.start_s + seconds).tolist()
+        return found
 
-    def _convolution_s(self, features: Features, chip: Chip, cached: float) -> float:
+    def _convolutions_s(self, some: Sequence[Features], _chip: Chip, cached: float) -> list[float]:
+        return [self._convolution_s(each, cached) for each in some]
+
+    def _convolution_s(self, features: Features, cached: float) -> float:
         kind, rate = self.convolution(features)
         flops, moved = self.law.convolutions.factors(kind, phase_of(features), features.layout)
         bytes_s = features.cost.moved_bytes / (self._bytes_per_s * cached)
@@ -130,16 +155,28 @@ class Roofline:
 
     def convolution(self, features: Features) -> tuple[str, float]:
         """(kind of convolution, flops/s that its units can hold) of a call."""
-        chip = self._chip(features)
-        kind = convolution_kind(features.dims, is_tensor=bool(chip.is_tensor))
+        dtype = self._computed_in(features)
+        kind = convolution_kind(features.dims, is_tensor=bool(self._chip_in(dtype).is_tensor))
         if kind.endswith("depthwise"):  # too little to multiply for tensor cores
-            chip = self._chip_in("float32")
-        return kind, float(chip.flops_per_s) * float(sustained_ratio(self._products, chip))
+            dtype = "float32"
+        return kind, float(self._chip_in(dtype).flops_per_s) * self._held_ratio(dtype)
 
-    def _recurrent_s(self, features: Features, chip: Chip, cached: float) -> float:
+    def _recurrents_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
         ratio = _TENSOR_RECURRENT_RATIO if chip.is_tensor else _RECURRENT_RATIO
-        compute_s = features.cost.flops / (ratio * float(chip.flops_per_s))
-        return self.law.streams.start_s + max(compute_s, self._stream_s(features, cached))
+        return self._rooflines_s(some, ratio * float(chip.flops_per_s), cached)
+
+    def _streams_s(self, some: Sequence[Features], _chip: Chip, cached: float) -> list[float]:
+        rate = _OTHER_COMPUTE_RATIO * peak_flops_per_s(self._device, "float32")
+        return self._rooflines_s(some, rate, cached)
+
+    def _rooflines_s(
+        self, some: Sequence[Features], flops_per_s: float, cached: float
+    ) -> list[float]:
+        return [
+            self.law.streams.start_s
+            + max(each.cost.flops / flops_per_s, self._stream_s(each, cached))
+            for each in some
+        ]
 
     def _stream_s(self, features: Features, cached: float) -> float:
         if not self._bytes_per_s:
@@ -164,9 +201,9 @@ def phase_of(features: Features) -> str:
 
 # Kinds of operators whose kernels are unlike the rest of their family.
 _OWN_SHARES = ("batch_norm", "group_norm")
-_COMPUTED: Mapping[Family, Callable[[Roofline, Features, Chip, float], float]] = {
-    "matmul": Roofline._product_s,
-    "convolution": Roofline._convolution_s,
-    "attention": Roofline._attention_s,
-    "recurrent": Roofline._recurrent_s,
+_COMPUTED: Mapping[Family, Callable[[Roofline, Sequence[Features], Chip, float], list[float]]] = {
+    "matmul": Roofline._products_s,
+    "convolution": Roofline._convolutions_s,
+    "attention": Roofline._attentions_s,
+    "recurrent": Roofline._recurrents_s,
 }

@@ -19,7 +19,7 @@ from estimator.graph.ops import BoundGraph, OpGraph
 from estimator.graph.shards import UnitRun, frozen_unit_bytes, parameter_unit, unit_runs
 from estimator.profile import MachineProfile
 from estimator.timeline.lanes import MicroBatches
-from estimator.timeline.passes import copy_s
+from estimator.timeline.passes import copies_s
 
 Array = NDArray[np.float64]
 
@@ -115,8 +115,7 @@ def unit_copies_s(
     """Seconds of copying each unit's parameters out of a buffer, and its gradients into one."""
 
     def seconds(sizes_bytes: Array) -> Array:
-        return np.array(
-            [copy_s(profile, int(size), busy, cache) if size else 0.0 for size in sizes_bytes]
-        )
+        sizes = [int(size) for size in sizes_bytes]
+        return np.where(sizes_bytes > 0, copies_s(profile, sizes, busy, cache), 0.0)
 
     return seconds(passes.gathered_bytes), seconds(passes.reduced_bytes)

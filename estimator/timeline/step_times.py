@@ -12,7 +12,8 @@ from estimator.graph.step_parts import StepPart, known_peak
 from estimator.graph.summary import BLOCK_TENSORS
 from estimator.profile import MachineProfile
 from estimator.tensors import OpCall
-from estimator.timeline.durations import Durations, slowdown_ratio
+from estimator.timeline.contention import slowdown_ratio
+from estimator.timeline.durations import Durations
 from estimator.workload import Strategy
 
 # Forward passes of BERT, GPT-2 and OPT on P4, P100, T4, V100 and A100, carried from one to another

@@ -2,52 +2,75 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from estimator.errors import ProfileError
-from estimator.graph.ops import BoundGraph
+from estimator.graph.ops import BoundGraph, OpGraph
 from estimator.profile import MachineProfile, Provenance, UpdateCost
-from estimator.timeline.durations import slowdown_ratio
+from estimator.timeline.contention import slowdown_ratio
 
 _TABLE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_backward")
 UPDATE_FORMS = {"cpu": "loop", "cuda": "foreach"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """The parameters of a graph that get a gradient: how many, and how large.
+
+    `words` are their bytes in units of 4. `idle` are elements of embedding tables in rows that a
+    batch of uniformly drawn indices never picks.
+    """
+
+    tensors: int
+    elements: int
+    size_bytes: int
+    words: int
+    idle: float
+
+    @classmethod
+    def of(cls, bound: BoundGraph) -> Trained:
+        specs = [p.spec for p in bound.graph.parameters if p.gradient is not None]
+        sizes = [spec.nbytes for spec in specs]
+        return cls(
+            tensors=len(specs),
+            elements=sum(spec.numel for spec in specs),
+            size_bytes=sum(sizes),
+            words=sum(size // 4 for size in sizes),
+            idle=_idle_parameters(bound),
+        )
+
+
 def update_cost(
-    bound: BoundGraph, profile: MachineProfile, busy: int, sharding: bool
+    trained: Trained, graph: OpGraph, profile: MachineProfile, busy: int, sharding: bool
 ) -> tuple[float, float, Provenance]:
     """(seconds, seconds that no sharding shortens, where they come from) of the optimizer step."""
-    graph = bound.graph
-    trained = [p for p in graph.parameters if p.gradient is not None]
     cost = _cost_of(profile, graph.optimizer, UPDATE_FORMS[graph.target], graph.target)
     seconds = cost.update_time_s(
-        tensors=len(trained),
-        parameters=sum(p.spec.numel for p in trained),
-        idle=_idle_parameters(bound),
+        tensors=trained.tensors, parameters=trained.elements, idle=trained.idle
     )
-    moved = sum(p.spec.nbytes for p in trained)
-    slowdown = slowdown_ratio(profile, "update", busy, float(moved))
+    slowdown = slowdown_ratio(profile, "update", busy, float(trained.size_bytes))
     fixed_s = cost.launch_s
     if sharding:
         # Every rank updates a part of each tensor; under ZeRO-1 and 2 it updates whole tensors.
         hooks_s = profile.host.shard_update_tensor_s if profile.host else 0.0
-        fixed_s += len(trained) * (cost.per_tensor_s + hooks_s)
-        seconds += len(trained) * hooks_s
+        fixed_s += trained.tensors * (cost.per_tensor_s + hooks_s)
+        seconds += trained.tensors * hooks_s
     return seconds * slowdown, fixed_s * slowdown, cost.provenance
 
 
-def update_lanes(bound: BoundGraph, profile: MachineProfile) -> tuple[float, float] | None:
+def update_lanes(
+    trained: Trained, graph: OpGraph, profile: MachineProfile
+) -> tuple[float, float] | None:
     """Seconds of host and device in an update whose two lanes were measured; None for others."""
-    graph = bound.graph
     cost = _cost_of(profile, graph.optimizer, UPDATE_FORMS[graph.target], graph.target)
     if not cost.lanes or graph.is_summary:
         return None
-    trained = [p.spec.numel for p in graph.parameters if p.gradient is not None]
-    host_s = cost.launch_s + len(trained) * cost.per_tensor_s
-    idle_s = _idle_parameters(bound) * cost.per_idle_parameter_s
-    return host_s, sum(trained) * cost.per_parameter_s + idle_s
+    host_s = cost.launch_s + trained.tensors * cost.per_tensor_s
+    idle_s = trained.idle * cost.per_idle_parameter_s
+    return host_s, trained.elements * cost.per_parameter_s + idle_s
 
 
 def _idle_parameters(bound: BoundGraph) -> float:
-    """Elements of embedding tables in rows that a batch of uniformly drawn indices never picks."""
     made_by = {value: index for index, op in enumerate(bound.graph.ops) for value in op.outputs}
     idle = 0.0
     for parameter in bound.graph.parameters:

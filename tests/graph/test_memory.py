@@ -11,8 +11,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from estimator.errors import StrategyError
-from estimator.graph.memory import PeakMemory, lifetimes, peak_memory, storages
+from estimator.graph.memory import PeakMemory, peak_memory
 from estimator.graph.ops import Op, OpGraph, Parameter, Value
+from estimator.graph.storages import storages
+from estimator.graph.structure import GraphStructure
 from estimator.graph.trace import trace_graph
 from estimator.graph.workspace import workspace_bytes
 from estimator.tensors import OpCall, TensorSpec
@@ -217,12 +219,9 @@ def test_lifetimes_follow_the_batch_size() -> None:
     graph = two_layers()
     values = list(graph.values)
     values[5] = replace(values[5], other_spec=TensorSpec((2 * 16 * 256,)))
-    sizes = {
-        batch: [
-            life.storage_bytes for life in lifetimes(replace(graph, values=tuple(values)).at(batch))
-        ]
-        for batch in (1, 3)
-    }
+    graph = replace(graph, values=tuple(values))
+    structure = GraphStructure.of(graph)
+    sizes = {batch: structure.storage_bytes(graph.at(batch)).tolist() for batch in (1, 3)}
     assert sum(sizes[3]) - sum(sizes[1]) == 2 * 16 * KILO
 
 

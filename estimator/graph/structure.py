@@ -1,0 +1,141 @@
+"""Hold what of a step no batch size changes: its distinct calls, and who touches which memory."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.storages import Storage, storages
+from estimator.tensors import OpCall
+
+Indices = NDArray[np.intp]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Touches:
+    """Each time that an operator touches a storage, in order; views touch nothing.
+
+    `previous` is the operator that touched the storage before, -1 for none. What an operator both
+    reads and writes is read.
+    """
+
+    op: Indices
+    storage: Indices
+    is_read: Flags
+    previous: Indices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GraphStructure:
+    """What a graph is at any batch size, in arrays.
+
+    `call_of` gives each op the number of its call: equal at both traced batch sizes is equal at
+    all. `first_op` is an op of each distinct call; `spec_of` and `first_value` are the same for the
+    shapes of values. `storage_of` is the number of each value's storage; storages are held from the
+    start of op `born` to the end of op `dies`, and after op `ready` the last gradient in one is
+    final, where there are any.
+    """
+
+    graph: OpGraph
+    call_of: Indices
+    first_op: tuple[int, ...]
+    spec_of: Indices
+    first_value: tuple[int, ...]
+    storages: tuple[Storage, ...]
+    storage_of: Indices
+    born: Indices
+    dies: Indices
+    ready: Indices
+    touches: Touches
+    is_view: Flags
+    is_forward: Flags
+
+    @classmethod
+    def of(cls, graph: OpGraph) -> GraphStructure:
+        call_of, first_op = _numbered((op.call, op.other_call) for op in graph.ops)
+        spec_of, first_value = _numbered((v.spec, v.other_spec) for v in graph.values)
+        found = storages(graph)
+        storage_of = np.zeros(len(graph.values), dtype=np.intp)
+        for number, storage in enumerate(found):
+            storage_of[list(storage.values)] = number
+        dies = np.array([storage.dies for storage in found], dtype=np.intp)
+        return cls(
+            graph=graph,
+            call_of=call_of,
+            first_op=first_op,
+            spec_of=spec_of,
+            first_value=first_value,
+            storages=found,
+            storage_of=storage_of,
+            born=np.array([storage.born for storage in found], dtype=np.intp),
+            dies=dies,
+            ready=_ready(graph, storage_of, dies),
+            touches=_touches(graph, storage_of.tolist()),
+            is_view=np.array([op.is_view for op in graph.ops], dtype=np.bool_),
+            is_forward=np.array([op.phase == "forward" for op in graph.ops], dtype=np.bool_),
+        )
+
+    def distinct_calls(self, bound: BoundGraph) -> tuple[OpCall, ...]:
+        """The distinct calls at a batch size, by number."""
+        return tuple([bound.calls[op] for op in self.first_op])
+
+    def storage_bytes(self, bound: BoundGraph) -> NDArray[np.int64]:
+        """The size of each storage at a batch size: that of the largest value in it."""
+        of_spec = [bound.specs[value].storage_bytes for value in self.first_value]
+        sizes = np.zeros(len(self.storages), dtype=np.int64)
+        np.maximum.at(sizes, self.storage_of, np.array(of_spec, dtype=np.int64)[self.spec_of])
+        return sizes
+
+
+def _ready(graph: OpGraph, storage_of: Indices, dies: Indices) -> Indices:
+    final: dict[int, int] = {}
+    for parameter in graph.parameters:
+        if parameter.gradient is not None and parameter.ready_after is not None:
+            number = int(storage_of[parameter.gradient])
+            final[number] = max(final.get(number, 0), parameter.ready_after)
+    ready = dies.copy()
+    ready[list(final)] = list(final.values())
+    return ready
+
+
+def _touches(graph: OpGraph, storage_of: Sequence[int]) -> Touches:
+    last: dict[int, int] = {}
+    rows: list[tuple[int, int, bool, int]] = []
+    for index, op in enumerate(graph.ops):
+        if op.is_view:
+            continue
+        read = {storage_of[value] for value in op.inputs}
+        rows += [(index, storage, True, last.get(storage, -1)) for storage in read]
+        written = {storage_of[value] for value in op.outputs} - read
+        rows += [(index, storage, False, last.get(storage, -1)) for storage in written]
+        last.update(dict.fromkeys((*read, *written), index))
+    columns = np.array(rows, dtype=np.intp).reshape(-1, 4).T
+    return Touches(
+        op=columns[0],
+        storage=columns[1],
+        is_read=columns[2].astype(np.bool_),
+        previous=columns[3],
+    )
+
+
+def _numbered(items: Iterable[tuple[Hashable, Hashable]]) -> tuple[Indices, tuple[int, ...]]:
+    """(the number of each item among the distinct ones, where each of these comes first)."""
+    # Equal calls of a saved graph are one object, which is found much faster than an equal one.
+    by_object: dict[tuple[int, int], int] = {}
+    by_value: dict[tuple[Hashable, Hashable], int] = {}
+    first: list[int] = []
+    numbers: list[int] = []
+    for place, item in enumerate(items):
+        objects = id(item[0]), id(item[1])
+        number = by_object.get(objects)
+        if number is None:
+            number = by_object[objects] = by_value.setdefault(item, len(first))
+            if number == len(first):
+                first.append(place)
+        numbers.append(number)
+    return np.array(numbers, dtype=np.intp), tuple(first)
