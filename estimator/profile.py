@@ -12,6 +12,7 @@ import math
 import os
 import re
 import tempfile
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -577,6 +578,7 @@ def known_machines() -> dict[str, Path]:
 _FileState = tuple[int, int, int]
 _loaded: OrderedDict[str, tuple[_FileState, MachineProfile]] = OrderedDict()
 _MOST_LOADED = 256
+_reading = threading.Lock()
 _MOST_NAMED = 5
 
 
@@ -590,11 +592,16 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> MachineProfile:
     known = _loaded.get(path)
     if known is not None and known[0] == state:
         return known[1]
-    profile = _read_profile(Path(path))
-    if state is not None:
-        _loaded[path] = (state, profile)
-        while len(_loaded) > _MOST_LOADED:
-            _loaded.popitem(last=False)
+    with _reading:
+        # What is compiled belongs to an object: threads that ask at once must get the same one.
+        known = _loaded.get(path)
+        if known is not None and known[0] == state:
+            return known[1]
+        profile = _read_profile(Path(path))
+        if state is not None:
+            _loaded[path] = (state, profile)
+            while len(_loaded) > _MOST_LOADED:
+                _loaded.popitem(last=False)
     return profile
 
 
