@@ -21,27 +21,28 @@ _KEPT_RATIO = 0.8
 
 
 class _Entry:
-    """A value, or the lock behind which the first thread that asks for it works it out.
+    """A value, kept with the objects that it was made of.
 
     `parts` are the entries whose values this one holds, `holders` is how many hold this one's.
     """
 
-    __slots__ = ("holders", "lock", "owners", "parts", "size_bytes", "used", "value")
+    __slots__ = ("holders", "owners", "parts", "size_bytes", "used", "value")
 
-    def __init__(self, owners: tuple[object, ...]) -> None:
-        self.lock: threading.Lock | None = threading.Lock()
+    def __init__(self, owners: tuple[object, ...], value: Any, parts: list[_Entry]) -> None:
         self.owners = owners
-        self.parts: list[_Entry] = []
+        self.value = value
+        self.parts = parts
         self.size_bytes = self.used = self.holders = 0
-        self.value: Any = None
 
 
 class Cache:
     """Values by the objects that they were made of; the least recently used leave first.
 
     Objects are told apart by identity, and kept alive as long as their values. A value is worked
-    out once however many threads ask for it at a time. Sizes are estimates: arrays count in full,
-    what another value holds counts there, and leaves after all that hold it.
+    out once however many threads ask for it at a time, and one value at a time: threads that
+    compute beside each other under Python's interpreter lock only hand it to and fro. Sizes are
+    estimates: arrays count in full, what another value holds counts there, and leaves after all
+    that hold it.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -49,6 +50,7 @@ class Cache:
         self.size_bytes = 0
         self._entries: dict[_Key, _Entry] = {}
         self._of_value: dict[int, _Entry] = {}
+        self._making = threading.RLock()
         self._lock = threading.Lock()
         self._clock = count(1)
 
@@ -68,41 +70,31 @@ class Cache:
         """
         key = _key(kind, owners, details)
         entry = self._entries.get(key)
-        if entry is None or entry.lock is not None:
+        if entry is None:
             entry = self._made(key, owners, make)
         entry.used = next(self._clock)
         return entry.value  # type: ignore[no-any-return]
 
     def _made(self, key: _Key, owners: tuple[object, ...], make: Callable[[], object]) -> _Entry:
-        with self._lock:
-            entry = self._entries.setdefault(key, _Entry(owners))
-            lock = entry.lock
-        if lock is None:
-            return entry
-        with lock:
+        with self._making:
             # Whoever waited finds it made, or makes it where the first one failed.
-            if entry.lock is not None:
-                try:
-                    entry.value = make()
-                except BaseException:
-                    with self._lock:
-                        self._entries.pop(key, None)
-                    raise
+            entry = self._entries.get(key)
+            if entry is None:
+                value = make()
                 with self._lock:
-                    entry.lock = None
-                    self._entries[key] = entry
-                    sizes = _Sizes(self._of_value, owners)
-                    size_bytes = _ENTRY_BYTES + sizes.of(entry.value)
-                    self._hold(entry, list(sizes.parts.values()))
-                    self._charge(entry, size_bytes)
+                    entry = self._entries[key] = self._kept(owners, value)
         return entry
 
-    def _hold(self, entry: _Entry, parts: list[_Entry]) -> None:
-        entry.parts += parts
-        for part in parts:
+    def _kept(self, owners: tuple[object, ...], value: object) -> _Entry:
+        sizes = _Sizes(self._of_value, owners)
+        size_bytes = _ENTRY_BYTES + sizes.of(value)
+        entry = _Entry(owners, value, list(sizes.parts.values()))
+        for part in entry.parts:
             part.holders += 1
-        if _field_names(entry.value) or isinstance(entry.value, np.ndarray):
-            self._of_value.setdefault(id(entry.value), entry)
+        if _field_names(value) or isinstance(value, np.ndarray):
+            self._of_value.setdefault(id(value), entry)
+        self._charge(entry, size_bytes)
+        return entry
 
     def _drop(self, key: _Key) -> None:
         entry = self._entries.pop(key)
@@ -121,7 +113,9 @@ class Cache:
             if entry is not None:
                 sizes = _Sizes(self._of_value, owners)
                 size_bytes = sizes.of(value)
-                self._hold(entry, list(sizes.parts.values()))
+                for part in sizes.parts.values():
+                    part.holders += 1
+                    entry.parts.append(part)
                 self._charge(entry, size_bytes)
 
     def _charge(self, entry: _Entry, size_bytes: int) -> None:
@@ -134,7 +128,7 @@ class Cache:
     def _forget(self, limit_bytes: float, but: _Entry | None = None) -> None:
         dropped = True
         while dropped:
-            made = [(entry.used, key) for key, entry in self._entries.items() if entry.lock is None]
+            made = [(entry.used, key) for key, entry in self._entries.items()]
             dropped = False
             for _, key in sorted(made, key=itemgetter(0)):
                 if self.size_bytes <= limit_bytes:
@@ -145,7 +139,7 @@ class Cache:
                     dropped = True
 
     def clear(self) -> None:
-        """Forget everything that no thread is working out."""
+        """Forget everything."""
         with self._lock:
             self._forget(-1.0)
 

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import tempfile
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -583,6 +584,7 @@ _MOST_LOADED = 256
 # questions come by the thousand. What this process writes is seen at once.
 _FRESH_S = 0.02
 _fresh: dict[tuple[str, str | None], tuple[float, MachineProfile]] = {}
+_reading = threading.Lock()
 _MOST_NAMED = 5
 
 
@@ -603,15 +605,26 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> MachineProfile:
     if known is not None and known[0] == state:
         profile = known[1]
     else:
+        profile = _read_once(path, state)
+    if len(_fresh) >= _MOST_LOADED:
+        _fresh.clear()
+    _fresh[key] = now + _FRESH_S, profile
+    return profile
+
+
+def _read_once(path: str, state: _FileState | None) -> MachineProfile:
+    """Read a file that is not known in this state; threads that ask at once get one object."""
+    with _reading:
+        # What is compiled belongs to an object.
+        known = _loaded.get(path)
+        if known is not None and known[0] == state:
+            return known[1]
         profile = _read_profile(Path(path))
         if state is not None:
             _loaded[path] = (state, profile)
             while len(_loaded) > _MOST_LOADED:
                 _loaded.popitem(last=False)
-    if len(_fresh) >= _MOST_LOADED:
-        _fresh.clear()
-    _fresh[key] = now + _FRESH_S, profile
-    return profile
+        return profile
 
 
 def _find_profile(text: str) -> tuple[str, _FileState | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -109,3 +110,22 @@ def test_threads_that_ask_at_once_wait_for_one_that_makes_it() -> None:
         begun.set()
         assert len({id(each.result()) for each in found}) == 1
     assert len(made) == 1
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value that others may hold."""
+
+    data: np.ndarray
+
+
+def test_what_another_value_holds_counts_once_and_leaves_after_it() -> None:
+    # An array of 10 kB that two others hold, and room for no more.
+    cache, owner = Cache(14_000), Owner()
+    part = cache.get("part", (owner,), lambda: Held(np.zeros(1250)))
+    for number in (1, 2):
+        cache.get("whole", (owner,), lambda: (part,), number)
+    assert cache.size_bytes < 14_000
+    # It is the least recently used, but its memory is not free while they hold it.
+    cache.grown(2_000, "whole", (owner,), 2)
+    assert cache.get("part", (owner,), lambda: Held(np.zeros(1))) is part

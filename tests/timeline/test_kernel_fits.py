@@ -187,3 +187,18 @@ def test_fitted_coefficients_are_never_negative() -> None:
     rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
     found = nonnegative_fit(rows, np.array([3.0, 2.0, 1.0]))
     assert (found >= 0).all()
+
+
+def test_several_calls_take_what_each_takes_alone() -> None:
+    sizes = [(a, b, c) for a in (64, 512, 4096) for b in (64, 512) for c in (32, 256)]
+    profile = _profile([(_mm(*size), 1e-6 + 1e-12 * np.prod(size)) for size in sizes])
+    fits = KernelFits(profile)
+    calls = [_mm(*sizes[0]), _mm(100, 200, 300), _mm(3000, 70, 90), OpCall("mine.own.default", ())]
+    alone = [fits.predict(call) for call in calls]
+    together = fits.predict_each(calls, [features_of(call) for call in calls])
+    assert [found and found.source for found in together] == ["measured", "fitted", "fitted", None]
+    for one, other in zip(alone, together, strict=True):
+        assert (one is None) == (other is None)
+        if one and other:
+            assert other.warm_s == pytest.approx(one.warm_s, rel=1e-12)
+            assert other.cold_s == pytest.approx(one.cold_s, rel=1e-12)

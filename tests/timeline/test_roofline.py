@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from estimator.graph.costs import features_of
 from estimator.profile import Device, MachineProfile, Provenance
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.kernel_law import convolution_kind, load_law
@@ -119,3 +120,22 @@ def test_kinds_of_convolutions_go_by_channels_groups_and_filters() -> None:
 
 def test_an_operator_without_a_formula_has_no_time() -> None:
     assert Roofline(machine()).predict(OpCall("mine.unknown.default", ())) is None
+
+
+def test_several_calls_take_what_each_takes_alone() -> None:
+    roofline = Roofline(machine(float16=1e14))
+    calls = [
+        product(512, 256, 128),
+        addition(10**6),
+        product(4096, 64, 100, "float16"),
+        convolution(64),
+        product(512, 1024, 2048),
+        OpCall("mine.unknown.default", ()),
+    ]
+    together = roofline.predict_each(calls, [features_of(call) for call in calls])
+    assert together[-1] is None
+    for call, found in zip(calls[:-1], together[:-1], strict=True):
+        alone = roofline.predict(call)
+        assert alone is not None
+        assert found is not None
+        assert (found.warm_s, found.cold_s) == pytest.approx((alone.warm_s, alone.cold_s), 1e-12)

@@ -1,0 +1,110 @@
+"""What an engine keeps: the same answers from many threads as from one, everything made once."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import estimator.profile
+import estimator.timeline.program as program
+from estimator.engine import Engine
+from estimator.graph.ops import OpGraph
+from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
+
+THREADS = 16
+GRAPHS = (perceptron([96] * 13, batch=8), in_blocks(perceptron([64] * 9, batch=4)))
+
+
+class Question(NamedTuple):
+    graph: OpGraph
+    allocation: str
+    batch: int
+    strategy: str
+
+
+QUESTIONS = [
+    Question(graph, f"{nodes}x{devices}:{machine}", batch, strategy)
+    for graph in GRAPHS
+    for batch in (4, 8, 12)
+    for strategy in ("ddp", "fsdp", "zero2:bucket=64KiB")
+    for nodes, devices in ((1, 1), (2, 2), (1, 4))
+    for machine in ("slow", "fast")
+]
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store with two machines that no thread has read yet."""
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
+    monkeypatch.setattr(estimator.profile, "_loaded", type(estimator.profile._loaded)())
+    for name, shape in (
+        ("slow", Machine(memory_contention=1.4)),
+        ("fast", Machine(flops_per_s=3e11, memory_bytes_per_s=6e10)),
+    ):
+        profile = with_every_collective(shape.profile())
+        replace(profile, name=name).save(tmp_path / "machines" / f"{name}.json")
+    return tmp_path
+
+
+def ask(engine: Engine, question: Question) -> tuple[float, int]:
+    answer = engine.estimate(
+        question.graph,
+        question.allocation,
+        batch_per_gpu=question.batch,
+        strategy=question.strategy,
+    )
+    return answer.step_time_s, answer.peak_memory_bytes
+
+
+def ask_at_once(engine: Engine) -> list[tuple[float, int]]:
+    """Every question by one of many threads, all of which begin together."""
+    together = threading.Barrier(THREADS)
+
+    def some(first: int) -> list[tuple[int, tuple[float, int]]]:
+        together.wait(10)
+        return [(n, ask(engine, QUESTIONS[n])) for n in range(first, len(QUESTIONS), THREADS)]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = dict(pair for part in pool.map(some, range(THREADS)) for pair in part)
+    return [found[number] for number in range(len(QUESTIONS))]
+
+
+def test_threads_that_ask_at_once_get_the_answers_of_one(machines: Path) -> None:
+    at_once = ask_at_once(Engine())
+    one = Engine()
+    assert at_once == [ask(one, question) for question in QUESTIONS]
+
+
+def test_programs_are_compiled_once_however_many_threads_ask(
+    machines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: Counter[tuple[Any, ...]] = Counter()
+    real = program._compile
+
+    def counted(asked: Any) -> Any:
+        of = id(asked.graph), asked.bound.batch, asked.profile.name, asked.busy
+        compiled[*of, asked.merging, asked.strategy] += 1
+        return real(asked)
+
+    monkeypatch.setattr(program, "_compile", counted)
+    ask_at_once(Engine())
+    # Per graph, batch, strategy and machine: one device alone, two busy ones, four busy ones.
+    assert len(compiled) == 2 * 3 * 3 * 2 * 3
+    assert set(compiled.values()) == {1}
+
+
+def test_one_file_is_read_once_however_many_threads_ask(machines: Path) -> None:
+    together = threading.Barrier(THREADS)
+
+    def load(_: int) -> int:
+        together.wait(10)
+        return id(estimator.profile.load_profile("fast"))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        assert len(set(pool.map(load, range(THREADS)))) == 1
