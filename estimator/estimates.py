@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+import numpy as np
+
 from estimator.accuracy import Z_80
 from estimator.allocation import Allocation
 from estimator.elementwise import exp, maximum, sqrt, where
@@ -197,13 +199,17 @@ def fits_code(used_ratio: Any, knows_all: bool) -> Any:
     """
     surely = (used_ratio <= 1 - 2 * NOT_FIT_MARGIN_RATIO) & knows_all
     perhaps = used_ratio <= 1 + NOT_FIT_MARGIN_RATIO
-    return 1 * perhaps + surely
+    return _ONE * perhaps + surely
+
+
+# Codes of a million rows are small numbers.
+_ONE = np.uint8(1)
 
 
 def bottleneck_code(parts: Breakdown) -> Any:
     """Index into `BOTTLENECKS` of what takes most of the step."""
     most, *others = parts.by_bottleneck
-    code: Any = 0
+    code: Any = 0 * _ONE
     for number, seconds in enumerate(others, start=1):
         code = where(seconds > most, number, code)
         most = maximum(most, seconds)
