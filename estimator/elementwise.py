@@ -157,13 +157,24 @@ def expected_maximum(count: Any, /) -> Any:
     2.5
     """
     if type(count) is ndarray:
-        # Few numbers stand in many rows: each is worked out once.
         whole = count.astype(np.intp)
+        if int(whole.max(initial=0)) < _MOST_TABLED:
+            return _tabled()[whole]
+        # Few numbers stand in many rows: each is worked out once.
         known = np.zeros(int(whole.max(initial=0)) + 1)
         present = np.flatnonzero(np.bincount(whole.ravel()))
         known[present] = [_largest_of(number) for number in present.tolist()]
         return known[whole]
     return _largest_of(count)
+
+
+# Counts of which all are worked out together, in some milliseconds.
+_MOST_TABLED = 1 << 14
+
+
+@lru_cache(maxsize=1)
+def _tabled() -> Array:
+    return np.array([_largest_of(count) for count in range(_MOST_TABLED)])
 
 
 @lru_cache(maxsize=1 << 16)

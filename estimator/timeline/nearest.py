@@ -63,7 +63,12 @@ class Lookup:
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._plain = list(values)
-        self._array = np.array(self._plain, dtype=np.float64).T
+        columns = np.array(self._plain, dtype=np.float64).T
+        self._columns = [column.copy() for column in columns] if columns.ndim > 1 else columns
 
     def __getitem__(self, number: Any) -> Any:
-        return self._plain[number] if type(number) is int else self._array[..., number]
+        if type(number) is int:
+            return self._plain[number]
+        if isinstance(self._columns, list):
+            return [column[number] for column in self._columns]
+        return self._columns[number]
