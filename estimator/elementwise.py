@@ -3,10 +3,10 @@
 A formula written with these and with operators gives floats for floats, in the time that plain
 Python takes, and arrays (a row per case) as soon as one argument is an array::
 
-    def exposed_s(lane_s: Number, ready_s: Number) -> Number:
+    def exposed_s(lane_s: Values, ready_s: Values) -> Values:
         return maximum(ready_s - lane_s, 0.0)
 
-`Number` is for formulas whose arguments are all floats or all arrays, `Values` for a mixture.
+`Values` are floats, arrays or a mixture.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 from numpy import ndarray
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 Array: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
 Values: TypeAlias = float | Array
-Number = TypeVar("Number", float, Array)
 
 
 @overload

@@ -37,7 +37,6 @@ from estimator.timeline.plan import (
     step_plan,
 )
 from estimator.timeline.ranks import StepShape
-from estimator.timeline.shard_costs import sharded_passes
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import Groups
 from estimator.topology import Cluster
@@ -148,12 +147,6 @@ class Engine:
             axis: tuple(replace(group, network=numbers[int(group.network)]) for group in some)
             for axis, some in groups.items()
         }
-
-    def segments(self, graph: OpGraph) -> int:
-        """How many numbers describe FSDP's compute of a rank of a graph."""
-        passes = sharded_passes(graph, self.cache)
-        ends = len(passes.forward_ends) + len(passes.backward_ends)
-        return ends + 2 * len(passes.gathered_bytes) + 1
 
 
 class _Asked(NamedTuple):

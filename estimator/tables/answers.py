@@ -27,6 +27,7 @@ from estimator.tables.placed import PlacedColumns, SiteTable, place_columns
 from estimator.tables.steps import StepColumns, StepRows
 from estimator.timeline.ranks import StepShape
 from estimator.timeline.step import UNCALIBRATED_RATIOS, Ratios
+from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import Groups
 from estimator.topology import Cluster
 from estimator.workload import Strategy
@@ -155,9 +156,7 @@ class RowAnswers:
     @property
     def _segments(self) -> int:
         """How many numbers a row has for each of its sites, beside those of the buckets."""
-        if self._strategy.kind != "fsdp":
-            return 0
-        return self._engine.segments(self._graph)
+        return rules_of(self._graph, self._shape, self._engine.cache).segments
 
     def _tables(self) -> StepRows:
         """The tables of the sites met so far, laid out anew whenever there are more."""

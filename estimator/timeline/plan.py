@@ -102,9 +102,8 @@ def members_of(
 class StepPlan(NamedTuple):
     """All that decides a step: the kinds of ranks, their process groups, what disturbs them.
 
-    `networks` are the profiles whose collectives are used, by the numbers that `groups` name;
-    `network` costs what the strategy sends over them, None for a single rank. `share` is the part
-    of the update that a rank does, `shards` over how many ranks is divided what is sharded;
+    `network` costs what the strategy sends over the groups, None for a single rank. `share` is the
+    part of the update that a rank does, `shards` over how many ranks is divided what is sharded;
     `ratios` are the coefficients' factors.
     """
 
@@ -113,7 +112,6 @@ class StepPlan(NamedTuple):
     rules: Rules
     coefficients: Coefficients
     groups: Groups
-    networks: tuple[MachineProfile, ...]
     network: Network | None
     ratios: Ratios
     share: float
@@ -228,7 +226,6 @@ def step_plan(
     """Join ranks, process groups and the costs of what they send."""
     ranks, rules = mesh.placement.ranks, members.rules
     groups: dict[str, tuple[ProcessGroup, ...]] = {}
-    networks: tuple[MachineProfile, ...] = ()
     network = None
     if ranks > 1:
         groups, networks = groups_of(mesh, rules)
@@ -239,7 +236,6 @@ def step_plan(
         rules=rules,
         coefficients=coefficients,
         groups=groups,
-        networks=networks,
         network=network,
         ratios=_ratios(coefficients),
         share=rules.update_share(ranks),

@@ -64,7 +64,6 @@ class StepProgram:
     profile: MachineProfile
     strategy: Strategy
     buckets: tuple[Bucket, ...]
-    bucket_bytes: Array
     ready_s: Array
     segments_s: Array
     lane_s: float
@@ -86,11 +85,6 @@ class StepProgram:
     durations: Durations
     lanes: MicroBatches
     accumulate_s: float
-
-    @property
-    def buckets_bytes(self) -> float:
-        """Bytes of all buckets together."""
-        return float(self.bucket_bytes.sum())
 
     @property
     def peak_flops_per_s(self) -> float | None:
@@ -193,7 +187,6 @@ def _compile(asked: _Asked) -> StepProgram:
         profile=profile,
         strategy=strategy,
         buckets=lane.buckets,
-        bucket_bytes=np.array([float(bucket.size_bytes) for bucket in lane.buckets]),
         ready_s=end[[bucket.ready_after for bucket in lane.buckets]] + accumulate,
         segments_s=lane.segments_s,
         lane_s=lane_s,

@@ -61,6 +61,12 @@ class FullyShardedDataParallel(Rules):
         super().__init__(graph, shape, cache)
         self.passes: ShardedPasses = sharded_passes(graph, cache)
 
+    @property
+    def segments(self) -> int:
+        passes = self.passes
+        ends = len(passes.forward_ends) + len(passes.backward_ends)
+        return ends + 2 * len(passes.gathered_bytes) + 1
+
     def shards(self, ranks: Any) -> Any:
         shard = self.shape.strategy.shard
         return ranks if shard is None else minimum(ranks, shard)

@@ -100,6 +100,11 @@ class Rules(ABC):
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
         self.graph, self.shape, self.cache = graph, shape, cache
 
+    @property
+    def segments(self) -> int:
+        """How many numbers say what a rank computes between collectives that it waits for."""
+        return 0
+
     @abstractmethod
     def network(self, profiles: Sequence[MachineProfile], cluster: Cluster | None) -> Network:
         """What its collectives cost by some profiles."""
