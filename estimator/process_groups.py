@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 
 from estimator.network import network_in_cluster
 from estimator.placement import NodeKind, Placement, Site
-from estimator.profile import CollectiveCost, MachineProfile, PairMatrix
+from estimator.profile import (
+    CollectiveCost,
+    CollectiveName,
+    DeviceKind,
+    MachineProfile,
+    PairMatrix,
+)
 from estimator.topology import Cluster
 
 Array = NDArray[np.float64]
@@ -39,6 +45,15 @@ class ProcessGroup:
     latency_s: Any = 0.0
     network: Any = 0
     link: str = field(default="", compare=False)
+
+
+def carrier_of(op: CollectiveName, kind: DeviceKind) -> CollectiveName:
+    """The collective that the ranks run for one.
+
+    gloo reduces the whole buffer on every rank and keeps a part of it, for want of a
+    reduce-scatter of its own (ProcessGroupGloo.cpp, _reduce_scatter_base).
+    """
+    return "all_reduce" if op == "reduce_scatter" and kind == "cpu" else op
 
 
 def whole_group(placement: Placement) -> ProcessGroup:

@@ -589,7 +589,7 @@ HYBRID = {"strategy": "fsdp:shard=2"}
         (GOOD, {"batch_per_gpu": np.array([1, 1, 0])}, WorkloadError, "row 2: batch size"),
         ("1x3:slow", {"global_batch": 8}, WorkloadError, "row 2: global batch 8 cannot be split"),
         ("2x1:lone", {"strategy": "zero2"}, AllocationError, "row 2: .*no network of 'lone'"),
-        ("1x2:lone", {"strategy": "zero2"}, ProfileError, "row 2: .*no reduce-scatter costs"),
+        ("1x2:lone", {"strategy": "zero2"}, ProfileError, "row 2: .*no all-gather costs"),
         ("1x2:lone", {"strategy": "ps:1"}, ProfileError, "row 2: .*has no network"),
         ("1x3:slow", HYBRID, StrategyError, "row 2: 'fsdp:shard=2' shards over 2 ranks"),
         ("1x1:slow", HYBRID, StrategyError, "row 2: 'fsdp:shard=2' .* do not divide 1"),

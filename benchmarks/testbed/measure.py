@@ -107,7 +107,7 @@ def measure(
             what=f"training {model} on {allocation}",
             timeout_s=timeout_s,
             imported=(pace_module, __name__, *transformers_modules()),
-            has_cores=not is_paced,
+            alone=not is_paced,
         )
     return TestbedRun(
         step_times_s=tuple(tuple(rank["step_times_s"]) for rank in found),

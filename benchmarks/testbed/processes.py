@@ -28,23 +28,29 @@ def run_ranks(
     what: str,
     timeout_s: float,
     imported: Sequence[str],
-    has_cores: bool = False,
+    alone: bool = False,
     trains: bool = True,
 ) -> list[Any]:
     """What ``function(rank, count, arguments)`` returned, by rank; it begins with `join_node`.
 
-    With `has_cores` rank r has core r to itself. `what` says in an error what was going on. Raises
-    TrainingError if a rank fails, dies or hangs.
+    Every rank has the core of its device, as while its node is probed, and shares it with that
+    device of the other nodes; `alone` gives rank r core r to itself. `what` says in an error what
+    was going on. Raises TrainingError if a rank fails, dies or hangs.
     """
+    cores = os.cpu_count() or 1
+    positions = [
+        number if alone else int(rank.environment["LOCAL_RANK"])
+        for number, rank in enumerate(placed)
+    ]
     devices = [
         Device(
             kind="cpu",
             index=rank,
             name="testbed",
             memory_bytes=1,
-            cores=(rank,) if has_cores else (),
+            cores=(position % cores,),
         )
-        for rank in range(len(placed))
+        for rank, position in enumerate(positions)
     ]
     where = {
         "namespaces": [bed.namespace(rank.node) for rank in placed],

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from estimator.probe.members import Crew
+from estimator.process_groups import carrier_of
 from estimator.profile import (
     CollectiveCost,
     Link,
@@ -50,7 +51,11 @@ class ClusterFindings:
         collectives = [
             cost
             for cost in base.collectives
-            if not cost.spans_nodes and (cost.op, cost.group_size, cost.nodes) not in groups
+            if not cost.spans_nodes
+            and not any(
+                (op, cost.group_size, cost.nodes) in groups
+                for op in (cost.op, carrier_of(cost.op, base.kind))
+            )
         ]
         note = "; ".join(
             [f"{len(crew.nodes)} nodes probed together for {used_s:.0f} s", *self.remarks]

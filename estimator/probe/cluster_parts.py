@@ -53,11 +53,12 @@ class ClusterParts:
             (several, Part("speed of each node", 0.02, self._speeds)),
             (several, Part("links between nodes", 0.16, links.between_nodes)),
             (True, Part("all-reduce over everything", 0.26, collectives.all_reduce_everywhere)),
-            (True, Part("all-reduce over smaller groups", 0.18, collectives.all_reduce_in_groups)),
+            (True, Part("all-reduce over smaller groups", 0.16, collectives.all_reduce_in_groups)),
             (several and dense, Part("flows that share a NIC", 0.06, links.shared_nics)),
-            (pairs, Part("every pair of nodes", 0.10, links.every_pair)),
-            (True, Part("other collectives", 0.10, collectives.other_collectives)),
-            (several, Part("communication beside compute", 0.12, collectives.beside_compute)),
+            (pairs, Part("every pair of nodes", 0.09, links.every_pair)),
+            (True, Part("other collectives", 0.08, collectives.other_collectives)),
+            (several, Part("sharding in groups", 0.10, collectives.sharding_in_groups)),
+            (several, Part("communication beside compute", 0.11, collectives.beside_compute)),
             (dense, Part("links inside a node", 0.03, links.inside_a_node)),
         )
         return [part for is_wanted, part in wanted if is_wanted]

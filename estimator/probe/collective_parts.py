@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from estimator.probe.cluster_findings import ClusterFindings
-from estimator.probe.leader import Slot, Task
+from estimator.probe.leader import Outcome, Slot, Task
 from estimator.probe.members import Crew
 from estimator.probe.overlap import overlap_cost
 from estimator.probe.shapes import (
@@ -17,7 +18,8 @@ from estimator.probe.shapes import (
     shape_words,
     shapes,
 )
-from estimator.profile import CollectiveCost
+from estimator.process_groups import carrier_of
+from estimator.profile import CollectiveCost, CollectiveName, DeviceKind
 from estimator.units import MIB
 
 # The first groups are measured well: each may take one in so many of what is left.
@@ -60,8 +62,38 @@ class CollectiveParts:
 
     def other_collectives(self, slot: Slot) -> str:
         """What sharded training and parameter servers use, over everything."""
-        ops = ["all_gather", "reduce_scatter", "broadcast"]
+        ops = [*_sharding_ops(slot.crew.members[0].device.kind), "broadcast"]
         return self._time_shape(next(shapes(slot.crew)), ops, slot, sizes_bytes=OTHER_SIZES_BYTES)
+
+    def sharding_in_groups(self, slot: Slot) -> str:
+        """What FSDP does where several groups hold a replica each: across two nodes, in a node."""
+        crew = slot.crew
+        ops = _sharding_ops(crew.members[0].device.kind)
+        # Calls inside nodes are short, and as they share the cores of a node, uneven.
+        pair, inside = (replace(slot, planned_s=share * slot.planned_s) for share in (0.4, 0.6))
+        firsts = tuple(members[0].rank for members in crew.nodes.values())[:2]
+        failed = self._time_shape(firsts, ops, pair, sizes_bytes=OTHER_SIZES_BYTES)
+        if failed or crew.devices_per_node < 2:
+            return failed
+        return self._time_in_every_node(inside)
+
+    def _time_in_every_node(self, slot: Slot) -> str:
+        """Groups inside nodes, in all nodes at the same time, as HSDP shards a model."""
+        crew, per_node = slot.crew, slot.crew.devices_per_node
+        ranks = tuple(
+            member.rank for members in crew.nodes.values() for member in members[:per_node]
+        )
+        starts = range(0, len(ranks), per_node)
+        groups = [list(range(start, start + per_node)) for start in starts]
+        ops = [*_sharding_ops(crew.members[0].device.kind), "all_reduce"]
+        outcome = self._run(ranks, ops, slot, OTHER_SIZES_BYTES, groups=groups)
+        costs, notes = shape_costs(outcome.by_position(), slot.backend, crew.hosts(ranks))
+        self.findings.collectives += [
+            replace(cost, group_size=per_node, nodes=1, hosts=cost.hosts[:per_node])
+            for cost in costs
+        ]
+        self.findings.missing += notes
+        return outcome.failure
 
     def _time_shape(
         self,
@@ -72,22 +104,32 @@ class CollectiveParts:
         sizes_bytes: Sequence[int] = SIZES_BYTES,
         pairs: bool = False,
     ) -> str:
-        task = Task(
-            ranks=group,
-            function="estimator.probe.shapes:time_shape",
-            arguments={
-                "ops": ops,
-                "sizes_bytes": list(sizes_bytes),
-                "pairs": pairs,
-                "budget_s": slot.measuring_s,
-            },
-        )
-        outcome = slot.run(task)
+        outcome = self._run(group, ops, slot, sizes_bytes, pairs=pairs)
         hosts = slot.crew.hosts(group)
         costs, notes = shape_costs(outcome.by_position(), slot.backend, hosts)
         self.findings.collectives += costs
         self.findings.missing += notes
         return outcome.failure
+
+    def _run(
+        self,
+        ranks: tuple[int, ...],
+        ops: list[str],
+        slot: Slot,
+        sizes_bytes: Sequence[int],
+        **more: Any,
+    ) -> Outcome:
+        task = Task(
+            ranks=ranks,
+            function="estimator.probe.shapes:time_shape",
+            arguments={
+                "ops": ops,
+                "sizes_bytes": list(sizes_bytes),
+                "budget_s": slot.measuring_s,
+                **more,
+            },
+        )
+        return slot.run(task)
 
     def beside_compute(self, slot: Slot) -> str:
         """Two nodes first, then everything, at sizes that the links carry in time."""
@@ -130,6 +172,12 @@ class CollectiveParts:
         hosts = crew.hosts(group)
         costs = [cost for cost in self.findings.collectives if cost.op == "all_reduce"]
         return next((cost for cost in costs if cost.hosts == hosts), None)
+
+
+def _sharding_ops(kind: DeviceKind) -> list[str]:
+    """The collectives of FSDP, but those that another one is run for."""
+    ops: tuple[CollectiveName, ...] = ("all_gather", "reduce_scatter")
+    return [op for op in ops if carrier_of(op, kind) == op]
 
 
 def _overlap_cases(cost: CollectiveCost | None, planned_s: float) -> list[tuple[int, int]]:

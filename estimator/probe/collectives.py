@@ -161,15 +161,21 @@ def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
 
 
 class CallTimer:
-    """Runs collectives on this rank's device, in step with the other ranks."""
+    """Runs collectives on this rank's device, in step with the other ranks.
 
-    def __init__(self, world_size: int, kind: str, sizes_bytes: Sequence[int]) -> None:
+    They run over `group` of `world_size` ranks, by default everything; other groups do the same at
+    the same time.
+    """
+
+    def __init__(
+        self, world_size: int, kind: str, sizes_bytes: Sequence[int], *, group: Any = None
+    ) -> None:
         import torch
         import torch.distributed as torch_distributed
 
         self.torch: Any = torch
         self.dist: Any = torch_distributed
-        self.world_size = world_size
+        self.world_size, self.group = world_size, group
         self.on_cuda = kind == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
         # Zeros stay zeros under sums; written, so that no page is the kernel's shared zero page.
@@ -225,16 +231,17 @@ class CallTimer:
         return [self._call(op, size, turn) for turn in range(count)]
 
     def _call(self, op: str, size: int, turn: int) -> Callable[[], object]:
-        dist, elements = self.dist, max(1, size // 4 // self.world_size) * self.world_size
+        dist, group = self.dist, self.group
+        elements = max(1, size // 4 // self.world_size) * self.world_size
         start = turn * elements
         whole, other = (half[start : start + elements] for half in self.halves)
         if op == "all_reduce":
-            return lambda: dist.all_reduce(whole)
+            return lambda: dist.all_reduce(whole, group=group)
         if op == "broadcast":
-            return lambda: dist.broadcast(whole, src=0)
+            return lambda: dist.broadcast(whole, group=group, group_src=0)
         if op == "all_to_all":
-            return lambda: dist.all_to_all_single(other, whole)
+            return lambda: dist.all_to_all_single(other, whole, group=group)
         part = other[: elements // self.world_size]
         if op == "all_gather":
-            return lambda: dist.all_gather_into_tensor(whole, part)
-        return lambda: dist.reduce_scatter_tensor(part, whole)
+            return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)

@@ -80,14 +80,16 @@ def shape_words(crew: Crew, group: Sequence[int]) -> str:
 
 
 def time_shape(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
-    """One rank's share of timing `ops` over its group; called in a process group.
+    """One rank's share of timing `ops`; called in a process group.
 
+    Over all its ranks, or over several `groups` of them at the same time, each a list of ranks.
     Reports ``{"op", "windows"}`` after every size, windows being (bytes, entered, left)
     on rank 0's clock; with `pairs`, ``{"op", "one", "two"}`` for one all-reduce and for
     two at once; ``{"op", "unsupported"}`` where the backend lacks the op.
     """
     sizes = arguments["sizes_bytes"]
-    group = _Group(world_size, arguments["kind"], max(sizes))
+    groups = arguments.get("groups") or [range(world_size)]
+    group = _Group(rank, groups, arguments["kind"], max(sizes))
     end = time.perf_counter() + arguments["budget_s"]
     parts: list[Callable[[float], None]] = [
         lambda slice_s, op=op: group.time_op(op, sizes, slice_s)  # type: ignore[misc]
@@ -102,10 +104,19 @@ def time_shape(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None
 
 
 class _Group:
-    """Collectives on this rank's device, in step with the other ranks."""
+    """Collectives on this rank's device, in step with the other ranks and their groups."""
 
-    def __init__(self, world_size: int, kind: str, largest_bytes: int) -> None:
-        self.timer = CallTimer(world_size, kind, [largest_bytes])
+    def __init__(
+        self, rank: int, groups: Sequence[Sequence[int]], kind: str, largest_bytes: int
+    ) -> None:
+        import torch.distributed as torch_distributed
+
+        dist: Any = torch_distributed
+        own = next(ranks for ranks in groups if rank in ranks)
+        # Every rank takes part in making every group; the one of all ranks exists.
+        made = [dist.new_group(list(ranks)) for ranks in groups] if len(groups) > 1 else [None]
+        group = made[groups.index(own)]
+        self.timer = CallTimer(len(own), kind, [largest_bytes], group=group)
         self.torch, self.dist = self.timer.torch, self.timer.dist
         self.clock = SharedClock(self.torch, self.dist, self.timer.device)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.elementwise import log, maximum, minimum, where
 from estimator.placement import nic_of
-from estimator.process_groups import ProcessGroup, ring_between
+from estimator.process_groups import ProcessGroup, carrier_of, ring_between
 from estimator.profile import CollectiveCost, CollectiveName, DeviceKind, MachineProfile
 from estimator.timeline.nccl import levels, nccl_rounds
 from estimator.timeline.nearest import Lookup, Nearest, pool_of
@@ -213,12 +213,19 @@ def line(op: CollectiveName, group: ProcessGroup, inner: InnerLinks, kind: Devic
     latency_s = maximum(group.latency_s, where(inside, inner.latency_s, 0.0))
     rate = minimum(group.bytes_per_s, where(inside, inner.bytes_per_s, math.inf))
     rounds = rounds_of(op, group.ranks, group.nodes, kind)
-    return rounds * latency_s, RING_SHARE[op](group.ranks) / rate
+    return rounds * latency_s, share_of(op, group.ranks, kind) / rate
 
 
 def rounds_of(op: CollectiveName, ranks: Any, nodes: Any, kind: DeviceKind) -> Any:
     """Rounds of latency of one group or of an array: gloo's (ring) on CPUs, NCCL's on GPUs."""
-    return nccl_rounds(op, ranks, nodes) if kind == "cuda" else RING_ROUNDS[op](ranks)
+    if kind == "cuda":
+        return nccl_rounds(op, ranks, nodes)
+    return RING_ROUNDS[carrier_of(op, kind)](ranks)
+
+
+def share_of(op: CollectiveName, ranks: Any, kind: DeviceKind) -> Any:
+    """What crosses the busiest link, as a share of the buffer."""
+    return RING_SHARE[carrier_of(op, kind)](ranks)
 
 
 class SizedCollective:
@@ -311,9 +318,23 @@ def known_of(
 
 
 def _known(profile: MachineProfile, op: CollectiveName, cluster: Cluster | None) -> _Known:
-    costs = [cost for cost in profile.collectives if cost.op == op and cost.points]
+    costs = _costs_of(profile, op)
     inner = _inner_links(costs, profile)
     return inner, tuple(_reference(profile, cost, inner, cluster) for cost in costs)
+
+
+def _costs_of(profile: MachineProfile, op: CollectiveName) -> list[CollectiveCost]:
+    """Over every shape of group that was measured: itself, else the one that is run for it."""
+    measured = [cost for cost in profile.collectives if cost.points]
+    own = [cost for cost in measured if cost.op == op]
+    carrier, shapes = carrier_of(op, profile.kind), {(cost.group_size, cost.nodes) for cost in own}
+    if carrier != op:
+        own += [
+            cost
+            for cost in measured
+            if cost.op == carrier and (cost.group_size, cost.nodes) not in shapes
+        ]
+    return own
 
 
 def _inner_links(costs: Sequence[CollectiveCost], profile: MachineProfile) -> InnerLinks | None:
@@ -323,7 +344,8 @@ def _inner_links(costs: Sequence[CollectiveCost], profile: MachineProfile) -> In
         cost = min(local, key=lambda item: item.group_size)
         return InnerLinks(
             latency_s=cost.latency_s / float(rounds_of(cost.op, cost.group_size, 1, profile.kind)),
-            bytes_per_s=cost.bandwidth_bytes_per_s * RING_SHARE[cost.op](cost.group_size),
+            bytes_per_s=cost.bandwidth_bytes_per_s
+            * share_of(cost.op, cost.group_size, profile.kind),
         )
     direct = [link for link in profile.links if link.kind in _DEVICE_LINKS]
     if not direct:

@@ -85,3 +85,19 @@ def test_an_unmeasured_group_is_scaled_as_a_ring() -> None:
 
 def test_what_was_never_measured_has_no_cost() -> None:
     assert GroupCollective.of(_profile((1e6, 1e-3)), "broadcast", one_node(2)) is None
+
+
+def test_gloo_runs_an_all_reduce_for_a_reduce_scatter() -> None:
+    # Carried over from two ranks to four as an all-reduce: 1.5 times the bytes, not 3 times.
+    model = GroupCollective.of(_profile((1e8, 0.1001)), "reduce_scatter", one_node(4))
+    assert model is not None
+    assert model.time_s(1e8) == pytest.approx(6 / 2 * 1e-4 + 0.1 * 1.5)
+
+
+def test_a_reduce_scatter_that_was_measured_over_the_group_is_believed() -> None:
+    profile = _profile((1e6, 1e-3))
+    own = replace(profile.collectives[0], op="reduce_scatter", points=((1e6, 1.2e-3),))
+    known = replace(profile, collectives=(*profile.collectives, own))
+    model = GroupCollective.of(known, "reduce_scatter", one_node(2))
+    assert model is not None
+    assert model.time_s(1e6) == pytest.approx(1.2e-3)
