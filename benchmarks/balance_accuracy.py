@@ -25,12 +25,12 @@ from testbed_cases import Case
 from testbed_runs import MACHINE, add_options, open_work
 
 from estimator.advise.balance import balance
-from estimator.allocation import Allocation
 from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError
 from estimator.graph.ops import OpGraph
-from estimator.profile import load_profile
-from estimator.topology import Cluster
+from estimator.machines.profile import load_profile
+from estimator.placement.allocation import Allocation
+from estimator.placement.topology import Cluster
 from estimator.units import format_split
 
 # TARGETS A18: the step at the predicted best split, and its gain over the even one.

@@ -22,9 +22,7 @@ from typing import Any
 from records import now, say
 from summary import SummaryRow, format_table, summarise
 
-from estimator.probe.line_fit import fit_line
-from estimator.process_groups import ring_between
-from estimator.profile import (
+from estimator.machines.profile import (
     CollectiveCost,
     CollectiveName,
     Device,
@@ -32,6 +30,8 @@ from estimator.profile import (
     MachineProfile,
     Provenance,
 )
+from estimator.placement.process_groups import ring_between
+from estimator.probe.line_fit import fit_line
 from estimator.timeline.collectives import RING_SHARE, GroupCollective, rounds_of
 
 CHECKOUT = Path(__file__).resolve().parent.parent

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.profile import Device, load_profile
+from estimator.machines.profile import Device, load_profile
 
 Array = NDArray[np.float64]
 

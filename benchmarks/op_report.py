@@ -18,7 +18,7 @@ from typing import Any
 
 from summary import format_table
 
-from estimator.profile import MachineProfile, load_profile
+from estimator.machines.profile import MachineProfile, load_profile
 
 WARMUP_STEPS, TIMED_STEPS, CLOCKED_STEPS = 3, 15, 7
 PHASES = ("forward", "backward", "update")

@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from estimator.comparison import compare_profiles, median_difference_ratio
-from estimator.placement import nic_of
+from estimator.machines.comparison import compare_profiles, median_difference_ratio
+from estimator.machines.profile import MachineProfile, load_profile
+from estimator.placement.placement import nic_of
+from estimator.placement.process_groups import ring_between
 from estimator.probe.copies import MESSAGE_SIZES_BYTES, link_from, message_points, time_messages
 from estimator.probe.line_fit import fit_line
 from estimator.probe.machine import probe_machine
 from estimator.probe.updates import fit_update
-from estimator.process_groups import ring_between
-from estimator.profile import MachineProfile, load_profile
 from estimator.timeline.collectives import GroupCollective, network_latency_s
 
 SIZES_BOUND_RATIO, REPEAT_BOUND_RATIO, LINK_BOUND_RATIO = 0.15, 0.10, 0.05

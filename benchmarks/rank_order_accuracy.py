@@ -35,11 +35,11 @@ from estimator.advise.rank_order import (
     shared_uplinks,
 )
 from estimator.engine import estimate_graph
-from estimator.placement import place
-from estimator.process_groups import whole_group
-from estimator.profile import MachineProfile, PairMatrix, Provenance, load_profile
+from estimator.machines.profile import MachineProfile, PairMatrix, Provenance, load_profile
+from estimator.placement.placement import place
+from estimator.placement.process_groups import whole_group
+from estimator.placement.topology import Cluster, Node, Switch
 from estimator.timeline.collectives import GroupCollective
-from estimator.topology import Cluster, Node, Switch
 
 SIZE_BYTES = 16 * 10**6
 MODEL, STRATEGY = "few_big", "ddp:view"

@@ -330,7 +330,7 @@ def calibration(options: argparse.Namespace) -> Found:
 
 def start_up(options: argparse.Namespace) -> Found:
     """Medians over fresh processes of the command's help and of the import."""
-    main_call = "from estimator.cli import main; main()"
+    main_call = "from estimator.cli.main import main; main()"
     commands = {
         "help": [sys.executable, "-c", main_call, "--help"],
         "import": [sys.executable, "-c", "import estimator"],

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from estimator import AllocationColumns, MachineProfile, OpGraph
-from estimator.profile import CollectiveCost
+from estimator.machines.profile import CollectiveCost
 from tests.synthetic import CHOSEN, Machine, perceptron
 
 DEVICES = 8

@@ -90,9 +90,9 @@ def _trace(name: str, model: str, batch: int, length: int | None, how: dict[str,
 def _probed(name: str, like: str) -> Any:
     """A machine of the catalogue as a probe of it would describe it."""
     from estimator import load_profile
-    from estimator.profile import Contention, HostCost, KernelCost, KernelPoint, Provenance
+    from estimator.machines.profile import Contention, HostCost, KernelCost, KernelPoint, Provenance
+    from estimator.machines.typical import with_typical_costs
     from estimator.timeline.roofline import Roofline
-    from estimator.typical import with_typical_costs
 
     chosen, scatter = (
         Provenance(source="measured", samples=1, relative_error=0.05),

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from estimator.calibrate.observations import Observation, ObservationStore
 from estimator.errors import ProfileError
-from estimator.profile import load_profile
+from estimator.machines.profile import load_profile
 
 # A probe of this budget takes some 12 s with all that starts around it.
 PROBES, PROBE_BUDGET_S, LATEST_PROBE_KILL_S = 25, 4, 14.0
@@ -163,7 +163,7 @@ def is_whole(path: Path) -> bool:
 def kill_probes(home: Path, *, kills: int, seed: int = 0) -> Probes:
     """Start ``estimator probe``, kill it with its ranks, and load what it left, `kills` times."""
     chance = random.Random(seed)
-    command = [sys.executable, "-c", "from estimator.cli import main; main()", "probe"]
+    command = [sys.executable, "-c", "from estimator.cli.main import main; main()", "probe"]
     left = damaged = 0
     for turn in range(kills):
         place = home / str(turn)

@@ -8,7 +8,7 @@ from typing import Any
 
 from testbed.description import TestbedDescription, TestbedNode
 
-from estimator.allocation import Allocation
+from estimator.placement.allocation import Allocation
 from estimator.units import parse_bandwidth_bytes_per_s
 
 COMPUTING = ("gpt2", "resnet", "llama", "convnext", "t5", "lstm")

@@ -23,10 +23,10 @@ from scipy.optimize import nnls
 from estimator import OpGraph, load_profile
 from estimator.calibrate.tables import read_rows
 from estimator.graph.costs import Features, features_of
-from estimator.profile import MachineProfile, UpdateCost
+from estimator.machines.profile import MachineProfile, UpdateCost
+from estimator.machines.typical import with_typical_costs
 from estimator.tensors import OpCall
 from estimator.timeline.roofline import Roofline, phase_of, stream_keys
-from estimator.typical import with_typical_costs
 
 Array = NDArray[np.float64]
 

@@ -11,15 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from estimator.allocation import Allocation
     from estimator.api import estimate, trace_model
     from estimator.calibrate.calibrator import Calibrator
     from estimator.calibrate.watching import observe
-    from estimator.columns import AllocationColumns
     from estimator.errors import EstimatorError
     from estimator.estimates import Estimate
     from estimator.graph.ops import OpGraph
-    from estimator.profile import MachineProfile, load_profile
+    from estimator.machines.profile import MachineProfile, load_profile
+    from estimator.placement.allocation import Allocation
+    from estimator.placement.columns import AllocationColumns
     from estimator.tables import EstimateTable, estimate_chunks, estimate_many
     from estimator.workload import Strategy
 
@@ -27,20 +27,20 @@ __version__ = "0.1.0"
 
 # Public names load their module when first used, so that importing the package imports no torch.
 _HOMES = {
-    "Allocation": "estimator.allocation",
-    "AllocationColumns": "estimator.columns",
+    "Allocation": "estimator.placement.allocation",
+    "AllocationColumns": "estimator.placement.columns",
     "Breakdown": "estimator.timeline.step",
     "Calibrator": "estimator.calibrate.calibrator",
     "Estimate": "estimator.estimates",
     "EstimateTable": "estimator.tables",
     "EstimatorError": "estimator.errors",
-    "MachineProfile": "estimator.profile",
+    "MachineProfile": "estimator.machines.profile",
     "OpGraph": "estimator.graph.ops",
     "Strategy": "estimator.workload",
     "estimate": "estimator.api",
     "estimate_chunks": "estimator.tables",
     "estimate_many": "estimator.tables",
-    "load_profile": "estimator.profile",
+    "load_profile": "estimator.machines.profile",
     "observe": "estimator.calibrate.watching",
     "trace_model": "estimator.api",
 }

@@ -11,8 +11,8 @@ from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import ModelError, WorkloadError
 from estimator.estimates import Estimate
 from estimator.graph.ops import OpGraph
-from estimator.profile import DeviceKind, MachineProfile, load_profile
-from estimator.topology import Cluster
+from estimator.machines.profile import DeviceKind, MachineProfile, load_profile
+from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from estimator.allocation import Allocation
     from estimator.coefficients import Calibration
+    from estimator.placement.allocation import Allocation
 
 
 def trace_model(

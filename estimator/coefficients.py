@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
-from estimator.allocation import Allocation
+from estimator.placement.allocation import Allocation
 from estimator.workload import Strategy
 
 

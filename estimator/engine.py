@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from estimator.allocation import Allocation
 from estimator.cache import Cache
 from estimator.coefficients import (
     UNCALIBRATED,
@@ -25,9 +24,11 @@ from estimator.estimates import (
     utilization,
 )
 from estimator.graph.ops import OpGraph
-from estimator.mesh import Mesh
-from estimator.placement import Placement, place
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.allocation import Allocation
+from estimator.placement.mesh import Mesh
+from estimator.placement.placement import Placement, place
+from estimator.placement.topology import Cluster
 from estimator.timeline.plan import (
     Members,
     StepPlan,
@@ -39,7 +40,6 @@ from estimator.timeline.plan import (
 from estimator.timeline.ranks import StepShape
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import Groups
-from estimator.topology import Cluster
 from estimator.workload import Strategy
 
 # Compiled programs of some thousand (graph, machine, batch) and what their estimates share.

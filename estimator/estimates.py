@@ -9,10 +9,11 @@ from typing import Any, Literal
 import numpy as np
 
 from estimator.accuracy import Z_80
-from estimator.allocation import Allocation
 from estimator.elementwise import exp, maximum, sqrt, where
 from estimator.errors import WorkloadError
 from estimator.graph.memory import PeakMemory
+from estimator.machines.typical import is_known_by_datasheet
+from estimator.placement.allocation import Allocation
 from estimator.timeline.assumptions import plan_assumptions, split_assumptions
 from estimator.timeline.plan import StepPlan, answer_of
 from estimator.timeline.played import timeline_of
@@ -20,7 +21,6 @@ from estimator.timeline.program import COPIES_ERROR, MEDIAN_TO_SIGMA
 from estimator.timeline.ranks import LaneCosts, RankKind
 from estimator.timeline.spans import Timeline
 from estimator.timeline.step import Breakdown
-from estimator.typical import is_known_by_datasheet
 from estimator.units import format_count, format_interval, format_ratio
 
 # What the physical model itself misses even with perfect kernel times: caches, allocator, overlap.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from estimator.profile import (
+from estimator.machines.profile import (
     CollectiveCost,
     Contention,
     Device,
@@ -169,7 +169,7 @@ class Answer:
 @pytest.fixture
 def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
     """Run a command line in this process."""
-    from estimator.cli import main
+    from estimator.cli.main import main
 
     def run(*words: object) -> Answer:
         capfd.readouterr()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from estimator.graph.costs import op_cost
 from estimator.graph.ops import GraphInput, Op, OpGraph, Parameter, Phase, Value, ValueKind
-from estimator.profile import (
+from estimator.machines.profile import (
     CollectiveCost,
     CollectiveName,
     Contention,

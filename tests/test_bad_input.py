@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as some
 
 import estimator
-from estimator.allocation import Allocation
 from estimator.errors import AllocationError, EstimatorError, ProfileError, WorkloadError
-from estimator.profile import MachineProfile, load_profile
+from estimator.machines.profile import MachineProfile, load_profile
+from estimator.placement.allocation import Allocation
 from tests.synthetic import perceptron
 
 Command = Callable[..., Any]
@@ -362,7 +362,7 @@ def test_a_model_function_that_is_wrong_is_refused(
 
 def test_torch_adds_no_words_of_its_own(given_file: Callable[..., Path]) -> None:
     model = f"{given_file('model.py', TINY)}:has_a_batch_of_the_wrong_width"
-    words = ("-m", "estimator.cli", "estimate", model, "--on", "1x1:local")
+    words = ("-m", "estimator.cli.main", "estimate", model, "--on", "1x1:local")
     # In a process of its own, since importing torch sets up logging anew.
     found = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     assert found.returncode == 2
@@ -511,7 +511,7 @@ def test_output_to_a_full_disk_is_one_sentence(unbuffered: str) -> None:
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
         found = subprocess.run(
-            [sys.executable, "-m", "estimator.cli", "profile", "show", "h100-sxm"],
+            [sys.executable, "-m", "estimator.cli.main", "profile", "show", "h100-sxm"],
             stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment,
         )  # fmt: skip
     assert found.returncode == 2

@@ -20,10 +20,10 @@ HEAVY = ("torch", "numpy", "scipy", "sklearn", "pydantic", "rich", "transformers
     [
         "import estimator",
         "import estimator; estimator.Allocation.parse('1x2:local'); estimator.load_profile",
-        "from estimator.cli import commands; commands(['--help'], standalone_mode=False)",
-        "from estimator.cli import commands; "
+        "from estimator.cli.main import commands; commands(['--help'], standalone_mode=False)",
+        "from estimator.cli.main import commands; "
         "commands(['estimate', '--help'], standalone_mode=False)",
-        "from estimator.cli import commands; "
+        "from estimator.cli.main import commands; "
         "commands(['calibrate', 'evaluate', '--help'], standalone_mode=False)",
     ],
 )
@@ -40,7 +40,7 @@ def test_estimating_a_saved_graph_imports_neither_torch_nor_sklearn(tmp_path: Pa
     graph.save(tmp_path / "step.json")
     arguments = ["estimate", str(tmp_path / "step.json"), "--on", "2x8:h100-sxm"]
     program = (
-        f"import sys; from estimator.cli import commands; "
+        f"import sys; from estimator.cli.main import commands; "
         f"commands({arguments}, standalone_mode=False); "
         "print([name for name in ('torch', 'sklearn', 'transformers') if name in sys.modules])"
     )

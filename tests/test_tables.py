@@ -17,9 +17,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
-from estimator.allocation import Allocation
 from estimator.coefficients import Calibration, Coefficients, Engine, StepQuestion
-from estimator.columns import AllocationColumns
 from estimator.engine import estimate_graph
 from estimator.errors import (
     AllocationError,
@@ -30,16 +28,18 @@ from estimator.errors import (
 )
 from estimator.estimates import Breakdown
 from estimator.graph.ops import OpGraph
-from estimator.placement import place
-from estimator.profile import (
+from estimator.machines.profile import (
     CollectiveCost,
     Link,
     MachineProfile,
     PairMatrix,
 )
+from estimator.placement.allocation import Allocation
+from estimator.placement.columns import AllocationColumns
+from estimator.placement.placement import place
+from estimator.placement.topology import Cluster, Node, Switch
 from estimator.tables import EstimateTable, estimate_chunks, estimate_many
 from estimator.timeline import ranks
-from estimator.topology import Cluster, Node, Switch
 from tests.synthetic import CHOSEN, Machine, in_blocks, perceptron
 
 HOSTS = tuple(f"a{number}" for number in range(1, 10))

@@ -14,7 +14,7 @@ from records import Record, Records, say
 
 from estimator.errors import EstimatorError
 from estimator.graph.ops import OpGraph, OpTiming
-from estimator.profile import DeviceKind, MachineProfile
+from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.tensors import OpCall
 from gpu.cases import Case
 from gpu.workloads import BY_NAME

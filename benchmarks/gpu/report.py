@@ -9,7 +9,7 @@ from typing import Any
 from records import Record, Records
 from summary import Bound, format_rows, format_table, is_beyond, noise_ratio, summarise
 
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
 from gpu.cases import Case
 
 # Issue: on a real GPU; TARGETS, rows A2 and A9.

@@ -62,7 +62,7 @@ report() {
         ${GPU:+--gpu "$GPU"} && accuracy --seconds 0
 }
 probe() {
-    "$python" -m estimator.cli probe --name "$name" --out "$profile" --budget "${BUDGET:-60}" \
+    "$python" -m estimator.cli.main probe --name "$name" --out "$profile" --budget "${BUDGET:-60}" \
         ${DEVICES:+--devices "$DEVICES"}
 }
 tests() { (cd "$root" && "$python" -m pytest -q -W default -p no:cacheprovider tests/gpu); }

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from estimator.profile import Link, LinkKind, MachineProfile, Provenance, load_profile
+from estimator.machines.profile import Link, LinkKind, MachineProfile, Provenance, load_profile
 from published.rows import NotMapped, PublishedRow
 
 # GPU cells, in lower case and without punctuation, to machines; the first that matches counts.

@@ -10,7 +10,7 @@ from typing import Literal
 
 import estimator as est
 from estimator.calibrate.tables import Row
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
 from published.graphs import GraphStore
 from published.known_sources import source_of
 from published.machines import machine_of

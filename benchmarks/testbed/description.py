@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from estimator.allocation import Allocation
 from estimator.errors import AllocationError, TopologyError
+from estimator.placement.allocation import Allocation
 from estimator.units import parse_bandwidth_bytes_per_s
 
 SPINE = "spine"

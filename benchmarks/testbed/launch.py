@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from estimator.allocation import Allocation
 from estimator.errors import TrainingError
+from estimator.placement.allocation import Allocation
 
 from .network import INTERFACE, Testbed
 

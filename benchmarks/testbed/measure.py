@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from estimator.allocation import Allocation
 from estimator.errors import TrainingError
+from estimator.placement.allocation import Allocation
 from estimator.probe.training import Training, time_steps, transformers_modules
 from estimator.workload import Strategy, check_optimizer
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from estimator.graph.ops import OpGraph, OpTiming
 from estimator.graph.trace import trace_graph
-from estimator.profile import (
+from estimator.machines.profile import (
     Device,
     HostCost,
     KernelCost,

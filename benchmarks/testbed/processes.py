@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from estimator.errors import ProbeError, TrainingError
+from estimator.machines.profile import Device
 from estimator.probe.ranks import run_on_devices
-from estimator.profile import Device
 
 from .launch import Placed
 from .network import Testbed

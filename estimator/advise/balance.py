@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.allocation import Allocation
 from estimator.coefficients import Calibration
 from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import WorkloadError
 from estimator.estimates import NOT_FIT_MARGIN_RATIO, Estimate
 from estimator.graph.ops import OpGraph
-from estimator.placement import Placement
-from estimator.profile import MachineProfile
-from estimator.topology import Cluster
+from estimator.machines.profile import MachineProfile
+from estimator.placement.allocation import Allocation
+from estimator.placement.placement import Placement
+from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 
 Array = NDArray[np.float64]

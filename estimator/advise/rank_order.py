@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.errors import ProfileError
-from estimator.profile import PairMatrix
+from estimator.machines.profile import PairMatrix
+from estimator.placement.topology import Cluster
 from estimator.timeline.collectives import RING_ROUNDS, RING_SHARE
-from estimator.topology import Cluster
 
 Array = NDArray[np.float64]
 Tour = NDArray[np.intp]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from estimator.allocation import Allocation, DeviceGroup
 from estimator.coefficients import Calibration
 from estimator.engine import estimate_graph
 from estimator.estimates import Estimate
 from estimator.graph.ops import OpGraph
+from estimator.placement.allocation import Allocation, DeviceGroup
+from estimator.placement.topology import Cluster
 from estimator.timeline.plan import answer_of, at_link_rate
-from estimator.topology import Cluster
 
 # Efficiency that people ask for when they size a network (Goyal et al. 2017 report about 90 %).
 WANTED_EFFICIENCY_RATIO = 0.9

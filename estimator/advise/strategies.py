@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from estimator.allocation import Allocation
 from estimator.coefficients import Calibration
 from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import EstimatorError, ProfileError, StrategyError
 from estimator.estimates import Estimate
 from estimator.graph.ops import OpGraph
-from estimator.profile import MachineProfile
-from estimator.topology import Cluster
+from estimator.machines.profile import MachineProfile
+from estimator.placement.allocation import Allocation
+from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 
 # Every kind, and small buckets beside the default ones.

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from estimator.allocation import Allocation
 from estimator.calibrate.database import PATIENCE_S
 from estimator.calibrate.observations import ObservationStore
 from estimator.calibrate.observed import Observation, ObservedWorkload
@@ -21,6 +20,7 @@ from estimator.coefficients import (
     StepQuestion,
 )
 from estimator.errors import EstimatorError
+from estimator.placement.allocation import Allocation
 
 if TYPE_CHECKING:
     from estimator.calibrate.corrections import Correction, StepCorrections

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from estimator.allocation import Allocation
+from estimator.placement.allocation import Allocation
 from estimator.units import format_seconds
 
 if TYPE_CHECKING:

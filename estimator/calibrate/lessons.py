@@ -14,7 +14,7 @@ from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError, ObservationError
 from estimator.graph.files import is_saved_graph
 from estimator.graph.ops import OpGraph, workload_name
-from estimator.topology import Cluster
+from estimator.placement.topology import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

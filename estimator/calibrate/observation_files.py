@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
-from estimator.allocation import Allocation
 from estimator.calibrate.observed import Observation, ObservedWorkload
 from estimator.calibrate.tables import ALIASES, Row, measured_step, read_rows
 from estimator.errors import EstimatorError, ObservationError
+from estimator.placement.allocation import Allocation
 
 Value = TypeVar("Value")
 

@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from estimator.allocation import Allocation
 from estimator.errors import ObservationError
+from estimator.placement.allocation import Allocation
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from datetime import datetime
 
 import numpy as np
 
-from estimator.allocation import Allocation
 from estimator.calibrate.drift import Drift, Residual, drifts
 from estimator.calibrate.observed import Observation
 from estimator.calibrate.physical_form import PhysicalForm
 from estimator.calibrate.step_law import RANKS
+from estimator.placement.allocation import Allocation
 
 # Named hosts stand without their machine type, which only a cluster file tells.
 NAMED_HOSTS = "named hosts"

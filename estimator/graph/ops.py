@@ -16,7 +16,7 @@ from estimator.tensors import OpCall, TensorSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from estimator.profile import DeviceKind, MachineProfile
+    from estimator.machines.profile import DeviceKind, MachineProfile
 
 Phase = Literal["forward", "backward"]
 ValueKind = Literal["parameter", "buffer", "input", "constant", "activation"]

@@ -22,7 +22,7 @@ from estimator.graph.dynamic import assume_choice, resolve
 from estimator.graph.fake_rules import FAKE_RULES
 from estimator.graph.known import KnownValues, flat_results
 from estimator.graph.ops import Phase, ValueKind
-from estimator.profile import DeviceKind
+from estimator.machines.profile import DeviceKind
 from estimator.tensors import OpCall, TensorSpec
 
 aten = torch.ops.aten

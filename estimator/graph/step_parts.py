@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from estimator.graph.cost_registry import cost_of
 from estimator.graph.ops import OpCost
-from estimator.profile import Device
+from estimator.machines.profile import Device
 from estimator.tensors import OpCall, TensorSpec
 from estimator.workload import peak_dtype
 

@@ -36,7 +36,7 @@ from estimator.graph.stand_ins import (
     seed_all,
 )
 from estimator.graph.user_code import UserCode
-from estimator.profile import DeviceKind
+from estimator.machines.profile import DeviceKind
 from estimator.workload import check_optimizer, check_precision
 
 Loss = Callable[[Any, Any], Tensor]

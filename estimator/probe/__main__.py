@@ -15,17 +15,17 @@ from pathlib import Path
 import click
 
 from estimator.errors import EstimatorError, ProbeError
-from estimator.probe.cluster_probe import ClusterRequest, probe_cluster
-from estimator.probe.discovery import Place, discover
-from estimator.probe.follower import follow
-from estimator.profile import (
+from estimator.machines.profile import (
     MachineProfile,
     check_machine_name,
     check_writable,
     home,
     load_profile,
 )
-from estimator.topology import Cluster
+from estimator.placement.topology import Cluster
+from estimator.probe.cluster_probe import ClusterRequest, probe_cluster
+from estimator.probe.discovery import Place, discover
+from estimator.probe.follower import follow
 
 WRONG_INPUT, INTERRUPTED = 2, 130
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from estimator.errors import ProbeError
-from estimator.profile import DeviceKind
+from estimator.machines.profile import DeviceKind
 
 # mallopt parameters of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4

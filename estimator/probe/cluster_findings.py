@@ -6,9 +6,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from estimator.probe.members import Crew
-from estimator.process_groups import carrier_of
-from estimator.profile import (
+from estimator.machines.profile import (
     CollectiveCost,
     Link,
     MachineProfile,
@@ -16,6 +14,8 @@ from estimator.profile import (
     PairMatrix,
     Provenance,
 )
+from estimator.placement.process_groups import carrier_of
+from estimator.probe.members import Crew
 
 # A node is called slow if it takes this much longer than the middle one, links if they carry less.
 _SLOW_COMPUTE_RATIO = 1.25

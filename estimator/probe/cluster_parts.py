@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from estimator.machines.profile import MachineProfile
 from estimator.probe.cluster_findings import ClusterFindings, slow_links, slow_nodes
 from estimator.probe.collective_parts import CollectiveParts
 from estimator.probe.leader import Slot, Task
 from estimator.probe.link_parts import LinkParts
 from estimator.probe.members import Crew
-from estimator.profile import MachineProfile
 
 # Above this many nodes every pair is measured only if asked for.
 FEW_NODES = 16

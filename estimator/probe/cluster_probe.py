@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from estimator.errors import EstimatorError, ProbeError
+from estimator.machines.profile import DeviceKind, MachineProfile, Provenance
+from estimator.placement.topology import Cluster
 from estimator.probe.board import Board
 from estimator.probe.cluster_findings import ClusterFindings, unequal_versions
 from estimator.probe.cluster_parts import ClusterParts, Part
@@ -19,8 +21,6 @@ from estimator.probe.follower import START_S, follow
 from estimator.probe.leader import CALLED_OFF_S, Leader, Slot, Task
 from estimator.probe.machine import probe_machine
 from estimator.probe.members import Crew, Member
-from estimator.profile import DeviceKind, MachineProfile, Provenance
-from estimator.topology import Cluster
 
 Report = Callable[[str, float], None]
 Say = Callable[[str], None]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from estimator.machines.profile import CollectiveCost, CollectiveName, DeviceKind
+from estimator.placement.process_groups import carrier_of
 from estimator.probe.cluster_findings import ClusterFindings
 from estimator.probe.leader import Outcome, Slot, Task
 from estimator.probe.members import Crew
@@ -18,8 +20,6 @@ from estimator.probe.shapes import (
     shape_words,
     shapes,
 )
-from estimator.process_groups import carrier_of
-from estimator.profile import CollectiveCost, CollectiveName, DeviceKind
 from estimator.units import MIB
 
 # The first groups are measured well: each may take one in so many of what is left.

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from estimator.errors import ProbeError
+from estimator.machines.profile import CollectiveCost, CollectiveName, Device, Provenance
 from estimator.probe.line_fit import fit_line
 from estimator.probe.ranks import report, run_on_devices
-from estimator.profile import CollectiveCost, CollectiveName, Device, Provenance
 from estimator.units import KIB, MIB
 
 SIZES_BYTES = tuple(KIB * 4**power for power in range(9))  # 1 KiB to 64 MiB

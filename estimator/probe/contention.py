@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from estimator.machines.profile import Contention, Device, DeviceKind, Provenance
 from estimator.probe.backend import keep_memory_resident, open_backend
-from estimator.profile import Contention, Device, DeviceKind, Provenance
 
 Bound = Literal["compute", "memory", "update"]
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from estimator.errors import ProbeError
+from estimator.machines.profile import Device, Link, LinkKind, Provenance
 from estimator.probe.backend import Backend, open_backend
 from estimator.probe.line_fit import fit_line
 from estimator.probe.ranks import report, run_on_devices
-from estimator.profile import Device, Link, LinkKind, Provenance
 from estimator.units import KIB
 
 COPY_SIZES_BYTES = tuple(4 * KIB * 8**power for power in range(6))  # 4 KiB to 128 MiB

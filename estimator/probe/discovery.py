@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from estimator.errors import ProbeError, TopologyError
-from estimator.topology import expand_hosts
+from estimator.placement.topology import expand_hosts
 
 Launcher = Literal["torchrun", "slurm", "openmpi", "pmi"]
 

@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from estimator.probe.memory import cache_sizes
-from estimator.probe.updates import fit_lanes, fit_update
-from estimator.profile import (
+from estimator.machines.profile import (
     CollectiveCost,
     Contention,
     Device,
@@ -23,6 +21,8 @@ from estimator.profile import (
     Provenance,
     UpdateCost,
 )
+from estimator.probe.memory import cache_sizes
+from estimator.probe.updates import fit_lanes, fit_update
 from estimator.tensors import ITEM_BYTES, OpCall
 
 

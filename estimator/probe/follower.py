@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from estimator.errors import EstimatorError, ProbeError
+from estimator.machines.profile import Device
 from estimator.probe.board import Board, Heartbeat
 from estimator.probe.discovery import Place, interface_of, own_address_towards
 from estimator.probe.inventory import core_groups, read_cpu, read_gpus
 from estimator.probe.members import Member
 from estimator.probe.ranks import run_on_devices
 from estimator.probe.worlds import MODULES
-from estimator.profile import Device
 
 # Ranks start within this time of each other, file systems being slow.
 START_S = 120.0

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from estimator.profile import DeviceKind
+from estimator.machines.profile import DeviceKind
 from estimator.tensors import OpCall, TensorSpec
 
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from estimator.errors import ProbeError
-from estimator.profile import Device
+from estimator.machines.profile import Device
 
 Fact = str | int | float | bool | None
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from estimator.errors import ProbeError
+from estimator.machines.profile import Device
 from estimator.probe.backend import Backend, open_backend
-from estimator.profile import Device
 
 Emit = Callable[[dict[str, Any]], None]
 # The last thing that is heard of a job, failed or not.

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from estimator.errors import ProbeError
+from estimator.machines.profile import KernelPoint
 from estimator.probe.backend import Backend, keep_memory_resident, touch_memory
 from estimator.probe.calls import find_operator, output_tensors, real_arguments, spec_of
 from estimator.probe.grid import GridCall, kernel_grid
 from estimator.probe.jobs import Emit
 from estimator.probe.source import TensorSource
-from estimator.profile import KernelPoint
 from estimator.tensors import OpCall, TensorSpec
 
 # Calls of a CUDA device are timed in flights of 64, and disturbed far less.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
+from estimator.machines.profile import LinkKind, MachineProfile
 from estimator.probe.cluster_findings import ClusterFindings
 from estimator.probe.copies import MESSAGE_SIZES_BYTES
 from estimator.probe.leader import Outcome, Slot, Task
@@ -21,7 +22,6 @@ from estimator.probe.network import (
     pair_matrix,
     typical_link,
 )
-from estimator.profile import LinkKind, MachineProfile
 
 _PAIRS_PER_CLASS = 3
 # A pair this much slower than the middle one of its reach is timed once more, for this share of the

@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from estimator.errors import ProbeError
+from estimator.machines.profile import Device, DeviceKind, MachineProfile, Provenance
 from estimator.probe.backend import allocator_text
 from estimator.probe.findings import Findings, with_best_rates
 from estimator.probe.inventory import Cpu, core_groups, read_cpu, read_gpus
 from estimator.probe.jobs import FINISHED, Job, run_jobs
-from estimator.profile import Device, DeviceKind, MachineProfile, Provenance
 
 Report = Callable[[str, float], None]
 

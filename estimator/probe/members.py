@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from estimator.profile import Device, Reach
-from estimator.topology import Cluster
+from estimator.machines.profile import Device, Reach
+from estimator.placement.topology import Cluster
 
 DeviceReach = Literal["device_switch", "socket", "node"]
 

@@ -8,9 +8,9 @@ import statistics
 import time
 from typing import Any
 
+from estimator.machines.profile import Device
 from estimator.probe.backend import Backend, allocator_name, allocator_text
 from estimator.probe.jobs import Emit
-from estimator.profile import Device
 
 _TOUCHED_SIZES = (1 << 20, 8 << 20, 32 << 20, 128 << 20)
 _TOUCH_ROUNDS = 5

@@ -10,10 +10,10 @@ from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any
 
+from estimator.machines.profile import DeviceKind, Link, LinkKind, PairMatrix, Provenance, Reach
 from estimator.probe.copies import Points, link_from
 from estimator.probe.pacing import Pace
 from estimator.probe.ranks import report
-from estimator.profile import DeviceKind, Link, LinkKind, PairMatrix, Provenance, Reach
 from estimator.units import KIB, MIB
 
 # For one cell of a matrix: what tells the latency, then sizes that drain a shaper's bucket.

@@ -8,12 +8,12 @@ from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.graph.ops import BoundGraph, OpGraph, OpTiming
+from estimator.machines.profile import MachineProfile, home
 from estimator.probe.backend import allocator_text
 from estimator.probe.inventory import read_cpu
 from estimator.probe.jobs import Job, run_jobs
 from estimator.probe.machine import software_versions, torch_sees_cuda
 from estimator.probe.timing_store import TimingStore
-from estimator.profile import MachineProfile, home
 from estimator.tensors import OpCall, TensorSpec, encode_tree
 
 # Of the device's memory, what parameters, buffers and inputs may take before anything runs.

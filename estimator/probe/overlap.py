@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from estimator.errors import ProbeError
+from estimator.machines.profile import Device, OverlapCost, Provenance
 from estimator.probe.ranks import report, run_on_devices
-from estimator.profile import Device, OverlapCost, Provenance
 from estimator.units import MIB
 
 ComputeBound = Literal["compute_bound", "memory_bound"]

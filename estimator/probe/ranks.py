@@ -20,8 +20,8 @@ from typing import Any
 
 from estimator import errors
 from estimator.errors import EstimatorError, ProbeError
+from estimator.machines.profile import Device
 from estimator.probe.rank_server import report, send
-from estimator.profile import Device
 
 __all__ = ["pretouch_memory", "report", "run_on_devices"]
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from estimator.machines.profile import CollectiveCost, CollectiveName
 from estimator.probe.clocks import SharedClock, Window
 from estimator.probe.collectives import CallTimer, collective_cost
 from estimator.probe.members import Crew
 from estimator.probe.pacing import Pace
 from estimator.probe.ranks import report
-from estimator.profile import CollectiveCost, CollectiveName
 from estimator.units import KIB, MIB
 
 # From DDP's smallest buckets to its largest, its default of 25 MiB among them.

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from estimator.errors import ProbeError, StrategyError, TrainingError
+from estimator.machines.profile import Device
 from estimator.probe.backend import keep_memory_resident
 from estimator.probe.ranks import run_on_devices
 from estimator.probe.sharding import shard_model
-from estimator.profile import Device
 from estimator.units import MIB
 from estimator.workload import Strategy, check_optimizer, check_precision
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from estimator.machines.profile import DeviceKind
 from estimator.probe.backend import Backend
 from estimator.probe.jobs import Emit
-from estimator.profile import DeviceKind
 
 # (tensors, parameters in each): the step's entry, many tensors, then sets whose state is far beyond
 # any cache, as that of a model which has run forward and backward in between.

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.allocation import Allocation
 from estimator.coefficients import Calibration, StepQuestion
-from estimator.columns import AllocationColumns, TextReader
 from estimator.engine import Engine, TrialEngine
 from estimator.errors import EstimatorError
 from estimator.estimates import (
@@ -22,14 +20,16 @@ from estimator.estimates import (
     relative_error,
 )
 from estimator.graph.ops import OpGraph
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.allocation import Allocation
+from estimator.placement.columns import AllocationColumns, TextReader
+from estimator.placement.topology import Cluster
 from estimator.tables.placed import PlacedColumns, SiteTable, place_columns
 from estimator.tables.steps import StepColumns, StepRows
 from estimator.timeline.ranks import StepShape
 from estimator.timeline.step import UNCALIBRATED_RATIOS, Ratios
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import Groups
-from estimator.topology import Cluster
 from estimator.workload import Strategy
 
 Array = NDArray[np.float64]

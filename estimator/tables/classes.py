@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from estimator.cache import Cache
 from estimator.graph.ops import OpGraph
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
 from estimator.tables.placed import PlacedColumns, SiteTable
 from estimator.timeline.plan import compiled_step
 from estimator.timeline.ranks import RankColumns, RankKind, StepShape

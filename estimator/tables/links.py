@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.placement import Site, hop_latency_s, hop_reach
-from estimator.process_groups import ProcessGroup
-from estimator.profile import MachineProfile, PairMatrix
+from estimator.machines.profile import MachineProfile, PairMatrix
+from estimator.placement.placement import Site, hop_latency_s, hop_reach
+from estimator.placement.process_groups import ProcessGroup
+from estimator.placement.topology import Cluster
 from estimator.tables.placed import PlacedColumns, SiteTable
 from estimator.timeline.ranks import largest
 from estimator.timeline.strategies.registry import DP_REPLICATE, DP_SHARD, Groups
-from estimator.topology import Cluster
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]

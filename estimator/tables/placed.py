@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.allocation import MOST_RANKS
-from estimator.columns import HOST_MARK, AllocationColumns
 from estimator.errors import EstimatorError
-from estimator.network import NodeNetwork, network_in_cluster, network_of, rates_by_ranks
-from estimator.placement import Site, place, site_of
-from estimator.profile import MachineProfile, load_profile
-from estimator.topology import Cluster
+from estimator.machines.profile import MachineProfile, load_profile
+from estimator.placement.allocation import MOST_RANKS
+from estimator.placement.columns import HOST_MARK, AllocationColumns
+from estimator.placement.network import NodeNetwork, network_in_cluster, network_of, rates_by_ranks
+from estimator.placement.placement import Site, place, site_of
+from estimator.placement.topology import Cluster
 
 Indices = NDArray[np.intp]
 Flags = NDArray[np.bool_]

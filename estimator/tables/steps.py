@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from estimator.cache import Cache
 from estimator.graph.ops import OpGraph
-from estimator.process_groups import ProcessGroup
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.process_groups import ProcessGroup
 from estimator.tables.classes import RankNumbers
 from estimator.tables.links import RowLinks
 from estimator.tables.placed import PlacedColumns, SiteTable

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.allocation import Allocation
 from estimator.coefficients import Calibration
-from estimator.columns import AllocationColumns
 from estimator.engine import DEFAULT, Engine
 from estimator.errors import AllocationError, WorkloadError
 from estimator.estimates import FITS, Estimate
 from estimator.graph.ops import OpGraph
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.allocation import Allocation
+from estimator.placement.columns import AllocationColumns
+from estimator.placement.topology import Cluster
 from estimator.tables.answers import Allocations, Integers, Question, RowAnswers
 from estimator.timeline.step import BOTTLENECKS
-from estimator.topology import Cluster
 from estimator.workload import Strategy
 
 Array = NDArray[np.float64]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from estimator.graph.ops import OpGraph
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
 
 # torch/_inductor/exc.py, GPUTooOldForTriton: its compiler serves NVIDIA's chips from there on.
 _COMPILED_CAPABILITY = 7.0

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from estimator.network import network_of
-from estimator.placement import NodeKind
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
+from estimator.machines.typical import is_known_by_datasheet
+from estimator.placement.network import network_of
+from estimator.placement.placement import NodeKind
 from estimator.timeline.plan import StepPlan
 from estimator.timeline.program import StepProgram
 from estimator.timeline.step_times import summary_assumptions
-from estimator.typical import is_known_by_datasheet
 from estimator.units import format_bytes, format_ratio, format_split
 from estimator.workload import peak_dtype
 

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from estimator.cache import Cache
 from estimator.elementwise import log, maximum, minimum, where
-from estimator.placement import nic_of
-from estimator.process_groups import ProcessGroup, carrier_of, ring_between
-from estimator.profile import CollectiveCost, CollectiveName, DeviceKind, MachineProfile
+from estimator.machines.profile import CollectiveCost, CollectiveName, DeviceKind, MachineProfile
+from estimator.machines.typical import achieved_bytes_per_s, is_known_by_datasheet
+from estimator.placement.placement import nic_of
+from estimator.placement.process_groups import ProcessGroup, carrier_of, ring_between
+from estimator.placement.topology import Cluster
 from estimator.timeline.nccl import levels, nccl_rounds
 from estimator.timeline.nearest import Lookup, Nearest, pool_of
-from estimator.topology import Cluster
-from estimator.typical import achieved_bytes_per_s, is_known_by_datasheet
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]

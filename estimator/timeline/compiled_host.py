@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.graph.ops import OpGraph
-from estimator.profile import HostCost
+from estimator.machines.profile import HostCost
 
 Array = NDArray[np.float64]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
 
 Array = NDArray[np.float64]
 

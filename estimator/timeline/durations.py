@@ -13,14 +13,14 @@ from estimator.errors import ProfileError
 from estimator.graph.costs import Features, features_of
 from estimator.graph.ops import BoundGraph, OpGraph
 from estimator.graph.structure import GraphStructure
-from estimator.profile import HostCost, MachineProfile
+from estimator.machines.profile import HostCost, MachineProfile
+from estimator.machines.typical import is_known_by_datasheet
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.caches import cold_ratios
 from estimator.timeline.compiled_host import compiled_host_seconds
 from estimator.timeline.contention import slowdown_curve
 from estimator.timeline.kernel_fits import KernelFits, Prediction, ProbedKernels
 from estimator.timeline.roofline import Roofline
-from estimator.typical import is_known_by_datasheet
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from estimator.graph.costs import Features, features_of
 from estimator.graph.workspace import BLOCK, WIDEST_DEPTHWISE
-from estimator.profile import Device, KernelPoint, MachineProfile
+from estimator.machines.profile import Device, KernelPoint, MachineProfile
 from estimator.tensors import ITEM_BYTES, OpCall
 
 Array = NDArray[np.float64]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from estimator.profile import Device, shipped_data
+from estimator.machines.profile import Device, shipped_data
 
 Array = NDArray[np.float64]
 
@@ -166,7 +166,7 @@ class ProductLaw:
 def sustained_ratio(law: ProductLaw, chip: Chip) -> Array:
     """The share of its boost clock that a chip holds within its power limit, units fully busy.
 
-    >>> from estimator.profile import load_profile
+    >>> from estimator.machines.profile import load_profile
     >>> chip = chip_of(load_profile("t4").devices[0], "float16")  # 70 W
     >>> bool(sustained_ratio(load_law().products.sustained, chip) < 0.6)
     True

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from estimator.elementwise import minimum
-from estimator.profile import CollectiveName
+from estimator.machines.profile import CollectiveName
 
 # The start in hops: published all-reduce, all-gather and reduce-scatter of 512 bytes over 2, 4 and
 # 8 A100 (aiconfigurator's tables) lie on 7.9 µs + 1.05 µs per hop.

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from estimator.process_groups import ProcessGroup
+from estimator.placement.process_groups import ProcessGroup
 
 Shape = TypeVar("Shape", bound=Hashable)
 

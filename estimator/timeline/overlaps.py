@@ -12,8 +12,8 @@ import numpy as np
 
 from estimator.cache import Cache
 from estimator.elementwise import maximum, minimum
-from estimator.process_groups import ProcessGroup
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.process_groups import ProcessGroup
 from estimator.timeline.collectives import (
     GroupCollective,
 )

@@ -14,10 +14,10 @@ from estimator.cache import Cache
 from estimator.coefficients import UNCALIBRATED, Coefficients
 from estimator.graph.memory import PeakMemory
 from estimator.graph.ops import OpGraph
-from estimator.mesh import Mesh
-from estimator.placement import NodeKind, Placement
-from estimator.process_groups import ProcessGroup, slowest_network, whole_group
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.mesh import Mesh
+from estimator.placement.placement import NodeKind, Placement
+from estimator.placement.process_groups import ProcessGroup, slowest_network, whole_group
 from estimator.timeline.program import StepProgram
 from estimator.timeline.ranks import STEP, RankKind, RankTable, StepShape, step_key
 from estimator.timeline.step import (

@@ -21,7 +21,8 @@ from estimator.graph.sharded_memory import ShardedMemory
 from estimator.graph.step_memory import step_memory
 from estimator.graph.structure import GraphStructure
 from estimator.graph.utilization import StepFlops, step_flops
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
+from estimator.machines.typical import with_typical_costs
 from estimator.timeline.buckets import Bucket, gradient_buckets
 from estimator.timeline.durations import Durations, op_durations, structure_of
 from estimator.timeline.lanes import MicroBatches
@@ -34,7 +35,6 @@ from estimator.timeline.shard_costs import (
 )
 from estimator.timeline.step_times import part_durations
 from estimator.timeline.updates import Trained, update_cost, update_lanes
-from estimator.typical import with_typical_costs
 from estimator.workload import Strategy, peak_dtype
 
 Array = NDArray[np.float64]

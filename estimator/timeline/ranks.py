@@ -15,8 +15,8 @@ from estimator.errors import WorkloadError
 from estimator.graph.memory import PeakMemory
 from estimator.graph.ops import OpGraph
 from estimator.graph.sharded_memory import Envelope, held_bytes
-from estimator.placement import NodeKind
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.placement import NodeKind
 from estimator.timeline.ability import why_not_on
 from estimator.timeline.program import StepProgram, step_program
 from estimator.workload import Strategy

@@ -15,7 +15,7 @@ import numpy as np
 
 from estimator.graph.cost_registry import Family
 from estimator.graph.costs import Features, features_of
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
 from estimator.tensors import OpCall
 from estimator.timeline.kernel_fits import Prediction
 from estimator.timeline.kernel_law import (

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.graph.ops import BoundGraph, OpGraph
 from estimator.graph.shards import UnitRun, frozen_unit_bytes, parameter_unit, unit_runs
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
 from estimator.timeline.lanes import MicroBatches
 from estimator.timeline.passes import copies_s
 

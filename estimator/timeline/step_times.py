@@ -10,7 +10,7 @@ from estimator.errors import ProfileError
 from estimator.graph.ops import BoundGraph, OpGraph
 from estimator.graph.step_parts import StepPart, known_peak
 from estimator.graph.summary import BLOCK_TENSORS
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
 from estimator.tensors import OpCall
 from estimator.timeline.contention import slowdown_ratio
 from estimator.timeline.durations import Durations

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from estimator.errors import ProfileError
 from estimator.graph.ops import BoundGraph, OpGraph
-from estimator.profile import MachineProfile, Provenance, UpdateCost
+from estimator.machines.profile import MachineProfile, Provenance, UpdateCost
 from estimator.timeline.contention import slowdown_ratio
 
 _TABLE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_backward")

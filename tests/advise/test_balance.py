@@ -16,9 +16,9 @@ from estimator.advise.scaling import scaling_of
 from estimator.api import estimate
 from estimator.engine import estimate_graph
 from estimator.errors import WorkloadError
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.topology import Cluster, Node, Switch
 from estimator.tables import estimate_many
-from estimator.topology import Cluster, Node, Switch
 from tests.synthetic import Machine, perceptron
 
 GRAPH = perceptron([256, 512, 256], batch=64)

@@ -14,10 +14,10 @@ from estimator.advise.rank_order import (
     shared_uplinks,
 )
 from estimator.errors import ProfileError
-from estimator.placement import place
-from estimator.process_groups import whole_group
-from estimator.profile import PairMatrix
-from estimator.topology import Cluster, Node, Switch
+from estimator.machines.profile import PairMatrix
+from estimator.placement.placement import place
+from estimator.placement.process_groups import whole_group
+from estimator.placement.topology import Cluster, Node, Switch
 from tests.synthetic import CHOSEN, Machine
 
 SIZE = 25 * 2**20

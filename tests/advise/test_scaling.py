@@ -11,9 +11,9 @@ import pytest
 
 from estimator.advise.scaling import scaling_of
 from estimator.advise.sweeps import sweep
+from estimator.cli.request import Request
 from estimator.coefficients import Coefficients
 from estimator.engine import estimate_graph
-from estimator.request import Request
 from tests.synthetic import Machine, perceptron, with_every_collective
 
 GRAPH = perceptron([1000, 2048, 1000], batch=512)

@@ -10,7 +10,7 @@ from gpu.cross_device import on_other_memory
 from gpu.report import assemble, report
 from records import Records
 
-from estimator.profile import Device, KernelCost, KernelPoint, MachineProfile, Provenance
+from estimator.machines.profile import Device, KernelCost, KernelPoint, MachineProfile, Provenance
 from estimator.tensors import OpCall, TensorSpec
 
 MEASURED = Provenance(source="measured")

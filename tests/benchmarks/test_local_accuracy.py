@@ -11,7 +11,7 @@ import pytest
 from records import Records
 
 from estimator.errors import TrainingError
-from estimator.profile import Device, MachineProfile, Provenance
+from estimator.machines.profile import Device, MachineProfile, Provenance
 
 MODELS = """
 def small(batch=4): ...

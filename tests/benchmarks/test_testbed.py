@@ -10,7 +10,7 @@ import pytest
 from testbed import description, launch, measure, network, paced
 
 from estimator.errors import AllocationError, TopologyError, TrainingError
-from estimator.topology import Cluster
+from estimator.placement.topology import Cluster
 
 TOML = """
 [racks.r1]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from estimator.machines.profile import MachineProfile
 from estimator.probe.accelerator import device_facts, half_attention, sustained_facts
 from estimator.probe.backend import CudaBackend
 from estimator.probe.grid import GridCall, grid_call, kernel_grid, tensor
@@ -17,7 +18,6 @@ from estimator.probe.kernels import measure_call
 from estimator.probe.machine import probe_machine
 from estimator.probe.source import TensorSource
 from estimator.probe.updates import measure_updates
-from estimator.profile import MachineProfile
 
 
 def test_the_driver_lists_the_gpu_that_torch_uses() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from estimator.machines.profile import Device
 from estimator.probe import accelerator
 from estimator.probe.accelerator import device_facts, half_attention, sustained_facts
 from estimator.probe.backend import CpuBackend
 from estimator.probe.findings import Findings
-from estimator.profile import Device
 
 
 class FakeNvml:

@@ -19,12 +19,12 @@ from testbed.description import TestbedDescription
 from testbed.launch import place
 
 from estimator.errors import ProbeError
+from estimator.machines.profile import Device, MachineProfile, load_profile
 from estimator.probe.__main__ import run
 from estimator.probe.board import Pulse
 from estimator.probe.cluster_findings import unequal_versions
 from estimator.probe.cluster_probe import ClusterRequest, welcomes_to
 from estimator.probe.members import Crew, Member
-from estimator.profile import Device, MachineProfile, load_profile
 
 # A rank as the command line starts it, but with the host name and the versions given, and told to
 # stop once it has come to the last of the parts that are looked at.
@@ -33,7 +33,7 @@ import sys, os, threading
 from estimator.probe.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.discovery import discover
 from estimator.probe.follower import follow
-from estimator.profile import load_profile
+from estimator.machines.profile import load_profile
 
 host, version, base, out = sys.argv[1:]
 stop = threading.Event()

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
+from estimator.machines.profile import CollectiveCost, Device
 from estimator.probe.collectives import Finding, collective_cost, probe_collectives
 from estimator.probe.copies import host_copies, link_from, message_points
 from estimator.probe.overlap import overlap_cost, probe_overlaps
-from estimator.profile import CollectiveCost, Device
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 DEVICES = tuple(

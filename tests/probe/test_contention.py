@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from estimator.machines.profile import Device
 from estimator.probe.contention import probe_contention, summarise
-from estimator.profile import Device
 
 
 def case(bound: str, size: int, alone_s: float, busy_s: float) -> dict[str, object]:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from estimator.cli import commands
+from estimator.cli.main import commands
 from estimator.errors import ProbeError
 from estimator.probe.discovery import discover, interface_of, own_address_towards
 from estimator.probe.inventory import core_groups, read_cpu

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from estimator.errors import ProbeError
+from estimator.machines.profile import Device, KernelPoint, MachineProfile
 from estimator.probe import machine as machine_module
 from estimator.probe.findings import Findings, with_best_rates
 from estimator.probe.grid import grid_call, tensor
 from estimator.probe.jobs import FINISHED
 from estimator.probe.machine import probe_machine, software_versions
-from estimator.profile import Device, KernelPoint, MachineProfile
 from estimator.tensors import OpCall, TensorSpec
 
 POINT = {"call": grid_call("relu.default", tensor(8)).call.encode(), "warm_s": 1e-6}

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from estimator.machines.profile import Device
 from estimator.probe.backend import CpuBackend, allocator_name
 from estimator.probe.memory import cache_sizes, measure_first_touch
-from estimator.profile import Device
 
 
 def device(cores: tuple[int, ...]) -> Device:

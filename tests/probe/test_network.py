@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from estimator.machines.profile import Device
+from estimator.placement.topology import Cluster, Node, Switch
 from estimator.probe.clocks import SharedClock
 from estimator.probe.cluster_findings import slow_links, slow_nodes
 from estimator.probe.members import Crew, Member, device_reach
@@ -20,8 +22,6 @@ from estimator.probe.network import (
 )
 from estimator.probe.pacing import Pace
 from estimator.probe.shapes import shape_costs, shapes
-from estimator.profile import Device
-from estimator.topology import Cluster, Node, Switch
 
 MB = 1_000_000
 

@@ -10,13 +10,13 @@ import torch
 
 from estimator.errors import ProbeError, StoreError
 from estimator.graph.ops import Op, OpGraph, OpTiming, Parameter, Value
+from estimator.machines.profile import MachineProfile, Provenance, load_profile
 from estimator.probe import ops as ops_module
 from estimator.probe.backend import CpuBackend
 from estimator.probe.inventory import core_groups, read_cpu
 from estimator.probe.ops import distinct_calls, index_bounds, measure_ops, replay_plan
 from estimator.probe.replay import make_tensor, quiet_passes, replay
 from estimator.probe.timing_store import TimingStore
-from estimator.profile import MachineProfile, Provenance, load_profile
 from estimator.tensors import OpCall, TensorSpec
 
 SQUARE = TensorSpec((8, 8))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from estimator.errors import AllocationError, ProbeError
+from estimator.machines.profile import Device
 from estimator.probe.ranks import report, run_on_devices
-from estimator.profile import Device
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 DEVICES = tuple(

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from estimator.errors import StrategyError
+from estimator.machines.profile import Device
 from estimator.probe.ranks import run_on_devices
 from estimator.probe.sharding import shard_model
-from estimator.profile import Device
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 RANKS = 4

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from estimator.errors import ModelError, StrategyError, TrainingError
+from estimator.machines.profile import Device
 from estimator.probe.training import train
-from estimator.profile import Device
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 DEVICES = tuple(

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from estimator.process_groups import ProcessGroup
-from estimator.profile import CollectiveCost, Device, MachineProfile, Provenance
+from estimator.machines.profile import CollectiveCost, Device, MachineProfile, Provenance
+from estimator.placement.process_groups import ProcessGroup
 from estimator.timeline.collectives import GroupCollective, monotone
 
 MEASURED = Provenance(source="measured", relative_error=0.05)

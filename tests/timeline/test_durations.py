@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from estimator.engine import estimate_graph
-from estimator.profile import Contention, MachineProfile
+from estimator.machines.profile import Contention, MachineProfile
 from tests.synthetic import CHOSEN, Machine, perceptron
 
 

@@ -14,15 +14,15 @@ from estimator.elementwise import expected_maximum
 from estimator.engine import estimate_graph
 from estimator.errors import StrategyError
 from estimator.estimates import Estimate
-from estimator.process_groups import ProcessGroup
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.process_groups import ProcessGroup
+from estimator.placement.topology import Cluster, Node
 from estimator.timeline.collectives import GroupCollective
 from estimator.timeline.plan import StepPlan
 from estimator.timeline.ranks import StepShape
 from estimator.timeline.shard_costs import ShardedPasses
 from estimator.timeline.strategies.fsdp import FullyShardedDataParallel
 from estimator.timeline.strategies.registry import DP, DP_REPLICATE, DP_SHARD, Ranks
-from estimator.topology import Cluster, Node
 from estimator.workload import Strategy
 from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from estimator.graph.costs import features_of
-from estimator.profile import Device, KernelCost, KernelPoint, MachineProfile, Provenance
+from estimator.machines.profile import Device, KernelCost, KernelPoint, MachineProfile, Provenance
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.kernel_fits import KernelFits, nonnegative_fit, terms, variant
 

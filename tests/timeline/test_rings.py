@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from estimator.errors import AllocationError
-from estimator.placement import place
-from estimator.process_groups import ring_between, whole_group
-from estimator.profile import MachineProfile, PairMatrix
-from estimator.topology import PAYLOAD_RATIOS, Cluster, Node, Switch
+from estimator.machines.profile import MachineProfile, PairMatrix
+from estimator.placement.placement import place
+from estimator.placement.process_groups import ring_between, whole_group
+from estimator.placement.topology import PAYLOAD_RATIOS, Cluster, Node, Switch
 from tests.synthetic import CHOSEN, Machine
 
 TCP = PAYLOAD_RATIOS["tcp"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from estimator.graph.costs import features_of
-from estimator.profile import Device, MachineProfile, Provenance
+from estimator.machines.profile import Device, MachineProfile, Provenance
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.kernel_law import convolution_kind, load_law
 from estimator.timeline.roofline import Roofline

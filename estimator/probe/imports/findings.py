@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from estimator.errors import ImportedFileError
-from estimator.profile import CollectiveCost, Link, LinkKind, Provenance, Reach
-from estimator.topology import Cluster
+from estimator.machines.profile import CollectiveCost, Link, LinkKind, Provenance, Reach
+from estimator.placement.topology import Cluster
 
 Fact = str | int | float | bool | None
 

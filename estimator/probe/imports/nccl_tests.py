@@ -13,9 +13,9 @@ from pathlib import PurePath
 from typing import Any
 
 from estimator.errors import ImportedFileError
+from estimator.machines.profile import CollectiveCost, CollectiveName
 from estimator.probe.imports.findings import Imported, imported
 from estimator.probe.line_fit import fit_line
-from estimator.profile import CollectiveCost, CollectiveName
 
 FORMAT = "nccl-tests"
 BANNER = re.compile(r"^#\s*nThread\s", re.M)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
 from estimator.errors import ImportedFileError
+from estimator.machines.profile import Link, Provenance
+from estimator.placement.topology import PAYLOAD_RATIOS, Transport
 from estimator.probe.imports.findings import Fact, Imported, Route, routes_fact
-from estimator.profile import Link, Provenance
-from estimator.topology import PAYLOAD_RATIOS, Transport
 
 FORMAT = "NCCL topology"
 # Bytes per second of one NVLink, one way, by the lowest compute capability that has it

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from estimator.errors import ImportedFileError
+from estimator.machines.profile import Link, LinkKind
 from estimator.probe.imports.findings import Imported, imported
-from estimator.profile import Link, LinkKind
 
 FORMAT = "nvbandwidth"
 # Test cases by link: whether every device copies at once. Host memory is pinned in all of them.

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 
 from estimator.errors import ImportedFileError
+from estimator.machines.profile import Link, LinkKind
 from estimator.probe.imports.findings import Imported, imported
-from estimator.profile import Link, LinkKind
 
 FORMAT = "perftest"
 TITLE = re.compile(

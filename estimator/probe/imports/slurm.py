@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from estimator.errors import ImportedFileError, TopologyError
+from estimator.placement.topology import Cluster, Node, Switch, expand_hosts
 from estimator.probe.imports.findings import Imported
-from estimator.topology import Cluster, Node, Switch, expand_hosts
 
 CONF_FORMAT, YAML_FORMAT = "Slurm topology.conf", "Slurm topology.yaml"
 CONF_LINE = re.compile(r"^\s*(SwitchName|BlockName|RingName)\s*=\s*\S+", re.M | re.I)

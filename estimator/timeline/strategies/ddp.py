@@ -16,8 +16,9 @@ from estimator.cache import Cache
 from estimator.elementwise import where
 from estimator.errors import ProfileError
 from estimator.graph.ops import OpGraph
-from estimator.process_groups import ProcessGroup
-from estimator.profile import CollectiveName, MachineProfile
+from estimator.machines.profile import CollectiveName, MachineProfile
+from estimator.placement.process_groups import ProcessGroup
+from estimator.placement.topology import Cluster
 from estimator.timeline.bucket_queue import BucketQueue
 from estimator.timeline.buckets import gradient_buckets
 from estimator.timeline.collectives import CollectiveCosts, CollectiveModel, SizedCollective
@@ -35,7 +36,6 @@ from estimator.timeline.strategies.registry import (
     without_cost,
 )
 from estimator.timeline.tasks import COMPUTE, NETWORK, TaskList
-from estimator.topology import Cluster
 
 Array = NDArray[np.float64]
 

@@ -20,8 +20,9 @@ from estimator.cache import Cache
 from estimator.elementwise import maximum, minimum, where
 from estimator.errors import ProfileError
 from estimator.graph.ops import OpGraph
-from estimator.process_groups import ProcessGroup
-from estimator.profile import CollectiveName, MachineProfile
+from estimator.machines.profile import CollectiveName, MachineProfile
+from estimator.placement.process_groups import ProcessGroup
+from estimator.placement.topology import Cluster
 from estimator.timeline.collectives import CollectiveCosts, SizedCollective
 from estimator.timeline.evaluator import play
 from estimator.timeline.overlaps import NO_OVERLAP, Overlap, OverlapCosts
@@ -42,7 +43,6 @@ from estimator.timeline.strategies.registry import (
     without_cost,
 )
 from estimator.timeline.tasks import COMPUTE, NETWORK, NO_LABEL, REPLICATES, TaskList
-from estimator.topology import Cluster
 
 Array = NDArray[np.float64]
 

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.ops import OpGraph
-from estimator.process_groups import ProcessGroup
-from estimator.profile import CollectiveName, MachineProfile
+from estimator.machines.profile import CollectiveName, MachineProfile
+from estimator.placement.process_groups import ProcessGroup
+from estimator.placement.topology import Cluster
 from estimator.timeline.bucket_queue import Ready
 from estimator.timeline.overlaps import Overlap
 from estimator.timeline.ranks import RankKind, StepShape
 from estimator.timeline.tasks import TaskList
-from estimator.topology import Cluster
 from estimator.workload import StrategyKind
 
 Array = NDArray[np.float64]

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from estimator.elementwise import maximum, where
 from estimator.errors import ProfileError
-from estimator.network import network_of, rates_by_ranks
-from estimator.process_groups import ProcessGroup
-from estimator.profile import MachineProfile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.network import network_of, rates_by_ranks
+from estimator.placement.process_groups import ProcessGroup
+from estimator.placement.topology import Cluster
 from estimator.timeline.collectives import (
     FORMULA_ERROR,
     NO_CORRECTIONS,
@@ -23,7 +24,6 @@ from estimator.timeline.collectives import (
 from estimator.timeline.nearest import Lookup
 from estimator.timeline.strategies.ddp import BucketedNetwork, DistributedDataParallel
 from estimator.timeline.strategies.registry import DP, Groups, Ranks, strategy
-from estimator.topology import Cluster
 from estimator.workload import Strategy
 
 Array = NDArray[np.float64]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.profile import CollectiveName
+from estimator.machines.profile import CollectiveName
 from estimator.timeline.strategies.ddp import DistributedDataParallel
 from estimator.timeline.strategies.registry import strategy
 

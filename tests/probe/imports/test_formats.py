@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from estimator.errors import ImportedFileError
+from estimator.placement.topology import PAYLOAD_RATIOS
 from estimator.probe.imports.files import recognise
 from estimator.probe.imports.findings import Imported, join
-from estimator.topology import PAYLOAD_RATIOS
 
 SAMPLES = Path(__file__).parent / "samples"
 AT = "2026-01-01T00:00:00Z"

@@ -1,0 +1,241 @@
+"""The commands about calibration: parse, call, print; compute nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from estimator.cli.console import print_json, print_json_list, print_tables, progress, remark
+from estimator.workload import OPTIMIZERS, PRECISIONS
+
+PROTOCOLS = ("k-shot", "online", "few-shot", "cv", "pairs", "batch", "workers", "transfer")
+# More remarks of one kind than this are only counted.
+MOST_REMARKS = 3
+
+
+@click.group()
+def calibrate() -> None:
+    """Learn from observed steps, and judge what was learnt."""
+
+
+def _counts(
+    context: click.Context, option: click.Parameter, text: str | None
+) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        ks = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        ks = (-1,)
+    if min(ks) < 0:
+        raise click.BadParameter(f"'{text}' is no list of counts; write it as 1,3,5")
+    return ks
+
+
+@calibrate.command()
+@click.option(
+    "--data",
+    "paths",
+    required=True,
+    multiple=True,
+    metavar="FILE.csv",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A table of measured steps; repeat.",
+)
+@click.option("--protocol", type=click.Choice(PROTOCOLS), help="Default k-shot, or workers.")
+@click.option("--k", "ks", callback=_counts, metavar="N,N...", help="Numbers of observations.")
+@click.option("--json", "as_json", is_flag=True, help="Print every prediction, in base units.")
+def evaluate(
+    paths: tuple[Path, ...], protocol: str | None, ks: tuple[int, ...] | None, as_json: bool
+) -> None:
+    """Learn from some rows of a table of measured steps and predict the others, beside linear
+    scaling and the Optimus, Pollux and ONES forms on the same draws.
+
+    Columns: model, gpu, gpus, nodes, placement (devices used per node, as in 1+3), local_batch,
+    grad_accum, step_time_s; others may be present, most may be missing. Rows that cannot be used
+    are counted on stderr with the reason.
+
+    \b
+    k-shot    k rows, one of them on a single device
+    online    all single-device rows and k others
+    few-shot  single-device rows and six others
+    cv        five folds
+    pairs     which of two placements is faster, after few-shot
+    batch     leave one batch size out
+    workers   asynchronous parameter servers (workers, parameter_servers, steps_per_s)
+    transfer  the first table's GPU, carried over to the other GPUs' jobs of the same model
+    """
+    from estimator.calibrate.evaluation import evaluate as run_all
+    from estimator.calibrate.evaluation import processes
+    from estimator.calibrate.protocols import PROTOCOLS_WITH_K
+    from estimator.calibrate.scores import scores_of, to_dict
+    from estimator.calibrate.tables import read_steps
+    from estimator.calibrate.worker_tables import is_worker_table, read_workers
+
+    if protocol is None:
+        protocol = "workers" if is_worker_table(paths[0]) else "k-shot"
+    if ks is not None and protocol not in PROTOCOLS_WITH_K:
+        raise click.UsageError(f"--k goes with {' and '.join(PROTOCOLS_WITH_K)}; leave it out")
+    table = read_workers(paths) if protocol == "workers" else read_steps(paths)
+    _tell_rows("left out", table.refused)
+    _tell_rows("completed", table.assumed)
+    with processes() as executor, progress("evaluating") as report:
+        evaluation = run_all(table.jobs, protocol, ks=ks, executor=executor, report=report)
+    if evaluation.skipped:
+        few = f"{len(evaluation.skipped)} jobs, such as {evaluation.skipped[0]}"
+        remark(f"too few rows for {protocol}: {few}")
+    if not as_json:
+        from estimator.cli.render_calibration import evaluation_report
+
+        print_tables(evaluation_report(evaluation))
+        return
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    about = {
+        "machine": ", ".join(dict.fromkeys(job.gpu for job in evaluation.jobs)),
+        "at": at,
+        "protocol": protocol,
+        "data": [path.name for path in paths],
+        "refused": dict(table.refused),
+        "skipped": list(evaluation.skipped),
+        **to_dict(evaluation, scores_of(evaluation)),
+    }
+    print_json_list(about, "cases", evaluation.cases(at))
+
+
+@calibrate.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--store", "place", type=click.Path(path_type=Path), help="Not the user's store.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was kept and refused as JSON.")
+def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
+    """Keep the observed step times of FILES, tables in .csv or .jsonl.
+
+    A table that was kept before is not kept twice. Bad rows are refused one by one, absurd step
+    times kept as doubtful, each with its reason.
+    """
+    from estimator.calibrate.observation_files import read_observations
+    from estimator.calibrate.observations import ObservationStore
+
+    tables = {path: read_observations(path) for path in files}
+    store = ObservationStore(place)
+    before = store.revision
+    new = {
+        path: store.add_many(table.observations, summaries=table.summaries)
+        for path, table in tables.items()
+    }
+    doubtful = [one for one in store.observations(added_after=before) if one.doubt]
+    if as_json:
+        kept = [
+            {
+                "file": str(path),
+                "observations": len(table.observations),
+                "new": new[path],
+                "refused": [{"line": line, "reason": why} for line, why in table.refused],
+            }
+            for path, table in tables.items()
+        ]
+        doubts = [{"identity": one.identity, "doubt": one.doubt} for one in doubtful]
+        print_json({"store": str(store.path), "files": kept, "doubtful": doubts})
+        return
+    for path, table in tables.items():
+        known = len(table.observations) - new[path]
+        click.echo(
+            f"{path}: {new[path]} new observations, {known} known before, "
+            f"{len(table.refused)} rows refused"
+        )
+        _tell_first(f"{path} line {line}: {why}" for line, why in table.refused)
+    _tell_first(f"doubtful: {one.workload} on {one.allocation}: {one.doubt}" for one in doubtful)
+
+
+_store_option = click.option(
+    "--store",
+    "place",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Not the user's store.",
+)
+
+
+@calibrate.command()
+@click.argument("model")
+@_store_option
+@click.option("--cluster", metavar="FILE", help="Nodes and the switches between them (TOML).")
+@click.option("--seq-len", type=click.IntRange(min=1), help="Tokens per sample.")
+@click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Default adamw.")
+@click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32.")
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **known: Any) -> None:
+    """Learn from the observed steps of MODEL, and set each beside the engine alone and the
+    calibrated answer, with what was learnt of computing and of the network.
+    """
+    from estimator.calibrate.calibrator import Calibrator
+    from estimator.calibrate.lessons import lessons, observed_of
+    from estimator.cli.request import Request
+    from estimator.placement.topology import Cluster
+
+    calibrator = Calibrator(place)
+    request = Request(
+        model=model, cluster=None if cluster is None else Cluster.load(cluster), **known
+    )
+    observed = observed_of(calibrator.store, model, request.precision or "fp32")
+    graph = request.graph((observed[0].allocation,))
+    found = list(lessons(graph, observed, calibrator, cluster=request.cluster))
+    if as_json:
+        print_json({"workload": graph.workload, "lessons": [asdict(lesson) for lesson in found]})
+        return
+    from estimator.cli.render_observed import lessons_report
+
+    print_tables(lessons_report(graph.workload, found))
+
+
+@calibrate.command()
+@_store_option
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+def show(place: Path | None, as_json: bool) -> None:
+    """What was observed of which jobs, what has drifted since when, and what is not used."""
+    from estimator.calibrate.observations import ObservationStore
+    from estimator.calibrate.review import review
+
+    store = ObservationStore(place)
+    found = review(store)
+    if as_json:
+        print_json(
+            {
+                "store": str(store.path),
+                "jobs": [_plain(job) for job in found.jobs],
+                "drifts": [_plain(drift) for drift in found.drifts],
+                "doubtful": [
+                    {"identity": one.identity, "doubt": why} for one, why in found.doubtful
+                ],
+            }
+        )
+        return
+    if not found.jobs and not found.doubtful:
+        click.echo(f"no step was observed yet in {store.path}; see 'estimator calibrate observe'")
+        return
+    from estimator.cli.render_observed import review_report
+
+    print_tables(review_report(found))
+
+
+def _plain(found: Any) -> dict[str, Any]:
+    return {
+        name: value.isoformat() if isinstance(value, datetime) else value
+        for name, value in asdict(found).items()
+    }
+
+
+def _tell_rows(what: str, counts: Mapping[str, int]) -> None:
+    for reason, count in counts.items():
+        remark(f"{count} row{'s' if count > 1 else ''} {what}: {reason}")
+
+
+def _tell_first(messages: Iterable[str]) -> None:
+    every = list(messages)
+    for message in every[:MOST_REMARKS]:
+        remark(message)
+    if len(every) > MOST_REMARKS:
+        remark(f"{len(every) - MOST_REMARKS} more like these; --json lists them")

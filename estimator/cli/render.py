@@ -1,0 +1,290 @@
+"""Lay out estimates, sweeps and validations as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from estimator import units
+from estimator.units import (
+    format_bandwidth,
+    format_bytes,
+    format_count,
+    format_ratio,
+    format_seconds,
+    format_split,
+)
+
+if TYPE_CHECKING:
+    from estimator.advise.balance import Balance
+    from estimator.advise.scaling import Scaling
+    from estimator.advise.strategies import StrategyRow
+    from estimator.advise.sweeps import SweepRow
+    from estimator.estimates import Estimate
+    from estimator.report.validation import Validation
+
+BAR_WIDTH = 32
+FITS_WORDS = {"yes": "fits", "no": "does not fit", "uncertain": "may not fit"}
+
+
+def format_interval(answer: Estimate) -> str:
+    """Step time with half the width of its interval: ``412 ms ± 6 %``."""
+    return units.format_interval(answer.step_time_s, answer.low_s, answer.high_s)
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> Table:
+    """Names and what belongs to them, side by side."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def grid(title: str, *columns: str, numbers: int = 0) -> Table:
+    """A table whose last `numbers` columns are right-aligned figures."""
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
+    for index, column in enumerate(columns):
+        is_number = index >= len(columns) - numbers
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=is_number)
+    return table
+
+
+def _bar(ratio: float, width: int = BAR_WIDTH) -> str:
+    return "█" * round(max(0.0, ratio) * width)
+
+
+def listed(heading: str, lines: Sequence[str]) -> Table | None:
+    """Sentences below a heading; None if there are none."""
+    if not lines:
+        return None
+    table = Table(
+        title=heading, title_justify="left", box=None, show_header=False, padding=(0, 1, 0, 0)
+    )
+    for line in lines:
+        table.add_row("-", line)
+    return table
+
+
+def stacked(*parts: RenderableType | None) -> Group:
+    """The parts that there are, below each other with a blank line between."""
+    shown = [part for part in parts if part is not None]
+    return Group(*(item for part in shown for item in (part, Text())))
+
+
+def part_name(field_name: str) -> str:
+    """The name of a field of seconds in words, without its unit."""
+    return field_name.removesuffix("_s").replace("_", " ")
+
+
+def estimate_report(
+    answer: Estimate,
+    *,
+    duration_s: float | None = None,
+    scaling: Scaling | None = None,
+    balance: Balance | None = None,
+) -> Group:
+    """Everything a person wants of one estimate, the time first."""
+    rows = [("step time", format_interval(answer))]
+    if answer.samples_per_s is not None:
+        rows.append(("throughput", f"{format_count(answer.samples_per_s)}samples/s"))
+    if answer.tokens_per_s is not None:
+        rows.append(("", f"{format_count(answer.tokens_per_s)}tokens/s"))
+    if answer.batches is not None:
+        batch = f"{format_split(answer.batches)} per device, {answer.global_batch} in all"
+        rows.append(("batch", batch))
+    if balance is not None:
+        rows.append(("balance", _balance_words(balance)))
+    rows += [
+        ("bottleneck", answer.bottleneck),
+        ("peak memory", f"{format_bytes(answer.peak_memory_bytes)} ({FITS_WORDS[answer.fits]})"),
+    ]
+    if answer.mfu_ratio is not None and answer.hfu_ratio is not None:
+        hfu = f"HFU {format_ratio(answer.hfu_ratio)}, with what is computed again"
+        rows.append(("MFU", f"{format_ratio(answer.mfu_ratio)} ({hfu}; attention counted whole)"))
+    if duration_s is not None:
+        rows.append(("duration", format_seconds(duration_s)))
+    if scaling is not None:
+        rows.append(("scaling", _scaling_words(scaling)))
+    heading = f"{answer.model} on {answer.allocation}, {_trained_how(answer)}"
+    return stacked(
+        Group(Text(heading, style="bold"), facts(rows)),
+        _breakdown_table(answer),
+        _provenance_table(answer),
+        listed("assumptions", answer.assumptions),
+    )
+
+
+def _balance_words(balance: Balance) -> str:
+    even = balance.even
+    return (
+        f"split by speed, {format_ratio(balance.gain_ratio)} faster than {even.batch_per_gpu} on "
+        f"every device ({format_seconds(even.step_time_s)})"
+    )
+
+
+def _scaling_words(scaling: Scaling) -> str:
+    words = f"{format_ratio(scaling.efficiency_ratio)} of linear"
+    if not scaling.link or scaling.link_bytes_per_s is None:
+        return words
+    wanted = format_ratio(scaling.wanted_ratio)
+    rate = f"{scaling.link}, {format_bandwidth(scaling.link_bytes_per_s)}"
+    if scaling.efficiency_ratio >= scaling.wanted_ratio:
+        return f"{words}; the slowest link is {rate}"
+    if scaling.needed_bytes_per_s is None:
+        return f"{words}; no faster link alone gives {wanted} (the slowest is {rate})"
+    needed = format_bandwidth(scaling.needed_bytes_per_s)
+    return f"{words}, held back by {rate}; {wanted} needs {needed}"
+
+
+def _held_back_by(answer: Estimate) -> str:
+    """What limits a row, short enough for a table in 80 columns."""
+    if answer.fits == "no":
+        return FITS_WORDS["no"]
+    kind, share_ratio = answer.breakdown.largest_share
+    return f"{kind} {format_ratio(share_ratio)}"
+
+
+def sweep_report(rows: Sequence[SweepRow]) -> Group:
+    """One row an allocation: step, throughput, efficiency and what holds it back."""
+    first = next(row.answer for row in rows if row.answer is not None)
+    table = grid(
+        f"{first.model}, {first.strategy}, {first.optimizer}, {first.mode}",
+        "allocation",
+        "bottleneck",
+        "ranks",
+        "step",
+        "samples/s",
+        "of linear",
+        numbers=4,
+    )
+    for row in rows:
+        if row.answer is None:
+            continue
+        answer = row.answer
+        table.add_row(
+            row.allocation,
+            _held_back_by(answer),
+            str(answer.ranks),
+            format_interval(answer),
+            format_count(answer.samples_per_s).strip() if answer.samples_per_s else "",
+            "" if row.efficiency_ratio is None else format_ratio(row.efficiency_ratio),
+        )
+    refused = [row for row in rows if row.answer is None]
+    if not refused:
+        return stacked(table)
+    why = f"{len(refused)} of {len(rows)} allocations, the first because {refused[0].refusal}"
+    return stacked(table, listed("left out", [why]))
+
+
+def strategies_report(rows: Sequence[StrategyRow]) -> Group:
+    """One row a strategy, the fastest of each allocation first."""
+    first = next(row.answer for row in rows if row.answer is not None)
+    table = grid(
+        f"{first.model}, {first.optimizer}, {first.mode}",
+        "allocation",
+        "strategy",
+        "bottleneck",
+        "step",
+        "samples/s",
+        numbers=2,
+    )
+    for row in rows:
+        answer = row.answer
+        if answer is not None:
+            table.add_row(
+                row.allocation,
+                str(row.strategy),
+                _held_back_by(answer),
+                format_interval(answer),
+                format_count(answer.samples_per_s).strip() if answer.samples_per_s else "",
+            )
+    refused = dict.fromkeys(f"{row.strategy}: {row.refusal}" for row in rows if not row.answer)
+    return stacked(table, listed("left out", list(refused)) if refused else None)
+
+
+def _trained_how(answer: Estimate) -> str:
+    ranks = "1 rank" if answer.ranks == 1 else f"{answer.ranks} ranks"
+    return f"{ranks}, {answer.strategy}, {answer.optimizer}, {answer.mode}"
+
+
+def _breakdown_table(answer: Estimate) -> Table:
+    table = grid("where the time goes", "part", "", "time", "share", numbers=2)
+    for field in fields(answer.breakdown):
+        seconds = getattr(answer.breakdown, field.name)
+        if seconds > 0:
+            ratio = seconds / answer.step_time_s
+            table.add_row(
+                part_name(field.name), _bar(ratio), format_seconds(seconds), format_ratio(ratio)
+            )
+    return table
+
+
+def _provenance_table(answer: Estimate) -> Table:
+    table = grid(
+        "where the numbers come from", "part", "source", "share of time", "error", numbers=2
+    )
+    for part, source, share_ratio, relative_error in answer.provenance:
+        error = "?" if relative_error is None else f"± {format_ratio(relative_error)}"
+        table.add_row(part, source, format_ratio(share_ratio), error)
+    return table
+
+
+def check_report(answer: Estimate, *, unmeasured_ratio: float) -> Group:
+    """What an estimate lacks: parts not measured, assumptions, gaps of the profile."""
+    heading = f"{answer.model} on {answer.allocation}: {format_interval(answer)}"
+    in_grid = format_ratio(answer.op_time_in_grid_ratio)
+    rows = [
+        ("time that nothing measured backs", format_ratio(unmeasured_ratio)),
+        ("kernel time of shapes in the probe's grid", in_grid),
+        ("memory", FITS_WORDS[answer.fits]),
+    ]
+    return stacked(
+        Group(Text(heading, style="bold"), facts(rows)),
+        _provenance_table(answer),
+        listed("assumed or missing", answer.assumptions),
+    )
+
+
+def validation_report(cases: Iterable[Validation]) -> Group:
+    """Predicted beside measured, one row an allocation, then where the time was expected to go."""
+    cases = tuple(cases)
+    table = grid(
+        f"{cases[0].predicted.model}: predicted first, then measured",
+        "allocation",
+        "predicted",
+        "measured",
+        "noise",
+        "error",
+        "within interval",
+        numbers=5,
+    )
+    for case in cases:
+        table.add_row(
+            str(case.predicted.allocation),
+            format_interval(case.predicted),
+            format_seconds(case.measured_s),
+            f"± {format_ratio(case.noise_ratio)}",
+            format_ratio(case.error_ratio),
+            "yes" if case.is_within_interval else "no",
+        )
+    return Group(table, Text(), *(_validated_breakdown(case) for case in cases))
+
+
+def _validated_breakdown(case: Validation) -> Text:
+    step_s = case.predicted.step_time_s
+    shares = [
+        f"{part_name(field.name)} {format_ratio(seconds / step_s)}"
+        for field in fields(case.predicted.breakdown)
+        if (seconds := getattr(case.predicted.breakdown, field.name)) > 0.0005 * step_s
+    ]
+    return Text(f"{case.predicted.allocation} spends: {', '.join(shares)}")

@@ -1,0 +1,340 @@
+"""Lay out machine profiles as tables for people: all of them, or one group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from estimator.cli.render import facts, grid, listed, part_name, stacked
+from estimator.units import (
+    format_bandwidth,
+    format_bytes,
+    format_count,
+    format_ratio,
+    format_seconds,
+)
+
+if TYPE_CHECKING:
+    from estimator.machines.profile import CollectiveCost, Device, Link, MachineProfile
+
+# What every device of its maker is called, and a list need not say in each row.
+_MAKERS = ("NVIDIA ", "AMD ", "Tesla ", "GeForce ", "Instinct ")
+_SHORT = ("float16", "bfloat16")
+
+
+def machines_report(
+    machines: Mapping[str, tuple[Path, MachineProfile | None]], *, store: Path
+) -> Group:
+    """Every machine that can be named, those of the user's `store` first.
+
+    A damaged profile says so, with its file.
+    """
+    own: dict[str, MachineProfile] = {}
+    chips: dict[str, MachineProfile] = {}
+    whole: dict[str, MachineProfile] = {}
+    rented: dict[str, MachineProfile] = {}
+    damaged = []
+    for name, (path, profile) in machines.items():
+        if profile is None:
+            damaged.append(f"{name}: {path}; probe that machine again")
+        elif path.is_relative_to(store):
+            own[name] = profile
+        elif "instance_type" in profile.hardware:
+            rented[name] = profile
+        else:
+            (whole if "system" in profile.hardware else chips)[name] = profile
+    legend = (
+        "GiB, GB/s and TFLOP/s are of one device: its memory, that memory's bandwidth, its dense "
+        "peak in 16 bits (in 32 where there is no other). Gbit/s are what a node sends to others. "
+        "'estimator profile show NAME' tells the rest and the sources."
+    )
+    return stacked(
+        _own_machines(own),
+        _catalogue("chips, in a server of the usual size", chips),
+        _catalogue("machines sold whole", whole),
+        _rented_machines(rented),
+        listed("damaged", damaged),
+        Text(legend),
+    )
+
+
+def _narrow(title: str, *columns: str, wide: str, numbers: int = 0) -> Table:
+    """A table for 80 columns, of which only the column `wide` gives way."""
+    table = grid(title, *columns, numbers=numbers)
+    table.collapse_padding = True
+    for column in table.columns:
+        column.no_wrap = column.header != wide
+        column.overflow = "fold"
+    return table
+
+
+def _own_machines(machines: Mapping[str, MachineProfile]) -> Table | None:
+    columns = "machine", "devices", "made", "Gbit/s of a node", "GiB"
+    table = _narrow("in your store", *columns, wide="devices", numbers=1)
+    table.columns[columns.index("made")].no_wrap = False
+    for name, profile in machines.items():
+        made = _made(profile, profile.provenance.at[: len("2026-01-01")])
+        table.add_row(
+            name, _short_devices(profile), made, _network_in_words(profile), _memory_gib(profile)
+        )
+    return table if table.row_count else None
+
+
+def _catalogue(title: str, machines: Mapping[str, MachineProfile]) -> Table | None:
+    columns = "machine", "devices", "Gbit/s of a node", "GiB", "GB/s", "TFLOP/s"
+    table = _narrow(title, *columns, wide="devices", numbers=3)
+    for name, profile in machines.items():
+        device = profile.devices[0]
+        bandwidth = device.memory_bandwidth_bytes_per_s
+        peaks = device.peak_flops_per_s
+        best = max([peaks[dtype] for dtype in _SHORT if dtype in peaks] or peaks.values())
+        table.add_row(
+            name,
+            _short_devices(profile),
+            _network_in_words(profile),
+            _memory_gib(profile),
+            "" if bandwidth is None else f"{bandwidth / 1e9:.0f}",
+            f"{best / 1e12:.3g}" if best < 1e15 else f"{best / 1e12:.0f}",
+        )
+    return table if table.row_count else None
+
+
+def _rented_machines(machines: Mapping[str, MachineProfile]) -> Table | None:
+    columns = "machine", "instance", "devices", "Gbit/s of a node", "GiB"
+    table = _narrow("rented machines", *columns, wide="instance", numbers=1)
+    for name, profile in machines.items():
+        instance = str(profile.hardware["instance_type"])
+        network, memory = _network_in_words(profile), _memory_gib(profile)
+        table.add_row(name, instance, _short_devices(profile), network, memory)
+    return table if table.row_count else None
+
+
+def _memory_gib(profile: MachineProfile) -> str:
+    return f"{profile.devices[0].memory_bytes / 2**30:.3g}"
+
+
+def _short_devices(profile: MachineProfile) -> str:
+    name = profile.devices[0].name
+    for maker in _MAKERS:
+        name = name.removeprefix(maker)
+    return f"{len(profile.devices)} x {name}"
+
+
+def _network_in_words(profile: MachineProfile) -> str:
+    if not profile.network:
+        return ""
+    best = max(profile.network, key=lambda link: link.bandwidth_bytes_per_s)
+    kind = best.kind.replace("_", " ")
+    cards, rate = profile.hardware.get("nic_count"), profile.hardware.get("nic_bit_per_s")
+    if isinstance(cards, int) and isinstance(rate, int | float):
+        return f"{cards} x {rate / 1e9:g} {kind}"
+    return f"{best.bandwidth_bytes_per_s * 8 / 1e9:.3g} {kind}"
+
+
+def _devices_in_words(profile: MachineProfile) -> str:
+    return f"{len(profile.devices)} x {profile.devices[0].name}"
+
+
+def _made(profile: MachineProfile, at: str) -> str:
+    """Where a profile as a whole comes from: a machine of the catalogue may have gained groups."""
+    groups = (profile.links, profile.network, profile.collectives, profile.kernels)
+    sources = {entry.provenance.source for group in groups for entry in group}
+    if profile.provenance.source == "datasheet" and sources & {"imported", "measured"}:
+        return f"catalogue with {'imported ' if 'measured' not in sources else ''}measurements"
+    return f"{profile.provenance.source} {at}".strip()
+
+
+def profile_report(profile: MachineProfile) -> Group:
+    """A profile group by group, fastest kernels first."""
+    rows = [("made", _made(profile, profile.provenance.at))]
+    details = profile.devices[0].details.items()
+    rows += [_fact(key, value) for key, value in profile.hardware.items() if value is not None]
+    rows += [_fact(key, value) for key, value in details if value is not None and key != "source"]
+    rows += [(key, value) for key, value in profile.software.items()]
+    heading = f"{profile.name}: {_devices_in_words(profile)}"
+    return stacked(
+        Group(Text(heading, style="bold"), facts(rows)),
+        _devices_table(profile),
+        _host_facts(profile),
+        _kernels_table(profile),
+        _links_table(profile),
+        _collectives_table(profile),
+        _updates_table(profile),
+        listed("missing", profile.missing),
+        listed("sources", _sources(profile)),
+    )
+
+
+_UNITS: Mapping[str, Callable[[float], str]] = {
+    "_bytes": format_bytes,
+    "_bit_per_s": lambda rate: f"{rate / 1e9:g} Gbit/s",
+    "_hz": lambda rate: f"{rate / 1e9:g} GHz",
+    "_w": lambda power: f"{power:g} W",
+    "_s": format_seconds,
+}
+
+
+def _fact(key: str, value: str | int | float | bool) -> tuple[str, str]:
+    """A field of a profile and its value, in words and with its unit."""
+    if isinstance(value, bool):
+        return key.replace("_", " "), "yes" if value else "no"
+    for suffix, shown in _UNITS.items():
+        if key.endswith(suffix) and not isinstance(value, str):
+            return key.removesuffix(suffix).replace("_", " "), shown(value)
+    return key.replace("_", " "), str(value)
+
+
+def _devices_table(profile: MachineProfile) -> Table:
+    table = grid("devices", "device", "name", "cores", "memory", "bandwidth", "peak", numbers=3)
+    for indices, device in _alike_devices(profile.devices):
+        bandwidth = device.memory_bandwidth_bytes_per_s
+        peaks = (
+            f"{dtype} {format_count(rate)}FLOP/s" for dtype, rate in device.peak_flops_per_s.items()
+        )
+        table.add_row(
+            f"{device.kind}:{indices}",
+            device.name,
+            ",".join(map(str, device.cores)),
+            format_bytes(device.memory_bytes),
+            "" if bandwidth is None else format_bandwidth(bandwidth),
+            "\n".join(peaks),
+        )
+    return table
+
+
+def _alike_devices(devices: Sequence[Device]) -> Iterator[tuple[str, Device]]:
+    """Runs of devices that differ in their index alone, as ("0-7", the first of them)."""
+    for _, run in groupby(devices, key=lambda device: replace(device, index=0)):
+        first, *others = run
+        yield (f"{first.index}-{others[-1].index}" if others else str(first.index)), first
+
+
+def _sources(profile: MachineProfile) -> list[str]:
+    """What a profile says of where its numbers come from, each remark once."""
+    notes = [profile.provenance.note]
+    notes += [str(device.details.get("source", "")) for device in profile.devices]
+    notes += [link.provenance.note for link in (*profile.links, *profile.network)]
+    return list(dict.fromkeys(note for note in notes if note))
+
+
+def _host_facts(profile: MachineProfile) -> Table | None:
+    rows = []
+    if profile.host is not None:
+        rows += [
+            (f"host, {part_name(field.name)}", format_seconds(getattr(profile.host, field.name)))
+            for field in fields(profile.host)
+            if field.name.endswith("_s")
+        ]
+    if profile.memory is not None:
+        per_gib_s = profile.memory.first_touch_s_per_byte * 2**30
+        rows.append(("first touch of 1 GiB", format_seconds(per_gib_s)))
+        rows.append(("allocator", profile.memory.allocator))
+    if profile.rank_spread_ratio is not None:
+        rows.append(("spread between ranks", format_ratio(profile.rank_spread_ratio)))
+    return facts(rows) if rows else None
+
+
+def _kernels_table(profile: MachineProfile) -> Table | None:
+    """One row per family of operators: a probe times some hundred operators."""
+    from estimator.graph.costs import family_of, op_cost
+    from estimator.tensors import OpCall
+
+    rates: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    for kernel in profile.kernels:
+        family = rates.setdefault((family_of(kernel.target), kernel.dtype), [])
+        for point in kernel.points:
+            cost = op_cost(OpCall.decode(dict(point.call)))
+            flops, moved = (cost.flops, cost.moved_bytes) if cost else (0.0, 0.0)
+            family.append((point.warm_s, flops / point.warm_s, moved / point.warm_s))
+    table = grid(
+        "kernels, inputs in cache",
+        "family",
+        "dtype",
+        "calls",
+        "shortest",
+        "best FLOP/s",
+        "best bytes/s",
+        numbers=4,
+    )
+    for (name, dtype), calls in rates.items():
+        seconds, flops_per_s, bytes_per_s = zip(*calls, strict=True)
+        table.add_row(
+            name,
+            dtype,
+            str(len(calls)),
+            format_seconds(min(seconds)),
+            f"{format_count(max(flops_per_s))}FLOP/s" if any(flops_per_s) else "",
+            format_bandwidth(max(bytes_per_s)),
+        )
+    return table if table.row_count else None
+
+
+def _links_table(profile: MachineProfile) -> Table | None:
+    table = grid("links", "link", "streams", "latency", "bandwidth", "fit error", numbers=4)
+    for link in (*profile.links, *profile.network):
+        error = link.provenance.relative_error
+        table.add_row(
+            _link_name(link),
+            str(link.streams),
+            format_seconds(link.latency_s),
+            format_bandwidth(link.bandwidth_bytes_per_s),
+            "" if error is None else format_ratio(error),
+        )
+    return table if table.row_count else None
+
+
+_REACH_WORDS = {
+    "device_switch": ", behind one switch",
+    "socket": ", in one socket",
+    "node": "",
+    "rack": ", between nodes",
+    "cluster": ", between racks",
+}
+
+
+def _link_name(link: Link) -> str:
+    pinned = ", pinned" if link.pinned else ""
+    return f"{link.kind.replace('_', ' ')}{pinned}{_REACH_WORDS[link.reach]}"
+
+
+def _collective_name(cost: CollectiveCost) -> str:
+    across = f", {cost.nodes} nodes" if cost.spans_nodes else ""
+    return f"{cost.op.replace('_', '-')}, {cost.backend}{across}"
+
+
+def _collectives_table(profile: MachineProfile) -> Table | None:
+    table = grid(
+        "collectives", "collective", "ranks", "latency", "bandwidth", "fit error", numbers=4
+    )
+    for cost in profile.collectives:
+        error = cost.provenance.relative_error
+        table.add_row(
+            _collective_name(cost),
+            str(cost.group_size),
+            format_seconds(cost.latency_s),
+            format_bandwidth(cost.bandwidth_bytes_per_s),
+            "" if error is None else format_ratio(error),
+        )
+    return table if table.row_count else None
+
+
+def _updates_table(profile: MachineProfile) -> Table | None:
+    table = grid(
+        "updates", "optimizer", "dtype", "launch", "per tensor", "per 1 M parameters", numbers=3
+    )
+    for update in profile.updates:
+        table.add_row(
+            f"{update.optimizer}, {update.form}, {update.device}",
+            update.dtype,
+            format_seconds(update.launch_s),
+            format_seconds(update.per_tensor_s),
+            format_seconds(update.per_parameter_s * 1e6),
+        )
+    return table if table.row_count else None

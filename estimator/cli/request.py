@@ -1,0 +1,256 @@
+"""Turn what a command asks for into a graph, an estimate and a real training run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from estimator.errors import AllocationError, ModelError, StrategyError
+from estimator.placement.topology import Cluster
+from estimator.workload import Strategy
+
+if TYPE_CHECKING:
+    from estimator.advise.balance import Balance
+    from estimator.advise.scaling import Scaling
+    from estimator.advise.strategies import StrategyRow
+    from estimator.coefficients import Calibration
+    from estimator.estimates import Estimate
+    from estimator.graph.ops import OpGraph
+    from estimator.machines.profile import DeviceKind
+    from estimator.placement.placement import Placement
+
+_EXECUTION_OPTIONS = "compile or --cuda-graphs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A model with how it is trained; None means the default, or what a saved graph has.
+
+    `batch` counts samples per device and micro-batch, `global_batch` those of a whole step.
+    """
+
+    model: str
+    batch: int | None = None
+    global_batch: int | None = None
+    accumulation: int = 1
+    seq_len: int | None = None
+    optimizer: str | None = None
+    precision: str | None = None
+    strategy: str = "ddp"
+    cluster: Cluster | None = None
+    calibration: Calibration | None = None
+    measure: bool = False
+    execution: Literal["compiled", "cuda-graphs"] | None = None
+    channels_last: bool = False
+    grad_scaler: bool = False
+
+    def graph(
+        self, allocations: Sequence[str], report: Callable[[str, float], None] | None = None
+    ) -> OpGraph:
+        """The graph that the model names, or its trace for the kind of the first machine.
+
+        Allocations and strategy are checked first, since building a model can take long. `report`
+        is told what is being measured and how far that is, from 0 to 1.
+        """
+        machines = [self._placed(text).kinds[0].profile for text in allocations]
+        from estimator.graph.files import is_saved_graph, is_summary_file
+        from estimator.graph.ops import OpGraph
+
+        if is_saved_graph(self.model):
+            graph = OpGraph.load(self.model)
+            self._check_as_traced(graph)
+            return graph
+        if is_summary_file(self.model):
+            return self._summarised(machines[0].kind)
+        from estimator.api import trace_model
+        from estimator.graph.models import load_model  # imports torch: a saved graph needs none
+
+        model, batch, loss, name = load_model(
+            self.model, batch=self.batch, seq_len=self.seq_len, weights=False
+        )
+        return trace_model(
+            model,
+            batch,
+            loss=loss,
+            optimizer=self.optimizer or "adamw",
+            precision=self.precision or "fp32",
+            target=machines[0].kind,
+            measure=self.measure,
+            compiled="cuda-graphs" if self.execution == "cuda-graphs" else bool(self.execution),
+            channels_last=self.channels_last,
+            grad_scaler=self.grad_scaler,
+            profile=machines[0],
+            name=name,
+            report=report,
+        )
+
+    def _summarised(self, target: DeviceKind) -> OpGraph:
+        from estimator.graph.files import load_summary
+        from estimator.graph.summary import summary_graph
+
+        summary = load_summary(self.model)
+        for option, asked in (
+            ("measure", self.measure),
+            (_EXECUTION_OPTIONS, self.execution),
+            ("channels-last", self.channels_last),
+            ("grad-scaler", self.grad_scaler),
+            ("seq-len", self.seq_len not in (None, summary.tokens_per_sample)),
+        ):
+            if asked:
+                raise ModelError(
+                    f"{self.model} is a summary, whose operators are not known; leave out "
+                    f"--{option} or name the model itself"
+                )
+        trained = replace(
+            summary,
+            optimizer=self.optimizer or summary.optimizer,
+            precision=self.precision or summary.precision,
+        )
+        if summary.step_times and trained != summary:
+            raise ModelError(
+                f"{self.model} has step times of {summary.optimizer} in {summary.precision}; leave "
+                "out --optimizer and --precision or time such steps"
+            )
+        return summary_graph(trained, target=target)
+
+    def _check_as_traced(self, graph: OpGraph) -> None:
+        if self.execution not in (None, graph.execution):
+            raise ModelError(
+                f"{self.model} was traced as {graph.execution}; leave out --{_EXECUTION_OPTIONS} "
+                "or name the model itself"
+            )
+        for option, asked, traced in (
+            ("optimizer", self.optimizer, graph.optimizer),
+            ("precision", self.precision, graph.precision),
+            ("measure", self.measure or None, bool(graph.timings)),
+            ("channels-last", self.channels_last or None, graph.channels_last),
+            ("grad-scaler", self.grad_scaler or None, graph.grad_scaler),
+            ("seq-len", self.seq_len, graph.tokens_per_sample),
+        ):
+            if asked is not None and asked != traced:
+                raise ModelError(
+                    f"{self.model} was traced with {option} {traced}; leave out --{option} or "
+                    "name the model itself"
+                )
+
+    def estimate(self, graph: OpGraph, allocation: str) -> Estimate:
+        """The estimate of a traced graph on an allocation."""
+        from estimator.api import estimate
+
+        return estimate(
+            graph,
+            allocation,
+            batch_per_gpu=self.batch,
+            global_batch=self.global_batch,
+            accumulation_steps=self.accumulation,
+            strategy=self.strategy,
+            cluster=self.cluster,
+            calibration=self.calibration,
+        )
+
+    def exists(self, allocation: str) -> bool:
+        """Whether there are such machines and devices, and the strategy can divide the ranks."""
+        try:
+            self._placed(allocation)
+        except (AllocationError, StrategyError):
+            return False
+        return True
+
+    def _placed(self, allocation: str) -> Placement:
+        from estimator.placement.mesh import Mesh
+        from estimator.placement.placement import place
+
+        strategy = Strategy.parse(self.strategy)
+        placement = place(allocation, cluster=self.cluster)
+        Mesh.data_parallel(placement, strategy)
+        return placement
+
+    def balance(self, graph: OpGraph, allocation: str) -> Balance | None:
+        """The split of the global batch by speed; None where there is none to split or gain."""
+        if self.global_batch is None or self.batch is not None:
+            return None
+        from estimator.advise.balance import balance
+
+        found = balance(
+            graph,
+            allocation,
+            global_batch=self.global_batch,
+            accumulation_steps=self.accumulation,
+            strategy=self.strategy,
+            cluster=self.cluster,
+            calibration=self.calibration,
+        )
+        return found if found.answer is not found.even else None
+
+    def scaling(self, graph: OpGraph, answer: Estimate) -> Scaling | None:
+        """How an estimate on several ranks scales; None for one rank."""
+        from estimator.advise.scaling import scaling_of
+
+        if answer.ranks == 1:
+            return None
+        return scaling_of(graph, answer, cluster=self.cluster, calibration=self.calibration)
+
+    def ranked(
+        self, graph: OpGraph, allocation: str, strategies: Sequence[Strategy]
+    ) -> list[StrategyRow]:
+        """Estimates on an allocation under each strategy instead of the request's, best first."""
+        from estimator.advise.strategies import rank_strategies
+
+        def answer_of(strategy: Strategy) -> Estimate:
+            return replace(self, strategy=str(strategy)).estimate(graph, allocation)
+
+        return rank_strategies(allocation, strategies, answer_of)
+
+    def check_trainable_here(self, allocations: Sequence[str]) -> None:
+        """Raise AllocationError where this machine lacks the GPUs that an allocation names."""
+        from estimator.placement.placement import place
+
+        for text in allocations:
+            site = place(text, cluster=self.cluster).sites[0]
+            if site.profile.kind != "cuda":
+                continue
+            from torch import cuda  # cores need no look at what GPUs there are
+
+            if cuda.device_count() < site.per_node:
+                raise AllocationError(
+                    f"'{text}' is to train on {site.per_node} of this machine's GPUs, and torch "
+                    f"finds {cuda.device_count()}; validate on the machine itself"
+                )
+
+    def trainer(
+        self, graph: OpGraph, *, steps: int, warmup_steps: int
+    ) -> Callable[[Estimate], float]:
+        """A function that trains as an estimate assumed: the slowest rank's seconds per step."""
+        from estimator.placement.placement import place
+        from estimator.probe.training import train
+
+        if graph.mode != graph.precision:
+            raise ModelError(
+                f"this command trains eagerly, but {graph.name} was asked for as {graph.mode}; "
+                "leave out what is not its precision"
+            )
+
+        def run(predicted: Estimate) -> float:
+            placement = place(predicted.allocation)
+            if placement.nodes > 1:
+                raise AllocationError(
+                    f"'{predicted.allocation}' spans {placement.nodes} nodes, but this command "
+                    "trains on one; validate an allocation such as 1x2:local"
+                )
+            devices = placement.sites[0].profile.devices[: predicted.ranks]
+            training = train(
+                self.model,
+                devices,
+                batch=predicted.batch_per_gpu,
+                optimizer=graph.optimizer,
+                precision=graph.precision,
+                strategy=self.strategy,
+                steps=steps,
+                warmup_steps=warmup_steps,
+                accumulation_steps=self.accumulation,
+                seq_len=self.seq_len,
+            )
+            return training.slowest_step_s
+
+        return run

@@ -1,0 +1,1 @@
+"""What was measured of machines: profiles as files, compared; typical values."""

@@ -1,0 +1,147 @@
+"""Set two machine profiles side by side, number by number."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from estimator.machines.profile import CollectiveCost, Link, MachineProfile, UpdateCost
+
+Unit = Literal["s", "bytes", "bytes_per_s", "flops_per_s"]
+# What links do, so that unlike kinds of them can stand beside each other.
+_ROLES = {"h2d": "host to device", "d2h": "device to host"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """One positive number of a profile; a kernel's name is the call that took so long."""
+
+    group: str
+    name: str
+    unit: Unit
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One quantity that both profiles have; `ratio` is the second over the first."""
+
+    group: str
+    name: str
+    unit: Unit
+    first: float
+    second: float
+
+    @property
+    def ratio(self) -> float:
+        return self.second / self.first
+
+
+def compare_profiles(first: MachineProfile, second: MachineProfile) -> tuple[Compared, ...]:
+    """Every positive quantity that both profiles have, in the order of the first.
+
+    Kernels are compared call by call: a quantity is the time of one operator on one set of shapes.
+    """
+    theirs = {(each.group, each.name): each.value for each in _quantities(second)}
+    return tuple(
+        Compared(
+            group=each.group,
+            name=each.name,
+            unit=each.unit,
+            first=each.value,
+            second=theirs[each.group, each.name],
+        )
+        for each in _quantities(first)
+        if (each.group, each.name) in theirs
+    )
+
+
+def only_in(first: MachineProfile, second: MachineProfile) -> tuple[Quantity, ...]:
+    """Every positive quantity of the first profile that the second says nothing about."""
+    theirs = {(each.group, each.name) for each in _quantities(second)}
+    return tuple(each for each in _quantities(first) if (each.group, each.name) not in theirs)
+
+
+def median_difference_ratio(rows: Sequence[Compared]) -> float:
+    """How far the two profiles typically disagree, relative to the larger number of each pair."""
+    return statistics.median(1 - min(row.ratio, 1 / row.ratio) for row in rows)
+
+
+def _quantities(profile: MachineProfile) -> Iterator[Quantity]:
+    for group, name, unit, value in _numbers(profile):
+        if value > 0:
+            yield Quantity(group=group, name=name, unit=unit, value=value)
+
+
+_Number = tuple[str, str, Unit, float]
+
+
+def _numbers(profile: MachineProfile) -> Iterator[_Number]:
+    yield from _device_quantities(profile)
+    if profile.host is not None:
+        for field in fields(profile.host):
+            if field.name.endswith("_s"):
+                yield "host", _spaced(field.name), "s", getattr(profile.host, field.name)
+    if profile.memory is not None:
+        yield "memory", "first touch of a byte", "s", profile.memory.first_touch_s_per_byte
+        yield "memory", "cold read of a byte", "s", profile.memory.cold_read_s_per_byte
+    yield from _link_quantities(profile.links, "link", "between devices")
+    yield from _link_quantities(profile.network, "network", "between nodes")
+    for collective in profile.collectives:
+        yield from _collective_quantities(collective)
+    for update in profile.updates:
+        yield from _update_quantities(update, profile)
+    for kernel in profile.kernels:
+        for point in kernel.points:
+            key = json.dumps(dict(point.call), sort_keys=True)
+            yield f"kernel {kernel.target}, {kernel.dtype}", key, "s", point.warm_s
+
+
+def _device_quantities(profile: MachineProfile) -> Iterator[_Number]:
+    # Devices of one profile are alike; the first stands for all.
+    device = profile.devices[0]
+    yield "device", "memory", "bytes", device.memory_bytes
+    if device.memory_bandwidth_bytes_per_s is not None:
+        yield "device", "memory bandwidth", "bytes_per_s", device.memory_bandwidth_bytes_per_s
+    for dtype, rate in device.peak_flops_per_s.items():
+        yield "device", f"peak, {dtype}", "flops_per_s", rate
+
+
+def _link_quantities(links: Sequence[Link], group: str, role: str) -> Iterator[_Number]:
+    """Links by what they do; of several that do the same, all but the fastest by their kind too."""
+    named: set[str] = set()
+    for link in sorted(links, key=lambda link: -link.bandwidth_bytes_per_s):
+        name = _ROLES.get(link.kind, role) + (", pinned" if link.pinned else "")
+        if link.reach not in ("node", "rack"):
+            name += f", {_spaced(link.reach)}"
+        if link.streams > 1:
+            name += f", {link.streams} at once"
+        if name in named:
+            name += f", over {_spaced(link.kind)}"
+        named.add(name)
+        yield group, f"{name}, latency", "s", link.latency_s
+        yield group, f"{name}, bandwidth", "bytes_per_s", link.bandwidth_bytes_per_s
+
+
+def _collective_quantities(cost: CollectiveCost) -> Iterator[_Number]:
+    across = f", {cost.nodes} nodes" if cost.spans_nodes else ""
+    name = f"{_spaced(cost.op)}, {cost.backend}, {cost.group_size} ranks{across}"
+    yield "collective", f"{name}, latency", "s", cost.latency_s
+    yield "collective", f"{name}, bandwidth", "bytes_per_s", cost.bandwidth_bytes_per_s
+
+
+def _update_quantities(update: UpdateCost, profile: MachineProfile) -> Iterator[_Number]:
+    # An update on the machine's devices compares with one on other devices, whatever their kind.
+    place = "" if update.device == profile.kind else f", on the {update.device}"
+    dtype = "" if update.dtype == "float32" else f", {update.dtype}"
+    name = f"{update.optimizer}, {update.form}{place}{dtype}"
+    yield "update", f"{name}, launch", "s", update.launch_s
+    yield "update", f"{name}, per tensor", "s", update.per_tensor_s
+    yield "update", f"{name}, per parameter", "s", update.per_parameter_s
+
+
+def _spaced(name: str) -> str:
+    return name.removesuffix("_s").replace("_", " ")

@@ -1,0 +1,108 @@
+"""Say what a machine known only by its datasheet typically costs, and gives of its line rates.
+
+A datasheet promises peaks. What runs on such a machine is taken to reach the shares of them, and to
+cost the host seconds, that are usual on machines of its kind; each number names its source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from estimator.machines.profile import (
+    DeviceKind,
+    HostCost,
+    Link,
+    LinkKind,
+    MachineProfile,
+    Provenance,
+    UpdateCost,
+)
+
+# What collectives get of a link's line rate. NVLink: nccl-tests on 8 A100 reach 235 of 300 GB/s
+# each way (NVIDIA/nccl-tests, issues). PCIe: 24 bytes of header to 256 of payload, and flow control
+# (peer copies of 12 to 13 GB/s over 3.0 x16). InfiniBand and RoCE: headers at MTU 4096 and one
+# queue's pauses. EFA and TCP: nccl-tests over aws-ofi-nccl and over sockets.
+LINK_RATIOS: dict[LinkKind, float] = {
+    "nvlink": 0.78,
+    "infinity_fabric": 0.70,
+    "pcie": 0.80,
+    "infiniband": 0.93,
+    "roce": 0.90,
+    "efa": 0.80,
+    "tcp": 0.75,
+}
+# What a byte streamed by one kernel costs, as a share of the memory's peak (BabelStream on V100 and
+# A100: 0.85 to 0.92 for arrays far larger than the caches; optimizers walk many smaller tensors).
+STREAMED_RATIO = 0.80
+# Bytes that the foreach form of torch.optim reads and writes per fp32 parameter, kernel by kernel
+# (torch/optim/adam.py, sgd.py). Adam: lerp 12, mul 8, addcmul 12, sqrt 8, div 8, add 8, addcdiv 16;
+# AdamW: one mul of 8 more. SGD: add 12; with momentum mul 8 and add 12 more.
+_FOREACH_BYTES = {"sgd": 12.0, "sgd-momentum": 32.0, "adam": 72.0, "adamw": 80.0}
+# Python's lists and scalars for each tensor of such a step, and the calls around them (`estimator
+# probe` on an EPYC server: 0.9, 3.4, 10.6 and 12.3 µs a tensor, 16 to 45 µs a step).
+_FOREACH_TENSOR_S = {"sgd": 1e-6, "sgd-momentum": 3e-6, "adam": 1e-5, "adamw": 1e-5}
+_FOREACH_LAUNCH_S = 5e-5
+_HOST_ERROR = 0.4
+_UPDATE_ERROR = 0.4
+# Eager training issues some 100,000 operators a second from Python and 150,000 from autograd's C++,
+# launches included (torch.profiler traces of GPU servers: 8 to 12 and 5 to 8 µs an operator).
+_HOST = HostCost(
+    forward_op_s=5e-6,
+    forward_view_s=3e-6,
+    backward_op_s=2.5e-6,
+    bare_op_s=4.5e-6,
+    module_call_s=3e-6,
+    step_s=1e-4,
+    ddp_step_s=3e-4,
+    ddp_bucket_s=3e-5,
+    shard_unit_s=3e-4,
+    shard_update_tensor_s=5e-6,
+    provenance=Provenance(
+        source="datasheet", relative_error=_HOST_ERROR, note="typical of servers with GPUs"
+    ),
+)
+
+
+def achieved_bytes_per_s(link: Link) -> float:
+    """What collectives get of a link: its measured rate, or the usual share of a line rate."""
+    if link.provenance.source != "datasheet":
+        return link.bandwidth_bytes_per_s
+    return link.bandwidth_bytes_per_s * LINK_RATIOS.get(link.kind, 1.0)
+
+
+def is_known_by_datasheet(profile: MachineProfile) -> bool:
+    """Whether nothing of a machine's kernels was measured, but its peaks are known."""
+    device = profile.devices[0]
+    known = device.memory_bandwidth_bytes_per_s is not None and bool(device.peak_flops_per_s)
+    return device.kind == "cuda" and known and not profile.kernels
+
+
+def with_typical_costs(profile: MachineProfile) -> MachineProfile:
+    """The profile, with typical host and update costs where it is known by its datasheet only."""
+    return _complete(profile) if is_known_by_datasheet(profile) else profile
+
+
+def _complete(profile: MachineProfile) -> MachineProfile:
+    return replace(
+        profile, host=profile.host or _HOST, updates=profile.updates or _updates(profile)
+    )
+
+
+def _updates(profile: MachineProfile) -> tuple[UpdateCost, ...]:
+    device = profile.devices[0]
+    kind: DeviceKind = device.kind
+    rate = STREAMED_RATIO * (device.memory_bandwidth_bytes_per_s or 0.0)
+    return tuple(
+        UpdateCost(
+            optimizer=optimizer,
+            form="foreach",
+            device=kind,
+            launch_s=_FOREACH_LAUNCH_S,
+            per_tensor_s=_FOREACH_TENSOR_S[optimizer],
+            per_parameter_s=moved / rate,
+            provenance=Provenance(
+                source="datasheet", relative_error=_UPDATE_ERROR, note="bytes over memory bandwidth"
+            ),
+        )
+        for optimizer, moved in _FOREACH_BYTES.items()
+    )

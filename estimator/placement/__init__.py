@@ -1,0 +1,1 @@
+"""Where ranks run: allocations, clusters and their links, meshes and process groups."""

@@ -1,0 +1,254 @@
+"""Hold many allocations as columns: which machines or hosts, how many nodes, how many devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import methodcaller
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.errors import AllocationError
+from estimator.placement.allocation import Allocation, DeviceGroup
+
+Integers = NDArray[np.integer]
+
+HOST_MARK = "[]"
+# Texts read at once, groups laid out at once, distinct groups remembered: these bound the memory.
+_TEXTS_AT_ONCE = 1 << 16
+_MOST_CELLS = 1 << 22
+_MOST_GROUPS_KNOWN = 1 << 18
+_count_joins = methodcaller("count", "+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AllocationColumns:
+    """One allocation a row, its groups in rank order from the left.
+
+    `site` is an index into `sites`, −1 where a row has no further group; `nodes` and `devices` say
+    how many nodes, and how many devices on each. All have the shape (rows, groups). A site is a
+    machine type, or with ``[]`` behind its name a host of a cluster file, of which a group takes
+    one node. `highest` is the highest device index named on a host; None where hosts give devices
+    in order.
+
+    >>> columns = AllocationColumns.from_texts(["1x8:v100+2x4:t4", "a1[0,1]"])
+    >>> columns.sites, columns.site.tolist()
+    (('v100', 't4', 'a1[]'), [[0, 1], [2, -1]])
+    """
+
+    sites: tuple[str, ...]
+    site: Integers
+    nodes: Integers
+    devices: Integers
+    highest: Integers | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("site", "nodes", "devices", "highest"):
+            column = getattr(self, name)
+            if column is None:
+                continue
+            if column.ndim != 2 or column.shape != self.site.shape or column.dtype.kind not in "iu":
+                raise AllocationError(
+                    f"column '{name}' is {column.dtype} of shape {column.shape}; give integers, "
+                    "one row an allocation and one column a group, alike for all columns"
+                )
+        _check_sites(self.site, len(self.sites))
+
+    def __len__(self) -> int:
+        return len(self.site)
+
+    def __getitem__(self, rows: slice) -> AllocationColumns:
+        """Some of the rows, as views."""
+        return AllocationColumns(
+            sites=self.sites,
+            site=self.site[rows],
+            nodes=self.nodes[rows],
+            devices=self.devices[rows],
+            highest=None if self.highest is None else self.highest[rows],
+        )
+
+    def allocation(self, row: int) -> Allocation:
+        """A row as an allocation; a host gives its devices in order. Raises AllocationError."""
+        groups: list[DeviceGroup] = []
+        given: dict[str, int] = {}
+        columns = (self.site[row].tolist(), self.nodes[row].tolist(), self.devices[row].tolist())
+        for site, nodes, devices in zip(*columns, strict=True):
+            if site < 0:
+                break
+            name = self.sites[site]
+            if not name.endswith(HOST_MARK):
+                groups.append(DeviceGroup(nodes=nodes, devices_per_node=devices, machine=name))
+                continue
+            host = name.removesuffix(HOST_MARK)
+            if nodes != 1:
+                raise AllocationError(f"host '{host}' is one node, found {nodes}; write 1 node")
+            first = given.get(host, 0)
+            given[host] = first + devices
+            listed = tuple(range(first, first + devices))
+            groups.append(DeviceGroup(nodes=1, devices_per_node=devices, host=host, devices=listed))
+        return Allocation(tuple(groups))
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[str | Allocation]) -> AllocationColumns:
+        """Read allocations; raises AllocationError that names the first row it cannot read."""
+        reader = TextReader()
+        parts = list(reader.parts(texts))
+        if len(parts) == 1:
+            return parts[0][1]
+        width = max((part.site.shape[1] for _, part in parts), default=0)
+
+        def stacked(name: str, missing: int) -> Integers:
+            whole = np.full((width, len(texts)), missing, dtype=np.int32)
+            for start, part in parts:
+                column = getattr(part, name).T
+                whole[: len(column), start : start + column.shape[1]] = column
+            return whole.T
+
+        named = any(part.highest is not None for _, part in parts)
+        return cls(
+            sites=reader.sites,
+            site=stacked("site", -1),
+            nodes=stacked("nodes", 0),
+            devices=stacked("devices", 0),
+            highest=stacked("highest", 0) if named else None,
+        )
+
+
+def _check_sites(site: Integers, known: int) -> None:
+    if not len(site):
+        return
+    if not site.shape[1]:
+        raise AllocationError("row 0 has no group; give each row at least one")
+    if site.max() >= known or site.min() < -1:
+        row = int(((site >= known) | (site < -1)).any(axis=1).argmax())
+        raise AllocationError(
+            f"row {row} has site numbers {site[row].tolist()} of {known} sites; count them from 0 "
+            "and write -1 where a row has no further group"
+        )
+    absent = site.T < 0
+    ragged = absent[0].copy()
+    for left, right in pairwise(absent):
+        ragged |= left & ~right
+    if ragged.any():
+        raise AllocationError(
+            f"row {int(ragged.argmax())} has no group, or a gap before one; list each row's groups "
+            "from the left"
+        )
+
+
+class TextReader:
+    """Reads texts in parts; a site keeps its number from part to part.
+
+    Each distinct group, such as ``2x8:h100``, is read once and then only looked up.
+    """
+
+    def __init__(self) -> None:
+        self._groups = _Groups()
+        self._first_row = 0
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The sites met so far, in the order of their numbers."""
+        return tuple(self._groups.sites)
+
+    def parts(
+        self, texts: Sequence[str | Allocation], *, first_row: int = 0
+    ) -> Iterator[tuple[int, AllocationColumns]]:
+        """(first row, columns) of some thousand rows at a time.
+
+        Raises AllocationError that names the row, counted from `first_row`.
+        """
+        self._first_row = first_row
+        for start in range(0, len(texts), _TEXTS_AT_ONCE):
+            yield from self._part(texts[start : start + _TEXTS_AT_ONCE], start)
+
+    def _part(
+        self, part: Sequence[str | Allocation], start: int
+    ) -> Iterator[tuple[int, AllocationColumns]]:
+        texts = [text if isinstance(text, str) else str(text) for text in part]
+        joins = np.fromiter(map(_count_joins, texts), np.int64, len(texts))
+        if len(texts) > 1 and (int(joins.max()) + 1) * len(texts) > _MOST_CELLS:
+            middle = len(texts) // 2
+            yield from self._part(texts[:middle], start)
+            yield from self._part(texts[middle:], start + middle)
+            return
+        try:
+            columns = self._read(texts, joins)
+        except AllocationError:
+            _raise_first(texts, self._first_row + start)
+            raise
+        yield start, columns
+
+    def _read(self, texts: list[str], joins: NDArray[np.int64]) -> AllocationColumns:
+        groups, count = self._groups, len(texts)
+        groups.forget_if_many()
+        parts = "+".join(texts).split("+")
+        codes = np.fromiter(map(groups.__getitem__, parts), np.int32, len(parts))
+        known = np.array(groups.columns, dtype=np.int32)
+        width = int(joins.max()) + 1
+        first = np.cumsum(joins + 1) - (joins + 1)
+        columns = np.empty((4, width, count), dtype=np.int32)
+        for number in range(width):
+            there = joins >= number
+            group = codes[np.minimum(first + number, len(codes) - 1)]
+            columns[:, number] = known[:, group]
+            columns[0, number][~there] = -1
+        site, nodes, devices, highest = (column.T for column in columns)
+        named = groups.any_host
+        if named:
+            self._check_devices(texts, columns[0])
+        return AllocationColumns(
+            sites=self.sites,
+            site=site,
+            nodes=nodes,
+            devices=devices,
+            highest=highest if named else None,
+        )
+
+    def _check_devices(self, texts: Sequence[str], site: Integers) -> None:
+        """Rows that name a host twice may name a device twice, which only their text tells."""
+        is_host = np.array([name.endswith(HOST_MARK) for name in self.sites])
+        in_order = np.sort(site, axis=0)
+        again = (in_order[1:] == in_order[:-1]) & (in_order[1:] >= 0) & is_host[in_order[1:]]
+        for row in np.flatnonzero(again.any(axis=0)).tolist():
+            Allocation.parse(texts[row])
+
+
+class _Groups(dict[str, int]):
+    """Numbers of the groups met so far, by their text; an unknown one is read and numbered."""
+
+    def __init__(self) -> None:
+        self.sites: dict[str, int] = {}
+        self.columns: list[list[int]] = [[], [], [], []]
+        self.any_host = False
+
+    def __missing__(self, text: str) -> int:
+        group = Allocation.parse(text).groups[0]
+        if group.host is None:
+            name, highest = group.machine or "", group.devices_per_node - 1
+        else:
+            name, highest = group.host + HOST_MARK, max(group.devices)
+            self.any_host = True
+        site = self.sites.setdefault(name, len(self.sites))
+        for column, value in zip(
+            self.columns, (site, group.nodes, group.devices_per_node, highest), strict=True
+        ):
+            column.append(value)
+        number = self[text] = len(self)
+        return number
+
+    def forget_if_many(self) -> None:
+        """Start again, sites apart, before the groups themselves fill the memory."""
+        if len(self) > _MOST_GROUPS_KNOWN:
+            self.clear()
+            self.columns = [[], [], [], []]
+
+
+def _raise_first(texts: Sequence[str], start: int) -> None:
+    for row, text in enumerate(texts, start):
+        try:
+            Allocation.parse(text)
+        except AllocationError as error:
+            raise AllocationError(f"row {row}: {error}") from None

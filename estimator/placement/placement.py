@@ -1,0 +1,329 @@
+"""Put an allocation onto machines: the profile, the node and the network of each group of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from estimator.cache import Cache
+from estimator.errors import AllocationError
+from estimator.machines.profile import MachineProfile, load_profile
+from estimator.placement.allocation import Allocation, DeviceGroup
+from estimator.placement.network import NodeNetwork, network_in_cluster, network_of
+from estimator.placement.topology import Cluster
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """`nodes` equal nodes in rank order with `per_node` ranks each.
+
+    `host` names the node of a cluster file (then `nodes` is 1).
+    """
+
+    profile: MachineProfile
+    nodes: int
+    per_node: int
+    host: str | None = None
+    devices: tuple[int, ...] = ()
+    slowdown_ratio: float = 1.0
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NodeKind:
+    """Nodes that are alike for a step: one object for one machine, load, speed and network.
+
+    `busy` ranks work on each. `nic_bytes_per_s` is the payload rate that they get of the node's
+    network, each way; None where nothing is known of it. `hop_latency_s` is that of a hop to the
+    next node. `by_network` sorts by network: the slowest first, then the one with most ranks.
+    """
+
+    profile: MachineProfile
+    busy: int
+    slowdown_ratio: float
+    nic_bytes_per_s: float | None
+    hop_latency_s: float
+    by_network: tuple[float, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        rate = math.inf if self.nic_bytes_per_s is None else self.nic_bytes_per_s
+        object.__setattr__(self, "by_network", (rate, -self.busy))
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """What its ranks get of the node's network; inf where nothing is known of it."""
+        return self.by_network[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """An allocation on its machines: sites in rank order; one host may come more than once.
+
+    `kinds` are the unlike kinds of its nodes in the order in which ranks meet them, `kind_of` is
+    the number of each site's kind.
+    """
+
+    allocation: Allocation
+    cluster: Cluster | None
+    kinds: tuple[NodeKind, ...]
+    kind_of: tuple[int, ...]
+    ranks: int
+    nodes: int
+    hosted: tuple[Site, ...] = ()
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """In a cluster its hosts, else a site for each group."""
+        if self.cluster is not None:
+            return self.hosted
+        kinds = [self.kinds[number] for number in self.kind_of]
+        return tuple(
+            Site(kind.profile, group.nodes, group.devices_per_node)
+            for group, kind in zip(self.allocation.groups, kinds, strict=True)
+        )
+
+    @property
+    def busy(self) -> tuple[int, ...]:
+        """For each site, the ranks of the whole allocation on one of its nodes."""
+        return tuple(self.kinds[number].busy for number in self.kind_of)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether devices differ in machine or speed, so that some wait under equal batches."""
+        return len({(id(kind.profile), kind.slowdown_ratio) for kind in self.kinds}) > 1
+
+    def by_site(self, values: Sequence[Value]) -> list[Value]:
+        """Values given one for each group of the allocation, as one for each site."""
+        # In a cluster each node of a counted group is a site of its own.
+        sites = [group.nodes if self.cluster else 1 for group in self.allocation.groups]
+        return [value for value, count in zip(values, sites, strict=True) for _ in range(count)]
+
+
+def place(
+    allocation: str | Allocation,
+    *,
+    cluster: Cluster | None = None,
+    profile: MachineProfile | None = None,
+    cache: Cache | None = None,
+) -> Placement:
+    """Resolve every group of an allocation; `profile` stands in for the one machine it names.
+
+    With a cluster, counted groups take the first free nodes of their machine type in the order of
+    the cluster file. `cache` keeps kinds of nodes, so that they are the same objects in other
+    placements. Raises AllocationError, UnknownMachineError, ProfileError.
+    """
+    parsed = Allocation.parse(allocation)
+    if profile is not None and len({group.machine for group in parsed.groups} - {None}) > 1:
+        raise AllocationError(
+            f"'{parsed}' names several machine types, but one profile was given; leave it out"
+        )
+    if cluster is None:
+        return _on_machines(parsed, profile, cache)
+    return _on_hosts(parsed, _in_cluster(parsed, cluster, profile), cluster, cache)
+
+
+def _on_machines(
+    allocation: Allocation, profile: MachineProfile | None, cache: Cache | None
+) -> Placement:
+    """Nodes of machine types on one switch; only unlike groups cost more than counting."""
+    numbers: dict[tuple[str | None, int], int] = {}
+    kinds: list[NodeKind] = []
+    kind_of: list[int] = []
+    machines: dict[str | None, _Nodes] = {}
+    reach = hop_reach(None)
+    ranks = nodes = 0
+    for group in allocation.groups:
+        count, devices, name = group.nodes, group.devices_per_node, group.machine
+        number = numbers.get((name, devices))
+        if number is None:
+            number = numbers[name, devices] = len(kinds)
+            if name not in machines:
+                machine = profile or load_profile(_machine_name(group))
+                machines[name] = _nodes_of(machine, reach, cache)
+            loads = machines[name]
+            if devices > loads.most:
+                raise _too_many(allocation, loads.profile, devices)
+            kinds.append(loads[devices])
+        kind_of.append(number)
+        nodes += count
+        ranks += count * devices
+    if nodes > 1:
+        for kind in kinds:
+            if kind.nic_bytes_per_s is None:
+                raise _no_network(allocation, kind.profile.name)
+    return Placement(allocation, None, tuple(kinds), tuple(kind_of), ranks, nodes)
+
+
+def _machine_name(group: DeviceGroup) -> str:
+    if group.machine is None:
+        raise AllocationError(
+            f"'{group}' names a host, which only a cluster file describes; give --cluster FILE or "
+            f"write 1x{group.devices_per_node}:MACHINE"
+        )
+    return group.machine
+
+
+def _on_hosts(
+    allocation: Allocation, sites: Sequence[Site], cluster: Cluster, cache: Cache | None
+) -> Placement:
+    """Check that no host gives more devices than it has, and that hosts can reach each other."""
+    on_host: dict[str | None, int] = {}
+    for site in sites:
+        on_host[site.host] = on_host.get(site.host, 0) + site.per_node
+    for site in sites:
+        if on_host[site.host] > len(site.profile.devices):
+            raise _too_many(allocation, site.profile, on_host[site.host], site.host)
+    reach = hop_reach(cluster)
+    kinds = []
+    unlike: dict[tuple[int, NodeNetwork | None, float], _Nodes] = {}
+    for site in sites:
+        network = network_in_cluster(site.profile, cluster, site.host or "")
+        key = (id(site.profile), network, site.slowdown_ratio)
+        if key not in unlike:
+            unlike[key] = _nodes_of(site.profile, reach, cache, network, site.slowdown_ratio)
+        nodes = unlike[key]
+        kind = nodes[on_host[site.host]]
+        if kind.nic_bytes_per_s is None and len(on_host) > 1:
+            raise _no_network(allocation, site.host)
+        kinds.append(kind)
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    kind_of = tuple(numbers[kind] for kind in kinds)
+    ranks = sum(on_host.values())
+    return Placement(
+        allocation, cluster, tuple(numbers), kind_of, ranks, len(on_host), tuple(sites)
+    )
+
+
+def _too_many(
+    allocation: Allocation, machine: MachineProfile, used: int, host: str | None = None
+) -> AllocationError:
+    return AllocationError(
+        f"'{allocation}' asks for {used} devices of '{host or machine.name}', which has "
+        f"{len(machine.devices)}; ask for at most {len(machine.devices)}"
+    )
+
+
+def _no_network(allocation: Allocation, name: str | None) -> AllocationError:
+    return AllocationError(
+        f"'{allocation}' spans several nodes, but no network of '{name}' has been measured; run "
+        "'torchrun -m estimator.probe' on two nodes or give --cluster FILE with uplinks"
+    )
+
+
+class _Nodes(dict[int, NodeKind]):
+    """Nodes of one machine, network and speed, by how many ranks work on each."""
+
+    def __init__(
+        self,
+        profile: MachineProfile,
+        reach: str,
+        network: NodeNetwork | None,
+        slowdown_ratio: float,
+    ) -> None:
+        self.profile, self.most = profile, len(profile.devices)
+        self._network = network or network_of(profile)
+        self._slowdown_ratio = slowdown_ratio
+        self._hop_latency_s = hop_latency_s(profile, reach)
+
+    def __missing__(self, busy: int) -> NodeKind:
+        network = self._network
+        kind = self[busy] = NodeKind(
+            profile=self.profile,
+            busy=busy,
+            slowdown_ratio=self._slowdown_ratio,
+            nic_bytes_per_s=None if network is None else network.sent_bytes_per_s(busy),
+            hop_latency_s=self._hop_latency_s,
+        )
+        return kind
+
+
+def _nodes_of(
+    profile: MachineProfile,
+    reach: str,
+    cache: Cache | None,
+    network: NodeNetwork | None = None,
+    slowdown_ratio: float = 1.0,
+) -> _Nodes:
+    """The nodes of that kind, kept from one placement to the next; by default as the profile is."""
+
+    def made() -> _Nodes:
+        return _Nodes(profile, reach, network, slowdown_ratio)
+
+    if cache is None:
+        return made()
+    return cache.get("nodes", (profile,), made, reach, network, slowdown_ratio)
+
+
+def hop_reach(cluster: Cluster | None) -> str:
+    """How far a hop goes: racks count as soon as the cluster has more than one switch."""
+    return "cluster" if cluster is not None and len(cluster.switches) > 1 else "rack"
+
+
+def hop_latency_s(profile: MachineProfile, reach: str) -> float:
+    """One-way seconds of a hop between nodes; that of any reach where this one is unknown."""
+    singles = [link for link in profile.network if link.streams == 1]
+    exact = [link.latency_s for link in singles if link.reach == reach]
+    return max(exact or [link.latency_s for link in singles], default=0.0)
+
+
+def nic_of(profile: MachineProfile, ranks: int) -> float | None:
+    """Payload rate that some ranks of a node get of its network by its profile; None if unknown."""
+    network = network_of(profile)
+    return None if network is None else network.sent_bytes_per_s(ranks)
+
+
+def _in_cluster(
+    allocation: Allocation, cluster: Cluster, profile: MachineProfile | None
+) -> list[Site]:
+    taken = {group.host for group in allocation.groups if group.host is not None}
+    known: dict[str, MachineProfile] = {}
+    sites: list[Site] = []
+    for group in allocation.groups:
+        if group.host is not None:
+            sites.append(site_of(group.host, group.devices, cluster, profile, known))
+            continue
+        free = [name for name in cluster.hosts_of(group.machine or "") if name not in taken]
+        if len(free) < group.nodes:
+            raise AllocationError(
+                f"'{group}' asks for {group.nodes} free nodes of '{group.machine}', of which the "
+                f"cluster has {len(free)}; ask for at most {len(free)}"
+            )
+        for host in free[: group.nodes]:
+            taken.add(host)
+            devices = tuple(range(group.devices_per_node))
+            sites.append(site_of(host, devices, cluster, profile, known))
+    return sites
+
+
+def site_of(
+    host: str,
+    devices: tuple[int, ...],
+    cluster: Cluster,
+    profile: MachineProfile | None = None,
+    known: dict[str, MachineProfile] | None = None,
+) -> Site:
+    """Some devices of one named node of a cluster; raises AllocationError for unknown ones.
+
+    `known` keeps the machines that were looked up for other nodes of the same allocation.
+    """
+    node = cluster.nodes.get(host)
+    if node is None:
+        some = ", ".join(list(cluster.nodes)[:5])
+        raise AllocationError(f"the cluster has no node '{host}'; it has {some}")
+    known = {} if known is None else known
+    machine = profile or known.get(node.machine)
+    if machine is None:
+        machine = known[node.machine] = load_profile(node.machine)
+    if max(devices) >= len(machine.devices):
+        unknown = next(index for index in devices if index >= len(machine.devices))
+        raise AllocationError(
+            f"node '{host}' has no device {unknown}; it has {len(machine.devices)}, counted from 0"
+        )
+    return Site(machine, 1, len(devices), host, devices, node.slowdown_ratio)

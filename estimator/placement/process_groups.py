@@ -1,0 +1,317 @@
+"""Follow the links between ranks that communicate and find the hop that sets their pace."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.machines.profile import (
+    CollectiveCost,
+    CollectiveName,
+    DeviceKind,
+    MachineProfile,
+    PairMatrix,
+)
+from estimator.placement.network import network_in_cluster
+from estimator.placement.placement import NodeKind, Placement, Site
+from estimator.placement.topology import Cluster
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessGroup:
+    """What the cost of a collective needs to know of a group of ranks: one, or a row for each.
+
+    `bytes_per_s` is what one flow of a ring in rank order gets on the slowest hop between nodes
+    after the flows that share it have divided it (inf within one node); `latency_s` is the longest
+    hop's. `per_node` are the most ranks of the group on one node. `network` is the number of the
+    profile whose measurements cost the group's collectives, among those that are asked; `link`
+    says in words what that hop crosses.
+    """
+
+    ranks: Any
+    nodes: Any
+    per_node: Any
+    bytes_per_s: Any = math.inf
+    latency_s: Any = 0.0
+    network: Any = 0
+    link: str = field(default="", compare=False)
+
+
+def carrier_of(op: CollectiveName, kind: DeviceKind) -> CollectiveName:
+    """The collective that the ranks run for one.
+
+    gloo reduces the whole buffer on every rank and keeps a part of it, for want of a
+    reduce-scatter of its own (ProcessGroupGloo.cpp, _reduce_scatter_base).
+    """
+    return "all_reduce" if op == "reduce_scatter" and kind == "cpu" else op
+
+
+def whole_group(placement: Placement) -> ProcessGroup:
+    """All ranks of a placement: a ring in rank order; gloo and NCCL keep the order of nodes."""
+    kinds = placement.kinds
+    per_node = max([kind.busy for kind in kinds])
+    if placement.nodes <= 1:
+        return ProcessGroup(ranks=placement.ranks, nodes=1, per_node=per_node)
+    rate, link = math.inf, ""
+    names: tuple[str, ...] = ("",)
+    for candidate, what, between in _limits(placement):
+        if candidate < rate:
+            rate, link, names = candidate, what, between
+    return ProcessGroup(
+        ranks=placement.ranks,
+        nodes=placement.nodes,
+        per_node=per_node,
+        bytes_per_s=rate,
+        latency_s=max([kind.hop_latency_s for kind in kinds]),
+        link=link.format(*names),
+    )
+
+
+_Limit = tuple[float, str, tuple[str, ...]]
+_Hop = tuple[str, str]
+
+
+def _limits(placement: Placement) -> Iterator[_Limit]:
+    """What a ring hop crosses: (bytes per second of one flow, kind of link, names in it)."""
+    cluster = placement.cluster
+    if cluster is None:
+        slowest = slowest_network(placement)
+        yield slowest.rate_bytes_per_s, _NETWORK, (slowest.profile.name,)
+        return
+    sites = placement.sites
+    hops = list(_hops(sites))
+    flows = Counter([a.host for a, _ in hops])
+    for site, number in zip(sites, placement.kind_of, strict=True):
+        leaving, rate = flows[site.host], placement.kinds[number].nic_bytes_per_s
+        if rate is not None and leaving:
+            yield rate / leaving, _UPLINK, (site.host or "",)
+    for a, b in hops:
+        yield from _measured_limit(a.profile.pairs, (a.host or "", b.host or ""))
+    named = [(a.host or "", b.host or "") for a, b in hops]
+    yield from _switch_limits(_leaving(named, cluster), cluster)
+
+
+_NETWORK = "the network of '{}'"
+_UPLINK = "the uplink of node '{}'"
+
+
+def _hops(sites: Sequence[Site]) -> Iterator[tuple[Site, Site]]:
+    """Neighbouring sites on unlike nodes, the last and the first included."""
+    for index, site in enumerate(sites):
+        following = sites[(index + 1) % len(sites)]
+        if following.host != site.host:
+            yield site, following
+
+
+def _measured_limit(pairs: PairMatrix | None, hop: _Hop) -> Iterator[_Limit]:
+    rate = _pair_rate(pairs, *hop)
+    if rate is not None:
+        yield rate, "the link between '{}' and '{}'", hop
+
+
+def _pair_rate(pairs: PairMatrix | None, a: str | None, b: str | None) -> float | None:
+    if pairs is None or a not in pairs.hosts or b not in pairs.hosts:
+        return None
+    return pairs.bandwidth_bytes_per_s[pairs.hosts.index(a)][pairs.hosts.index(b)]
+
+
+def _switches_left(hop: _Hop, cluster: Cluster) -> Iterator[str]:
+    """A hop leaves every switch that is above its start and not above its end."""
+    beyond = cluster.switches_above(hop[1])
+    for switch in cluster.switches_above(hop[0]):
+        if switch in beyond:
+            return
+        yield switch
+
+
+def _leaving(hops: Sequence[_Hop], cluster: Cluster) -> Counter[str]:
+    """How many hops leave each switch."""
+    leaving: Counter[str] = Counter()
+    for hop in hops:
+        leaving.update(_switches_left(hop, cluster))
+    return leaving
+
+
+def _switch_limits(leaving: Counter[str], cluster: Cluster) -> Iterator[_Limit]:
+    """The uplinks that hops leave, each divided by the flows on it."""
+    for name, flows in leaving.items():
+        rate = cluster.switches[name].uplink_bytes_per_s
+        if rate is not None:
+            yield cluster.payload_bytes_per_s(rate) / flows, "the uplink of switch '{}'", (name,)
+
+
+def groups_along(
+    placement: Placement, members: Indices
+) -> tuple[tuple[ProcessGroup, NodeKind], ...]:
+    """The unlike groups that communicate at once, each with the kind of node that costs it.
+
+    Groups of one shape are unlike where other machines cost them.
+
+    `members` are the ranks of each group in the order of its ring, (groups, ranks of each). Flows
+    of all groups that leave a node, or a switch, share its uplink.
+    """
+    nodes = _Nodes(placement)
+    node = nodes.of_rank[members]
+    following = np.roll(node, -1, axis=1)
+    hop = node != following
+    flows = np.bincount(node[hop], minlength=len(nodes.kinds))
+    rates = np.array([kind.rate_bytes_per_s for kind in nodes.kinds])
+    own_rate = np.where(hop, rates[node] / np.maximum(flows, 1)[node], math.inf)
+    crossing = [
+        [nodes.hop(a, b) for a, b in zip(*ends, strict=True)]
+        for ends in _ends(node, following, hop)
+    ]
+    shared = _shared_limits(placement.cluster, crossing)
+    found: dict[tuple[ProcessGroup, int], tuple[ProcessGroup, NodeKind]] = {}
+    for number, row in enumerate(node.tolist()):
+        counts = Counter(row)
+        kinds = [nodes.kinds[each] for each in counts]
+        across = len(counts) > 1
+        slowest = int(own_rate[number].argmin())
+        own, names = nodes.name(row[slowest])
+        share = _share(int(flows[row[slowest]]))
+        limits: list[_Limit] = [(float(own_rate[number, slowest]), share + own, names)]
+        for ends in crossing[number]:
+            limits += _measured_limit(nodes.pairs_of(ends[0]), ends)
+            limits += shared.get(ends, ())
+        rate, link, between = min(limits, key=lambda limit: limit[0])
+        group = ProcessGroup(
+            ranks=len(row),
+            nodes=len(counts),
+            per_node=max(counts.values()),
+            bytes_per_s=rate if across else math.inf,
+            latency_s=max(kind.hop_latency_s for kind in kinds) if across else 0.0,
+            link=link.format(*between) if across else "",
+        )
+        kind = min(kinds, key=_BY_NETWORK)
+        found.setdefault((group, id(kind.profile)), (group, kind))
+    return tuple(found.values())
+
+
+def _share(flows: int) -> str:
+    """What to say before the name of a link that several flows share."""
+    return f"1/{flows} of " if flows > 1 else ""
+
+
+def slowest_network(placement: Placement) -> NodeKind:
+    """The kind of node with the slowest network, among equals the one with most ranks."""
+    kinds = placement.kinds
+    return kinds[0] if len(kinds) == 1 else min(kinds, key=_BY_NETWORK)
+
+
+_BY_NETWORK = attrgetter("by_network")
+
+
+def _ends(
+    node: Indices, following: Indices, hop: NDArray[np.bool_]
+) -> Iterator[tuple[list[int], list[int]]]:
+    for a, b, there in zip(node, following, hop, strict=True):
+        yield a[there].tolist(), b[there].tolist()
+
+
+def _shared_limits(
+    cluster: Cluster | None, crossing: Sequence[Sequence[_Hop]]
+) -> dict[_Hop, list[_Limit]]:
+    """For each hop, the uplinks of switches that it leaves, divided by all flows on them."""
+    if cluster is None:
+        return {}
+    hops = [hop for group in crossing for hop in group]
+    leaving = _leaving(hops, cluster)
+    limits = {
+        names[0]: (rate, _share(leaving[names[0]]) + link, names)
+        for rate, link, names in _switch_limits(leaving, cluster)
+    }
+    return {
+        hop: [limits[name] for name in _switches_left(hop, cluster) if name in limits]
+        for hop in set(hops)
+    }
+
+
+class _Nodes:
+    """The nodes of a placement one by one, and on which of them each rank is."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.kinds: list[NodeKind] = []
+        self._hosts: list[str | None] = []
+        number_of: dict[str, int] = {}
+        ranks: list[int] = []
+        for site, number in zip(placement.sites, placement.kind_of, strict=True):
+            for _ in range(site.nodes):
+                node = len(self.kinds)
+                if site.host is not None:
+                    node = number_of.setdefault(site.host, node)
+                if node == len(self.kinds):
+                    self.kinds.append(placement.kinds[number])
+                    self._hosts.append(site.host)
+                ranks += [node] * site.per_node
+        self.of_rank: Indices = np.array(ranks, dtype=np.intp)
+        self._number_of = number_of
+
+    def hop(self, a: int, b: int) -> _Hop:
+        return self._hosts[a] or "", self._hosts[b] or ""
+
+    def name(self, node: int) -> tuple[str, tuple[str, ...]]:
+        """What to call the network of a node: (text, names in it)."""
+        host = self._hosts[node]
+        if host is None:
+            return _NETWORK, (self.kinds[node].profile.name,)
+        return _UPLINK, (host,)
+
+    def pairs_of(self, host: str) -> PairMatrix | None:
+        number = self._number_of.get(host)
+        return None if number is None else self.kinds[number].profile.pairs
+
+
+def ring_between(
+    cost: CollectiveCost,
+    latency_s: float,
+    nic_bytes_per_s: float | None,
+    profile: MachineProfile | None,
+    cluster: Cluster | None = None,
+) -> ProcessGroup:
+    """The ring of a measured group, by the links measured beside it and those of its cluster.
+
+    A cluster counts where the group ran on nodes of it, which are then as the `profile`.
+    """
+    per_node = math.ceil(cost.group_size / cost.nodes)
+    if not cost.spans_nodes:
+        return ProcessGroup(ranks=cost.group_size, nodes=1, per_node=per_node)
+    neighbours = zip(cost.hosts, cost.hosts[1:] + cost.hosts[:1], strict=True)
+    hops = [(a, b) for a, b in neighbours if a != b]
+    pairs = None if profile is None else profile.pairs
+    rates = [rate for a, b in hops if (rate := _pair_rate(pairs, a, b)) is not None]
+    if not rates and nic_bytes_per_s is not None:
+        rates.append(nic_bytes_per_s)
+    if cluster is not None and profile is not None and cluster.nodes.keys() >= set(cost.hosts):
+        rates += [rate for rate, _, _ in _switch_limits(_leaving(hops, cluster), cluster)]
+        rates += _uplink_rates(hops, Counter(cost.hosts), profile, cluster)
+    return ProcessGroup(
+        ranks=cost.group_size,
+        nodes=cost.nodes,
+        per_node=per_node,
+        bytes_per_s=min(rates, default=math.inf),
+        latency_s=latency_s,
+    )
+
+
+def _uplink_rates(
+    hops: Sequence[_Hop],
+    ranks_of: Mapping[str, int],
+    profile: MachineProfile,
+    cluster: Cluster,
+) -> Iterator[float]:
+    """What one flow gets on the uplinks of the nodes that hops leave."""
+    for host, flows in Counter([a for a, _ in hops]).items():
+        network = network_in_cluster(profile, cluster, host)
+        if network is not None and cluster.nodes[host].uplink_bytes_per_s is not None:
+            yield network.sent_bytes_per_s(ranks_of[host]) / flows

@@ -1,0 +1,306 @@
+"""The command line prints for people, or JSON alone, and ends with the code it promises."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from estimator.interop.perfetto import trace_flaws
+from estimator.machines.profile import MachineProfile, load_profile
+
+Command = Callable[..., Any]
+
+TINY = """
+import torch
+
+def mlp(batch=4):
+    layers = torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
+    return torch.nn.Sequential(*layers), torch.randn(batch, 32)
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """A model of two linear layers with 32 inputs, 64 hidden and 8 outputs."""
+    (tmp_path / "tiny.py").write_text(TINY)
+    return f"{tmp_path / 'tiny.py'}:mlp"
+
+
+def test_help_lists_the_commands_and_no_command_is_help(command: Command) -> None:
+    answer = command("--help")
+    assert answer.code == 0
+    for name in ("probe", "profile", "estimate", "validate", "check"):
+        assert f"\n  {name} " in answer.out
+    assert command() == answer
+
+
+def test_estimate_prints_time_interval_breakdown_and_reasons(
+    store: Path, tiny: str, command: Command
+) -> None:
+    answer = command("estimate", tiny, "--on", "1x2:local", "--samples", "1e6")
+    assert (answer.code, answer.err) == (0, "")
+    for word in ("step time", "±", "samples/s", "bottleneck", "peak memory", "duration", "update"):
+        assert word in answer.out
+    assert "\x1b" not in answer.out, "a file wants plain text"
+
+
+def test_estimate_as_json_is_base_units_on_stdout_alone(
+    store: Path, tiny: str, command: Command
+) -> None:
+    answer = command("estimate", tiny, "--on", "1x2:local", "--batch", 6, "--json")
+    assert answer.err == ""
+    content = json.loads(answer.out)
+    assert content["allocation"] == "1x2:local"
+    # 6 samples on each of 2 ranks.
+    assert content["global_batch"] == 12
+    assert content["samples_per_s"] == pytest.approx(12 / content["step_time_s"])
+    assert sum(content["breakdown"].values()) == pytest.approx(content["step_time_s"])
+    assert content["low_s"] < content["step_time_s"] < content["high_s"]
+
+
+def test_the_global_batch_is_divided_over_ranks_and_micro_batches(
+    store: Path, tiny: str, command: Command
+) -> None:
+    words = ("--on", "1x2:local", "--global-batch", 24, "--accumulation", 3, "--json")
+    # 24 samples over 2 ranks and 3 micro-batches.
+    assert json.loads(command("estimate", tiny, *words).out)["batch_per_gpu"] == 4
+
+
+def test_a_global_batch_on_unlike_nodes_is_split_by_speed_and_the_gain_shown(
+    store: Path, tiny: str, command: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.toml"
+    node = 'machine = "local"\nswitch = "s"\nuplink = "1 Gbit/s"\n'
+    path.write_text(f"[switches.s]\n[nodes.a]\n{node}[nodes.b]\n{node}slowdown = 3.0\n")
+    words = (tiny, "--on", "a[0]+b[0]", "--cluster", path, "--global-batch", 20001)
+    content = json.loads(command("estimate", *words, "--json").out)
+    fast, slow = content["batches"]
+    assert fast + slow == content["global_batch"] == 20001
+    assert fast > slow
+    assert content["batch_per_gpu"] is None
+    assert content["balance_gain_ratio"] > 0
+    out = command("estimate", *words).out
+    assert f"{fast} + {slow} per device, 20001 in all" in out
+    assert "faster than 10001 on every device" in out
+    assert "multiply each rank's mean loss" in " ".join(out.split())
+
+
+def test_strategies_are_listed_by_step_time_with_what_could_not_be_answered(
+    store: Path, tiny: str, command: Command
+) -> None:
+    run = command("sweep", tiny, "--on", "1x2:local", "--strategies", "ddp ps:1", "--json")
+    assert run.code == 0
+    rows = json.loads(run.out)
+    assert [(row["allocation"], row["strategy"]) for row in rows] == [
+        ("1x2:local", "ddp"),
+        ("1x2:local", "ps:1"),
+    ]
+    # The machine was probed alone: nothing says how fast a server is reached.
+    assert "no network" in rows[1]["refusal"]
+    assert command("sweep", tiny, "--on", "1x2:local", "--strategies", "ddq").code == 2
+
+
+def test_nested_groups_are_estimated_and_swept(store: Path, tiny: str, command: Command) -> None:
+    options = ("--strategy", "fsdp:shard=8", "--accumulation", 2)
+    run = command("estimate", tiny, "--on", "2x8:h100-sxm", *options)
+    assert run.code == 0
+    assert "1/8 of the network of 'h100-sxm'" in " ".join(run.out.split())
+    assert "all-reduce over 2 ranks on 2 nodes was not measured" in " ".join(run.out.split())
+    swept = " ".join(command("sweep", tiny, "--on", "1..2x4:h100-sxm", *options).out.split())
+    assert "1 of 2 allocations, the first because 'fsdp:shard=8' shards over 8 ranks" in swept
+
+
+def test_ranks_that_a_strategy_cannot_divide_are_refused_before_the_model_is_looked_at(
+    store: Path, command: Command
+) -> None:
+    run = command(
+        "estimate", "no/such/file.py:f", "--on", "1x2:local", "--strategy", "fsdp:shard=3"
+    )
+    assert run.code == 2
+    assert "do not divide 2" in run.sentence
+
+
+def test_the_trace_is_sound_and_has_a_process_for_every_rank(
+    store: Path, tiny: str, command: Command, tmp_path: Path
+) -> None:
+    command("estimate", tiny, "--on", "1x2:local", "--trace", tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert trace_flaws(events) == []
+    assert {event["pid"] for event in events} == {0, 1}
+    assert sum(event["ph"] == "X" for event in events) > 20
+
+
+def test_a_saved_graph_is_estimated_as_its_model_is(
+    store: Path, tiny: str, command: Command, tmp_path: Path
+) -> None:
+    from estimator import trace_model
+    from estimator.graph.models import load_model
+
+    model, batch, loss, name = load_model(tiny)
+    trace_model(model, batch, loss=loss, name=name).save(tmp_path / "tiny.graph")
+    saved = json.loads(
+        command("estimate", tmp_path / "tiny.graph", "--on", "1x1:local", "--json").out
+    )
+    fresh = json.loads(command("estimate", tiny, "--on", "1x1:local", "--json").out)
+    assert saved == fresh
+
+
+def test_a_model_too_large_for_the_devices_ends_with_code_1(
+    store: Path, tiny: str, command: Command, small_profile: MachineProfile
+) -> None:
+    devices = tuple(replace(device, memory_bytes=1000) for device in small_profile.devices)
+    replace(small_profile, devices=devices).save(store / "machines" / "local.json")
+    answer = command("estimate", tiny, "--on", "1x1:local")
+    assert answer.code == 1
+    assert "does not fit" in answer.out
+
+
+def test_check_says_what_is_assumed(store: Path, tiny: str, command: Command) -> None:
+    answer = command("check", tiny, "--on", "1x1:local")
+    assert answer.code in (0, 1)
+    assert "that nothing measured backs" in answer.out
+    assert "assumed or missing" in answer.out
+
+
+def test_profile_list_show_and_compare_name_the_machine(
+    store: Path, command: Command, small_profile: MachineProfile
+) -> None:
+    replace(small_profile, name="twin").save(store / "machines" / "twin.json")
+    (store / "machines" / "torn.json").write_text("{")
+    listed = command("profile", "list").out
+    assert "local" in listed
+    assert "damaged" in listed
+    shown = command("profile", "show", "local").out
+    for word in ("one core", "matmul", "all-reduce, gloo", "adamw, loop", "10.0 GB/s"):
+        assert word in shown
+    compared = command("profile", "compare", "local", "twin").out
+    assert "median difference 0.0 %" in compared
+
+
+def test_the_schema_of_profile_files_is_printed_as_json_alone(
+    store: Path, command: Command
+) -> None:
+    answer = command("profile", "schema")
+    assert (answer.code, answer.err) == (0, "")
+    schema = json.loads(answer.out)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    written = json.loads((store / "machines" / "local.json").read_text())
+    assert set(schema["properties"]) == set(written)
+    assert {"name", "devices", "provenance"} <= set(schema["required"])
+    device = schema["$defs"]["Device"]["properties"]
+    assert set(device) == set(written["devices"][0])
+    assert "schema" in command("profile", "--help").out
+
+
+def test_an_empty_store_says_how_to_fill_it(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path / "none"))
+    assert "estimator probe" in command("profile", "list").out
+    assert "estimator probe" in command("estimate", "x.py:f", "--on", "1x1:local").sentence
+
+
+@pytest.fixture
+def probe_of_a_moment(monkeypatch: pytest.MonkeyPatch, small_profile: MachineProfile) -> None:
+    """Stand in for the measurements, which take a minute."""
+
+    def probe_machine(*, name: str, report: Callable[[str, float], None], **_: Any) -> Any:
+        report("kernels", 0.5)
+        return replace(small_profile, name=name, missing=("links: interrupted",))
+
+    monkeypatch.setattr("estimator.probe.machine.probe_machine", probe_machine)
+
+
+@pytest.mark.usefixtures("probe_of_a_moment")
+def test_probe_keeps_the_profile_under_its_name_and_says_what_is_missing(
+    store: Path, command: Command
+) -> None:
+    answer = command("probe", "--name", "mine")
+    assert answer.code == 0
+    assert "links: interrupted" in answer.err
+    assert load_profile("mine").name == "mine"
+
+
+@pytest.mark.usefixtures("probe_of_a_moment")
+def test_probe_as_json_prints_the_profile_alone(
+    store: Path, command: Command, tmp_path: Path
+) -> None:
+    answer = command("probe", "--out", tmp_path / "here" / "me.json", "--json")
+    profile = MachineProfile.from_dict(json.loads(answer.out))
+    assert profile == load_profile(tmp_path / "here" / "me.json")
+
+
+def test_validate_predicts_then_trains_and_prints_both(
+    store: Path, tiny: str, command: Command
+) -> None:
+    words = ("--on", "1x2:local", "--repeats", 3, "--steps", 3, "--json")
+    answer = command("validate", tiny, *words)
+    (case,) = json.loads(answer.out)
+    # The store's machine is made up, so only the form is checked here, not the accuracy.
+    assert answer.code in (0, 1)
+    assert case["predicted"]["allocation"] == "1x2:local"
+    assert len(case["runs_s"]) == 3
+    assert case["measured_s"] == sorted(case["runs_s"])[1]
+
+
+def test_a_step_can_be_asked_for_as_compiled_and_says_so(
+    store: Path, tiny: str, command: Command
+) -> None:
+    words = (tiny, "--on", "1x1:local")
+    eager, compiled = (
+        json.loads(command("estimate", *words, *more, "--json").out)
+        for more in ((), ("--compile", "--channels-last"))
+    )
+    assert (eager["mode"], compiled["mode"]) == ("fp32", "fp32, compiled, channels last")
+    assert any("torch.compile fuses" in text for text in compiled["assumptions"])
+    assert "fp32, compiled" in command("estimate", *words, "--compile").out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("estimate", "--cuda-graphs"), "has no CUDA graphs"),
+        (("estimate", "--compile", "--measure"), "leave out measure or compiled"),
+        (("estimate", "--grad-scaler"), "found precision fp32"),
+        (
+            ("estimate", "--grad-scaler", "--precision", "fp16"),
+            "found precision fp16; leave it out",
+        ),
+        (("validate", "--compile"), "this command trains eagerly"),
+    ],
+)
+def test_modes_that_cannot_be_are_refused(
+    words: tuple[str, ...], said: str, store: Path, tiny: str, command: Command
+) -> None:
+    assert said in command(words[0], tiny, "--on", "1x1:local", *words[1:]).sentence
+
+
+def test_a_saved_graph_answers_only_in_the_mode_it_was_traced_in(
+    store: Path, tiny: str, command: Command, tmp_path: Path
+) -> None:
+    from estimator.api import trace_model
+    from estimator.graph.models import load_model
+
+    model, batch, _, _ = load_model(tiny)
+    path = tmp_path / "compiled.graph"
+    trace_model(model, batch, compiled=True).save(path)
+    words = ("estimate", path, "--on", "1x1:local")
+    assert command(*words, "--compile").code == 0
+    assert "traced with channels-last False" in command(*words, "--channels-last").sentence
+    assert "was traced as compiled; leave" in command(*words, "--cuda-graphs").sentence
+
+
+def test_a_sweep_fits_80_columns_without_wrapping(
+    store: Path, tiny: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("estimator.cli.console.WIDTH_OF_FILES", 80)
+    lines = command("sweep", tiny, "--on", "1x1..2:local").out.splitlines()
+    (first,) = (number for number, line in enumerate(lines) if line.startswith("1x1:local"))
+    # A wrapped cell would stand on a line between the two.
+    assert lines[first + 1].startswith("1x2:local")
+    assert max(map(len, lines)) <= 80

@@ -1,0 +1,223 @@
+"""The shipped machines: complete, each number with a source, and consistent in themselves."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from estimator.cli.render_profiles import machines_report
+from estimator.engine import estimate_graph
+from estimator.machines.profile import Device, MachineProfile, load_profile
+from tests.synthetic import perceptron
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+NAMES = sorted(path.stem for path in (DATA / "machines").glob("*.json"))
+PROFILES = {name: load_profile(DATA / "machines" / f"{name}.json") for name in NAMES}
+DEVICES = {profile.devices[0].name: profile.devices[0] for profile in PROFILES.values()}
+
+# What issue 5 asks for at the least.
+WANTED = """
+k80 p100-pcie p100-sxm v100-pcie v100-sxm v100-sxm-32gb t4 rtx-2080-ti rtx-3090 rtx-4090 a10 a40
+rtx-a6000 a100-pcie-40gb a100-pcie-80gb a100-sxm-40gb a100-sxm-80gb l4 l40s h100-pcie h100-sxm
+h100-nvl h200 gh200 b200 gb200 mi100 mi210 mi250x mi300x k80-p2 v100-p3 v100-p3dn a100-p4d
+a100-p4de h100-p5 t4-g4dn a10g-g5 l4-g6 a100-a2 h100-a3 a100-nd-v4 h100-nd-v5 dgx-1 dgx-2 dgx-a100
+dgx-h100 gtx-1080-roce
+"""
+
+# Dense operations that one multiprocessor does in one clock: vendors' architecture whitepapers.
+# Multiprocessors of GeForce cards sum fp16 products in fp32 at half the rate of their siblings.
+FLOPS_PER_CLOCK = {
+    "gk210": {"float32": 384},
+    "gp104": {"float32": 256},
+    "gp100": {"float32": 128, "float16": 256},
+    "gv100": {"float32": 128, "float16": 1024},
+    "tu104": {"float32": 128, "float16": 1024},
+    "tu102": {"float32": 128, "float16": 1024},
+    "tu102-geforce": {"float32": 128, "float16": 512},
+    "ga100": {"float32": 128, "tfloat32": 1024, "float16": 2048, "bfloat16": 2048},
+    "ga102": {"float32": 256, "tfloat32": 512, "float16": 1024, "bfloat16": 1024},
+    "ga102-geforce": {"float32": 256, "tfloat32": 256, "float16": 512, "bfloat16": 512},
+    "ad10x": {
+        "float32": 256,
+        "tfloat32": 512,
+        "float16": 1024,
+        "bfloat16": 1024,
+        "float8_e4m3fn": 2048,
+    },
+    "ad10x-geforce": {
+        "float32": 256,
+        "tfloat32": 256,
+        "float16": 512,
+        "bfloat16": 512,
+        "float8_e4m3fn": 1024,
+    },
+    "gh100": {
+        "float32": 256,
+        "tfloat32": 2048,
+        "float16": 4096,
+        "bfloat16": 4096,
+        "float8_e4m3fn": 8192,
+    },
+    "gb100": {
+        "float32": 256,
+        "tfloat32": 4096,
+        "float16": 8192,
+        "bfloat16": 8192,
+        "float8_e4m3fn": 16384,
+    },
+    "cdna": {"float32": 256, "float16": 1024, "bfloat16": 512},
+    "cdna2": {"float32": 256, "float16": 1024, "bfloat16": 1024},
+    "cdna3": {
+        "float32": 256,
+        "tfloat32": 1024,
+        "float16": 2048,
+        "bfloat16": 2048,
+        "float8_e4m3fn": 4096,
+    },
+}
+# Links of a GPU times GB/s of each, one way (NVIDIA's NVLink page).
+NVLINK_BYTES_PER_S = {
+    "gp100": 4 * 20e9,
+    "gv100": 6 * 25e9,
+    "ga100": 12 * 25e9,
+    "gh100": 18 * 25e9,
+    "gb100": 18 * 50e9,
+}
+# 16 lanes of 8, 16 and 32 GT/s at 128 bits in 130.
+PCIE_BYTES_PER_S = [16 * rate * 1e9 * 128 / 130 / 8 for rate in (8, 16, 32)]
+
+
+def number(device: Device, name: str) -> float:
+    value = device.details[name]
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def test_every_machine_asked_for_is_there() -> None:
+    assert set(WANTED.split()) <= set(NAMES)
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=NAMES)
+def test_a_machine_says_where_each_of_its_numbers_comes_from(profile: MachineProfile) -> None:
+    links = (*profile.links, *profile.network)
+    for provenance in (profile.provenance, *(link.provenance for link in links)):
+        assert provenance.source == "datasheet"
+        assert re.fullmatch(r"20\d\d", provenance.at)
+        assert len(provenance.note) > 10
+    assert all(re.search(r"20\d\d", str(d.details["source"])) for d in profile.devices)
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=NAMES)
+def test_devices_of_a_machine_are_alike_and_as_in_every_other_machine(
+    profile: MachineProfile,
+) -> None:
+    for index, device in enumerate(profile.devices):
+        assert device == replace(DEVICES[device.name], index=index)
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_memory_bandwidth_is_bus_width_times_data_rate(device: Device) -> None:
+    expected = number(device, "memory_bus_bits") * number(device, "memory_pin_bit_per_s") / 8
+    assert device.memory_bandwidth_bytes_per_s == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_peaks_are_multiprocessors_times_their_dense_work_times_clock(device: Device) -> None:
+    per_clock = FLOPS_PER_CLOCK[str(device.details["architecture"])]
+    assert device.peak_flops_per_s.keys() == per_clock.keys()
+    for dtype, flops in per_clock.items():
+        clock = "boost_clock_hz"
+        if dtype != "float32" and "tensor_clock_hz" in device.details:
+            clock = "tensor_clock_hz"
+        expected = number(device, "sm_count") * flops * number(device, clock)
+        assert device.peak_flops_per_s[dtype] == pytest.approx(expected, rel=0.05), dtype
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_memory_is_whole_gibibytes_of_which_error_correction_takes_a_sixteenth(
+    device: Device,
+) -> None:
+    kept = 15 / 16 if device.details["memory_ecc_in_band"] else 1.0
+    carried = device.memory_bytes / kept / 2**30
+    assert carried == round(carried)
+    # Where the name says how much it is, that is it.
+    assert str(round(carried)) in re.findall(r"(\d+)GB", device.name) or "GB" not in device.name
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=NAMES)
+def test_links_are_one_way_rates_of_their_generation(profile: MachineProfile) -> None:
+    architecture = str(profile.devices[0].details["architecture"])
+    for link in profile.links:
+        rate = link.bandwidth_bytes_per_s
+        if link.kind == "nvlink":
+            assert rate == NVLINK_BYTES_PER_S[architecture]
+        elif link.kind == "pcie":
+            assert any(rate == pytest.approx(known, rel=1e-3) for known in PCIE_BYTES_PER_S)
+    # Several devices reach each other somehow.
+    inner = [link for link in profile.links if link.kind not in ("h2d", "d2h")]
+    assert len(inner) == (len(profile.devices) > 1)
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=NAMES)
+def test_a_network_is_its_cards_times_their_rate(profile: MachineProfile) -> None:
+    for link in profile.network:
+        count, rate = profile.hardware["nic_count"], profile.hardware["nic_bit_per_s"]
+        assert isinstance(count, int)
+        assert isinstance(rate, int)
+        assert link.bandwidth_bytes_per_s == count * rate / 8
+    assert bool(profile.network) == ("nic_count" in profile.hardware)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16-amp"])
+def test_every_machine_answers_and_says_that_nothing_was_measured(
+    name: str, precision: str
+) -> None:
+    step = replace(perceptron([512, 512, 512]), target="cuda", precision=precision)
+    answer = estimate_graph(step, f"1x{len(PROFILES[name].devices)}:{name}")
+    sources = {source for _, source, _, _ in answer.provenance}
+    assert sources == {"datasheet"}
+    assert any("known by its datasheet only" in text for text in answer.assumptions)
+    # Nobody who has measured nothing knows a step within 15 %.
+    assert answer.high_s > 1.15 * answer.step_time_s
+
+
+def test_the_list_of_machines_names_each_once_on_eighty_columns() -> None:
+    machines = {name: (DATA / "machines" / f"{name}.json", PROFILES[name]) for name in NAMES}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(machines_report(machines, store=Path("nowhere")))
+    lines = console.export_text().splitlines()
+    named = [line.split()[0] for line in lines if line.split() and line.split()[0] in NAMES]
+    assert sorted(named) == NAMES
+    assert max(map(len, lines)) <= 80
+    titles = [line.strip() for line in lines if line.startswith(("chips", "machines", "rented"))]
+    assert titles == [
+        "chips, in a server of the usual size",
+        "machines sold whole",
+        "rented machines",
+    ]
+
+
+def prices() -> list[dict[str, str]]:
+    rows: list[dict[str, str]] = []
+    for path in sorted((DATA / "prices").glob("*.csv")):
+        rows += csv.DictReader(path.read_text(encoding="utf-8").splitlines())
+    return rows
+
+
+@pytest.mark.parametrize("row", prices(), ids=lambda row: row["InstanceType"])
+def test_a_price_is_of_a_known_machine_and_dated(row: dict[str, str]) -> None:
+    assert float(row["Price"]) > 0
+    assert re.match(r"20\d\d", row["At"])
+    assert row["Source"]
+    assert row["Confirmed"] in ("yes", "no")
+    if row["Machine"]:
+        machine = PROFILES[row["Machine"]]
+        assert int(row["AcceleratorCount"]) == len(machine.devices)
+        assert row["InstanceType"] == machine.hardware["instance_type"]

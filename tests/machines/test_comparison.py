@@ -1,0 +1,66 @@
+"""Profiles are compared number by number, where both have the number."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from estimator.cli.render_comparison import comparison_report
+from estimator.machines.comparison import compare_profiles, median_difference_ratio, only_in
+from estimator.machines.profile import LinkKind, MachineProfile, load_profile
+
+
+def test_equal_profiles_differ_by_nothing(small_profile: MachineProfile) -> None:
+    rows = compare_profiles(small_profile, small_profile)
+    assert {row.ratio for row in rows} == {1.0}
+    assert median_difference_ratio(rows) == 0.0
+
+
+def test_a_ratio_is_the_second_over_the_first(small_profile: MachineProfile) -> None:
+    link = replace(small_profile.links[0], bandwidth_bytes_per_s=2.5e9)
+    rows = compare_profiles(small_profile, replace(small_profile, links=(link,)))
+    changed = [row for row in rows if row.ratio != 1.0]
+    assert [(row.group, row.ratio) for row in changed] == [("link", 0.25)]
+
+
+def test_kernels_are_compared_call_by_call(small_profile: MachineProfile) -> None:
+    product, addition = small_profile.kernels
+    slow = replace(product.points[1], warm_s=3 * product.points[1].warm_s)
+    other = replace(small_profile, kernels=(replace(product, points=(slow,)), addition))
+    rows = [row for row in compare_profiles(small_profile, other) if "aten.mm" in row.group]
+    assert [row.ratio for row in rows] == [pytest.approx(3.0)]
+
+
+def test_what_only_one_profile_has_is_told_apart(small_profile: MachineProfile) -> None:
+    other = replace(small_profile, host=None, updates=())
+    rows = compare_profiles(small_profile, other)
+    assert {row.group for row in rows}.isdisjoint({"host", "update"})
+    assert {each.group for each in only_in(small_profile, other)} == {"host", "update"}
+    assert only_in(other, small_profile) == ()
+
+
+def test_unlike_kinds_of_links_compare_by_what_they_join(small_profile: MachineProfile) -> None:
+    def joined_by(kind: LinkKind) -> MachineProfile:
+        return replace(small_profile, links=(replace(small_profile.links[0], kind=kind),))
+
+    rows = compare_profiles(joined_by("nvlink"), joined_by("pcie"))
+    names = [row.name for row in rows if row.group == "link"]
+    assert names == ["between devices, latency", "between devices, bandwidth"]
+
+
+def test_a_comparison_shows_what_either_has_and_estimates_assume(
+    small_profile: MachineProfile,
+) -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(comparison_report(small_profile, load_profile("h100-sxm")))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    # Its memory bandwidth is measured by neither; the datasheet tells one and a typical host cost.
+    told = {line.split("  ")[1].strip(): line for line in lines if line.startswith("  ")}
+    assert "–" in told["between nodes, bandwidth"]
+    assert "400 GB/s" in told["between nodes, bandwidth"]
+    assert "4.00 µs" in told["forward op"]
+    assert any("host and updates of 'h100-sxm' are usual ones" in line for line in lines)

@@ -1,0 +1,110 @@
+"""Ranks as coordinates, and the process groups along each axis, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from estimator.errors import StrategyError
+from estimator.placement.mesh import Mesh
+from estimator.placement.placement import place
+from estimator.placement.topology import PAYLOAD_RATIOS, Cluster, Node, Switch
+from estimator.workload import Parallelism, Strategy
+from tests.synthetic import Machine
+
+RATE = 1e8  # of a node's network
+
+
+def mesh(text: str, strategy: str, cluster: Cluster | None = None) -> Mesh:
+    profile = Machine(devices=8, network_bytes_per_s=RATE).profile()
+    placement = place(text, cluster=cluster, profile=profile)
+    return Mesh.data_parallel(placement, Strategy.parse(strategy))
+
+
+def test_the_last_axis_counts_fastest() -> None:
+    placement = place("2x8:m", profile=Machine(devices=8).profile())
+    both = Mesh(placement, Parallelism(dp_replicate=2, dp_shard=4, tp=2))
+    assert both.shape == (1, 2, 4, 1, 2)
+    assert both.coordinates(11) == {"pp": 0, "dp_replicate": 1, "dp_shard": 1, "cp": 0, "tp": 1}
+    assert both.members("tp")[:2].tolist() == [[0, 1], [2, 3]]
+    assert both.members("dp_replicate")[:2].tolist() == [[0, 8], [1, 9]]
+    assert both.members("dp")[1].tolist() == [1, 3, 5, 7, 9, 11, 13, 15]
+
+
+def test_ddp_replicates_and_fsdp_shards_all_ranks() -> None:
+    assert mesh("2x4:m", "ddp").parallelism == Parallelism(dp_replicate=8)
+    assert mesh("2x4:m", "fsdp").parallelism == Parallelism(dp_shard=8)
+    assert mesh("2x4:m", "fsdp:shard=4").parallelism == Parallelism(dp_replicate=2, dp_shard=4)
+
+
+def test_shards_inside_nodes_leave_one_flow_of_each_rank_between_them() -> None:
+    hybrid = mesh("2x4:m", "fsdp:shard=4")
+    ((inside, _),) = hybrid.groups("dp_shard")
+    assert (inside.ranks, inside.nodes, inside.per_node) == (4, 1, 4)
+    # Four rings of two ranks leave each node at once.
+    ((between, _),) = hybrid.groups("dp_replicate")
+    assert (between.ranks, between.nodes, between.per_node) == (2, 2, 1)
+    assert between.bytes_per_s == pytest.approx(RATE / 4)
+    assert between.link == "1/4 of the network of 'synthetic'"
+
+
+def test_shards_over_two_nodes_are_one_ring_of_each_pair_of_them() -> None:
+    hybrid = mesh("4x2:m", "fsdp:shard=4")
+    ((across, _),) = hybrid.groups("dp_shard")
+    assert (across.ranks, across.nodes, across.per_node) == (4, 2, 2)
+    assert across.bytes_per_s == pytest.approx(RATE)
+    # Ranks 0 and 4 are on the first and the third node, 1 and 5 as well: two flows leave each.
+    ((between, _),) = hybrid.groups("dp_replicate")
+    assert between.bytes_per_s == pytest.approx(RATE / 2)
+
+
+def test_groups_that_cut_through_a_node_share_its_network() -> None:
+    # Three nodes of two ranks in groups of three: 0, 1, 2 and 3, 4, 5. The middle node is in both.
+    ((cut, _),) = mesh("3x2:m", "fsdp:shard=3").groups("dp_shard")
+    assert (cut.ranks, cut.nodes, cut.per_node) == (3, 2, 2)
+    assert cut.bytes_per_s == pytest.approx(RATE / 2)
+
+
+def test_groups_of_two_racks_share_the_uplink_between_them() -> None:
+    gbit = 1e9 / 8
+    switches = {
+        "spine": Switch(),
+        "r1": Switch(parent="spine", uplink_bytes_per_s=gbit),
+        "r2": Switch(parent="spine", uplink_bytes_per_s=gbit),
+    }
+    nodes = {
+        name: Node(machine="m", switch="r1" if name < "c" else "r2", uplink_bytes_per_s=4 * gbit)
+        for name in "abcd"
+    }
+    cluster = Cluster(nodes=nodes, switches=switches)
+    # Replicates a-c and b-d both cross the racks: each gets half of an uplink.
+    hybrid = mesh("a[0]+b[0]+c[0]+d[0]", "fsdp:shard=2", cluster)
+    ((between, _),) = hybrid.groups("dp_replicate")
+    assert between.bytes_per_s == pytest.approx(gbit / 2 * PAYLOAD_RATIOS["tcp"])
+    assert between.link.startswith("1/2 of the uplink of switch 'r")
+    # Shards stay in their racks.
+    ((inside, _),) = hybrid.groups("dp_shard")
+    assert inside.bytes_per_s == pytest.approx(4 * gbit * PAYLOAD_RATIOS["tcp"])
+
+
+def test_a_shard_that_does_not_divide_the_ranks_is_refused() -> None:
+    with pytest.raises(StrategyError, match="shards over 3 ranks, which do not divide 8"):
+        mesh("2x4:m", "fsdp:shard=3")
+
+
+def test_axes_that_do_not_multiply_to_the_ranks_are_refused() -> None:
+    placement = place("1x4:m", profile=Machine().profile())
+    with pytest.raises(StrategyError, match="multiply to 6 ranks, but '1x4:m' has 4"):
+        Mesh(placement, Parallelism(dp_replicate=3, tp=2))
+
+
+def test_the_global_batch_counts_data_parallel_ranks_and_micro_batches() -> None:
+    placement = place("1x4:m+1x2:m", profile=Machine().profile())
+    both = Mesh(placement, Parallelism(dp_replicate=6, micro_batches=5))
+    assert both.global_batch((8, 8)) == 8 * 6 * 5
+    assert both.global_batch((8, 2)) == (4 * 8 + 2 * 2) * 5
+
+
+def test_experts_divide_the_ranks_of_shards_and_contexts() -> None:
+    assert Parallelism(dp_shard=4, cp=2, ep=8).world_size == 8
+    with pytest.raises(StrategyError, match="ep=3 does not divide the 4 ranks"):
+        Parallelism(dp_shard=4, ep=3)
