@@ -100,7 +100,7 @@ def with_timings(
     return replace(graph, timings=timings, timed_on=machine.name)
 
 
-def _traced_for(target: DeviceKind, model: Any, batch: Any) -> OpGraph:
+def _traced_for(target: DeviceKind, model: Any, batch: Any, strategy: Strategy) -> OpGraph:
     from torch import nn
 
     if not isinstance(model, nn.Module):
@@ -108,7 +108,7 @@ def _traced_for(target: DeviceKind, model: Any, batch: Any) -> OpGraph:
             f"what is estimated is an nn.Module or an OpGraph, found {reprlib.repr(model)}; names "
             "of models are for the command line, saved graphs for OpGraph.load"
         )
-    return trace_model(model, batch, target=target)
+    return trace_model(model, batch, target=target, precision=strategy.param or "fp32")
 
 
 def estimate(
@@ -141,7 +141,7 @@ def estimate(
     if isinstance(model_or_graph, OpGraph):
         graph = model_or_graph
     else:
-        graph = _traced_for(placement.kinds[0].profile.kind, model_or_graph, batch)
+        graph = _traced_for(placement.kinds[0].profile.kind, model_or_graph, batch, parsed)
     if global_batch is not None and batch_per_gpu is None:
         from estimator.advise.balance import balance
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from estimator.errors import StrategyError
 from estimator.units import MIB, parse_bandwidth_bytes_per_s, parse_size_bytes
@@ -50,6 +50,26 @@ def peak_dtype(precision: str) -> str:
     return dtype
 
 
+# The dtype that parameters are in under a precision where autocast or nothing casts them.
+_PARAMETER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def parameter_dtype(precision: str) -> str:
+    """What a model's parameters are in under a precision: fp32, bf16 or fp16.
+
+    >>> parameter_dtype("bf16"), parameter_dtype("bf16-amp")
+    ('bf16', 'fp32')
+    """
+    return precision if precision in _PARAMETER_BYTES else "fp32"
+
+
+class ShardDtypes(NamedTuple):
+    """Bytes of an element in a shard, and in a reduction, over those of what is computed with."""
+
+    stored_ratio: int = 1
+    reduced_ratio: float = 1.0
+
+
 StrategyKind = Literal["ddp", "zero1", "zero2", "fsdp", "ps"]
 # Who holds what between steps: shares of optimizer state, gradients and parameters.
 _KINDS: tuple[StrategyKind, ...] = ("ddp", "zero1", "zero2", "fsdp", "ps")
@@ -73,6 +93,9 @@ class Strategy:
     one, as DDP does. `bucketed=False` is one collective per gradient tensor. `gradient_sync=False`
     adds up the whole gradients of FSDP's earlier micro-batches on every rank and scatters them with
     the last one (``set_requires_gradient_sync(False)``), where the default scatters those of each.
+    `param` and `reduce` are the dtypes of FSDP2's ``MixedPrecisionPolicy``: shards, gradients of
+    shards and the optimizer's state are fp32, parameters are gathered and computed with in `param`
+    and gradients reduced in `reduce`, None: as they are.
     """
 
     kind: StrategyKind = "ddp"
@@ -85,8 +108,16 @@ class Strategy:
     server_bytes_per_s: float | None = None
     shard: int | None = None
     gradient_sync: bool = True
+    param: str | None = None
+    reduce: str | None = None
 
     def __post_init__(self) -> None:
+        for name, dtype in (("param", self.param), ("reduce", self.reduce)):
+            if dtype is not None and dtype not in _PARAMETER_BYTES:
+                raise StrategyError(
+                    f"{name}={dtype} is no dtype to shard with; choose one of "
+                    f"{', '.join(_PARAMETER_BYTES)}"
+                )
         if self.shard is not None and self.shard < 1:
             raise StrategyError(
                 f"a model is sharded over at least 1 rank, found {self.shard}; write fsdp:shard=8"
@@ -107,6 +138,26 @@ class Strategy:
             return self.first_bucket_bytes
         default = self.bucket_cap_bytes == DEFAULT_BUCKET_CAP_BYTES
         return DEFAULT_FIRST_BUCKET_BYTES if default else self.bucket_cap_bytes
+
+    def shard_dtypes(self, precision: str) -> ShardDtypes:
+        """What `param` and `reduce` mean for a graph of some precision.
+
+        Raises StrategyError where the graph does not compute in `param`.
+
+        >>> Strategy.parse("fsdp:param=bf16,reduce=fp32").shard_dtypes("bf16")
+        ShardDtypes(stored_ratio=2, reduced_ratio=2.0)
+        """
+        found = parameter_dtype(precision)
+        if self.param not in (None, found):
+            raise StrategyError(
+                f"fsdp:param={self.param} computes in {self.param}, found a model in {precision}; "
+                f"write --precision {self.param}, or trace_model(..., precision='{self.param}')"
+            )
+        computed = _PARAMETER_BYTES[found]
+        return ShardDtypes(
+            stored_ratio=1 if self.param is None else _PARAMETER_BYTES["fp32"] // computed,
+            reduced_ratio=_PARAMETER_BYTES[self.reduce or found] / computed,
+        )
 
     def divides(self, ranks: Any) -> Any:
         """Whether the ranks can be divided as `shard` asks: of one number, or of each in an array.
@@ -136,14 +187,19 @@ class Strategy:
             knobs.append(f"shard={self.shard}")
         if not self.gradient_sync:
             knobs.append("no_sync")
+        if self.param is not None:
+            knobs.append(f"param={self.param}")
+        if self.reduce is not None:
+            knobs.append(f"reduce={self.reduce}")
         return self.kind + (":" + ",".join(knobs) if knobs else "")
 
     @classmethod
     def parse(cls, text: str | Strategy) -> Strategy:
         """Read ``ddp``, ``ddp:bucket=5MiB,view``, ``zero1``, ``fsdp``, ``ps:2``, ``ps:2,async``.
 
-        ``fsdp:shard=8`` shards over 8 ranks and replicates that; ``ps:2,link=10Gbit/s`` says what
-        the network of each server carries.
+        ``fsdp:shard=8`` shards over 8 ranks and replicates that, ``fsdp:param=bf16,reduce=fp32``
+        gathers in one dtype and reduces in another; ``ps:2,link=10Gbit/s`` says what the network of
+        each server carries.
 
         >>> Strategy.parse("ddp:bucket=5MiB").first_cap_bytes
         5242880
@@ -203,6 +259,8 @@ def _read_knob(kind: str, knob: str) -> dict[str, object]:
         return {"shard": int(value)}
     if kind == "fsdp" and knob == "no_sync":
         return {"gradient_sync": False}
+    if kind == "fsdp" and name in ("param", "reduce"):
+        return {name: value}
     if kind == "ps" and knob == "async":
         return {"asynchronous": True}
     if kind == "ps" and name == "link":
@@ -213,7 +271,7 @@ def _read_knob(kind: str, knob: str) -> dict[str, object]:
         "ddp": "bucket=, first=, view, unbucketed",
         "zero1": "bucket=, first=, view, unbucketed",
         "zero2": "bucket=, first=, unbucketed",
-        "fsdp": "shard= a number of ranks, no_sync",
+        "fsdp": "shard= a number of ranks, no_sync, param= and reduce= a dtype",
         "ps": "a number of servers, async, link=, bucket=, first=, unbucketed",
     }[kind]
     raise ValueError(f"'{knob}' is no knob of {kind}; its knobs are {known}")

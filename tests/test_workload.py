@@ -41,6 +41,22 @@ def test_the_link_of_servers_is_read_as_a_rate() -> None:
             Strategy.parse(text)
 
 
+def test_dtypes_of_shards_are_read_and_fit_what_the_model_computes_in() -> None:
+    recipe = Strategy.parse("fsdp:shard=8,param=bf16,reduce=fp32")
+    assert Strategy.parse(str(recipe)) == recipe
+    # Shards and reductions of 4 bytes, parameters of 2.
+    assert recipe.shard_dtypes("bf16") == (2, 2.0)
+    # Without `param` shards are what the model has, and so are reductions.
+    assert Strategy.parse("fsdp").shard_dtypes("bf16") == (1, 1.0)
+    assert Strategy.parse("fsdp:reduce=bf16").shard_dtypes("bf16-amp") == (1, 0.5)
+    assert Strategy.parse("fsdp:param=fp16").shard_dtypes("fp16") == (2, 1.0)
+    for text in ("fsdp:param=int8", "fsdp:reduce=", "ddp:param=bf16"):
+        with pytest.raises(StrategyError):
+            Strategy.parse(text)
+    with pytest.raises(StrategyError, match="--precision bf16"):
+        recipe.shard_dtypes("bf16-amp")
+
+
 def test_the_first_bucket_is_1_mib_by_default_and_the_cap_under_an_explicit_cap() -> None:
     # torch/nn/parallel/distributed.py: an explicit bucket_cap_mb applies to the first bucket too.
     assert Strategy().bucket_cap_bytes == 25 * MIB

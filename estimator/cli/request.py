@@ -74,7 +74,7 @@ class Request:
             batch,
             loss=loss,
             optimizer=self.optimizer or "adamw",
-            precision=self.precision or "fp32",
+            precision=self.precision or Strategy.parse(self.strategy).param or "fp32",
             target=machines[0].kind,
             measure=self.measure,
             compiled="cuda-graphs" if self.execution == "cuda-graphs" else bool(self.execution),

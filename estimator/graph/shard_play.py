@@ -17,9 +17,12 @@ from numpy.typing import NDArray
 
 from estimator.graph.ops import OpGraph
 from estimator.graph.shards import UnitRun, unit_runs
+from estimator.workload import ShardDtypes
 
 Levels = NDArray[np.int64]
 Places = NDArray[np.intp]
+
+_AS_THEY_ARE = ShardDtypes()
 
 # The instants around an op, in the order of issue. Before it FSDP allocates the buffer of an
 # all-gather, allocates the whole parameters and copies them out, drops a buffer (in the forward
@@ -78,11 +81,18 @@ class Gradient(NamedTuple):
 class Reduction(NamedTuple):
     """Gradients that one reduce-scatter carries, issued once op `after` has run.
 
-    `after` is the number of ops where it follows the whole backward pass.
+    `after` is the number of ops where it follows the whole backward pass. Of the buffer's
+    `size_bytes` all ranks together keep `shard_bytes`, None: as many.
     """
 
     after: int
     size_bytes: int
+    shard_bytes: int | None = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of all ranks' shards together."""
+        return self.size_bytes if self.shard_bytes is None else self.shard_bytes
 
 
 class MicroBatch(NamedTuple):
@@ -103,7 +113,11 @@ class Played:
 
 
 def play_fsdp(
-    graph: OpGraph, units: Mapping[str, int], gradients: Sequence[Gradient], micro: MicroBatch
+    graph: OpGraph,
+    units: Mapping[str, int],
+    gradients: Sequence[Gradient],
+    micro: MicroBatch,
+    dtypes: ShardDtypes = _AS_THEY_ARE,
 ) -> Played:
     """A micro-batch of fully sharded units; `units` are the bytes that each of them gathers."""
     ops = len(graph.ops)
@@ -140,8 +154,13 @@ def play_fsdp(
     sizes: Counter[int] = Counter()
     for after, gradient in zip(afters, gradients, strict=True):
         sizes[after] += gradient.size_bytes
-    reductions = [Reduction(*each) for each in sorted(sizes.items())]
-    whole, shards = _reduce(graph, buffers, gradients, afters, reductions, micro)
+    reductions = [
+        Reduction(after, int(size * dtypes.reduced_ratio), size * dtypes.stored_ratio)
+        for after, size in sorted(sizes.items())
+    ]
+    whole, shards = _reduce(
+        graph, buffers, gradients, afters, reductions, micro, dtypes.reduced_ratio
+    )
     return Played(
         gathered=gathered.levels(),
         buffers=buffers.levels(),
@@ -183,29 +202,38 @@ def _reduce(
     afters: Sequence[int],
     reductions: Sequence[Reduction],
     micro: MicroBatch,
+    reduced_ratio: float = 1.0,
 ) -> tuple[Levels, Levels]:
-    """Whole gradients and gradient shards; gradient k goes after op `afters[k]`."""
+    """Whole gradients and gradient shards; gradient k goes after op `afters[k]`.
+
+    Gradients that are kept whole are added up in the dtype of the reduction, in which an element
+    takes `reduced_ratio` times as many bytes.
+    """
     whole, shards = Ledger(len(graph.ops)), Ledger(len(graph.ops))
     for gradient, after in zip(gradients, afters, strict=True):
-        size = gradient.size_bytes
+        size, kept = gradient.size_bytes, int(gradient.size_bytes * reduced_ratio)
         gone = at(after, REDUCE) if micro.reduces else whole.end
         if micro.held == "whole":
-            # Added in place to those of the micro-batches before.
-            whole.hold(0, gone, size)
-            gone = at(gradient.final, RAN)
+            whole.hold(0, gone, kept)
+            # In one dtype added in place as it is made, else when its unit has them all.
+            gone = at(gradient.final, RAN) if kept == size else at(after, RESHARD)
+        elif not micro.reduces and kept != size:
+            whole.hold(at(after, RAN), gone, kept)
+            gone = at(after, RESHARD)
         whole.hold(at(gradient.born, RUN), gone, size)
     if micro.held == "shards":
-        shards.hold(0, shards.end, sum(each.size_bytes for each in reductions))
+        shards.hold(0, shards.end, sum(each.kept_bytes for each in reductions))
     if not micro.reduces:
         return whole.levels(), shards.levels()
     # One reduce-scatter is in flight: its input is freed when the next one's is allocated.
     freed = [*(at(each.after, RESHARD) for each in reductions[1:]), buffers.end]
-    for (after, size), end in zip(reductions, freed, strict=False):
+    for reduction, end in zip(reductions, freed, strict=False):
+        after, size = reduction.after, reduction.size_bytes
         if (start := at(after, COPY_IN)) < end:
             buffers.hold(start, end, size)
         if graph.target == "cpu":
             # gloo reduces a copy of its input (ProcessGroupGloo.cpp, torch 2.13).
             buffers.hold(at(after, REDUCE), at(after, REDUCE) + 1, size)
         if micro.held != "shards":
-            shards.hold(at(after, REDUCE), shards.end, size)
+            shards.hold(at(after, REDUCE), shards.end, reduction.kept_bytes)
     return whole.levels(), shards.levels()

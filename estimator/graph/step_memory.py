@@ -36,7 +36,7 @@ from estimator.graph.shard_play import (
 from estimator.graph.sharded_memory import Envelope, ShardedMemory, upper_lines
 from estimator.graph.shards import frozen_unit_bytes, parameter_unit
 from estimator.graph.structure import GraphStructure
-from estimator.workload import OPTIMIZER_STATE_TENSORS, Strategy, check_optimizer
+from estimator.workload import OPTIMIZER_STATE_TENSORS, ShardDtypes, Strategy, check_optimizer
 
 
 def step_memory(
@@ -61,7 +61,8 @@ def step_memory(
     """
     known = structure or GraphStructure.of(bound.graph)
     replicate = partial(peak_memory, bound, strategy=strategy, threads=threads, structure=known)
-    if not merging or strategy.kind == "ddp":
+    # Alone a rank holds no shards, but those that are kept in another dtype.
+    if (not merging and strategy.param is None) or strategy.kind == "ddp":
         return ShardedMemory.of_replica(replicate(optimizer=optimizer, ranks=2 if merging else 1))
     if strategy.kind in ("ps", "zero1"):
         # A worker of parameter servers updates nothing, and plain SGD holds nothing.
@@ -69,13 +70,14 @@ def step_memory(
         if strategy.kind == "ps":
             return ShardedMemory.of_replica(replica)
         return _zero1_memory(bound.graph, replica, optimizer)
-    step = _ShardedStep(bound, known, optimizer, threads)
+    dtypes = strategy.shard_dtypes(bound.graph.precision)
+    step = _ShardedStep(bound, known, optimizer, threads, dtypes)
     passes = _micro_batches(micro_batches, gradient_sync)
     if strategy.kind == "zero2":
         played = [play_zero2(bound.graph, buckets, step.gradients, each) for each in passes]
     else:
         units = _unit_bytes(bound.graph)
-        played = [play_fsdp(bound.graph, units, step.gradients, each) for each in passes]
+        played = [play_fsdp(bound.graph, units, step.gradients, each, dtypes) for each in passes]
     return step.memory(played, shards_parameters=strategy.kind == "fsdp")
 
 
@@ -145,19 +147,25 @@ class _ShardedStep:
     """What a step holds whatever the strategy; everything in bytes."""
 
     def __init__(
-        self, bound: BoundGraph, structure: GraphStructure, optimizer: str, threads: int
+        self,
+        bound: BoundGraph,
+        structure: GraphStructure,
+        optimizer: str,
+        threads: int,
+        dtypes: ShardDtypes,
     ) -> None:
         graph = self.graph = bound.graph
         self.ops = len(graph.ops)
-        trained = _trained_bytes(graph)
+        trained = [size * dtypes.stored_ratio for size in _trained_bytes(graph)]
         self.trained_bytes = sum(trained)
         self.state_bytes = OPTIMIZER_STATE_TENSORS[check_optimizer(optimizer)] * sum(trained)
         self.update_bytes = update_temporaries_bytes(
             trained, optimizer, foreach=graph.target == "cuda"
         )
         block = block_bytes(graph)
-        self.parameters_bytes = graph.frozen_parameter_bytes + sum(
-            rounded_bytes(parameter.spec.nbytes, block) for parameter in graph.parameters
+        self.parameters_bytes = dtypes.stored_ratio * (
+            graph.frozen_parameter_bytes
+            + sum(rounded_bytes(parameter.spec.nbytes, block) for parameter in graph.parameters)
         )
         sizes = StorageSizes.of(bound, structure, threads)
         self.inputs_bytes = sizes.inputs_bytes

@@ -374,7 +374,7 @@ class UpdateCost:
             if not (tensors > 0 and parameters > 0 and seconds > 0):
                 raise ValueError("UpdateCost.points must be (tensors, parameters, seconds) > 0")
 
-    def update_time_s(self, *, tensors: int, parameters: int, idle: float = 0.0) -> float:
+    def update_time_s(self, *, tensors: int, parameters: float, idle: float = 0.0) -> float:
         """Seconds of a step; `idle` of the `parameters` elements in `tensors` tensors are idle."""
         busy_s = self.launch_s + tensors * self.per_tensor_s + parameters * self.per_parameter_s
         return busy_s + idle * self.per_idle_parameter_s

@@ -163,7 +163,10 @@ def _compile(asked: _Asked) -> StepProgram:
     sharding = asked.merging and strategy.kind == "fsdp"
     accumulate = (accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)
     lane = (_sharded_lane if sharding else _bucketed_lane)(asked, durations)
-    update_s, launch_s, update = update_cost(asked.trained, graph, profile, busy, sharding)
+    stored_ratio = strategy.shard_dtypes(graph.precision).stored_ratio
+    update_s, launch_s, update = update_cost(
+        asked.trained, graph, profile, busy, sharding, stored_ratio
+    )
     lanes = lane.lanes
     if graph.grad_scaler:
         update_s += unscale_s(asked.trained, graph, *asked.machine)
@@ -280,7 +283,7 @@ def _bucketed_lane(asked: _Asked, durations: Durations) -> _Lane:
 def _sharded_lane(asked: _Asked, durations: Durations) -> _Lane:
     """One micro-batch of FSDP, and the copies of all: each ends when its gradients are reduced."""
     accumulation_steps = asked.accumulation_steps
-    passes = sharded_passes(asked.graph, asked.cache)
+    passes = sharded_passes(asked.graph, asked.strategy, asked.cache)
     host_s = durations.host_s + hook_seconds(asked.bound, passes, asked.profile)
     lanes = MicroBatches(
         host_s=host_s,

@@ -20,22 +20,26 @@ from estimator.graph.shards import UnitRun, frozen_unit_bytes, parameter_unit, u
 from estimator.machines.profile import MachineProfile
 from estimator.timeline.lanes import MicroBatches
 from estimator.timeline.passes import copies_s
+from estimator.workload import ShardDtypes, Strategy
 
 Array = NDArray[np.float64]
 
 ROOT = ""
+_AS_THEY_ARE = ShardDtypes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedPasses:
     """The passes of a micro-batch through the units of a graph, in order, by number of unit.
 
-    Unit 0 is the root. `gathered_bytes` are the parameters of each unit, `reduced_bytes` those that
-    are trained. `forward_ends` and `backward_ends` are the ops up to which the segments between
-    passes go: one before the first pass, one for each, and one behind the last.
+    Unit 0 is the root. `gathered_bytes` are the parameters of each unit, `gradient_bytes` those of
+    them that are trained, `reduced_bytes` the same in the dtype of reductions. `forward_ends` and
+    `backward_ends` are the ops up to which the segments between passes go: one before the first
+    pass, one for each, and one behind the last.
     """
 
     gathered_bytes: Array
+    gradient_bytes: Array
     reduced_bytes: Array
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -43,7 +47,7 @@ class ShardedPasses:
     backward_ends: tuple[int, ...]
 
     @classmethod
-    def of(cls, graph: OpGraph) -> ShardedPasses:
+    def of(cls, graph: OpGraph, dtypes: ShardDtypes = _AS_THEY_ARE) -> ShardedPasses:
         """The units of a graph: every repeated block that has parameters, and the root."""
         gathered = {ROOT: 0, **dict.fromkeys(map(parameter_unit, graph.parameters), 0)}
         reduced = dict(gathered)
@@ -59,9 +63,11 @@ class ShardedPasses:
         forward = unit_runs(graph, blocks, "forward")
         backward = unit_runs(graph, blocks, "backward")
         turn = sum(op.phase == "forward" for op in graph.ops)
+        gradients = np.array([reduced[unit] for unit in gathered], dtype=np.float64)
         return cls(
             gathered_bytes=np.array(list(gathered.values()), dtype=np.float64),
-            reduced_bytes=np.array([reduced[unit] for unit in gathered], dtype=np.float64),
+            gradient_bytes=gradients,
+            reduced_bytes=gradients * dtypes.reduced_ratio,
             forward=tuple(number[run.path] for run in forward),
             backward=tuple(number[run.path] for run in backward),
             forward_ends=_ends(forward, 0, turn),
@@ -77,9 +83,10 @@ class ShardedPasses:
         return tuple(reversed(seen))
 
 
-def sharded_passes(graph: OpGraph, cache: Cache) -> ShardedPasses:
-    """The passes of a graph, worked out once."""
-    return cache.get("sharded passes", (graph,), lambda: ShardedPasses.of(graph))
+def sharded_passes(graph: OpGraph, strategy: Strategy, cache: Cache) -> ShardedPasses:
+    """The passes of a graph, worked out once. Raises StrategyError, see `Strategy.shard_dtypes`."""
+    dtypes = strategy.shard_dtypes(graph.precision)
+    return cache.get("sharded passes", (graph,), lambda: ShardedPasses.of(graph, dtypes), dtypes)
 
 
 def _ends(runs: Sequence[UnitRun], start: int, end: int) -> tuple[int, ...]:
@@ -112,10 +119,14 @@ def segment_seconds(lanes: MicroBatches, passes: ShardedPasses) -> Array:
 def unit_copies_s(
     passes: ShardedPasses, profile: MachineProfile, busy: int, cache: Cache
 ) -> tuple[Array, Array]:
-    """Seconds of copying each unit's parameters out of a buffer, and its gradients into one."""
+    """Seconds of copying each unit's parameters out of a buffer, and its gradients into one.
+
+    A copy into another dtype reads and writes as much as one of the mean size.
+    """
 
     def seconds(sizes_bytes: Array) -> Array:
         sizes = [int(size) for size in sizes_bytes]
         return np.where(sizes_bytes > 0, copies_s(profile, sizes, busy, cache), 0.0)
 
-    return seconds(passes.gathered_bytes), seconds(passes.reduced_bytes)
+    copied_in = (passes.gradient_bytes + passes.reduced_bytes) / 2
+    return seconds(passes.gathered_bytes), seconds(copied_in)

@@ -41,12 +41,22 @@ class Trained:
 
 
 def update_cost(
-    trained: Trained, graph: OpGraph, profile: MachineProfile, busy: int, sharding: bool
+    trained: Trained,
+    graph: OpGraph,
+    profile: MachineProfile,
+    busy: int,
+    sharding: bool,
+    stored_ratio: int = 1,
 ) -> tuple[float, float, Provenance]:
-    """(seconds, seconds that no sharding shortens, where they come from) of the optimizer step."""
+    """(seconds, seconds that no sharding shortens, where they come from) of the optimizer step.
+
+    What is updated takes `stored_ratio` times the bytes of what the graph computes with.
+    """
     cost = _cost_of(profile, graph.optimizer, UPDATE_FORMS[graph.target], graph.target)
     seconds = cost.update_time_s(
-        tensors=trained.tensors, parameters=trained.elements, idle=trained.idle
+        tensors=trained.tensors,
+        parameters=_float32_elements(trained, graph, stored_ratio),
+        idle=trained.idle,
     )
     slowdown = slowdown_ratio(profile, "update", busy, float(trained.size_bytes))
     fixed_s = cost.launch_s
@@ -67,7 +77,18 @@ def update_lanes(
         return None
     host_s = cost.launch_s + trained.tensors * cost.per_tensor_s
     idle_s = trained.idle * cost.per_idle_parameter_s
-    return host_s, trained.elements * cost.per_parameter_s + idle_s
+    elements = _float32_elements(trained, graph, 1)
+    return host_s, elements * cost.per_parameter_s + idle_s
+
+
+def _float32_elements(trained: Trained, graph: OpGraph, stored_ratio: int) -> float:
+    """How many elements of the probe's float32 updates take as long.
+
+    GPUs are bound by the bytes of an update; of other dtypes on CPUs nothing is known.
+    """
+    if graph.target != "cuda":
+        return float(trained.elements)
+    return trained.size_bytes * stored_ratio / 4
 
 
 def _idle_parameters(bound: BoundGraph) -> float:

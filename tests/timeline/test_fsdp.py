@@ -23,6 +23,7 @@ from estimator.timeline.ranks import StepShape
 from estimator.timeline.shard_costs import ShardedPasses
 from estimator.timeline.strategies.fsdp import FullyShardedDataParallel
 from estimator.timeline.strategies.registry import DP, DP_REPLICATE, DP_SHARD, Ranks
+from estimator.timeline.updates import Trained, update_cost
 from estimator.workload import Strategy
 from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
 
@@ -74,6 +75,36 @@ def test_without_gradient_sync_only_the_last_micro_batch_reduces() -> None:
     found = answer("1x2:m", "fsdp:no_sync", machine, accumulation_steps=5)
     expected_s = 5 * gathers_s + scatters_s
     assert found.breakdown.communication_exposed_s == pytest.approx(expected_s, rel=1e-9)
+
+
+def test_gradients_are_reduced_in_the_dtype_that_is_asked_for() -> None:
+    # Parameters in bf16 are gathered as they are; in fp32 their gradients are twice as large.
+    machine = profile()
+    graph = replace(BLOCKS, precision="bf16")
+    found = estimate_graph(
+        graph, "1x2:m", profile=machine, strategy="fsdp:param=bf16,reduce=fp32"
+    ).breakdown
+    group = ProcessGroup(ranks=2, nodes=1, per_node=2)
+    scatter = GroupCollective.of(machine, "reduce_scatter", group)
+    assert scatter is not None
+    expected_s = 7 * seconds(machine, "all_gather", 2) + 4 * scatter.time_s(8e6)
+    assert found.communication_exposed_s == pytest.approx(expected_s, rel=1e-9)
+
+
+def test_a_model_that_computes_in_another_dtype_than_is_gathered_is_refused() -> None:
+    with pytest.raises(StrategyError, match="computes in bf16, found a model in fp32"):
+        answer("1x2:m", "fsdp:param=bf16", profile())
+
+
+def test_the_update_of_a_gpu_follows_the_bytes_of_what_is_updated() -> None:
+    # 1000 elements of bf16: half the bytes of fp32, and all of them where the shards are fp32.
+    machine, graph = on_gpus(profile()), replace(BLOCKS, target="cuda", precision="bf16")
+    (cost,) = (each for each in machine.updates if each.optimizer == graph.optimizer)
+    trained = Trained(tensors=2, elements=1000, size_bytes=2000, words=500, idle=0.0)
+    fixed_s = cost.launch_s + 2 * cost.per_tensor_s
+    for stored_ratio, elements in ((1, 500), (2, 1000)):
+        seconds, *_ = update_cost(trained, graph, machine, 1, False, stored_ratio)
+        assert seconds == pytest.approx(fixed_s + elements * cost.per_parameter_s, rel=1e-9)
 
 
 def test_hybrid_shards_all_reduce_what_a_rank_holds_in_each_micro_batch() -> None:
@@ -143,6 +174,7 @@ def test_unlike_nodes_wait_for_each_other_at_every_collective() -> None:
     # A rank that is slow in one unit and one that is slow in another are both waited for.
     passes = ShardedPasses(
         gathered_bytes=np.array([0.0, 4e6]),
+        gradient_bytes=np.array([0.0, 4e6]),
         reduced_bytes=np.array([0.0, 4e6]),
         forward=(1,),
         backward=(1,),

@@ -59,7 +59,7 @@ class FullyShardedDataParallel(Rules):
 
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
         super().__init__(graph, shape, cache)
-        self.passes: ShardedPasses = sharded_passes(graph, cache)
+        self.passes: ShardedPasses = sharded_passes(graph, shape.strategy, cache)
 
     @property
     def segments(self) -> int:
