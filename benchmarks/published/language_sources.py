@@ -253,14 +253,15 @@ def _torchtitan(row: PublishedRow) -> Workload:
     return Workload(
         spec=spec,
         precision="bf16",
-        strategy=_sharded(row),
+        strategy=_sharded(row, "param=bf16,reduce=fp32"),
         setting=setting,
         remarks=_remarks(notes),
     )
 
 
-def _sharded(row: PublishedRow) -> str:
-    return "fsdp" if re.match(r"fsdp|hsdp|zero[-_ ]?3", row.step.strategy) else row.step.strategy
+def _sharded(row: PublishedRow, dtypes: str) -> str:
+    sharded = re.match(r"fsdp|hsdp|zero[-_ ]?3", row.step.strategy)
+    return f"fsdp:{dtypes}" if sharded else row.step.strategy
 
 
 def _fms_fsdp(row: PublishedRow) -> Workload:
@@ -277,7 +278,8 @@ def _fms_fsdp(row: PublishedRow) -> Workload:
     return Workload(
         spec=spec,
         precision="bf16",
-        strategy="fsdp",
+        # Its policy "bfSixteen" casts float32 shards, and reduces in bf16 too.
+        strategy="fsdp:param=bf16,reduce=bf16",
         setting=setting,
         remarks=(*_remarks(notes), *hybrid),
     )
