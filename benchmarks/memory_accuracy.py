@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from estimator.graph.memory import peak_memory
-from estimator.graph.trace import loss_of, trace_graph
+from estimator.graph.trace import trace_graph
+from estimator.graph.training_call import loss_of
 from estimator.units import format_bytes, format_ratio
 from estimator.workload import OPTIMIZERS, Strategy
 

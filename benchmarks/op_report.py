@@ -123,7 +123,7 @@ def make_step(
     import torch
 
     from estimator.graph.models import load_model
-    from estimator.graph.trace import loss_of
+    from estimator.graph.training_call import loss_of
 
     torch.manual_seed(0)
     model, inputs, loss, _ = load_model(model_text, batch=batch)

@@ -43,8 +43,10 @@ def trace_model(
 ) -> OpGraph:
     """Look at one training step of `model` once, for every batch size.
 
-    `batch` is what the model is called with: a tensor, a tuple or a mapping of tensors; `loss` is
-    called with (output, batch) and defaults to ``output.loss``, else the mean of the floating
+    `batch` is what the model is called with: a tensor, a tuple or a mapping of tensors, or a
+    DataLoader or Dataset that gives one; `loss` is called with (output, batch), or with (output,
+    targets) where the batch holds what ``forward()`` does not take, and defaults to the model's
+    ``training_step(batch, batch_idx)``, else ``output.loss``, else the mean of the floating
     outputs. With `measure`, the distinct ops of the step are also timed on this machine, which must
     be the one `profile` describes; timings are kept in the user's store.
 

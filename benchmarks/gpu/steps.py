@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from estimator.graph.trace import loss_of
+from estimator.graph.training_call import loss_of
 from estimator.probe.kernels import float32_products
 from gpu.cases import Case
 from gpu.workloads import BY_NAME, Workload

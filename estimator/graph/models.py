@@ -130,7 +130,7 @@ def _checked_result(result: Any, text: str) -> tuple[nn.Module, Any, Any]:
         raise ModelError(f"{text} returned {_kind(model)} as the model; return (nn.Module, batch)")
     if loss is not None and not callable(loss):
         raise ModelError(
-            f"{text} returned {_kind(loss)} as the loss; return a function of (output, batch)"
+            f"{text} returned {_kind(loss)} as the loss; return a function of (output, targets)"
         )
     return model, example, loss
 

@@ -6,7 +6,7 @@ import logging
 import platform
 import reprlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -35,11 +35,10 @@ from estimator.graph.stand_ins import (
     put_stand_ins,
     seed_all,
 )
+from estimator.graph.training_call import Loss, TrainingCall
 from estimator.graph.user_code import UserCode
 from estimator.machines.profile import DeviceKind
 from estimator.workload import check_optimizer, check_precision
-
-Loss = Callable[[Any, Any], Tensor]
 
 _CAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AUTOCAST_DTYPES = {"bf16-amp": torch.bfloat16, "fp16-amp": torch.float16}
@@ -61,11 +60,14 @@ def trace_graph(
 
     Runs the model's own Python twice on fake tensors (at the batch given and at twice that), which
     gives the operators that eager training dispatches, at every batch size. `batch` is a tensor, a
-    tuple (``model(*batch)``) or a mapping (``model(**batch)``); `loss(output, batch)` defaults to
-    ``output.loss``, else the mean of the floating outputs. A sample is one index of dimension 0
-    (`batch_dim`: of that one) of the inputs that share the commonest size there. `channels_last`
-    lays parameters and inputs of four dimensions out as ``.to(memory_format=torch.channels_last)``
-    does. The model is left as it was. Raises ModelError, TraceError.
+    tuple (``model(*batch)``) or a mapping (``model(**batch)``), or a DataLoader or Dataset that
+    gives one; `loss(output, batch)` defaults to the model's ``training_step(batch, batch_idx)``,
+    else ``output.loss``, else the mean of the floating outputs. What forward() does not take of a
+    batch, such as the targets of ``(inputs, targets)``, is what ``loss(output, targets)`` gets. A
+    sample is one index of dimension 0 (`batch_dim`: of that one) of the inputs that share the
+    commonest size there. `channels_last` lays parameters and inputs of four dimensions out as
+    ``.to(memory_format=torch.channels_last)`` does. The model is left as it was. Raises ModelError,
+    TraceError.
 
     >>> graph = trace_graph(nn.Linear(3, 2), torch.randn(4, 3))
     >>> graph.batch, [parameter.name for parameter in graph.parameters]
@@ -75,22 +77,25 @@ def trace_graph(
     check_precision(precision)
     name = name or type(model).__name__
     _check_model(model, target, name)
+    call = TrainingCall.of(model, batch, loss)
     look = _Look(
         model=model,
-        loss=loss,
+        call=call,
         precision=precision,
         target=target,
         channels_last=channels_last,
         name=name,
     )
-    dim = batch_dim or 0
+    dim, batch = batch_dim or 0, call.batch
     samples = sample_count(batch, dim)
     with kept_as_it_was(model), quiet_fakes():
         first = look.run(batch)
         second, fixed_because = look.run_at_twice(batch, dim, samples)
     joined = join_runs(first.recorder, None if second is None else second.recorder)
     fixed_because = fixed_because or joined.difference
-    assumptions = dict.fromkeys((*look.assumptions, *first.recorder.known.assumptions))
+    assumptions = dict.fromkeys(
+        (*look.assumptions, *call.assumptions, *first.recorder.known.assumptions)
+    )
     if channels_last and not any("convolution" in op.call.target for op in joined.ops):
         assumptions["channels last changes nothing: the model has no convolution"] = None
     if fixed_because is not None:
@@ -154,7 +159,7 @@ class _Look:
     """How the model is run on fake tensors, the same way at both batch sizes."""
 
     model: nn.Module
-    loss: Loss | None
+    call: TrainingCall
     precision: str
     target: DeviceKind
     channels_last: bool
@@ -226,19 +231,13 @@ class _Look:
     def _step(self, recorder: Recorder, batch: Any) -> None:
         user_code = UserCode(
             f"{self.name} cannot run on this batch",
-            advice="check that the model accepts it",
+            advice=self.call.advice,
             error=TraceError,
         )
         functions = CudaFunctions if self.target == "cuda" else EagerFunctions
         with recorder, functions(recorder.known), user_code:
             with self._autocast():
-                if isinstance(batch, Mapping):
-                    output = self.model(**batch)
-                elif isinstance(batch, (tuple, list)):
-                    output = self.model(*batch)
-                else:
-                    output = self.model(batch)
-                value = loss_of(output) if self.loss is None else self.loss(output, batch)
+                value = self.call.value(self.call.output(self.model, batch), batch)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise ModelError(f"the loss of {self.name} must be one number, found {found}")
@@ -353,29 +352,6 @@ def _unlike_tracing() -> Iterator[None]:
         torch.utils.swap_tensors = swap_tensors
         if is_fake_tensor is not None:
             imports.is_fake_tensor = is_fake_tensor
-
-
-def loss_of(output: Any) -> Tensor:
-    """The loss of a model that names none: `output.loss`, else the mean of its floating outputs."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss if loss.numel() == 1 else loss.mean()
-    means: list[Tensor] = []
-
-    def collect(_path: str, tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and tensor.requires_grad:
-            means.append(tensor.mean())
-        return tensor
-
-    map_tensors(output if not hasattr(output, "__dataclass_fields__") else vars(output), collect)
-    if not means:
-        raise ModelError(
-            "the model returns no floating tensor that depends on its parameters; give loss="
-        )
-    total = means[0]
-    for mean in means[1:]:
-        total = total + mean
-    return total
 
 
 def _unknown_ops(ops: Any) -> tuple[str, ...]:

@@ -176,7 +176,7 @@ class Training:
         import torch
 
         from estimator.graph.models import load_model
-        from estimator.graph.trace import loss_of
+        from estimator.graph.training_call import TrainingCall
 
         self.torch: Any = torch
         self.on_cuda = arguments["kind"] == "cuda"
@@ -195,8 +195,13 @@ class Training:
         dtype = getattr(torch, cast) if cast else None
         device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
         self.model: Any = model.to(device=device, dtype=dtype)
-        self.batch = _moved(batch, device, dtype)
-        self.loss = loss or (lambda output, _batch: loss_of(output))
+        self.call = TrainingCall.of(model, batch, loss)
+        if self.call.by_training_step and world_size > 1:
+            raise TrainingError(
+                "a model is trained on several ranks by its forward(), found a training_step(); "
+                "return (model, batch, loss)"
+            )
+        self.batch = _moved(self.call.batch, device, dtype)
         strategy = Strategy(**arguments["strategy"])
         # FSDP scatters the gradients of every micro-batch unless told otherwise.
         self.merges_each = strategy.kind == "fsdp" and strategy.gradient_sync
@@ -244,7 +249,7 @@ class Training:
 
     def _micro_batch(self) -> None:
         with self._autocast():
-            loss = self.loss(_called(self.model, self.batch), self.batch)
+            loss = self.call.value(self.call.output(self.model, self.batch), self.batch)
         if self.accumulation_steps > 1:
             loss = loss / self.accumulation_steps
         self.mark("forward")
@@ -310,12 +315,6 @@ def _bucket_cap_mb(strategy: Strategy) -> float | None:
     # DDP uses this constant together with its default cap, and offers no argument for it.
     dist._DEFAULT_FIRST_BUCKET_BYTES = strategy.first_cap_bytes
     return None
-
-
-def _called(model: Any, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def _moved(batch: Any, device: Any, dtype: Any) -> Any:

@@ -18,7 +18,8 @@ from estimator.errors import ModelError, TraceError, WorkloadError
 from estimator.graph.costs import features_of
 from estimator.graph.memory import peak_memory
 from estimator.graph.ops import OpGraph
-from estimator.graph.trace import loss_of, trace_graph
+from estimator.graph.trace import trace_graph
+from estimator.graph.training_call import loss_of
 from estimator.workload import Strategy
 
 SEEN_BY_MODES_ALONE = {"aten.detach.default", "aten.lift_fresh.default"}
