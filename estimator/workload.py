@@ -93,9 +93,10 @@ class Strategy:
     one, as DDP does. `bucketed=False` is one collective per gradient tensor. `gradient_sync=False`
     adds up the whole gradients of FSDP's earlier micro-batches on every rank and scatters them with
     the last one (``set_requires_gradient_sync(False)``), where the default scatters those of each.
-    `param` and `reduce` are the dtypes of FSDP2's ``MixedPrecisionPolicy``: shards, gradients of
-    shards and the optimizer's state are fp32, parameters are gathered and computed with in `param`
-    and gradients reduced in `reduce`, None: as they are.
+    Without `reshard_after_forward` a block is kept whole until its backward pass, which gathers
+    nothing then. `param` and `reduce` are the dtypes of FSDP2's ``MixedPrecisionPolicy``: shards,
+    gradients of shards and the optimizer's state are fp32, parameters are gathered and computed
+    with in `param` and gradients reduced in `reduce`, None: as they are.
     """
 
     kind: StrategyKind = "ddp"
@@ -108,6 +109,7 @@ class Strategy:
     server_bytes_per_s: float | None = None
     shard: int | None = None
     gradient_sync: bool = True
+    reshard_after_forward: bool = True
     param: str | None = None
     reduce: str | None = None
 
@@ -187,6 +189,8 @@ class Strategy:
             knobs.append(f"shard={self.shard}")
         if not self.gradient_sync:
             knobs.append("no_sync")
+        if not self.reshard_after_forward:
+            knobs.append("no_reshard")
         if self.param is not None:
             knobs.append(f"param={self.param}")
         if self.reduce is not None:
@@ -259,6 +263,8 @@ def _read_knob(kind: str, knob: str) -> dict[str, object]:
         return {"shard": int(value)}
     if kind == "fsdp" and knob == "no_sync":
         return {"gradient_sync": False}
+    if kind == "fsdp" and knob == "no_reshard":
+        return {"reshard_after_forward": False}
     if kind == "fsdp" and name in ("param", "reduce"):
         return {name: value}
     if kind == "ps" and knob == "async":
@@ -271,7 +277,7 @@ def _read_knob(kind: str, knob: str) -> dict[str, object]:
         "ddp": "bucket=, first=, view, unbucketed",
         "zero1": "bucket=, first=, view, unbucketed",
         "zero2": "bucket=, first=, unbucketed",
-        "fsdp": "shard= a number of ranks, no_sync, param= and reduce= a dtype",
+        "fsdp": "shard= a number of ranks, no_sync, no_reshard, param= and reduce= a dtype",
         "ps": "a number of servers, async, link=, bucket=, first=, unbucketed",
     }[kind]
     raise ValueError(f"'{knob}' is no knob of {kind}; its knobs are {known}")

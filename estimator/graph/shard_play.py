@@ -8,7 +8,7 @@ which the host issues, not what the device has finished: the same on CPUs and on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, overload
 
@@ -118,8 +118,13 @@ def play_fsdp(
     gradients: Sequence[Gradient],
     micro: MicroBatch,
     dtypes: ShardDtypes = _AS_THEY_ARE,
+    *,
+    regathers: bool = True,
 ) -> Played:
-    """A micro-batch of fully sharded units; `units` are the bytes that each of them gathers."""
+    """A micro-batch of fully sharded units; `units` are the bytes that each of them gathers.
+
+    Unless it `regathers`, a unit is whole from its first forward to its last backward pass.
+    """
     ops = len(graph.ops)
     gathered, buffers = Ledger(ops), Ledger(ops)
     blocks = {path for path in units if path}
@@ -129,16 +134,15 @@ def play_fsdp(
         # The rest of the model is gathered once for both phases.
         gathered.hold(at(0, COPY_OUT), at(ops, RESHARD), units[""])
         forward.insert(0, UnitRun("", 0, 0))
-    for run in (*forward, *backward):
-        if run.path:
-            gathered.hold(at(run.first, COPY_OUT), at(run.last, RESHARD), units[run.path])
+    for first, last, path in _whole(forward, backward, regathers=regathers):
+        gathered.hold(at(first, COPY_OUT), at(last, RESHARD), units[path])
     # In the forward pass a buffer is kept until the next unit has been copied out.
     dropped = [*(at(run.first, DROP) for run in forward[1:]), at(turn, GATHER)]
     for run, end in zip(forward, dropped, strict=False):
         _gather(graph, buffers, at(run.first, GATHER), end, units[run.path])
     # In the backward pass the rest of the model prefetches the last unit, and each the one before.
     asked = at(turn, GATHER) if "" in units else None
-    for run in backward:
+    for run in backward if regathers else ():
         start = at(run.first, GATHER) if asked is None else asked
         _gather(graph, buffers, start, at(run.first, DROP), units[run.path])
         asked = at(run.first, PREFETCH)
@@ -167,6 +171,19 @@ def play_fsdp(
         gradients=whole,
         gradient_shards=shards,
     )
+
+
+def _whole(
+    forward: Sequence[UnitRun], backward: Sequence[UnitRun], *, regathers: bool
+) -> Iterator[tuple[int, int, str]]:
+    """(first op, last op, unit) of the stretches in which a unit is whole, the rest's apart."""
+    blocks = [run for run in (*forward, *backward) if run.path]
+    if regathers:
+        yield from ((run.first, run.last, run.path) for run in blocks)
+        return
+    for path in dict.fromkeys(run.path for run in blocks):
+        own = [run for run in blocks if run.path == path]
+        yield own[0].first, own[-1].last, path
 
 
 def play_zero2(

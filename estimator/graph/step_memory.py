@@ -77,7 +77,11 @@ def step_memory(
         played = [play_zero2(bound.graph, buckets, step.gradients, each) for each in passes]
     else:
         units = _unit_bytes(bound.graph)
-        played = [play_fsdp(bound.graph, units, step.gradients, each, dtypes) for each in passes]
+        regathers = strategy.reshard_after_forward
+        played = [
+            play_fsdp(bound.graph, units, step.gradients, each, dtypes, regathers=regathers)
+            for each in passes
+        ]
     return step.memory(played, shards_parameters=strategy.kind == "fsdp")
 
 

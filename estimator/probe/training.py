@@ -191,7 +191,10 @@ class Training:
         )
         if arguments["precision"] == "tf32":
             torch.set_float32_matmul_precision("high")
-        cast = _CAST.get(arguments["precision"])
+        strategy = Strategy(**arguments["strategy"])
+        # Shards of another dtype are cast as they are gathered.
+        shards = world_size > 1 and strategy.kind == "fsdp" and strategy.param is not None
+        cast = None if shards else _CAST.get(arguments["precision"])
         dtype = getattr(torch, cast) if cast else None
         device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
         self.model: Any = model.to(device=device, dtype=dtype)
@@ -202,11 +205,10 @@ class Training:
                 "return (model, batch, loss)"
             )
         self.batch = _moved(self.call.batch, device, dtype)
-        strategy = Strategy(**arguments["strategy"])
         # FSDP scatters the gradients of every micro-batch unless told otherwise.
         self.merges_each = strategy.kind == "fsdp" and strategy.gradient_sync
         if world_size > 1 and strategy.kind == "fsdp":
-            shard_model(self.model, world_size, shard=strategy.shard, kind=arguments["kind"])
+            shard_model(self.model, world_size, strategy, kind=arguments["kind"])
         elif world_size > 1:
             self._wrap(strategy)
         shares_update = world_size > 1 and strategy.kind == "zero1"

@@ -295,7 +295,7 @@ def _sharded_lane(asked: _Asked, durations: Durations) -> _Lane:
     )
     out_s, in_s = unit_copies_s(passes, *asked.machine)
     reducing = accumulation_steps if asked.strategy.gradient_sync else 1
-    copied_s = accumulation_steps * out_s[[0, *passes.forward, *passes.backward]].sum()
+    copied_s = accumulation_steps * out_s[list(passes.gathered)].sum()
     copied_s += reducing * in_s[[0, *passes.reduced]].sum()
     sums_s = np.array([(accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)])
     segments_s = np.concatenate([segment_seconds(lanes, passes), out_s, in_s, sums_s])

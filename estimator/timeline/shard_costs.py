@@ -35,7 +35,8 @@ class ShardedPasses:
     Unit 0 is the root. `gathered_bytes` are the parameters of each unit, `gradient_bytes` those of
     them that are trained, `reduced_bytes` the same in the dtype of reductions. `forward_ends` and
     `backward_ends` are the ops up to which the segments between passes go: one before the first
-    pass, one for each, and one behind the last.
+    pass, one for each, and one behind the last. `regathers` says whether a backward pass gathers
+    what a forward pass has gathered before.
     """
 
     gathered_bytes: Array
@@ -45,9 +46,12 @@ class ShardedPasses:
     backward: tuple[int, ...]
     forward_ends: tuple[int, ...]
     backward_ends: tuple[int, ...]
+    regathers: bool = True
 
     @classmethod
-    def of(cls, graph: OpGraph, dtypes: ShardDtypes = _AS_THEY_ARE) -> ShardedPasses:
+    def of(
+        cls, graph: OpGraph, dtypes: ShardDtypes = _AS_THEY_ARE, *, regathers: bool = True
+    ) -> ShardedPasses:
         """The units of a graph: every repeated block that has parameters, and the root."""
         gathered = {ROOT: 0, **dict.fromkeys(map(parameter_unit, graph.parameters), 0)}
         reduced = dict(gathered)
@@ -72,7 +76,13 @@ class ShardedPasses:
             backward=tuple(number[run.path] for run in backward),
             forward_ends=_ends(forward, 0, turn),
             backward_ends=_ends(backward, turn, len(graph.ops)),
+            regathers=regathers,
         )
+
+    @property
+    def gathered(self) -> tuple[int, ...]:
+        """The units that a micro-batch gathers, each as often as it does, the root first."""
+        return (0, *self.forward, *(self.backward if self.regathers else ()))
 
     @property
     def reduced(self) -> tuple[int, ...]:
@@ -85,8 +95,13 @@ class ShardedPasses:
 
 def sharded_passes(graph: OpGraph, strategy: Strategy, cache: Cache) -> ShardedPasses:
     """The passes of a graph, worked out once. Raises StrategyError, see `Strategy.shard_dtypes`."""
-    dtypes = strategy.shard_dtypes(graph.precision)
-    return cache.get("sharded passes", (graph,), lambda: ShardedPasses.of(graph, dtypes), dtypes)
+    dtypes, regathers = strategy.shard_dtypes(graph.precision), strategy.reshard_after_forward
+    return cache.get(
+        "sharded passes",
+        (graph,),
+        lambda: ShardedPasses.of(graph, dtypes, regathers=regathers),
+        *(dtypes, regathers),
+    )
 
 
 def _ends(runs: Sequence[UnitRun], start: int, end: int) -> tuple[int, ...]:

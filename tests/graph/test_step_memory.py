@@ -332,6 +332,34 @@ def most_allocated(step: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize("ranks", [2, 16], indirect=True)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_peak_of_a_real_step_that_keeps_blocks_whole(ranks: int, micro_batches: int) -> None:
+    model, x = Model(128, False), torch.randn(16, 64)
+    graph = trace_graph(model, x, target="cuda", optimizer="sgd-momentum")
+    found = step_memory(
+        graph.at(),
+        optimizer="sgd-momentum",
+        strategy=Strategy(kind="fsdp", reshard_after_forward=False),
+        merging=True,
+        micro_batches=micro_batches,
+    )
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=False)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step() -> None:
+        for _ in range(micro_batches):
+            model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    standing = x.nbytes + 2 * graph.parameter_bytes // ranks
+    assert found.total_bytes(ranks) == pytest.approx(standing + most_allocated(step), rel=0.002)
+
+
+@pytest.mark.parametrize("ranks", [2, 16], indirect=True)
 @pytest.mark.parametrize(
     ("reduce", "micro_batches", "sync", "rel"),
     [

@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from estimator.cache import Cache
 from estimator.errors import StrategyError
+from estimator.graph.trace import trace_graph
 from estimator.machines.profile import Device
 from estimator.probe.ranks import run_on_devices
 from estimator.probe.sharding import shard_model
+from estimator.timeline.shard_costs import sharded_passes
+from estimator.workload import Strategy
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 RANKS = 4
@@ -46,8 +52,8 @@ class Embedded(nn.Module):
 def embedded():
     return Embedded(), torch.zeros(2, dtype=torch.long)
 """
-# Elements of a block, and of the rest: an embedding and a head of 8 × 4 each.
-BLOCK, REST = 16, 64
+# Bytes of a block in fp32, and of the rest: an embedding and a head of 8 × 4 elements each.
+BLOCK, REST = 4 * 16, 4 * 64
 SHORT = {
     "all_gather_single": "gather",
     "all_gather_into_tensor": "gather",
@@ -59,10 +65,12 @@ SHORT = {
 
 # How a model is sharded, how many micro-batches a step has, and whether each merges gradients.
 VARIANTS = {
-    "fsdp": (None, 1, True),
-    "two micro-batches": (None, 2, True),
-    "no gradient sync": (None, 2, False),
-    "hsdp": (2, 1, True),
+    "fsdp": ("fsdp", 1, True),
+    "two micro-batches": ("fsdp", 2, True),
+    "no gradient sync": ("fsdp", 2, False),
+    "hsdp": ("fsdp:shard=2", 1, True),
+    "no reshard": ("fsdp:no_reshard", 2, True),
+    "dtypes": ("fsdp:param=bf16,reduce=fp32", 1, True),
 }
 Collectives = list[tuple[str, int, list[int]]]
 
@@ -70,7 +78,7 @@ Collectives = list[tuple[str, int, list[int]]]
 def collectives_of_steps(
     _rank: int, world_size: int, arguments: Mapping[str, Any]
 ) -> dict[str, Collectives]:
-    """(what, elements, ranks) of the collectives in every variant's second step; all block."""
+    """(what, bytes, ranks) of the collectives in every variant's second step; all block."""
     import torch.distributed as torch_distributed
 
     dist: Any = torch_distributed
@@ -81,8 +89,8 @@ def collectives_of_steps(
             given = inspect.signature(function).bind(*args, **kwargs).arguments
             work = function(*args, **kwargs)
             assert work is None
-            elements = max(value.numel() for value in given.values() if hasattr(value, "numel"))
-            noted.append((SHORT[name], elements, dist.get_process_group_ranks(given["group"])))
+            most = max(value.nbytes for value in given.values() if hasattr(value, "nbytes"))
+            noted.append((SHORT[name], most, dist.get_process_group_ranks(given["group"])))
             return work
 
         return call
@@ -91,8 +99,9 @@ def collectives_of_steps(
         if hasattr(dist, name):
             setattr(dist, name, noting(name, getattr(dist, name)))
     found = {}
-    for variant, (shard, accumulation_steps, merges_each) in VARIANTS.items():
-        run = sharded_training(arguments["model"], world_size, shard, accumulation_steps)
+    for variant, (text, accumulation_steps, merges_each) in VARIANTS.items():
+        strategy = Strategy.parse(text)
+        run = sharded_training(arguments["model"], world_size, strategy, accumulation_steps)
         run.merges_each = merges_each
         run.step()
         noted.clear()
@@ -101,7 +110,7 @@ def collectives_of_steps(
     return found
 
 
-def sharded_training(model: str, world_size: int, shard: int | None, micro_batches: int) -> Any:
+def sharded_training(model: str, world_size: int, strategy: Strategy, micro_batches: int) -> Any:
     import torch
 
     from estimator.probe import training
@@ -118,7 +127,7 @@ def sharded_training(model: str, world_size: int, shard: int | None, micro_batch
         "accumulation_steps": micro_batches,
     }
     run = training.Training(arguments, world_size=1)
-    shard_model(run.model, world_size, shard=shard, kind="cpu")
+    shard_model(run.model, world_size, strategy, kind="cpu")
     run.optimizer = torch.optim.SGD(run.model.parameters())
     return run
 
@@ -183,7 +192,32 @@ def test_hsdp_shards_over_successive_ranks_and_reduces_shards_between_groups(fou
         assert each["hsdp"] == [*forward, *backward]
 
 
-@pytest.mark.parametrize("shard", [3, 0])
-def test_ranks_that_do_not_divide_into_groups_are_refused(shard: int) -> None:
-    with pytest.raises(StrategyError, match=f"4 ranks .* over {shard} each"):
-        shard_model(None, 4, shard=shard, kind="cpu")
+def test_blocks_that_are_not_resharded_are_gathered_once(found) -> None:
+    everyone = list(range(RANKS))
+    forward, *_ = gathers(everyone)
+    block, rest = scatters(everyone)
+    for each in found:
+        assert each["no reshard"] == 2 * [*forward, block, block, block, rest]
+
+
+def test_parameters_are_gathered_in_one_dtype_and_gradients_scattered_in_another(found) -> None:
+    graph = trace_graph(
+        nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))),
+        torch.zeros(2, 4),
+        precision="bf16",
+    )
+    strategy = Strategy.parse(VARIANTS["dtypes"][0])
+    passes = sharded_passes(graph, strategy, Cache(0))
+    assert set(passes.gathered_bytes[1:]) == {BLOCK / 2}
+    assert set(passes.reduced_bytes[1:]) == {BLOCK}
+    for each in found:
+        sizes = {
+            what: {size for name, size, _ in each["dtypes"] if name == what}
+            for what in ("gather", "scatter")
+        }
+        assert sizes == {"gather": {BLOCK / 2, REST / 2}, "scatter": {BLOCK, REST}}
+
+
+def test_ranks_that_do_not_divide_into_groups_are_refused() -> None:
+    with pytest.raises(StrategyError, match=r"4 ranks .* over 3 each"):
+        shard_model(None, 4, Strategy(kind="fsdp", shard=3), kind="cpu")

@@ -77,6 +77,14 @@ def test_without_gradient_sync_only_the_last_micro_batch_reduces() -> None:
     assert found.breakdown.communication_exposed_s == pytest.approx(expected_s, rel=1e-9)
 
 
+def test_blocks_that_are_not_resharded_are_gathered_once_in_a_micro_batch() -> None:
+    machine = profile()
+    found = answer("1x2:m", "fsdp:no_reshard", machine, accumulation_steps=3)
+    one_s = 4 * seconds(machine, "all_gather", 2) + 4 * seconds(machine, "reduce_scatter", 2)
+    assert found.breakdown.communication_exposed_s == pytest.approx(3 * one_s, rel=1e-9)
+    assert found.peak_memory_bytes > answer("1x2:m", "fsdp", machine).peak_memory_bytes
+
+
 def test_gradients_are_reduced_in_the_dtype_that_is_asked_for() -> None:
     # Parameters in bf16 are gathered as they are; in fp32 their gradients are twice as large.
     machine = profile()

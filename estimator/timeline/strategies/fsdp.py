@@ -172,7 +172,7 @@ class ShardedNetwork(Network):
         costs, _, _ = self._costs(ranks)
         passes, shape = self._rules.passes, self._rules.shape
         reduced = [0, *passes.reduced]
-        gathers_s = costs.gather_s[[0, *passes.forward, *passes.backward]].sum(axis=0)
+        gathers_s = costs.gather_s[list(passes.gathered)].sum(axis=0)
         reductions_s = costs.scatter_s[reduced].sum(axis=0) + costs.reduce_s[reduced].sum(axis=0)
         times = shape.accumulation_steps if shape.strategy.gradient_sync else 1
         return shape.accumulation_steps * gathers_s + times * reductions_s
@@ -373,13 +373,14 @@ class _MicroBatch:
         A block's gradients are copied in when the block before has been scattered (post_backward).
         """
         passes = self._passes
-        units = passes.backward
-        gathered = self._gather(units[0], self._copied[-1]) if units else None
+        units, regathers = passes.backward, passes.regathers
+        gathered = self._gather(units[0], self._copied[-1]) if units and regathers else None
         self._compute(_SEGMENTS[1], self._backward_s[0])
         last_pass = {unit: place for place, unit in enumerate(units)}
         for place, unit in enumerate(units):
-            self._copy_out(unit, gathered)
-            if place + 1 < len(units):
+            if regathers:
+                self._copy_out(unit, gathered)
+            if regathers and place + 1 < len(units):
                 gathered = self._gather(units[place + 1], self._copied[-1])
             self._compute(_SEGMENTS[1], self._backward_s[place + 1])
             if reducing and last_pass[unit] == place:
