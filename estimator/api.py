@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from estimator.coefficients import Calibration
     from estimator.placement.allocation import Allocation
@@ -28,12 +29,12 @@ def trace_model(
     model: nn.Module,
     batch: Any = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | Optimizer = "adamw",
     precision: str = "fp32",
     target: DeviceKind = "cpu",
     measure: bool = False,
     *,
-    compiled: bool | Literal["cuda-graphs"] = False,
+    compiled: bool | Literal["cuda-graphs"] | None = None,
     channels_last: bool = False,
     grad_scaler: bool = False,
     batch_dim: int | None = None,
@@ -50,13 +51,18 @@ def trace_model(
     outputs. With `measure`, the distinct ops of the step are also timed on this machine, which must
     be the one `profile` describes; timings are kept in the user's store.
 
-    The step is eager unless `compiled`: as `torch.compile` fuses it, or as its
-    ``mode="reduce-overhead"`` replays it ("cuda-graphs"). `channels_last` lays images and filters
-    out as ``.to(memory_format=torch.channels_last)`` does, `grad_scaler` adds what a
+    The optimizer is one of torch.optim or its name. The step is eager unless `compiled`: as
+    `torch.compile` fuses it, or as its ``mode="reduce-overhead"`` replays it ("cuda-graphs"); by
+    default as `model` is. `channels_last` lays images and filters out as
+    ``.to(memory_format=torch.channels_last)`` does, `grad_scaler` adds what a
     ``torch.amp.GradScaler`` does to gradients. Raises ModelError, TraceError, ProbeError.
     """
     from estimator.graph.trace import trace_graph
 
+    # What torch.compile returns holds the model that it compiles (torch/_dynamo/eval_frame.py).
+    original = getattr(model, "_orig_mod", None)
+    if original is not None:
+        model, compiled = original, True if compiled is None else compiled
     if measure and compiled:
         raise ModelError(
             "measure times operators one by one, which a compiled model does not run; leave out "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -24,11 +25,26 @@ DEFAULT_BUCKET_CAP_BYTES = 25 * MIB
 DEFAULT_FIRST_BUCKET_BYTES = MIB
 
 
-def check_optimizer(text: str) -> str:
-    """The optimizer's name, or StrategyError."""
-    if text not in OPTIMIZERS:
-        raise StrategyError(f"optimizer '{text}' is unknown; choose one of {', '.join(OPTIMIZERS)}")
-    return text
+def check_optimizer(optimizer: Any) -> str:
+    """The name of an optimizer given as ``adamw``, ``AdamW`` or an object of torch.optim.
+
+    An object of SGD has momentum as its parameter groups say. Raises StrategyError.
+
+    >>> check_optimizer("AdamW")
+    'adamw'
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    found = reprlib.repr(optimizer).strip("'") if groups is None else type(optimizer).__name__
+    name = found.lower()
+    if groups is None and not isinstance(optimizer, str):
+        name = ""
+    if name == "sgd" and any(group.get("momentum") for group in groups or ()):
+        name = "sgd-momentum"
+    if name not in OPTIMIZERS:
+        raise StrategyError(
+            f"optimizer '{found}' is unknown; choose one of {', '.join(OPTIMIZERS)}"
+        )
+    return name
 
 
 def check_precision(text: str) -> str:

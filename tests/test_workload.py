@@ -80,3 +80,15 @@ def test_unknown_optimizers_and_precisions_are_refused_with_the_known_ones() -> 
         check_optimizer("lion")
     with pytest.raises(StrategyError, match="bf16-amp"):
         check_precision("int4")
+
+
+def test_an_optimizer_goes_by_its_name_in_torch_or_by_itself() -> None:
+    from torch import nn, optim
+
+    parameters = list(nn.Linear(2, 2).parameters())
+    assert check_optimizer("AdamW") == check_optimizer(optim.AdamW(parameters)) == "adamw"
+    assert check_optimizer(optim.SGD(parameters, lr=0.1)) == "sgd"
+    assert check_optimizer(optim.SGD(parameters, lr=0.1, momentum=0.9)) == "sgd-momentum"
+    for unknown in (optim.Adagrad(parameters), "Lion", None, ["adam"]):
+        with pytest.raises(StrategyError, match="is unknown; choose one of sgd"):
+            check_optimizer(unknown)

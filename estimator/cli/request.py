@@ -77,7 +77,7 @@ class Request:
             precision=self.precision or Strategy.parse(self.strategy).param or "fp32",
             target=machines[0].kind,
             measure=self.measure,
-            compiled="cuda-graphs" if self.execution == "cuda-graphs" else bool(self.execution),
+            compiled={None: None, "compiled": True, "cuda-graphs": "cuda-graphs"}[self.execution],
             channels_last=self.channels_last,
             grad_scaler=self.grad_scaler,
             profile=machines[0],

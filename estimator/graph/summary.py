@@ -59,7 +59,7 @@ class WorkloadSummary:
     precision: str = "fp32"
 
     def __post_init__(self) -> None:
-        check_optimizer(self.optimizer)
+        object.__setattr__(self, "optimizer", check_optimizer(self.optimizer))
         check_precision(self.precision)
         for field, text in (("name", self.name), ("machine", self.machine or "local")):
             if not isinstance(text, str) or not text:

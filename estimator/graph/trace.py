@@ -49,7 +49,7 @@ def trace_graph(
     batch: Any,
     *,
     loss: Loss | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | torch.optim.Optimizer = "adamw",
     precision: str = "fp32",
     target: DeviceKind = "cpu",
     channels_last: bool = False,
@@ -73,7 +73,7 @@ def trace_graph(
     >>> graph.batch, [parameter.name for parameter in graph.parameters]
     (4, ['bias', 'weight'])
     """
-    check_optimizer(optimizer)
+    optimizer = check_optimizer(optimizer)
     check_precision(precision)
     name = name or type(model).__name__
     _check_model(model, target, name)

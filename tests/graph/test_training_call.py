@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from estimator.api import trace_model
 from estimator.errors import ModelError
 from estimator.graph.ops import OpGraph
 from estimator.graph.trace import trace_graph
@@ -131,3 +132,13 @@ def test_a_missing_loss_says_what_to_return() -> None:
     ) as caught:
         trace_graph(Strict(), (X, Y))
     assert "takes 2 positional arguments but 3 were given" in str(caught.value)
+
+
+# torch imports deprecated parts of itself for it.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_compiled_model_is_looked_at_as_compiled() -> None:
+    model = Strict()
+    compiled = trace_model(torch.compile(model), X)  # type: ignore[arg-type]
+    assert compiled.execution == "compiled"
+    assert compiled.parameters == trace_model(model, X).parameters
+    assert trace_model(torch.compile(model), X, compiled=False).execution == "eager"  # type: ignore[arg-type]
