@@ -30,7 +30,8 @@ from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError
 from estimator.estimates import Estimate
 from estimator.graph.ops import OpGraph
-from estimator.machines.profile import MachineProfile, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
 from estimator.placement.topology import Cluster
 
 REPEATS = 7

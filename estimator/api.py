@@ -11,7 +11,8 @@ from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import ModelError, WorkloadError
 from estimator.estimates import Estimate
 from estimator.graph.ops import OpGraph
-from estimator.machines.profile import DeviceKind, MachineProfile, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 

@@ -156,7 +156,7 @@ def probe(
         return
     if nodes is not None:
         raise click.UsageError("--nodes goes with --launch; alone this command probes one machine")
-    from estimator.machines.profile import check_writable, home
+    from estimator.machines.files import check_writable, home
 
     path = out or home() / "machines" / f"{name}.json"
     check_writable(path)
@@ -219,7 +219,8 @@ def profiles() -> None:
 def list_machines() -> None:
     """Every machine that can be named in an allocation, measured ones first."""
     from estimator.cli.render_profiles import machines_report
-    from estimator.machines.profile import home, known_machines, load_profile
+    from estimator.machines.catalogue import known_machines, load_profile
+    from estimator.machines.files import home
 
     machines: dict[str, tuple[Path, MachineProfile | None]] = {}
     for name, path in known_machines().items():
@@ -237,7 +238,7 @@ def list_machines() -> None:
 def show(name: str) -> None:
     """What was measured of the machine NAME (or of a profile file)."""
     from estimator.cli.render_profiles import profile_report
-    from estimator.machines.profile import load_profile
+    from estimator.machines.catalogue import load_profile
 
     print_tables(profile_report(load_profile(name)))
 
@@ -248,7 +249,7 @@ def show(name: str) -> None:
 def compare(first: str, second: str) -> None:
     """Every number of the machines FIRST and SECOND, and the ratio of those that both have."""
     from estimator.cli.render_comparison import comparison_report
-    from estimator.machines.profile import load_profile
+    from estimator.machines.catalogue import load_profile
 
     print_tables(comparison_report(load_profile(first), load_profile(second)))
 
@@ -287,13 +288,8 @@ def import_profile(
     Measured numbers of a profile stay. A Slurm topology becomes a cluster file, printed or written
     to --out, whose nodes are machines called --name.
     """
-    from estimator.machines.profile import (
-        check_writable,
-        home,
-        known_machines,
-        load_profile,
-        write_text_atomically,
-    )
+    from estimator.machines.catalogue import known_machines, load_profile
+    from estimator.machines.files import check_writable, home, write_text_atomically
     from estimator.placement.topology import cluster_toml
     from estimator.probe.imports.files import read_imports
     from estimator.probe.imports.merging import add_imports, profile_of_imports
@@ -331,7 +327,8 @@ def merge(files: tuple[Path, ...], out: Path) -> None:
 
     Of two measurements of the same thing the better source wins, then the newer one.
     """
-    from estimator.machines.profile import check_writable, load_profile
+    from estimator.machines.catalogue import load_profile
+    from estimator.machines.files import check_writable
     from estimator.probe.imports.merging import merge_profiles
 
     check_writable(out)
@@ -432,7 +429,7 @@ def estimate(
         raise click.UsageError("give --samples or --tokens, not both")
     request = Request(**options)
     if trace is not None:
-        from estimator.machines.profile import check_writable
+        from estimator.machines.files import check_writable
 
         check_writable(trace)
     graph = _traced(request, (on,))
@@ -500,7 +497,7 @@ def sweep(
         _compare_strategies(request, patterns, strategies.split(), as_json, as_csv)
         return
     if picture is not None:
-        from estimator.machines.profile import check_writable
+        from estimator.machines.files import check_writable
 
         check_writable(picture)
     graph = _traced(request, existing(patterns, request.exists)[:1])

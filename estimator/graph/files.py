@@ -27,7 +27,7 @@ from estimator.graph.ops import (
 from estimator.graph.repeated import with_repeated
 from estimator.graph.step_parts import STEP_PART, StepPart
 from estimator.graph.summary import WorkloadSummary
-from estimator.machines.profile import write_bytes_atomically
+from estimator.machines.files import write_bytes_atomically
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree, tensor_leaves
 
 FORMAT = "estimator-graph"

@@ -16,7 +16,8 @@ from typing import Any
 from estimator.errors import WorkloadError
 from estimator.graph.ops import Op, OpGraph, Parameter, Phase, Value, ValueKind
 from estimator.graph.step_parts import StepLine, StepPart, fit_step_line, known_peak
-from estimator.machines.profile import DeviceKind, MachineProfile, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.tensors import ITEM_BYTES, OpCall, TensorSpec
 from estimator.workload import check_optimizer, check_precision
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.graph.ops import BoundGraph, OpGraph, OpTiming
-from estimator.machines.profile import MachineProfile, home
+from estimator.machines.files import home
+from estimator.machines.profile import MachineProfile
 from estimator.probe.backend import allocator_text
 from estimator.probe.inventory import read_cpu
 from estimator.probe.jobs import Job, run_jobs

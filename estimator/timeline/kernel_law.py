@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from estimator.machines.profile import Device, shipped_data
+from estimator.machines.files import shipped_data
+from estimator.machines.profile import Device
 
 Array = NDArray[np.float64]
 

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from estimator.cli.render_profiles import machines_report
 from estimator.engine import estimate_graph
-from estimator.machines.profile import Device, MachineProfile, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import Device, MachineProfile
 from tests.synthetic import perceptron
 
 DATA = Path(__file__).resolve().parents[2] / "data"

@@ -10,7 +10,8 @@ import torch
 
 from estimator.errors import ProbeError, StoreError
 from estimator.graph.ops import Op, OpGraph, OpTiming, Parameter, Value
-from estimator.machines.profile import MachineProfile, Provenance, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile, Provenance
 from estimator.probe import ops as ops_module
 from estimator.probe.backend import CpuBackend
 from estimator.probe.inventory import core_groups, read_cpu
