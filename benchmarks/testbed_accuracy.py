@@ -29,7 +29,7 @@ from estimator.calibrate.baselines import LinearScaling, OptimusForm, PolluxForm
 from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError
 from estimator.estimates import Estimate
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.topology import Cluster

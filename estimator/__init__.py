@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from estimator.calibrate.watching import observe
     from estimator.errors import EstimatorError
     from estimator.estimates import Estimate
-    from estimator.graph.ops import OpGraph
+    from estimator.graph.op_graph import OpGraph
     from estimator.machines.catalogue import load_profile
     from estimator.machines.profile import MachineProfile
     from estimator.placement.allocation import Allocation
@@ -36,7 +36,7 @@ _HOMES = {
     "EstimateTable": "estimator.tables",
     "EstimatorError": "estimator.errors",
     "MachineProfile": "estimator.machines.profile",
-    "OpGraph": "estimator.graph.ops",
+    "OpGraph": "estimator.graph.op_graph",
     "Strategy": "estimator.workload",
     "estimate": "estimator.api",
     "estimate_chunks": "estimator.tables",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import ModelError, WorkloadError
 from estimator.estimates import Estimate
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.placement.topology import Cluster

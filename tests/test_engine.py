@@ -14,7 +14,7 @@ import pytest
 import estimator.machines.catalogue
 import estimator.timeline.program as program
 from estimator.engine import Engine
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
 
 THREADS = 16

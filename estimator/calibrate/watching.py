@@ -17,7 +17,7 @@ from estimator.calibrate.windows import WARMUP_STEPS, Window, Windows
 from estimator.errors import ObservationError, StoreError
 
 if TYPE_CHECKING:
-    from estimator.graph.ops import OpGraph
+    from estimator.graph.op_graph import OpGraph
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from estimator.workload import OPTIMIZERS, PRECISIONS
 if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator
     from estimator.estimates import Estimate
-    from estimator.graph.ops import OpGraph
+    from estimator.graph.op_graph import OpGraph
     from estimator.machines.profile import MachineProfile
     from estimator.placement.topology import Cluster
 

@@ -25,7 +25,8 @@ from estimator.graph.batches import sample_count, tokens_per_sample, value_range
 from estimator.graph.cuda_functions import CUDA_ASSUMPTION, CudaFunctions
 from estimator.graph.eager_rules import EagerFunctions
 from estimator.graph.join import join_runs
-from estimator.graph.ops import GraphInput, OpGraph
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import GraphInput
 from estimator.graph.record import Recorder
 from estimator.graph.stand_ins import (
     StandIns,

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from estimator.errors import ProbeError
-from estimator.graph.ops import BoundGraph, OpGraph, OpTiming
+from estimator.graph.op_graph import BoundGraph, OpGraph
+from estimator.graph.ops import OpTiming
 from estimator.machines.files import home
 from estimator.machines.profile import MachineProfile
 from estimator.probe.backend import allocator_text

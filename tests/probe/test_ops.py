@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from estimator.errors import ProbeError, StoreError
-from estimator.graph.ops import Op, OpGraph, OpTiming, Parameter, Value
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import (
+    Op,
+    OpTiming,
+    Parameter,
+    Value,
+)
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile, Provenance
 from estimator.probe import ops as ops_module
