@@ -71,8 +71,8 @@ def _platform_home(*_environment: str | None) -> Path:
 
 
 @lru_cache(maxsize=4)
-def shipped_data(folder: str) -> Path:
-    """A folder of the data that ships: inside the package once installed, else beside it."""
-    packaged = Path(str(resources.files("estimator"))) / "data" / folder
-    checkout = Path(__file__).resolve().parents[2] / "data" / folder
-    return packaged if packaged.is_dir() else checkout
+def shipped_data(name: str) -> Path:
+    """A folder or file of the shipped data: inside the package once installed, else beside it."""
+    packaged = Path(str(resources.files("estimator"))) / "data" / name
+    checkout = Path(__file__).resolve().parents[2] / "data" / name
+    return packaged if packaged.exists() else checkout
