@@ -27,8 +27,8 @@ from testbed_runs import MACHINE, add_options, open_work
 from estimator.advise.balance import balance
 from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError
-from estimator.graph.ops import OpGraph
-from estimator.machines.profile import load_profile
+from estimator.graph.op_graph import OpGraph
+from estimator.machines.catalogue import load_profile
 from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster
 from estimator.units import format_split

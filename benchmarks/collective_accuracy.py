@@ -32,7 +32,8 @@ from estimator.machines.profile import (
 )
 from estimator.placement.process_groups import ring_between
 from estimator.probe.line_fit import fit_line
-from estimator.timeline.collectives import RING_SHARE, GroupCollective, rounds_of
+from estimator.timeline.collectives import GroupCollective, rounds_of
+from estimator.timeline.rings import RING_SHARE
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 # Goals for the median error of a system.

@@ -38,7 +38,7 @@ from whole_models import (
 )
 
 from estimator import load_profile
-from estimator.machines.profile import shipped_data
+from estimator.machines.files import shipped_data
 
 # Families that no table measures: as far off as a plain share of a roofline usually is.
 UNMEASURED_ERROR = 0.3

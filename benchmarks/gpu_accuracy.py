@@ -29,7 +29,8 @@ from records import Record, Records, now, say
 from summary import summarise
 
 from estimator.errors import EstimatorError
-from estimator.machines.profile import MachineProfile, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
 
 CASE_LIMIT_S, COMPILED_LIMIT_S = 60.0, 150.0
 # What a case must have left to be begun.

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from whole_models import design_of, vision_cases, without_own_family
 
-from estimator.timeline.kernel_law import peak_flops_per_s
+from estimator.timeline.chips import peak_flops_per_s
 
 # What the law must reach on an unseen device: median, and mean for products and attention, others.
 MEDIAN_GOAL = 0.15

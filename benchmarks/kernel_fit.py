@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq, least_squares
 from sklearn.linear_model import HuberRegressor
 
+from estimator.timeline.chips import Chip, chip_of
 from estimator.timeline.kernel_law import (
     AttentionLaw,
-    Chip,
     ProductLaw,
     StreamLaw,
     attention_seconds,
-    chip_of,
     memory_class,
     product_seconds,
     sustained_ratio,

@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.machines.profile import Device, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import Device
 
 Array = NDArray[np.float64]
 

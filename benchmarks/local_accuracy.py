@@ -28,7 +28,8 @@ from records import Progress, Record, Records, now, say
 from summary import noise_ratio, summarise
 
 from estimator.errors import EstimatorError, ModelError
-from estimator.machines.profile import MachineProfile, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
 from estimator.workload import Strategy
 
 QUICK_MODELS = ("gpt2", "resnet", "lstm", "recommender")

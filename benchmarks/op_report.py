@@ -18,7 +18,8 @@ from typing import Any
 
 from summary import format_table
 
-from estimator.machines.profile import MachineProfile, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
 
 WARMUP_STEPS, TIMED_STEPS, CLOCKED_STEPS = 3, 15, 7
 PHASES = ("forward", "backward", "update")

@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from estimator.machines.catalogue import load_profile
 from estimator.machines.comparison import compare_profiles, median_difference_ratio
-from estimator.machines.profile import MachineProfile, load_profile
+from estimator.machines.profile import MachineProfile
 from estimator.placement.placement import nic_of
 from estimator.placement.process_groups import ring_between
 from estimator.probe.copies import MESSAGE_SIZES_BYTES, link_from, message_points, time_messages

@@ -28,7 +28,7 @@ from published.report import draw, report
 from published.timm_questions import timm_verdicts
 from records import now, say
 
-from estimator.machines.profile import home
+from estimator.machines.files import home
 from estimator.timeline.kernel_law import choose_law
 
 CHECKOUT = Path(__file__).resolve().parent.parent

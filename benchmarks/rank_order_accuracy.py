@@ -35,7 +35,8 @@ from estimator.advise.rank_order import (
     shared_uplinks,
 )
 from estimator.engine import estimate_graph
-from estimator.machines.profile import MachineProfile, PairMatrix, Provenance, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile, PairMatrix, Provenance
 from estimator.placement.placement import place
 from estimator.placement.process_groups import whole_group
 from estimator.placement.topology import Cluster, Node, Switch

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from estimator.calibrate.observations import Observation, ObservationStore
 from estimator.errors import ProfileError
-from estimator.machines.profile import load_profile
+from estimator.machines.catalogue import load_profile
 
 # A probe of this budget takes some 12 s with all that starts around it.
 PROBES, PROBE_BUDGET_S, LATEST_PROBE_KILL_S = 25, 4, 14.0

@@ -25,8 +25,8 @@ from testbed.strategies import step_seconds
 from testbed_runs import MACHINE, add_options, open_work, probe_network
 
 from estimator.advise.strategies import best_strategy
-from estimator.graph.ops import OpGraph
-from estimator.machines.profile import load_profile
+from estimator.graph.op_graph import OpGraph
+from estimator.machines.catalogue import load_profile
 from estimator.placement.topology import Cluster
 from estimator.units import parse_bandwidth_bytes_per_s
 from estimator.workload import Strategy

@@ -29,8 +29,9 @@ from estimator.calibrate.baselines import LinearScaling, OptimusForm, PolluxForm
 from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError
 from estimator.estimates import Estimate
-from estimator.graph.ops import OpGraph
-from estimator.machines.profile import MachineProfile, load_profile
+from estimator.graph.op_graph import OpGraph
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
 from estimator.placement.topology import Cluster
 
 REPEATS = 7

@@ -11,7 +11,7 @@ from records import Records, say
 from testbed.launch import launch
 from testbed.network import Testbed, unavailable_reason
 
-from estimator.machines.profile import load_profile
+from estimator.machines.catalogue import load_profile
 
 MACHINE = "testbed"
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from estimator.calibrate.watching import observe
     from estimator.errors import EstimatorError
     from estimator.estimates import Estimate
-    from estimator.graph.ops import OpGraph
-    from estimator.machines.profile import MachineProfile, load_profile
+    from estimator.graph.op_graph import OpGraph
+    from estimator.machines.catalogue import load_profile
+    from estimator.machines.profile import MachineProfile
     from estimator.placement.allocation import Allocation
     from estimator.placement.columns import AllocationColumns
     from estimator.tables import EstimateTable, estimate_chunks, estimate_many
@@ -35,12 +36,12 @@ _HOMES = {
     "EstimateTable": "estimator.tables",
     "EstimatorError": "estimator.errors",
     "MachineProfile": "estimator.machines.profile",
-    "OpGraph": "estimator.graph.ops",
+    "OpGraph": "estimator.graph.op_graph",
     "Strategy": "estimator.workload",
     "estimate": "estimator.api",
     "estimate_chunks": "estimator.tables",
     "estimate_many": "estimator.tables",
-    "load_profile": "estimator.machines.profile",
+    "load_profile": "estimator.machines.catalogue",
     "observe": "estimator.calibrate.watching",
     "trace_model": "estimator.api",
 }

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import ModelError, WorkloadError
 from estimator.estimates import Estimate
-from estimator.graph.ops import OpGraph
-from estimator.machines.profile import DeviceKind, MachineProfile, load_profile
+from estimator.graph.op_graph import OpGraph
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 
@@ -63,18 +64,7 @@ def trace_model(
     original = getattr(model, "_orig_mod", None)
     if original is not None:
         model, compiled = original, True if compiled is None else compiled
-    if measure and compiled:
-        raise ModelError(
-            "measure times operators one by one, which a compiled model does not run; leave out "
-            "measure or compiled"
-        )
-    # torch/amp/grad_scaler.py, _unscale_grads_: gradients must not be float16 themselves.
-    if grad_scaler and precision != "fp16-amp":
-        raise ModelError(
-            "a gradient scaler unscales float32 gradients of float16 work, found precision "
-            f"{precision}; leave it out or use fp16-amp"
-        )
-
+    _check_options(measure and bool(compiled), grad_scaler, precision)
     graph = trace_graph(
         model,
         batch,
@@ -92,6 +82,20 @@ def trace_model(
 
         return compile_graph(graph, "compiled" if compiled is True else compiled)
     return with_timings(graph, profile, report=report) if measure else graph
+
+
+def _check_options(measures_compiled: bool, grad_scaler: bool, precision: str) -> None:
+    if measures_compiled:
+        raise ModelError(
+            "measure times operators one by one, which a compiled model does not run; leave out "
+            "measure or compiled"
+        )
+    # torch/amp/grad_scaler.py, _unscale_grads_: gradients must not be float16 themselves.
+    if grad_scaler and precision != "fp16-amp":
+        raise ModelError(
+            "a gradient scaler unscales float32 gradients of float16 work, found precision "
+            f"{precision}; leave it out or use fp16-amp"
+        )
 
 
 def with_timings(

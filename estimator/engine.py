@@ -23,7 +23,7 @@ from estimator.estimates import (
     relative_error,
     utilization,
 )
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.mesh import Mesh

@@ -7,7 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from estimator.graph.costs import op_cost
-from estimator.graph.ops import GraphInput, Op, OpGraph, Parameter, Phase, Value, ValueKind
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import (
+    GraphInput,
+    Op,
+    Parameter,
+    Phase,
+    Value,
+    ValueKind,
+)
 from estimator.machines.profile import (
     CollectiveCost,
     CollectiveName,

@@ -19,7 +19,8 @@ from hypothesis import strategies as some
 
 import estimator
 from estimator.errors import AllocationError, EstimatorError, ProfileError, WorkloadError
-from estimator.machines.profile import MachineProfile, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from tests.synthetic import perceptron
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import estimator.machines.profile
+import estimator.machines.catalogue
 import estimator.timeline.program as program
 from estimator.engine import Engine
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
 
 THREADS = 16
@@ -43,7 +43,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store with two machines that no thread has read yet."""
     monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
     monkeypatch.setattr(
-        estimator.machines.profile, "_loaded", type(estimator.machines.profile._loaded)()
+        estimator.machines.catalogue, "_loaded", type(estimator.machines.catalogue._loaded)()
     )
     for name, shape in (
         ("slow", Machine(memory_contention=1.4)),
@@ -106,7 +106,7 @@ def test_one_file_is_read_once_however_many_threads_ask(machines: Path) -> None:
 
     def load(_: int) -> int:
         together.wait(10)
-        return id(estimator.machines.profile.load_profile("fast"))
+        return id(estimator.machines.catalogue.load_profile("fast"))
 
     with ThreadPoolExecutor(THREADS) as pool:
         assert len(set(pool.map(load, range(THREADS)))) == 1

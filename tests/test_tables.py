@@ -27,7 +27,7 @@ from estimator.errors import (
     WorkloadError,
 )
 from estimator.estimates import Breakdown
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import (
     CollectiveCost,
     Link,

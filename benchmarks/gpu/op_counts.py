@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from estimator.errors import EstimatorError
 from estimator.graph.costs import family_of
-from estimator.graph.ops import OpGraph
-from estimator.machines.profile import load_profile
+from estimator.graph.op_graph import OpGraph
+from estimator.machines.catalogue import load_profile
 from estimator.timeline.durations import op_durations
 from gpu.cases import Case, tiny_cases
 from gpu.predictions import graph_path, trace_missing

@@ -13,7 +13,8 @@ from typing import Any
 from records import Record, Records, say
 
 from estimator.errors import EstimatorError
-from estimator.graph.ops import OpGraph, OpTiming
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import OpTiming
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.tensors import OpCall
 from gpu.cases import Case

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from summary import format_table
 
-from estimator.machines.profile import MachineProfile, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.durations import kernel_fits
 

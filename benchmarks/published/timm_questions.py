@@ -9,7 +9,7 @@ from pathlib import Path
 
 import estimator as est
 from estimator.calibrate.tables import MeasuredStep
-from estimator.machines.profile import load_profile
+from estimator.machines.catalogue import load_profile
 from estimator.tensors import OpCall, TensorSpec
 from published.graphs import ModelSpec
 from published.mapping import Question, Verdict

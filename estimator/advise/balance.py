@@ -19,7 +19,7 @@ from estimator.coefficients import Calibration
 from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import WorkloadError
 from estimator.estimates import NOT_FIT_MARGIN_RATIO, Estimate
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.placement import Placement

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from estimator.coefficients import Calibration
 from estimator.engine import estimate_graph
 from estimator.estimates import Estimate
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.placement.allocation import Allocation, DeviceGroup
 from estimator.placement.topology import Cluster
 from estimator.timeline.plan import answer_of, at_link_rate

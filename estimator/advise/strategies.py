@@ -10,7 +10,7 @@ from estimator.coefficients import Calibration
 from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import EstimatorError, ProfileError, StrategyError
 from estimator.estimates import Estimate
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster

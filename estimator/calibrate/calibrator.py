@@ -24,7 +24,7 @@ from estimator.placement.allocation import Allocation
 
 if TYPE_CHECKING:
     from estimator.calibrate.corrections import Correction, StepCorrections
-    from estimator.graph.ops import OpGraph
+    from estimator.graph.op_graph import OpGraph
 
 logger = logging.getLogger(__name__)
 

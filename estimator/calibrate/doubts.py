@@ -20,13 +20,10 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from estimator.calibrate.observed import Observation
 from estimator.placement.allocation import Allocation
 from estimator.units import format_seconds
-
-if TYPE_CHECKING:
-    from estimator.calibrate.observations import Observation
 
 ABSURD_RATIO = 500.0
 

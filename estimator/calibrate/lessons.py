@@ -13,7 +13,7 @@ from estimator.calibrate.observed import Observation
 from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError, ObservationError
 from estimator.graph.files import is_saved_graph
-from estimator.graph.ops import OpGraph, workload_name
+from estimator.graph.op_graph import OpGraph, workload_name
 from estimator.placement.topology import Cluster
 
 

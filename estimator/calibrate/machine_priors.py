@@ -16,7 +16,8 @@ from statistics import geometric_mean
 from estimator.calibrate.priors import NEUTRAL, LogPrior, Priors
 from estimator.calibrate.tables import MeasuredStep
 from estimator.errors import ProfileError
-from estimator.machines.profile import LinkKind, MachineProfile, known_machines, load_profile
+from estimator.machines.catalogue import known_machines, load_profile
+from estimator.machines.profile import LinkKind, MachineProfile
 from estimator.machines.typical import LINK_RATIOS, achieved_bytes_per_s
 
 # The neutral belief in the network is that of a machine of so many fp32 operations at peak in the

@@ -15,7 +15,7 @@ from estimator.calibrate.database import PATIENCE_S, Database
 from estimator.calibrate.doubts import ABSURD_RATIO, doubts
 from estimator.calibrate.observed import Observation, ObservedWorkload, placement_of
 from estimator.errors import StoreError
-from estimator.machines.profile import home
+from estimator.machines.files import home
 
 __all__ = ["Observation", "ObservationStore", "ObservedWorkload"]
 

@@ -16,7 +16,7 @@ from estimator.placement.allocation import Allocation
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
-    from estimator.graph.ops import OpGraph
+    from estimator.graph.op_graph import OpGraph
 
 # SQLite keeps integers in 64 bits.
 _MOST = 2**63 - 1

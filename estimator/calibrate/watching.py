@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,10 +15,10 @@ from estimator.calibrate.database import PATIENCE_S
 from estimator.calibrate.observations import ObservationStore
 from estimator.calibrate.observed import Observation, ObservedWorkload
 from estimator.calibrate.windows import WARMUP_STEPS, Window, Windows
-from estimator.errors import ObservationError, StoreError
+from estimator.errors import StoreError
 
 if TYPE_CHECKING:
-    from estimator.graph.ops import OpGraph
+    from estimator.graph.op_graph import OpGraph
 
 logger = logging.getLogger(__name__)
 
@@ -63,48 +64,39 @@ def observe(
     `rank` says which this is. `clock` gives seconds. The first `warmup_steps` are dropped, and then
     more until step times are steady.
 
-    Raises ObservationError, AllocationError, StrategyError, StoreError at once; while training
-    runs, what cannot be written is told in the log and kept for the next attempt, and never ends
-    the training.
+    Raises ObservationError, AllocationError, StrategyError, StoreError at once. What cannot be
+    written while training runs is logged and tried again, and never ends the training.
 
     On accelerators the host runs ahead of the device. A loop that reads the loss in every step is
     timed as it is; for one that does not, give ``synchronize=torch.cuda.synchronize``: it is called
     once in 10 steps or 0.5 s, and steps are timed between these calls.
 
     >>> import itertools, tempfile
-    >>> seconds = itertools.count(0.0)
+    >>> clock = itertools.count(0.0).__next__
     >>> store = ObservationStore(tempfile.mkdtemp() + "/observations.db")
     >>> with observe(
-    ...     store, workload="gpt2", allocation="1x2:local", batch_per_gpu=8,
-    ...     clock=lambda: next(seconds),
+    ...     store, workload="gpt2", allocation="1x2:local", batch_per_gpu=8, clock=clock
     ... ) as watch:
     ...     for _ in range(20):
     ...         watch.step()
     >>> {one.step_time_s for one in store}, sum(one.steps for one in store)
     ({1.0}, 15)
     """
-    if warmup_steps < 0:
-        raise ObservationError(f"warmup_steps is 0 or more, found {warmup_steps}; leave it out")
     summary = ObservedWorkload.of(workload)
 
-    def observation(window: Window) -> Observation:
-        return Observation(
-            workload=summary.name,
-            allocation=allocation,
-            batch_per_gpu=batch_per_gpu,
-            accumulation_steps=accumulation_steps,
-            strategy=strategy,
-            source=source,
-            step_time_s=window.step_time_s,
-            steps=window.steps,
-            spread_ratio=window.spread_ratio,
-        )
-
+    observation = partial(
+        Observation,
+        workload=summary.name,
+        allocation=allocation,
+        batch_per_gpu=batch_per_gpu,
+        accumulation_steps=accumulation_steps,
+        strategy=strategy,
+        source=source,
+    )
     # What makes no sense is refused before training starts.
-    observation(Window(steps=1, step_time_s=1.0, spread_ratio=None))
-    is_watching = (_own_rank() if rank is None else rank) == 0
+    observation(step_time_s=1.0)
     return Watch(
-        sink=_opened(store) if is_watching else None,
+        sink=_opened(store) if (_own_rank() if rank is None else rank) == 0 else None,
         summary=summary,
         observation=observation,
         windows=Windows(warmup_steps=warmup_steps),
@@ -125,7 +117,7 @@ class Watch:
         *,
         sink: Sink | None,
         summary: ObservedWorkload,
-        observation: Callable[[Window], Observation],
+        observation: Callable[..., Observation],
         windows: Windows,
         synchronize: Callable[[], object] | None,
         clock: Callable[[], float],
@@ -182,7 +174,12 @@ class Watch:
 
     def _write(self, window: Window | None, patience_s: float) -> None:
         if window is not None:
-            self._waiting.append(self._observation(window))
+            seen = self._observation(
+                step_time_s=window.step_time_s,
+                steps=window.steps,
+                spread_ratio=window.spread_ratio,
+            )
+            self._waiting.append(seen)
             self.recorded_steps += window.steps
         if self._sink is None or not self._waiting:
             return

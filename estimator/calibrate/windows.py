@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+from estimator.errors import ObservationError
+
 WARMUP_STEPS = 5
 # Steady: the medians of three laps and of the three before them agree within 10 %. Times may fall
 # (caches fill, kernels are chosen) or rise (the queue of an asynchronous device fills) until then.
@@ -35,6 +37,8 @@ class Windows:
     """Takes laps, each some steps timed together, and gives a window whenever one is full."""
 
     def __init__(self, *, warmup_steps: int = WARMUP_STEPS) -> None:
+        if warmup_steps < 0:
+            raise ObservationError(f"warmup_steps is 0 or more, found {warmup_steps}; leave it out")
         self.warmup_steps = warmup_steps
         self.dropped_steps = 0
         self._is_steady = False

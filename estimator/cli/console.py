@@ -14,6 +14,8 @@ import click
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+# Exit codes; 0 is done.
+ANSWER_IS_NO, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 # Wide enough that tables do not wrap in a file.
 WIDTH_OF_FILES = 110
 # What a person waits for without wondering.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from estimator.advise.strategies import StrategyRow
     from estimator.coefficients import Calibration
     from estimator.estimates import Estimate
-    from estimator.graph.ops import OpGraph
+    from estimator.graph.op_graph import OpGraph
     from estimator.machines.profile import DeviceKind
     from estimator.placement.placement import Placement
 
@@ -55,7 +55,7 @@ class Request:
         """
         machines = [self._placed(text).kinds[0].profile for text in allocations]
         from estimator.graph.files import is_saved_graph, is_summary_file
-        from estimator.graph.ops import OpGraph
+        from estimator.graph.op_graph import OpGraph
 
         if is_saved_graph(self.model):
             graph = OpGraph.load(self.model)
@@ -87,7 +87,7 @@ class Request:
 
     def _summarised(self, target: DeviceKind) -> OpGraph:
         from estimator.graph.files import load_summary
-        from estimator.graph.summary import summary_graph
+        from estimator.graph.op_graph import summary_graph
 
         summary = load_summary(self.model)
         for option, asked in (

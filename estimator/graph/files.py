@@ -17,7 +17,6 @@ from estimator.graph.ops import (
     Execution,
     GraphInput,
     Op,
-    OpGraph,
     OpTiming,
     Parameter,
     Phase,
@@ -27,7 +26,7 @@ from estimator.graph.ops import (
 from estimator.graph.repeated import with_repeated
 from estimator.graph.step_parts import STEP_PART, StepPart
 from estimator.graph.summary import WorkloadSummary
-from estimator.machines.profile import write_bytes_atomically
+from estimator.machines.files import write_bytes_atomically
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree, tensor_leaves
 
 FORMAT = "estimator-graph"
@@ -68,15 +67,21 @@ def is_saved_graph(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def save_graph(graph: OpGraph, path: str | os.PathLike[str]) -> None:
-    """Write the graph, whole or not at all; equal calls are stored once. Raises StoreError."""
+def write_graph(graph: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write the fields of an `OpGraph`, whole or not at all; raises StoreError.
+
+    Equal calls are stored once.
+    """
     text = json.dumps(_encode(graph), separators=(",", ":"), allow_nan=False)
     # Without a time stamp, equal graphs give equal files.
     write_bytes_atomically(Path(path), gzip.compress(text.encode(), compresslevel=6, mtime=0))
 
 
-def load_graph(path: str | os.PathLike[str]) -> OpGraph:
-    """Read a saved graph; raises GraphFileError if it is missing, damaged or of another version."""
+def read_graph(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fields of a saved `OpGraph`; executes nothing from the file.
+
+    Raises GraphFileError if it is missing, damaged or of another version.
+    """
     try:
         with gzip.open(path, "rb") as stream:
             content = stream.read(MOST_BYTES + 1)
@@ -154,7 +159,7 @@ class _Table:
         return self._index
 
 
-def _encode(graph: OpGraph) -> dict[str, Any]:
+def _encode(graph: Mapping[str, Any]) -> dict[str, Any]:
     calls, specs = _Table(), _Table()
     ops = [
         [
@@ -168,29 +173,31 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
             int(op.is_view),
             int(op.is_repeated),
         ]
-        for op in graph.ops
+        for op in graph["ops"]
     ]
-    values = [[specs.add(v.spec), specs.add(v.other_spec), v.kind, v.base] for v in graph.values]
-    parameters = [[p.name, specs.add(p.spec), p.gradient, p.ready_after] for p in graph.parameters]
-    timings = [[calls.add(c), t.seconds, t.spread_ratio] for c, t in graph.timings.items()]
+    values = [[specs.add(v.spec), specs.add(v.other_spec), v.kind, v.base] for v in graph["values"]]
+    parameters = [
+        [p.name, specs.add(p.spec), p.gradient, p.ready_after] for p in graph["parameters"]
+    ]
+    timings = [[calls.add(c), t.seconds, t.spread_ratio] for c, t in graph["timings"].items()]
     return {
         "format": FORMAT,
         "version": VERSION,
-        **{name: getattr(graph, name) for name in (*_PLAIN_FIELDS, *_LATER_FIELDS)},
-        "assumptions": graph.assumptions,
-        "unknown_ops": graph.unknown_ops,
-        "versions": dict(graph.versions),
+        **{name: graph[name] for name in (*_PLAIN_FIELDS, *_LATER_FIELDS)},
+        "assumptions": graph["assumptions"],
+        "unknown_ops": graph["unknown_ops"],
+        "versions": dict(graph["versions"]),
         "ops": ops,
         "values": values,
         "parameters": parameters,
-        "inputs": [[i.name, i.value, i.low, i.high] for i in graph.inputs],
+        "inputs": [[i.name, i.value, i.low, i.high] for i in graph["inputs"]],
         "timings": timings,
         "calls": [call.encode() for call in calls.items()],
         "specs": [encode_tree(spec) for spec in specs.items()],
     }
 
 
-def _decode(data: Mapping[str, Any]) -> OpGraph:
+def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
     specs = [_checked_spec(decode_tree(item)) for item in data["specs"]]
     calls = [_checked_call(OpCall.decode(item)) for item in data["calls"]]
     values = tuple(
@@ -206,15 +213,15 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
     if data.get("execution", "eager") == "eager" and any(len(row) == 8 for row in data["ops"]):
         # Written before the package told them apart.
         ops = with_repeated(ops, values)
-    graph = OpGraph(
+    graph: dict[str, Any] = {
         **{name: data[name] for name in _PLAIN_FIELDS},
         **{name: data.get(name, default) for name, default in _LATER_FIELDS.items()},
-        assumptions=tuple(map(str, data["assumptions"])),
-        unknown_ops=tuple(map(str, data["unknown_ops"])),
-        versions={str(name): str(text) for name, text in data["versions"].items()},
-        ops=ops,
-        values=values,
-        parameters=tuple(
+        "assumptions": tuple(map(str, data["assumptions"])),
+        "unknown_ops": tuple(map(str, data["unknown_ops"])),
+        "versions": {str(name): str(text) for name, text in data["versions"].items()},
+        "ops": ops,
+        "values": values,
+        "parameters": tuple(
             Parameter(
                 name=str(name),
                 spec=_at(specs, spec),
@@ -223,14 +230,14 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
             )
             for name, spec, gradient, ready_after in data["parameters"]
         ),
-        inputs=tuple(
+        "inputs": tuple(
             GraphInput(name=str(name), value=_required(value, len(values)), low=low, high=high)
             for name, value, low, high in data["inputs"]
         ),
-        timings={
+        "timings": {
             _at(calls, call): _timing(seconds, spread) for call, seconds, spread in data["timings"]
         },
-    )
+    }
     _check_plain_fields(graph)
     return graph
 
@@ -303,21 +310,21 @@ def _timing(seconds: Any, spread: Any) -> OpTiming:
     return OpTiming(seconds=float(seconds), spread_ratio=float(spread))
 
 
-def _check_plain_fields(graph: OpGraph) -> None:
+def _check_plain_fields(graph: Mapping[str, Any]) -> None:
     for name in ("name", "target", "precision", "optimizer"):
-        if not isinstance(getattr(graph, name), str):
+        if not isinstance(graph[name], str):
             raise ValueError(f"'{name}' is not text")
     for name in ("batch", "other_batch", "tokens_per_sample"):
-        value = getattr(graph, name)
+        value = graph[name]
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"'{name}' is {value!r}")
     for name in ("frozen_parameter_bytes", "buffer_bytes", "buffers", "module_calls"):
-        value = getattr(graph, name)
+        value = graph[name]
         if type(value) is not int or value < 0:
             raise ValueError(f"'{name}' is {value!r}")
-    if graph.target not in ("cpu", "cuda"):
-        raise ValueError(f"target is {graph.target!r}")
-    _one_of(Execution, graph.execution)
+    if graph["target"] not in ("cpu", "cuda"):
+        raise ValueError(f"target is {graph['target']!r}")
+    _one_of(Execution, graph["execution"])
     for name in ("channels_last", "grad_scaler"):
-        if type(getattr(graph, name)) is not bool:
-            raise ValueError(f"'{name}' is {getattr(graph, name)!r}")
+        if type(graph[name]) is not bool:
+            raise ValueError(f"'{name}' is {graph[name]!r}")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.errors import StrategyError
-from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.structure import GraphStructure
 from estimator.graph.workspace import workspace_bytes
 from estimator.workload import OPTIMIZER_STATE_TENSORS, Strategy, check_optimizer

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.graph.shards import UnitRun, unit_runs
 from estimator.workload import ShardDtypes
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from estimator.graph.ops import OpGraph, Parameter, Phase
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import Parameter, Phase
 
 
 @dataclass(frozen=True, slots=True)

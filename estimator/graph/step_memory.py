@@ -18,7 +18,7 @@ from estimator.graph.memory import (
     rounded_bytes,
     update_temporaries_bytes,
 )
-from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.shard_play import (
     RAN,
     RUN,

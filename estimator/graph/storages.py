@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from estimator.graph.costs import family_of
-from estimator.graph.ops import Op, OpGraph
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import Op
 from estimator.tensors import TensorSpec
 
 StorageKind = Literal["parameter", "buffer", "input", "constant", "activation", "gradient"]

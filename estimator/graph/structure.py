@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.storages import Storage, storages
 from estimator.tensors import OpCall
 

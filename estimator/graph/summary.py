@@ -14,9 +14,10 @@ from numbers import Real
 from typing import Any
 
 from estimator.errors import WorkloadError
-from estimator.graph.ops import Op, OpGraph, Parameter, Phase, Value, ValueKind
+from estimator.graph.ops import Op, Parameter, Phase, Value, ValueKind
 from estimator.graph.step_parts import StepLine, StepPart, fit_step_line, known_peak
-from estimator.machines.profile import DeviceKind, MachineProfile, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.tensors import ITEM_BYTES, OpCall, TensorSpec
 from estimator.workload import check_optimizer, check_precision
 
@@ -196,13 +197,13 @@ def _spread(total: int, parts: int) -> tuple[int, ...]:
     return tuple(each + (index < more) for index in range(parts))
 
 
-def summary_graph(
+def summary_fields(
     summary: WorkloadSummary,
     *,
     target: DeviceKind | None = None,
     profile: MachineProfile | None = None,
-) -> OpGraph:
-    """The graph of a job known by summary, to be estimated like any other.
+) -> dict[str, Any]:
+    """The fields of the `OpGraph` of a job known by summary, to be estimated like any other.
 
     `target` is the kind of devices to be asked about: by default that of the machine with step
     times, else "cpu". `profile` stands in for the machine that the step times name. Calls stand for
@@ -219,21 +220,21 @@ def summary_graph(
     batch = summary.batch or first_batch
     parts = _Parts(summary, line, (batch, 2 * batch))
     parameters = parts.step()
-    return OpGraph(
-        name=summary.name,
-        target=target or "cpu",
-        precision=summary.precision,
-        optimizer=summary.optimizer,
-        batch=batch,
-        other_batch=2 * batch,
-        tokens_per_sample=summary.tokens_per_sample,
-        ops=tuple(parts.ops),
-        values=tuple(parts.values),
-        parameters=parameters,
-        assumptions=tuple(_assumptions(summary)),
-        versions={"summary": "1"},
-        timed_on=profile.name if line is not None and profile is not None else None,
-    )
+    return {
+        "name": summary.name,
+        "target": target or "cpu",
+        "precision": summary.precision,
+        "optimizer": summary.optimizer,
+        "batch": batch,
+        "other_batch": 2 * batch,
+        "tokens_per_sample": summary.tokens_per_sample,
+        "ops": tuple(parts.ops),
+        "values": tuple(parts.values),
+        "parameters": parameters,
+        "assumptions": tuple(_assumptions(summary)),
+        "versions": {"summary": "1"},
+        "timed_on": profile.name if line is not None and profile is not None else None,
+    }
 
 
 def _assumptions(summary: WorkloadSummary) -> list[str]:

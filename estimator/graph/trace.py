@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 import reprlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,9 +21,11 @@ from torch.nn.modules.module import (
 from estimator.errors import EstimatorError, ModelError, TraceError
 from estimator.graph.batches import sample_count, tokens_per_sample, value_range, with_samples
 from estimator.graph.cuda_functions import CUDA_ASSUMPTION, CudaFunctions
+from estimator.graph.eager_branches import quiet_fakes, unlike_tracing
 from estimator.graph.eager_rules import EagerFunctions
-from estimator.graph.join import join_runs
-from estimator.graph.ops import GraphInput, OpGraph
+from estimator.graph.join import JoinedRuns, join_runs
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import GraphInput
 from estimator.graph.record import Recorder
 from estimator.graph.stand_ins import (
     StandIns,
@@ -92,24 +92,47 @@ def trace_graph(
         first = look.run(batch)
         second, fixed_because = look.run_at_twice(batch, dim, samples)
     joined = join_runs(first.recorder, None if second is None else second.recorder)
-    fixed_because = fixed_because or joined.difference
-    assumptions = dict.fromkeys(
-        (*look.assumptions, *call.assumptions, *first.recorder.known.assumptions)
+    return _graph(
+        look,
+        first,
+        joined,
+        optimizer=optimizer,
+        samples=samples,
+        tokens=tokens_per_sample(batch, samples),
+        fixed_because=fixed_because or joined.difference,
     )
-    if channels_last and not any("convolution" in op.call.target for op in joined.ops):
-        assumptions["channels last changes nothing: the model has no convolution"] = None
+
+
+def _graph(
+    look: _Look,
+    first: _Run,
+    joined: JoinedRuns,
+    *,
+    optimizer: str,
+    samples: int | None,
+    tokens: int | None,
+    fixed_because: str | None,
+) -> OpGraph:
+    """The graph of two runs that were joined, of which `first` is that at the batch given."""
+    assumptions = [
+        *look.assumptions,
+        *look.call.assumptions,
+        *first.recorder.known.assumptions,
+    ]
+    if look.channels_last and not any("convolution" in op.call.target for op in joined.ops):
+        assumptions.append("channels last changes nothing: the model has no convolution")
     if fixed_because is not None:
-        assumptions[f"the batch is fixed as traced: {fixed_because}"] = None
+        assumptions.append(f"the batch is fixed as traced: {fixed_because}")
     return OpGraph(
-        name=name,
-        target=target,
-        precision=precision,
+        name=look.name,
+        target=look.target,
+        precision=look.precision,
         optimizer=optimizer,
         batch=samples,
         # A fixed batch keeps its size as `batch`, but has no second one to draw a line through.
         other_batch=None if samples is None or fixed_because is not None else 2 * samples,
-        tokens_per_sample=tokens_per_sample(batch, samples),
-        channels_last=channels_last,
+        tokens_per_sample=tokens,
+        channels_last=look.channels_last,
         ops=joined.ops,
         values=joined.values,
         parameters=joined.parameters(first.ready),
@@ -119,7 +142,7 @@ def trace_graph(
         inputs=first.inputs,
         module_calls=first.recorder.module_calls,
         unknown_ops=_unknown_ops(joined.ops),
-        assumptions=tuple(assumptions),
+        assumptions=tuple(dict.fromkeys(assumptions)),
         versions={"torch": torch.__version__, "python": platform.python_version()},
     )
 
@@ -174,7 +197,7 @@ class _Look:
         dtype = _CAST_DTYPES.get(self.precision)
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         recorder = Recorder(self.model, fake_mode, self.target)
-        with kept_as_it_was(self.model), _unlike_tracing(), fake_mode:
+        with kept_as_it_was(self.model), unlike_tracing(), fake_mode:
             seed_all(0)
             stand_ins = put_stand_ins(
                 self.model, dtype=dtype, device="cpu", channels_last=self.channels_last
@@ -314,44 +337,6 @@ def _module_hooks(recorder: Recorder) -> Iterator[None]:
     finally:
         before.remove()
         after.remove()
-
-
-@contextmanager
-def quiet_fakes() -> Iterator[None]:
-    """torch logs the traceback of an operator that a batch does not fit; we raise a sentence."""
-    logger = logging.getLogger(FakeTensorMode.__module__)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextmanager
-def _unlike_tracing() -> Iterator[None]:
-    """Let code take the branches of eager training although it meets fake tensors.
-
-    transformers looks for them (utils.import_utils.is_tracing) and then builds masks that eager
-    training skips; the recorder knows the values that its eager branches ask for. A module moved to
-    its own device in forward (losses of detection models) keeps its fakes, which torch cannot swap.
-    """
-
-    def swap(one: Tensor, two: Tensor) -> None:
-        if one.dtype != two.dtype or one.shape != two.shape:
-            swap_tensors(one, two)
-
-    swap_tensors = torch.utils.swap_tensors
-    imports: Any = sys.modules.get("transformers.utils.import_utils")
-    is_fake_tensor = getattr(imports, "is_fake_tensor", None)
-    torch.utils.swap_tensors = swap
-    if is_fake_tensor is not None:
-        imports.is_fake_tensor = lambda _tensor: False
-    try:
-        yield
-    finally:
-        torch.utils.swap_tensors = swap_tensors
-        if is_fake_tensor is not None:
-            imports.is_fake_tensor = is_fake_tensor
 
 
 def _unknown_ops(ops: Any) -> tuple[str, ...]:

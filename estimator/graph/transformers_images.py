@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from estimator.errors import EstimatorError, TraceError
+from estimator.graph.eager_branches import quiet_fakes
 from estimator.graph.eager_rules import EagerFunctions
 from estimator.graph.record import Recorder
 from estimator.graph.stand_ins import kept_as_it_was, put_stand_ins
-from estimator.graph.trace import quiet_fakes
 from estimator.graph.user_code import UserCode
 
 # Patches along each side of an image that a model takes as a list of patches (Qwen-VL's form).

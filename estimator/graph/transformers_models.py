@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from estimator.errors import ModelError
-from estimator.graph.models import Loaded, suggestion
+from estimator.graph.model_functions import Loaded, suggestion
 from estimator.graph.transformers_batches import make_batch
 from estimator.graph.transformers_repairs import (
     Settings,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from estimator.graph.cost_kernels import whole_attention_flops
 from estimator.graph.costs import family_of, op_cost
-from estimator.graph.ops import BoundGraph
+from estimator.graph.op_graph import BoundGraph
 from estimator.tensors import OpCall
 
 # A part of a step known by its time carries the FLOPs that were given for the model.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from estimator.machines.profile import write_text_atomically
+from estimator.machines.files import write_text_atomically
 from estimator.timeline.spans import Lane, Span, Timeline
 
 # Top to bottom as shown; a lane that runs several things at once (gloo's two slots) gets as many

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from estimator.cache import Cache
 from estimator.errors import AllocationError
-from estimator.machines.profile import MachineProfile, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation, DeviceGroup
 from estimator.placement.network import NodeNetwork, network_in_cluster, network_of
 from estimator.placement.topology import Cluster

@@ -15,13 +15,9 @@ from pathlib import Path
 import click
 
 from estimator.errors import EstimatorError, ProbeError
-from estimator.machines.profile import (
-    MachineProfile,
-    check_machine_name,
-    check_writable,
-    home,
-    load_profile,
-)
+from estimator.machines.catalogue import load_profile
+from estimator.machines.files import check_writable, home
+from estimator.machines.profile import MachineProfile, check_machine_name
 from estimator.placement.topology import Cluster
 from estimator.probe.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.discovery import Place, discover

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from estimator.probe.grid import GridCall, grid_call, tensor
+from estimator.probe.grid_calls import GridCall, grid_call, tensor
 from estimator.probe.grid_products import (
     batched_products,
     convolutions,

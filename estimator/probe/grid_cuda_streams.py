@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from estimator.probe.grid import GridCall, channels_innermost, grid_call, indices, tensor
+from estimator.probe.grid_calls import (
+    GridCall,
+    channels_innermost,
+    grid_call,
+    indices,
+    tensor,
+)
 from estimator.probe.grid_products import heads_inside
 from estimator.probe.grid_shapes import embedding_bag, likelihood, max_pools, picking
 from estimator.probe.grid_streams import layer_norm, softmax

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from estimator.probe.grid import GridCall, channels_innermost, grid_call, tensor, transposed
+from estimator.probe.grid_calls import (
+    GridCall,
+    channels_innermost,
+    grid_call,
+    tensor,
+    transposed,
+)
 from estimator.tensors import TensorSpec
 
 Shapes = Sequence[tuple[int, ...]]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from estimator.probe.grid import GridCall, grid_call, indices, tensor
+from estimator.probe.grid_calls import (
+    GridCall,
+    grid_call,
+    indices,
+    tensor,
+)
 from estimator.tensors import TensorSpec
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from estimator.probe.grid import GridCall, channels_innermost, grid_call, tensor
+from estimator.probe.grid_calls import (
+    GridCall,
+    channels_innermost,
+    grid_call,
+    tensor,
+)
 from estimator.tensors import TensorSpec
 
 _SIZES = (4_000, 60_000, 500_000, 3_000_000)

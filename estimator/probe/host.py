@@ -142,25 +142,68 @@ def cooled_costs() -> tuple[float, float, float]:
     kernels of a training step do, and many kinds of op follow each other: the interpreter, the
     dispatcher and autograd then find their own code and data in the shared cache or in memory.
     """
+    loops = _CooledLoops()
+    ops, views = _various_ops(), [lambda x: x.view(16), lambda x: x.transpose(0, 1)]
+    found: dict[str, list[float]] = {"op": [], "view": [], "node": []}
+    idle = [lambda x: x] * len(ops) * _COOLED_LOOPS
+    for _ in range(_ROUNDS):
+        base_s = loops.forward_s(idle)
+        count = len(idle)
+        found["op"].append((loops.forward_s(ops * _COOLED_LOOPS) - base_s) / count)
+        pairs = count // len(views)
+        found["view"].append((loops.forward_s(views * pairs) - base_s) / count)
+        backward_s = loops.backward_s(ops * _COOLED_LOOPS) - loops.backward_s(idle)
+        found["node"].append(backward_s / count)
+    op_s, view_s, node_s = (max(0.0, statistics.median(found[k])) for k in ("op", "view", "node"))
+    return op_s, view_s, node_s
+
+
+class _CooledLoops:
+    """Time calls on a small tensor, the core's private caches evicted before each."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.leaf = torch.ones(4, 4, requires_grad=True)
+        streamed = self.streamed = torch.zeros(_COOLING_BYTES // 4)
+
+        class Cool(torch.autograd.Function):
+            """Passes its argument on, and evicts the private caches in the backward pass."""
+
+            @staticmethod
+            def forward(_: Any, x: Any) -> Any:
+                return x.view_as(x)
+
+            @staticmethod
+            def backward(_: Any, gradient: Any) -> Any:
+                streamed.add_(1.0)
+                return gradient
+
+        self.cool = Cool
+
+    def forward_s(self, calls: Sequence[Callable[[Any], Any]]) -> float:
+        begin = time.perf_counter()
+        for call in calls:
+            self.streamed.add_(1.0)
+            call(self.leaf)
+        return time.perf_counter() - begin
+
+    def backward_s(self, calls: Sequence[Callable[[Any], Any]]) -> float:
+        x = self.leaf
+        for call in calls:
+            x = self.cool.apply(call(x))
+        begin = time.perf_counter()
+        x.sum().backward()
+        return time.perf_counter() - begin
+
+
+def _various_ops() -> list[Callable[[Any], Any]]:
+    """Differentiable ops of many kinds on a tensor of 4 × 4."""
     import torch
     from torch.nn import functional
 
-    streamed = torch.zeros(_COOLING_BYTES // 4)
     weight, table = torch.ones(4, 4), torch.ones(4)
-
-    class Cool(torch.autograd.Function):
-        """Passes its argument on, and evicts the private caches in the backward pass."""
-
-        @staticmethod
-        def forward(_: Any, x: Any) -> Any:
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(_: Any, gradient: Any) -> Any:
-            streamed.add_(1.0)
-            return gradient
-
-    ops: list[Callable[[Any], Any]] = [
+    return [
         lambda x: x * weight,
         lambda x: x + weight,
         functional.gelu,
@@ -170,38 +213,6 @@ def cooled_costs() -> tuple[float, float, float]:
         lambda x: torch.matmul(x, weight),
         torch.tanh,
     ]
-    views: list[Callable[[Any], Any]] = [lambda x: x.view(16), lambda x: x.transpose(0, 1)]
-    leaf = torch.ones(4, 4, requires_grad=True)
-
-    def forward_s(calls: Sequence[Callable[[Any], Any]]) -> float:
-        begin = time.perf_counter()
-        for call in calls:
-            streamed.add_(1.0)
-            call(leaf)
-        return time.perf_counter() - begin
-
-    def backward_s(calls: Sequence[Callable[[Any], Any]]) -> float:
-        x = leaf
-        for call in calls:
-            x = Cool.apply(call(x))
-        begin = time.perf_counter()
-        x.sum().backward()
-        return time.perf_counter() - begin
-
-    def nothing(x: Any) -> Any:
-        return x
-
-    found: dict[str, list[float]] = {"op": [], "view": [], "node": []}
-    idle = [nothing] * len(ops) * _COOLED_LOOPS
-    for _ in range(_ROUNDS):
-        base_s = forward_s(idle)
-        count = len(idle)
-        found["op"].append((forward_s(ops * _COOLED_LOOPS) - base_s) / count)
-        pairs = count // len(views)
-        found["view"].append((forward_s(views * pairs) - base_s) / count)
-        found["node"].append((backward_s(ops * _COOLED_LOOPS) - backward_s(idle)) / count)
-    op_s, view_s, node_s = (max(0.0, statistics.median(found[k])) for k in ("op", "view", "node"))
-    return op_s, view_s, node_s
 
 
 def _view_s(backend: Backend) -> float:

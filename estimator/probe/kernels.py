@@ -15,7 +15,8 @@ from estimator.errors import ProbeError
 from estimator.machines.profile import KernelPoint
 from estimator.probe.backend import Backend, keep_memory_resident, touch_memory
 from estimator.probe.calls import find_operator, output_tensors, real_arguments, spec_of
-from estimator.probe.grid import GridCall, kernel_grid
+from estimator.probe.grid import kernel_grid
+from estimator.probe.grid_calls import GridCall
 from estimator.probe.jobs import Emit
 from estimator.probe.source import TensorSource
 from estimator.tensors import OpCall, TensorSpec

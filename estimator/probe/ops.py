@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from estimator.errors import ProbeError
-from estimator.graph.ops import BoundGraph, OpGraph, OpTiming
-from estimator.machines.profile import MachineProfile, home
+from estimator.graph.op_graph import BoundGraph, OpGraph
+from estimator.graph.ops import OpTiming
+from estimator.machines.files import home
+from estimator.machines.profile import MachineProfile
 from estimator.probe.backend import allocator_text
 from estimator.probe.inventory import read_cpu
 from estimator.probe.jobs import Job, run_jobs

@@ -6,7 +6,7 @@ from typing import Any
 
 from estimator.probe.backend import Backend
 from estimator.probe.calls import span_elements, torch_dtype
-from estimator.probe.grid import GridCall
+from estimator.probe.grid_calls import GridCall
 from estimator.tensors import ITEM_BYTES, TensorSpec
 
 _ALIGNMENT_BYTES = 64

@@ -45,6 +45,20 @@ class TrainingRun:
     unused_parameters: int = 0
     phases_s: tuple[Mapping[str, float], ...] = ()
 
+    @classmethod
+    def of(cls, ranks: Sequence[Mapping[str, Any]], *, phases: bool) -> TrainingRun:
+        """What `train_rank` returned on each rank, phases as far as they were asked for."""
+        return cls(
+            step_s=tuple(rank["step_s"] for rank in ranks),
+            step_times_s=tuple(tuple(rank["step_times_s"]) for rank in ranks),
+            faults_per_step=tuple(rank["faults_per_step"] for rank in ranks),
+            kernel_s_per_step=tuple(rank["kernel_s_per_step"] for rank in ranks),
+            peak_memory_bytes=max(rank["peak_memory_bytes"] for rank in ranks),
+            canary_s=statistics.median(rank["canary_s"] for rank in ranks),
+            unused_parameters=ranks[0]["unused_parameters"],
+            phases_s=tuple(rank["phases_s"] for rank in ranks) if phases else (),
+        )
+
     @property
     def slowest_step_s(self) -> float:
         """Seconds per step of the slowest rank."""
@@ -102,16 +116,7 @@ def train(
         )
     except ProbeError as error:
         raise TrainingError(f"training {model} for real failed: {error}") from None
-    return TrainingRun(
-        step_s=tuple(rank["step_s"] for rank in ranks),
-        step_times_s=tuple(tuple(rank["step_times_s"]) for rank in ranks),
-        faults_per_step=tuple(rank["faults_per_step"] for rank in ranks),
-        kernel_s_per_step=tuple(rank["kernel_s_per_step"] for rank in ranks),
-        peak_memory_bytes=max(rank["peak_memory_bytes"] for rank in ranks),
-        canary_s=statistics.median(rank["canary_s"] for rank in ranks),
-        unused_parameters=ranks[0]["unused_parameters"],
-        phases_s=tuple(rank["phases_s"] for rank in ranks) if phases else (),
-    )
+    return TrainingRun.of(ranks, phases=phases)
 
 
 def transformers_modules() -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from estimator.estimates import (
     interval_ratio,
     relative_error,
 )
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns, TextReader

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.tables.placed import PlacedColumns, SiteTable
 from estimator.timeline.plan import compiled_step

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.errors import EstimatorError
-from estimator.machines.profile import MachineProfile, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import MOST_RANKS
 from estimator.placement.columns import HOST_MARK, AllocationColumns
 from estimator.placement.network import NodeNetwork, network_in_cluster, network_of, rates_by_ranks

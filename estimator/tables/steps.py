@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.process_groups import ProcessGroup
 from estimator.tables.classes import RankNumbers

@@ -17,7 +17,7 @@ from estimator.coefficients import Calibration
 from estimator.engine import DEFAULT, Engine
 from estimator.errors import AllocationError, WorkloadError
 from estimator.estimates import FITS, Estimate
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 
 # torch/_inductor/exc.py, GPUTooOldForTriton: its compiler serves NVIDIA's chips from there on.

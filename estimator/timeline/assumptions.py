@@ -9,6 +9,7 @@ from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import is_known_by_datasheet
 from estimator.placement.network import network_of
 from estimator.placement.placement import NodeKind
+from estimator.timeline.chips import assumed_of
 from estimator.timeline.plan import StepPlan
 from estimator.timeline.program import StepProgram
 from estimator.timeline.step_times import summary_assumptions
@@ -105,6 +106,11 @@ def _datasheet_assumptions(program: StepProgram) -> list[str]:
         "host and optimizer costs as usual on servers with GPUs; 'estimator probe' on one measures "
         "them"
     ]
+    if assumed := assumed_of(machine.devices[0]):
+        found.append(
+            f"'{machine.name}' does not say all that the law asks of a chip: {', '.join(assumed)} "
+            "assumed"
+        )
     dtype = peak_dtype(precision)
     if dtype not in machine.devices[0].peak_flops_per_s:
         found.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.graph.ops import BoundGraph
+from estimator.graph.op_graph import BoundGraph
 from estimator.graph.structure import GraphStructure
 from estimator.graph.workspace import workspace_bytes
 from estimator.tensors import OpCall

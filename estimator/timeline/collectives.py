@@ -8,7 +8,7 @@ size by size, corrects the formula for every other group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,30 +22,13 @@ from estimator.machines.typical import achieved_bytes_per_s, is_known_by_datashe
 from estimator.placement.placement import nic_of
 from estimator.placement.process_groups import ProcessGroup, carrier_of, ring_between
 from estimator.placement.topology import Cluster
-from estimator.timeline.nccl import levels, nccl_rounds
+from estimator.timeline.nccl import nccl_rounds
 from estimator.timeline.nearest import Lookup, Nearest, pool_of
+from estimator.timeline.rings import RING_ROUNDS, RING_SHARE
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-# Bytes that cross the busiest link of a ring, as a share of the buffer, for n ranks; rounds of
-# latency (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication in MPICH, 2005).
-# gloo takes the ring for an all-reduce of any size (gloo/allreduce.cc, UNSPECIFIED → RING).
-# Each holds for one n and for an array of them.
-RING_SHARE: dict[str, Callable[[Any], Any]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "all_to_all": lambda n: (n - 1) / n,
-}
-RING_ROUNDS: dict[str, Callable[[Any], Any]] = {
-    "all_reduce": lambda n: 2 * (n - 1),
-    "all_gather": lambda n: n - 1,
-    "reduce_scatter": lambda n: n - 1,
-    "broadcast": levels,
-    "all_to_all": lambda n: n - 1,
-}
 # What a formula misses by where nothing of its kind was measured, and per factor of e between the
 # measured group and the one asked for.
 FORMULA_ERROR = 0.3

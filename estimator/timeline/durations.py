@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.costs import Features, features_of
-from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.structure import GraphStructure
 from estimator.machines.profile import HostCost, MachineProfile
 from estimator.machines.typical import is_known_by_datasheet

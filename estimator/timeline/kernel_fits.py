@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.graph.costs import Features, features_of
-from estimator.graph.workspace import BLOCK, WIDEST_DEPTHWISE
 from estimator.machines.profile import Device, KernelPoint, MachineProfile
 from estimator.tensors import ITEM_BYTES, OpCall
+from estimator.timeline.kernel_terms import coordinates, terms, variant
 
 Array = NDArray[np.float64]
 
@@ -56,114 +56,6 @@ class Prediction:
     cold_s: float
     relative_error: float
     source: str
-
-
-def terms(features: Features, kind: str = "") -> tuple[float, ...]:
-    """The physical terms whose non-negative combination is the time of a call of variant `kind`."""
-    cost = features.cost
-    if features.family == "matmul":
-        batch, rows, columns, inner = features.dims[:4]
-        return (
-            1.0,
-            batch * rows * columns * inner,
-            batch * rows * inner,
-            batch * inner * columns,
-            batch * rows * columns,
-        )
-    if features.family == "convolution":
-        images, channels_in, channels_out, groups = features.dims[:4]
-        flops_ratio, bytes_ratio = _filled_ratios(features, kind)
-        return (
-            1.0,
-            images,
-            flops_ratio * cost.flops,
-            bytes_ratio * cost.read_bytes,
-            bytes_ratio * cost.written_bytes,
-            images * channels_in * channels_out * groups,
-        )
-    if features.family in ("attention", "recurrent"):
-        return (1.0, cost.flops, cost.read_bytes, cost.written_bytes)
-    if features.family == "reduction" and kind == "across":
-        return (1.0, 0.0, cost.flops, cost.read_bytes + cost.written_bytes)
-    rows = features.dims[0] if features.dims else 1.0
-    return (1.0, rows, cost.flops, cost.read_bytes + cost.written_bytes)
-
-
-def _filled_ratios(features: Features, kind: str) -> tuple[float, float]:
-    """How many times the flops and bytes a convolution has once its channels fill whole blocks."""
-    _, channels_in, channels_out, groups, out_positions, _, in_positions, _ = features.dims
-    if kind.startswith("depthwise"):
-        ratio = _filled(groups) / groups
-        return ratio, ratio
-    if groups > 1 or kind == "product":
-        return 1.0, 1.0
-    # The first layer reads its few channels as they are.
-    filled_in = channels_in if kind.startswith("first layer") else _filled(channels_in)
-    filled_out = _filled(channels_out)
-    moved = channels_in * in_positions + channels_out * out_positions
-    filled = filled_in * in_positions + filled_out * out_positions
-    return filled_in * filled_out / (channels_in * channels_out), filled / moved
-
-
-def _filled(channels: float) -> float:
-    return math.ceil(channels / BLOCK) * BLOCK
-
-
-def coordinates(features: Features) -> tuple[float, ...]:
-    """Where a call stands in log-feature space."""
-    dims = [math.log(max(value, 1.0)) for value in features.dims]
-    if features.family in ("matmul", "convolution", "attention"):
-        return tuple(dims)
-    moved = math.log(max(features.cost.moved_bytes, 1.0))
-    run = 0.5 * math.log(min(max(features.innermost_run, 1), 4096))
-    return (moved, 0.5 * (dims[-1] if len(dims) > 1 else 0.0), run)
-
-
-def variant(call: OpCall, features: Features, threads: int) -> str:
-    """Which algorithm a call runs, as far as its shape tells; other variants count as far away.
-
-    Convolutions on CPU: torch runs a 1×1 kernel as one product per image where one thread and a
-    batch under 16 are all there is (aten/src/ATen/native/Convolution.cpp, `use_mkldnn`); else
-    oneDNN, which tells groups, first layers, strides and filters too wide for its depthwise
-    gradient apart, and copies no image whose channels lie innermost into blocks.
-    Reductions: over the innermost dimension, or across rows that stay vectors.
-    """
-    if features.family == "convolution":
-        return _convolution_variant(call, features, threads)
-    if features.family == "reduction" and call.inputs:
-        over = call.arguments[1] if len(call.arguments) > 1 else None
-        last = len(call.inputs[0].shape) - 1
-        if isinstance(over, tuple) and over and last not in over and -1 not in over:
-            return "across"
-        return "along"
-    return features.layout
-
-
-def _convolution_variant(call: OpCall, features: Features, threads: int) -> str:
-    kind = _convolution_kind(call, features, threads)
-    image = call.arguments[1 if "backward" in call.target else 0]
-    channels_last = image.strides is not None and image.strides[1] == 1
-    return f"{kind}, channels last" if channels_last and kind != "product" else kind
-
-
-def _convolution_kind(call: OpCall, features: Features, threads: int) -> str:
-    images, channels_in, channels_out, groups, _, kernel, _, stride = features.dims
-    transposed = any(argument is True for argument in call.arguments[:10])
-    strided = " strided" if stride > 1 else ""
-    if groups > 1:
-        if not channels_in == channels_out == 1:
-            return "grouped"
-        wide = "backward" in call.target and kernel > WIDEST_DEPTHWISE**2
-        return "depthwise wide" if wide else f"depthwise{strided}"
-    if transposed:
-        return "transposed"
-    if channels_in < 8:
-        return "first layer"
-    if kernel > 1:
-        return "dense"
-    if not strided and images < 16 and threads == 1 and call.dtype == "float32":
-        return "product"
-    return f"pointwise{strided}"
 
 
 def nonnegative_fit(rows: Array, seconds: Array) -> Array:

@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from estimator.machines.profile import Device, shipped_data
+from estimator.machines.files import shipped_data
+from estimator.machines.profile import Device
+from estimator.timeline.chips import Chip
 
 Array = NDArray[np.float64]
 
@@ -43,92 +45,6 @@ _LONG_INNER = 8192.0
 # How sharply a roofline's or a power limit's two regimes meet.
 _SHARPNESS = 4.0
 _POWER_SHARPNESS = 6.0
-# Lithography, nm (vendors' architecture whitepapers): energy per operation falls with it.
-_PROCESS_NM: Mapping[str, float] = {
-    "gk210": 28.0,
-    "gp100": 16.0,
-    "gp104": 16.0,
-    "gv100": 12.0,
-    "tu102": 12.0,
-    "tu102-geforce": 12.0,
-    "tu104": 12.0,
-    "ga100": 7.0,
-    "ga102": 8.0,
-    "ga102-geforce": 8.0,
-    "ad10x": 5.0,
-    "ad10x-geforce": 5.0,
-    "gh100": 4.0,
-    "gb100": 3.0,  # 4NP, a custom process of Blackwell: less energy than 4N
-    "cdna": 7.0,
-    "cdna2": 6.0,
-    "cdna3": 5.0,
-}
-_REFERENCE_NM = 12.0
-# Cards for gamers raise their clocks beyond the rated boost while power and heat allow: timm's
-# training steps on RTX 3090 need 1.15 to 1.2 times the peak at the rated 1,695 MHz.
-_GAMING = "-geforce"
-_ABOVE_BOOST = 1.15
-_WITHOUT_TENSOR_CORES = _OLD_TLB = ("gk210", "gp100", "gp104")
-# The first two generations of tensor cores take their operands through registers, not from shared
-# memory copied ahead of time (NVIDIA A100 architecture whitepaper, 2020).
-_EARLY_TENSOR = ("gv100", "tu102", "tu102-geforce", "tu104")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chip:
-    """What the law knows of a chip computing in one dtype; numbers, or arrays of one length.
-
-    `headroom` is power per peak flop and clock, pJ/(flop·GHz): low where a power limit makes a
-    chip lower its clock under load.
-    """
-
-    flops_per_s: Any
-    memory_bytes_per_s: ArrayLike
-    multiprocessors: ArrayLike
-    headroom: ArrayLike
-    process_ratio: ArrayLike
-    is_tensor: ArrayLike
-    is_early_tensor: ArrayLike
-    has_old_tlb: ArrayLike
-
-
-def chip_of(device: Device, dtype: str) -> Chip:
-    """A device as the law sees it in a dtype of torch ("tfloat32" for fp32 on tensor cores)."""
-    details = device.details
-    peak = peak_flops_per_s(device, dtype)
-    architecture = str(details.get("architecture", ""))
-    is_tensor = (
-        dtype != "float32"
-        and dtype in device.peak_flops_per_s
-        and architecture not in _WITHOUT_TENSOR_CORES
-    )
-    clock_hz = _number(details, "boost_clock_hz", 1.5e9)
-    if is_tensor:
-        clock_hz = _number(details, "tensor_clock_hz", clock_hz)
-    watts = _number(details, "power_w", 300.0)
-    if architecture.endswith(_GAMING):
-        peak, clock_hz = peak * _ABOVE_BOOST, clock_hz * _ABOVE_BOOST
-    return Chip(
-        flops_per_s=peak,
-        memory_bytes_per_s=device.memory_bandwidth_bytes_per_s or 1e12,
-        multiprocessors=_number(details, "sm_count", 80.0),
-        headroom=watts / peak * 1e12 / (clock_hz / 1e9),
-        process_ratio=_PROCESS_NM.get(architecture, 5.0) / _REFERENCE_NM,
-        is_tensor=is_tensor,
-        is_early_tensor=is_tensor and architecture in _EARLY_TENSOR,
-        has_old_tlb=architecture in _OLD_TLB,
-    )
-
-
-def peak_flops_per_s(device: Device, dtype: str) -> float:
-    """The dense peak in a dtype; that of fp32, in which the rest is computed, where it has none."""
-    peaks = device.peak_flops_per_s
-    return peaks.get(dtype) or peaks.get("float32") or max(peaks.values())
-
-
-def _number(details: Mapping[str, Any], name: str, default: float) -> float:
-    value = details.get(name)
-    return float(value) if isinstance(value, int | float) and value > 0 else default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +82,7 @@ class ProductLaw:
 def sustained_ratio(law: ProductLaw, chip: Chip) -> Array:
     """The share of its boost clock that a chip holds within its power limit, units fully busy.
 
-    >>> from estimator.machines.profile import load_profile
+    >>> from estimator.machines.catalogue import load_profile
     >>> chip = chip_of(load_profile("t4").devices[0], "float16")  # 70 W
     >>> bool(sustained_ratio(load_law().products.sustained, chip) < 0.6)
     True

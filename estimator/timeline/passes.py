@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from estimator.cache import Cache
 from estimator.graph.costs import features_of
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.contention import slowdown_curve, slowdown_ratio

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.coefficients import UNCALIBRATED, Coefficients
 from estimator.graph.memory import PeakMemory
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import Mesh
 from estimator.placement.placement import NodeKind, Placement

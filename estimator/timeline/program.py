@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from estimator.cache import Cache
 from estimator.graph.costs import family_of
-from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.shard_play import Reduction
 from estimator.graph.sharded_memory import ShardedMemory
 from estimator.graph.step_memory import step_memory

@@ -17,14 +17,12 @@ from estimator.graph.cost_registry import Family
 from estimator.graph.costs import Features, features_of
 from estimator.machines.profile import MachineProfile
 from estimator.tensors import OpCall
+from estimator.timeline.chips import Chip, chip_of, peak_flops_per_s
 from estimator.timeline.kernel_fits import Prediction
 from estimator.timeline.kernel_law import (
-    Chip,
     attention_seconds,
-    chip_of,
     convolution_kind,
     load_law,
-    peak_flops_per_s,
     product_seconds,
     sustained_ratio,
 )

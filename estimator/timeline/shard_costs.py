@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.shards import UnitRun, frozen_unit_bytes, parameter_unit, unit_runs
 from estimator.machines.profile import MachineProfile
 from estimator.timeline.lanes import MicroBatches

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from estimator.errors import ProfileError
-from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.step_parts import StepPart, known_peak
 from estimator.graph.summary import BLOCK_TENSORS
 from estimator.machines.profile import MachineProfile

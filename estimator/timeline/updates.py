@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from estimator.errors import ProfileError
-from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.machines.profile import MachineProfile, Provenance, UpdateCost
 from estimator.timeline.contention import slowdown_ratio
 

@@ -12,7 +12,7 @@ from estimator.calibrate.calibrator import Calibrator
 from estimator.coefficients import Calibration
 from estimator.engine import estimate_graph
 from estimator.estimates import Estimate
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.tables import estimate_many
 from tests.synthetic import Machine, perceptron
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from estimator.interop.perfetto import trace_flaws
-from estimator.machines.profile import MachineProfile, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
 
 Command = Callable[..., Any]
 

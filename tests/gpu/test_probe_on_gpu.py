@@ -11,7 +11,8 @@ import torch
 from estimator.machines.profile import MachineProfile
 from estimator.probe.accelerator import device_facts, half_attention, sustained_facts
 from estimator.probe.backend import CudaBackend
-from estimator.probe.grid import GridCall, grid_call, kernel_grid, tensor
+from estimator.probe.grid import kernel_grid
+from estimator.probe.grid_calls import GridCall, grid_call, tensor
 from estimator.probe.host import measure_host
 from estimator.probe.inventory import read_gpus
 from estimator.probe.kernels import measure_call

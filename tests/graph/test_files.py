@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from estimator.errors import GraphFileError, StoreError
-from estimator.graph.files import is_saved_graph, load_graph
-from estimator.graph.ops import OpGraph, OpTiming
+from estimator.graph.files import is_saved_graph
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import OpTiming
 from estimator.graph.trace import trace_graph
 
 
@@ -47,7 +48,7 @@ def test_a_loaded_graph_equals_the_saved_one(graph: OpGraph, tmp_path: Path) -> 
 
 
 def test_equal_calls_come_back_as_one_object(saved: Path) -> None:
-    ops = load_graph(saved).ops
+    ops = OpGraph.load(saved).ops
     unchanged = [op for op in ops if op.call == op.other_call]
     assert unchanged
     assert all(op.call is op.other_call for op in unchanged)
@@ -71,7 +72,7 @@ def test_a_file_cut_anywhere_is_refused_in_one_sentence(saved: Path, tmp_path: P
         cut = tmp_path / "cut.graph"
         cut.write_bytes(content[:length])
         with pytest.raises(GraphFileError, match="trace the model"):
-            load_graph(cut)
+            OpGraph.load(cut)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_file_cut_anywhere_is_refused_in_one_sentence(saved: Path, tmp_path: P
 def test_a_damaged_graph_is_refused_in_one_sentence(saved: Path, change: Any) -> None:
     rewrite(saved, change)
     with pytest.raises(GraphFileError) as caught:
-        load_graph(saved)
+        OpGraph.load(saved)
     assert "\n" not in str(caught.value)
 
 
@@ -106,12 +107,12 @@ def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "deep.graph"
     path.write_bytes(gzip.compress(b"[" * 200_000))
     with pytest.raises(GraphFileError):
-        load_graph(path)
+        OpGraph.load(path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(GraphFileError, match=r"no saved graph .*gone\.graph"):
-        load_graph(tmp_path / "gone.graph")
+        OpGraph.load(tmp_path / "gone.graph")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

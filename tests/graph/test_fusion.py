@@ -20,7 +20,8 @@ from estimator.graph.costs import features_of, op_cost
 from estimator.graph.fused_calls import FusedKernel
 from estimator.graph.fusion import compile_graph
 from estimator.graph.memory import peak_memory
-from estimator.graph.ops import Op, OpGraph
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import Op
 from estimator.graph.storages import value_roots
 from estimator.graph.trace import trace_graph
 from estimator.workload import Strategy

@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from estimator.errors import StrategyError
 from estimator.graph.memory import PeakMemory, peak_memory
-from estimator.graph.ops import Op, OpGraph, Parameter, Value
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import Op, Parameter, Value
 from estimator.graph.storages import storages
 from estimator.graph.structure import GraphStructure
 from estimator.graph.trace import trace_graph

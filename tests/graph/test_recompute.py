@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from estimator.graph.fusion_parts import split_graph
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.graph.recompute import with_recomputation
 from estimator.graph.trace import trace_graph
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from estimator.engine import estimate_graph
 from estimator.graph.memory import peak_memory
-from estimator.graph.ops import BoundGraph, OpGraph
+from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.shard_play import Reduction
 from estimator.graph.sharded_memory import Envelope, ShardedMemory
 from estimator.graph.shards import frozen_unit_bytes, shard_units

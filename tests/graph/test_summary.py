@@ -14,7 +14,7 @@ import pytest
 
 from estimator.api import estimate
 from estimator.errors import EstimatorError, ProfileError, StrategyError
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import Contention, MachineProfile
 from estimator.tables import estimate_many
 from tests.synthetic import CHOSEN, Machine, perceptron

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from estimator.errors import ModelError, TraceError, WorkloadError
 from estimator.graph.costs import features_of
 from estimator.graph.memory import peak_memory
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.graph.trace import trace_graph
 from estimator.graph.training_call import loss_of
 from estimator.workload import Strategy

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from estimator.api import trace_model
 from estimator.errors import ModelError
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.graph.trace import trace_graph
 
 X, Y = torch.randn(6, 4), torch.randint(0, 3, (6,))

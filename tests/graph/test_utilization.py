@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from estimator.api import estimate
 from estimator.graph.fusion import compile_graph
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.graph.trace import trace_graph
 from estimator.graph.utilization import step_flops
 from estimator.tables import estimate_many

@@ -13,7 +13,9 @@ from rich.console import Console
 
 from estimator.cli.render_profiles import machines_report
 from estimator.engine import estimate_graph
-from estimator.machines.profile import Device, MachineProfile, load_profile
+from estimator.machines.architectures import architectures
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import Device, MachineProfile
 from tests.synthetic import perceptron
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -30,65 +32,6 @@ a100-p4de h100-p5 t4-g4dn a10g-g5 l4-g6 a100-a2 h100-a3 a100-nd-v4 h100-nd-v5 dg
 dgx-h100 gtx-1080-roce
 """
 
-# Dense operations that one multiprocessor does in one clock: vendors' architecture whitepapers.
-# Multiprocessors of GeForce cards sum fp16 products in fp32 at half the rate of their siblings.
-FLOPS_PER_CLOCK = {
-    "gk210": {"float32": 384},
-    "gp104": {"float32": 256},
-    "gp100": {"float32": 128, "float16": 256},
-    "gv100": {"float32": 128, "float16": 1024},
-    "tu104": {"float32": 128, "float16": 1024},
-    "tu102": {"float32": 128, "float16": 1024},
-    "tu102-geforce": {"float32": 128, "float16": 512},
-    "ga100": {"float32": 128, "tfloat32": 1024, "float16": 2048, "bfloat16": 2048},
-    "ga102": {"float32": 256, "tfloat32": 512, "float16": 1024, "bfloat16": 1024},
-    "ga102-geforce": {"float32": 256, "tfloat32": 256, "float16": 512, "bfloat16": 512},
-    "ad10x": {
-        "float32": 256,
-        "tfloat32": 512,
-        "float16": 1024,
-        "bfloat16": 1024,
-        "float8_e4m3fn": 2048,
-    },
-    "ad10x-geforce": {
-        "float32": 256,
-        "tfloat32": 256,
-        "float16": 512,
-        "bfloat16": 512,
-        "float8_e4m3fn": 1024,
-    },
-    "gh100": {
-        "float32": 256,
-        "tfloat32": 2048,
-        "float16": 4096,
-        "bfloat16": 4096,
-        "float8_e4m3fn": 8192,
-    },
-    "gb100": {
-        "float32": 256,
-        "tfloat32": 4096,
-        "float16": 8192,
-        "bfloat16": 8192,
-        "float8_e4m3fn": 16384,
-    },
-    "cdna": {"float32": 256, "float16": 1024, "bfloat16": 512},
-    "cdna2": {"float32": 256, "float16": 1024, "bfloat16": 1024},
-    "cdna3": {
-        "float32": 256,
-        "tfloat32": 1024,
-        "float16": 2048,
-        "bfloat16": 2048,
-        "float8_e4m3fn": 4096,
-    },
-}
-# Links of a GPU times GB/s of each, one way (NVIDIA's NVLink page).
-NVLINK_BYTES_PER_S = {
-    "gp100": 4 * 20e9,
-    "gv100": 6 * 25e9,
-    "ga100": 12 * 25e9,
-    "gh100": 18 * 25e9,
-    "gb100": 18 * 50e9,
-}
 # 16 lanes of 8, 16 and 32 GT/s at 128 bits in 130.
 PCIE_BYTES_PER_S = [16 * rate * 1e9 * 128 / 130 / 8 for rate in (8, 16, 32)]
 
@@ -129,7 +72,7 @@ def test_memory_bandwidth_is_bus_width_times_data_rate(device: Device) -> None:
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 def test_peaks_are_multiprocessors_times_their_dense_work_times_clock(device: Device) -> None:
-    per_clock = FLOPS_PER_CLOCK[str(device.details["architecture"])]
+    per_clock = architectures()[str(device.details["architecture"])].flops_per_clock
     assert device.peak_flops_per_s.keys() == per_clock.keys()
     for dtype, flops in per_clock.items():
         clock = "boost_clock_hz"
@@ -152,11 +95,11 @@ def test_memory_is_whole_gibibytes_of_which_error_correction_takes_a_sixteenth(
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=NAMES)
 def test_links_are_one_way_rates_of_their_generation(profile: MachineProfile) -> None:
-    architecture = str(profile.devices[0].details["architecture"])
+    architecture = architectures()[str(profile.devices[0].details["architecture"])]
     for link in profile.links:
         rate = link.bandwidth_bytes_per_s
         if link.kind == "nvlink":
-            assert rate == NVLINK_BYTES_PER_S[architecture]
+            assert rate == architecture.nvlinks * architecture.nvlink_bytes_per_s
         elif link.kind == "pcie":
             assert any(rate == pytest.approx(known, rel=1e-3) for known in PCIE_BYTES_PER_S)
     # Several devices reach each other somehow.

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from estimator.cli.render_comparison import comparison_report
+from estimator.machines.catalogue import load_profile
 from estimator.machines.comparison import compare_profiles, median_difference_ratio, only_in
-from estimator.machines.profile import LinkKind, MachineProfile, load_profile
+from estimator.machines.profile import LinkKind, MachineProfile
 
 
 def test_equal_profiles_differ_by_nothing(small_profile: MachineProfile) -> None:

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from estimator.errors import ProfileError, StoreError, UnknownMachineError
+from estimator.machines.catalogue import known_machines, load_profile
 from estimator.machines.profile import (
     Link,
     MachineProfile,
     Provenance,
     UpdateCost,
     json_schema,
-    known_machines,
-    load_profile,
 )
 
 DATASHEET = Provenance(source="datasheet")

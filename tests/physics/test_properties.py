@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from estimator.api import estimate
 from estimator.estimates import Breakdown, Estimate
-from estimator.graph.ops import OpCost, OpGraph
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import OpCost
 from tests.synthetic import Machine, perceptron
 
 amounts = st.floats(min_value=0, max_value=1e18)

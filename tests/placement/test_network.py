@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from estimator.engine import estimate_graph
-from estimator.machines.profile import MachineProfile, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import LINK_RATIOS
 from estimator.placement.network import network_in_cluster, network_of
 from estimator.placement.placement import place

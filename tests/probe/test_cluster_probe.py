@@ -19,7 +19,8 @@ from testbed.description import TestbedDescription
 from testbed.launch import place
 
 from estimator.errors import ProbeError
-from estimator.machines.profile import Device, MachineProfile, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import Device, MachineProfile
 from estimator.probe.__main__ import run
 from estimator.probe.board import Pulse
 from estimator.probe.cluster_findings import unequal_versions

@@ -10,7 +10,13 @@ import torch
 
 from estimator.probe import kernels
 from estimator.probe.backend import CpuBackend
-from estimator.probe.grid import GridCall, grid_call, interleave, kernel_grid, tensor
+from estimator.probe.grid import kernel_grid
+from estimator.probe.grid_calls import (
+    GridCall,
+    grid_call,
+    interleave,
+    tensor,
+)
 from estimator.probe.kernels import float32_products, measure_call, spread_ratio
 from estimator.probe.source import TensorSource
 from estimator.tensors import OpCall, TensorSpec

@@ -12,7 +12,7 @@ from estimator.errors import ProbeError
 from estimator.machines.profile import Device, KernelPoint, MachineProfile
 from estimator.probe import machine as machine_module
 from estimator.probe.findings import Findings, with_best_rates
-from estimator.probe.grid import grid_call, tensor
+from estimator.probe.grid_calls import grid_call, tensor
 from estimator.probe.jobs import FINISHED
 from estimator.probe.machine import probe_machine, software_versions
 from estimator.tensors import OpCall, TensorSpec

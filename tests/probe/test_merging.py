@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from estimator.errors import ImportedFileError, ProfileError
+from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import (
     CollectiveCost,
     Device,
@@ -21,7 +22,6 @@ from estimator.machines.profile import (
     MachineProfile,
     Provenance,
     Source,
-    load_profile,
 )
 from estimator.placement.topology import Cluster, Node, Switch, cluster_toml
 from estimator.probe.imports.findings import Imported

@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from estimator.errors import ProbeError, StoreError
-from estimator.graph.ops import Op, OpGraph, OpTiming, Parameter, Value
-from estimator.machines.profile import MachineProfile, Provenance, load_profile
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import (
+    Op,
+    OpTiming,
+    Parameter,
+    Value,
+)
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile, Provenance
 from estimator.probe import ops as ops_module
 from estimator.probe.backend import CpuBackend
 from estimator.probe.inventory import core_groups, read_cpu

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from estimator.graph.ops import BoundGraph, OpGraph, Parameter
+from estimator.graph.op_graph import BoundGraph, OpGraph
+from estimator.graph.ops import Parameter
 from estimator.tensors import TensorSpec
 from estimator.timeline.buckets import gradient_buckets
 from estimator.units import MIB

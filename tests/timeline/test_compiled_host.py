@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import estimator as est
-from estimator.graph.ops import OpGraph
-from estimator.machines.profile import HostCost, Provenance, UpdateCost, load_profile
+from estimator.graph.op_graph import OpGraph
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import HostCost, Provenance, UpdateCost
 from estimator.timeline.compiled_host import compiled_host_seconds
 
 HOST = HostCost(

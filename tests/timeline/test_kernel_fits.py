@@ -10,7 +10,8 @@ import pytest
 from estimator.graph.costs import features_of
 from estimator.machines.profile import Device, KernelCost, KernelPoint, MachineProfile, Provenance
 from estimator.tensors import OpCall, TensorSpec
-from estimator.timeline.kernel_fits import KernelFits, nonnegative_fit, terms, variant
+from estimator.timeline.kernel_fits import KernelFits, nonnegative_fit
+from estimator.timeline.kernel_terms import terms, variant
 
 MEASURED = Provenance(source="measured")
 

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from estimator.machines.profile import load_profile, shipped_data
+from estimator.machines.catalogue import load_profile
+from estimator.machines.files import shipped_data
 from estimator.timeline import kernel_law
+from estimator.timeline.chips import Chip, chip_of
 from estimator.timeline.kernel_law import (
     AttentionLaw,
-    Chip,
     ProductLaw,
     StreamLaw,
     attention_seconds,
-    chip_of,
     load_law,
     product_seconds,
     sustained_ratio,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.elementwise import maximum, minimum, where
 from estimator.errors import ProfileError
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.process_groups import ProcessGroup
 from estimator.placement.topology import Cluster
@@ -29,6 +29,7 @@ from estimator.timeline.overlaps import NO_OVERLAP, Overlap, OverlapCosts
 from estimator.timeline.ranks import RankKind, StepShape
 from estimator.timeline.shard_costs import ShardedPasses, sharded_passes
 from estimator.timeline.spans import Label
+from estimator.timeline.strategies.fsdp_micro_batch import SEGMENTS, MicroBatch, UnitCosts
 from estimator.timeline.strategies.registry import (
     DP,
     DP_REPLICATE,
@@ -42,13 +43,9 @@ from estimator.timeline.strategies.registry import (
     strategy,
     without_cost,
 )
-from estimator.timeline.tasks import COMPUTE, NETWORK, NO_LABEL, REPLICATES, TaskList
+from estimator.timeline.tasks import COMPUTE, NETWORK, TaskList
 
 Array = NDArray[np.float64]
-
-
-# Compute between passes through units, which a timeline lists operator by operator.
-_SEGMENTS = (Label("", phase="forward"), Label("", phase="backward"))
 
 
 @strategy("fsdp")
@@ -91,8 +88,8 @@ class FullyShardedDataParallel(Rules):
         """(what a rank computes before each op beside ops, all that it does in a micro-batch)."""
         nothing = np.zeros(len(self.passes.gathered_bytes))
         tasks = TaskList()
-        micro = _MicroBatch(
-            tasks, self.passes, segments_s, _Costs(nothing, nothing, nothing), blocks=True
+        micro = MicroBatch(
+            tasks, self.passes, segments_s, UnitCosts(nothing, nothing, nothing), blocks=True
         )
         micro.add(reducing=reducing)
         ends = (*self.passes.forward_ends, *self.passes.backward_ends)
@@ -103,7 +100,7 @@ class FullyShardedDataParallel(Rules):
             if task.lane != COMPUTE:
                 continue
             length_s += task.cost_s
-            if task.label in _SEGMENTS:
+            if task.label in SEGMENTS:
                 end = next(segments)
                 offsets_s[first:end] = beside_s
                 first = end
@@ -113,14 +110,6 @@ class FullyShardedDataParallel(Rules):
 
     def words(self, ranks: int) -> str:
         return f"gathering parameters and reducing gradients of {ranks} ranks"
-
-
-class _Costs(NamedTuple):
-    """Seconds of each unit's collectives: (units,) of one step, (units, rows) of many."""
-
-    gather_s: Any
-    scatter_s: Any
-    reduce_s: Any
 
 
 class ShardedNetwork(Network):
@@ -187,7 +176,7 @@ class ShardedNetwork(Network):
         most = seconds.max(axis=0) if isinstance(seconds, np.ndarray) else seconds
         return most / shards
 
-    def _costs(self, ranks: Ranks) -> tuple[_Costs, Any, Any]:
+    def _costs(self, ranks: Ranks) -> tuple[UnitCosts, Any, Any]:
         """(what each unit's collectives take over the slowest group, error of those of gradients,
         whether nothing tells one of them).
         """
@@ -196,12 +185,12 @@ class ShardedNetwork(Network):
         scatter = _slowest(self._scatter, shards, ranks.ratio)
         reduce = _slowest(self._reduce, replicates, ranks.ratio)
         return (
-            _Costs(gather.times_s, scatter.times_s, reduce.times_s),
+            UnitCosts(gather.times_s, scatter.times_s, reduce.times_s),
             maximum(scatter.relative_error, reduce.relative_error),
             gather.unknown | scatter.unknown | reduce.unknown,
         )
 
-    def _overlap(self, ranks: Ranks, costs: _Costs) -> Overlap:
+    def _overlap(self, ranks: Ranks, costs: UnitCosts) -> Overlap:
         if self._blocks:
             return NO_OVERLAP
         alone_s = costs.gather_s.sum(axis=0) + costs.scatter_s.sum(axis=0)
@@ -213,20 +202,26 @@ class ShardedNetwork(Network):
         return self._rules.graph.target == "cpu"
 
     def _micro_batch_s(
-        self, ranks: Ranks, costs: _Costs, overlap: Overlap, *, reducing: bool
+        self, ranks: Ranks, costs: UnitCosts, overlap: Overlap, *, reducing: bool
     ) -> Any:
         tasks = TaskList()
         self._add_micro_batch(tasks, ranks, costs, reducing=reducing)
         return play(tasks.tasks, overlap)
 
     def _add_micro_batch(
-        self, tasks: TaskList, ranks: Ranks, costs: _Costs, *, reducing: bool, named: bool = False
+        self,
+        tasks: TaskList,
+        ranks: Ranks,
+        costs: UnitCosts,
+        *,
+        reducing: bool,
+        named: bool = False,
     ) -> None:
         """Add a micro-batch after all that is in the list; its last task ends it on all ranks."""
         passes, segments_s = self._rules.passes, ranks.segments_s
         if costs.gather_s.ndim == 1:
-            costs = _Costs(*(each.tolist() for each in costs))
-        micro = _MicroBatch(tasks, passes, segments_s, costs, blocks=self._blocks, named=named)
+            costs = UnitCosts(*(each.tolist() for each in costs))
+        micro = MicroBatch(tasks, passes, segments_s, costs, blocks=self._blocks, named=named)
         micro.add(reducing=reducing)
 
     def reductions(self, groups: Groups) -> Iterator[tuple[str, ProcessGroup, str]]:
@@ -292,116 +287,3 @@ def _slowest(
         relative_error = maximum(relative_error, where(several, model.relative_error, 0.0))
         unknown = unknown | (model.unknown & several)
     return _Slowest(found * ratio if groups else found, relative_error, unknown)
-
-
-class _MicroBatch:
-    """Adds the tasks of one micro-batch in the order in which FSDP issues them."""
-
-    def __init__(
-        self,
-        tasks: TaskList,
-        passes: ShardedPasses,
-        segments_s: Any,
-        costs: _Costs,
-        *,
-        blocks: bool,
-        named: bool = False,
-    ) -> None:
-        self._tasks, self._passes, self._blocks = tasks, passes, blocks
-        self._named = named
-        self._costs = costs
-        self._replicates = bool(np.any(costs.reduce_s))
-        forward, backward = len(passes.forward_ends), len(passes.backward_ends)
-        units = len(passes.gathered_bytes)
-        self._forward_s = segments_s[:forward]
-        self._backward_s = segments_s[forward : forward + backward]
-        copies_s = segments_s[forward + backward :]
-        self._out_s, self._in_s = copies_s[:units], copies_s[units : 2 * units]
-        # The last task of all: all ranks had ended the micro-batch before.
-        self._begun = len(tasks.tasks) - 1 if tasks.tasks else None
-        self._gathered: dict[int, int] = {}
-        self._copied: list[int] = []
-        self._scattered: int | None = None
-        self._reduced: int | None = None
-
-    def _add(self, lane: str, cost_s: Any, *after: int | None, of: tuple[str, int]) -> int:
-        """Add what is done to a unit; where collectives block, after the task before it."""
-        label = Label(f"{of[0]} unit {of[1]}") if self._named else NO_LABEL
-        return self._tasks.add(lane, cost_s, *after, self._before, label=label)
-
-    def _gather(self, unit: int, *after: int | None) -> int | None:
-        if not self._passes.gathered_bytes[unit]:
-            return None
-        cost_s = self._costs.gather_s[unit]
-        return self._add(NETWORK, cost_s, *after, of=("all-gather", unit))
-
-    def _copy_out(self, unit: int, gathered: int | None) -> None:
-        copied = self._add(COMPUTE, self._out_s[unit], gathered, of=("copy out", unit))
-        self._copied.append(copied)
-
-    def add(self, *, reducing: bool) -> None:
-        """Add all; gradients are reduced, or kept whole on every rank."""
-        self._forward()
-        self._backward(reducing=reducing)
-        self._end()
-
-    def _compute(self, segment: Label, cost_s: Any) -> None:
-        self._tasks.add(COMPUTE, cost_s, self._before, label=segment)
-
-    @property
-    def _before(self) -> int | None:
-        """The task before, where collectives block their rank."""
-        return len(self._tasks.tasks) - 1 if self._blocks and self._tasks.tasks else None
-
-    def _forward(self) -> None:
-        """A gather may run beside the compute of two blocks: until the one before them is copied.
-
-        The buffers of two gathers exist at a time (wait_for_unshard).
-        """
-        passes = self._passes
-        self._copy_out(0, self._gather(0, self._begun))
-        self._compute(_SEGMENTS[0], self._forward_s[0])
-        for place, unit in enumerate(passes.forward, start=1):
-            room = self._copied[place - 2] if place > 1 else self._begun
-            self._copy_out(unit, self._gather(unit, room))
-            self._compute(_SEGMENTS[0], self._forward_s[place])
-        self._compute(_SEGMENTS[0], self._forward_s[-1])
-
-    def _backward(self, *, reducing: bool) -> None:
-        """Beside a block's compute the next one is gathered and the one before scattered.
-
-        A block's gradients are copied in when the block before has been scattered (post_backward).
-        """
-        passes = self._passes
-        units, regathers = passes.backward, passes.regathers
-        gathered = self._gather(units[0], self._copied[-1]) if units and regathers else None
-        self._compute(_SEGMENTS[1], self._backward_s[0])
-        last_pass = {unit: place for place, unit in enumerate(units)}
-        for place, unit in enumerate(units):
-            if regathers:
-                self._copy_out(unit, gathered)
-            if regathers and place + 1 < len(units):
-                gathered = self._gather(units[place + 1], self._copied[-1])
-            self._compute(_SEGMENTS[1], self._backward_s[place + 1])
-            if reducing and last_pass[unit] == place:
-                self._reduce(unit)
-        self._compute(_SEGMENTS[1], self._backward_s[-1])
-        if reducing:
-            self._reduce(0)
-
-    def _reduce(self, unit: int) -> None:
-        if not self._passes.reduced_bytes[unit]:
-            return
-        copied = self._add(COMPUTE, self._in_s[unit], self._scattered, of=("copy in", unit))
-        scatter_s = self._costs.scatter_s[unit]
-        self._scattered = self._add(NETWORK, scatter_s, copied, of=("reduce-scatter", unit))
-        if self._replicates:
-            reduce_s = self._costs.reduce_s[unit]
-            reduced = self._add(REPLICATES, reduce_s, self._scattered, of=("all-reduce", unit))
-            self._reduced = reduced
-
-    def _end(self) -> None:
-        """All ranks have computed, and all gradients are reduced."""
-        computed = self._tasks.add(COMPUTE, 0.0, self._before)
-        joined = self._tasks.add(NETWORK, 0.0, computed, self._scattered, self._reduced)
-        self._tasks.add(COMPUTE, 0.0, joined)

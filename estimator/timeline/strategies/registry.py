@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from estimator.cache import Cache
 from estimator.errors import ProfileError
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.process_groups import ProcessGroup
 from estimator.placement.topology import Cluster

@@ -1,0 +1,93 @@
+"""Say how far an estimate can be trusted: train for real, or list what was only assumed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress
+from estimator.cli.options import on_option, traced, workload_options
+from estimator.cli.request import Request
+from estimator.errors import ModelError
+
+if TYPE_CHECKING:
+    from estimator.estimates import Estimate
+
+# A measurement this close counts as predicted even outside the interval (TARGETS A2, worst case).
+TOLERATED_ERROR_RATIO = 0.25
+# `check` fails if more of the time than this rests on datasheets and assumptions.
+TOLERATED_UNMEASURED_RATIO = 0.1
+
+
+@click.command()
+@workload_options
+@click.option(
+    "--on", required=True, multiple=True, metavar="ALLOCATION", help="Such as 1x2:local; repeat."
+)
+@click.option("--repeats", type=click.IntRange(min=3), default=5, help="Fresh runs of each.")
+@click.option("--steps", type=click.IntRange(min=1), default=15, help="Steps timed in a run.")
+@click.option("--warmup", type=click.IntRange(min=2), default=3, help="Steps before those.")
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+def validate(
+    on: tuple[str, ...], repeats: int, steps: int, warmup: int, as_json: bool, **options: Any
+) -> None:
+    """Train MODEL for real on this machine and print predicted beside measured.
+
+    Predictions are made first. Exit code 1: some measurement lies outside its prediction's
+    interval and more than 25 % away.
+    """
+    from estimator.graph.files import is_saved_graph, is_summary_file
+    from estimator.report.validation import validate as run_all
+
+    request = Request(**options)
+    if is_saved_graph(request.model) or is_summary_file(request.model):
+        what = "summary" if is_summary_file(request.model) else "saved graph"
+        raise ModelError(
+            f"{request.model} is a {what}, which cannot be trained; name the model itself"
+        )
+    request.check_trainable_here(on)
+    graph = traced(request, on)
+    predictions = [request.estimate(graph, text) for text in on]
+    train = request.trainer(graph, steps=steps, warmup_steps=warmup)
+    with progress("training") as tell:
+        total = repeats * len(predictions)
+
+        def report(run: int, predicted: Estimate, step_s: float) -> None:
+            tell(f"{predicted.allocation}", run / total)
+
+        cases = run_all(predictions, train, repeats=repeats, report=report)
+    if as_json:
+        print_json([case.to_dict() for case in cases])
+    else:
+        from estimator.cli.render import validation_report
+
+        print_tables(validation_report(cases))
+    if not all(
+        case.is_within_interval or abs(case.error_ratio) <= TOLERATED_ERROR_RATIO for case in cases
+    ):
+        raise click.exceptions.Exit(ANSWER_IS_NO)
+
+
+@click.command()
+@workload_options
+@on_option
+def check(on: str, **options: Any) -> None:
+    """Say what an estimate of MODEL lacks: what is missing or only assumed, with its share.
+
+    Exit code 1: more than 10 % of the time rests on datasheets and assumptions, or the model does
+    not fit.
+    """
+    from estimator.cli.render import check_report
+
+    request = Request(**options)
+    graph = traced(request, (on,))
+    answer = request.estimate(graph, on)
+    unmeasured_ratio = sum(
+        share_ratio
+        for _, source, share_ratio, _ in answer.provenance
+        if source in ("assumed", "datasheet")
+    )
+    print_tables(check_report(answer, unmeasured_ratio=unmeasured_ratio))
+    if unmeasured_ratio > TOLERATED_UNMEASURED_RATIO or answer.fits == "no":
+        raise click.exceptions.Exit(ANSWER_IS_NO)

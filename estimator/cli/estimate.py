@@ -1,0 +1,157 @@
+"""Predict a model's step time on one allocation, or on many to see how it scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables
+from estimator.cli.options import on_option, traced, workload_options
+from estimator.cli.request import Request
+
+if TYPE_CHECKING:
+    from estimator.estimates import Estimate
+
+
+@click.command()
+@workload_options
+@on_option
+@click.option("--samples", type=click.FloatRange(min=1), help="Also say how long these take.")
+@click.option("--tokens", type=click.FloatRange(min=1), help="Also say how long these take.")
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write a Perfetto timeline here.")
+def estimate(
+    on: str,
+    samples: float | None,
+    tokens: float | None,
+    as_json: bool,
+    trace: Path | None,
+    **options: Any,
+) -> None:
+    """Predict the step time of MODEL on an allocation, and say why.
+
+    Exit code 1: it does not fit into the devices' memory.
+    """
+    if samples is not None and tokens is not None:
+        raise click.UsageError("give --samples or --tokens, not both")
+    request = Request(**options)
+    if trace is not None:
+        from estimator.machines.files import check_writable
+
+        check_writable(trace)
+    graph = traced(request, (on,))
+    balance = request.balance(graph, on)
+    answer = balance.answer if balance else request.estimate(graph, on)
+    duration_s = None
+    if samples is not None or tokens is not None:
+        duration_s = answer.duration_s(samples=samples, tokens=tokens)
+    if trace is not None:
+        _write_trace(answer, trace)
+    scaling = request.scaling(graph, answer)
+    if as_json:
+        more = {
+            "duration_s": duration_s,
+            "scaling": asdict(scaling) if scaling else None,
+            "balance_gain_ratio": balance.gain_ratio if balance else None,
+        }
+        print_json(answer.to_dict() | more)
+    else:
+        from estimator.cli.render import estimate_report
+
+        report = estimate_report(answer, duration_s=duration_s, scaling=scaling, balance=balance)
+        print_tables(report)
+    if answer.fits == "no":
+        raise click.exceptions.Exit(ANSWER_IS_NO)
+
+
+@click.command()
+@workload_options
+@click.option(
+    "--on",
+    "patterns",
+    required=True,
+    multiple=True,
+    metavar="PATTERN",
+    help="Such as 1..8x1..8:local; repeat.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated base units.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
+@click.option("--strategies", help="Compare these instead, as in 'ddp zero1 ps:2,async'.")
+def sweep(
+    patterns: tuple[str, ...],
+    as_json: bool,
+    as_csv: bool,
+    picture: Path | None,
+    strategies: str | None,
+    **options: Any,
+) -> None:
+    """Predict MODEL on every allocation of a PATTERN and print how it scales.
+
+    Ranges such as 1..8 stand where an allocation has a number of nodes or devices. "Of linear" is
+    throughput per rank over that of the smallest allocation, with the same share of the update.
+    With --strategies every allocation lists them by step time, the fastest first.
+    """
+    from estimator.advise.sweeps import existing, sweep_csv
+    from estimator.advise.sweeps import sweep as run_all
+
+    if as_json and as_csv:
+        raise click.UsageError("give --json or --csv, not both")
+    request = Request(**options)
+    if strategies is not None:
+        if picture is not None:
+            raise click.UsageError("--picture draws one strategy; leave out --strategies")
+        _compare_strategies(request, patterns, strategies.split(), as_json, as_csv)
+        return
+    if picture is not None:
+        from estimator.machines.files import check_writable
+
+        check_writable(picture)
+    graph = traced(request, existing(patterns, request.exists)[:1])
+    rows = run_all(patterns, lambda text: request.estimate(graph, text))
+    if picture is not None:
+        from estimator.report.scaling import draw_scaling
+
+        draw_scaling(rows, picture)
+    if as_json:
+        print_json([row.to_dict() for row in rows])
+    elif as_csv:
+        click.echo(sweep_csv(rows), nl=False)
+    else:
+        from estimator.cli.render import sweep_report
+
+        print_tables(sweep_report(rows))
+
+
+def _compare_strategies(
+    request: Request,
+    patterns: Sequence[str],
+    strategies: Sequence[str],
+    as_json: bool,
+    as_csv: bool,
+) -> None:
+    from estimator.advise.sweeps import existing, sweep_csv
+    from estimator.workload import Strategy
+
+    wanted = [Strategy.parse(text) for text in strategies]
+    allocations = existing(patterns, request.exists)
+    graph = traced(request, allocations[:1])
+    rows = [row for text in allocations for row in request.ranked(graph, text, wanted)]
+    if as_json:
+        print_json([row.to_dict() for row in rows])
+    elif as_csv:
+        click.echo(sweep_csv(rows), nl=False)
+    else:
+        from estimator.cli.render import strategies_report
+
+        print_tables(strategies_report(rows))
+
+
+def _write_trace(answer: Estimate, path: Path) -> None:
+    from estimator.interop.perfetto import write_trace
+
+    write_trace(answer.timeline, path)

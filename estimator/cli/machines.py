@@ -1,0 +1,236 @@
+"""Measure machines, and show, compare, merge and import their profiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from estimator.cli.console import print_json, print_tables, progress
+from estimator.errors import ProfileError
+
+if TYPE_CHECKING:
+    from estimator.machines.profile import MachineProfile
+
+
+def _machine_name(context: click.Context, option: click.Parameter, name: str | None) -> str | None:
+    from estimator.machines.profile import check_machine_name
+
+    return None if name is None else check_machine_name(name)
+
+
+@click.command()
+@click.option("--name", default="local", callback=_machine_name, help="What to call this machine.")
+@click.option(
+    "--devices", type=click.IntRange(min=1), help="Core groups of the CPU, or ranks per node."
+)
+@click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
+@click.option("--budget", type=click.FloatRange(min=1), default=60.0, help="Seconds to spend.")
+@click.option("--thorough", is_flag=True, help="Measure more sizes; takes several budgets.")
+@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
+@click.option(
+    "--launch",
+    type=click.Choice(["slurm", "mpi", "k8s"]),
+    help="Print what starts a probe of several nodes instead.",
+)
+@click.option("--nodes", type=click.IntRange(min=1), help="Nodes, each with --devices ranks.")
+def probe(
+    name: str,
+    devices: int | None,
+    out: Path | None,
+    budget: float,
+    thorough: bool,
+    as_json: bool,
+    launch: Literal["slurm", "mpi", "k8s"] | None,
+    nodes: int | None,
+) -> None:
+    """Measure this machine and keep the profile under its name.
+
+    Interrupted by Ctrl-C it keeps what it has and says what is missing. Several nodes are probed
+    together by 'torchrun -m estimator.probe' on each, or by what --launch prints.
+    """
+    if launch is not None:
+        _print_launch(launch, name, nodes, devices, out, budget, as_json)
+        return
+    if nodes is not None:
+        raise click.UsageError("--nodes goes with --launch; alone this command probes one machine")
+    from estimator.machines.files import check_writable, home
+
+    path = out or home() / "machines" / f"{name}.json"
+    check_writable(path)
+    from estimator.probe.machine import probe_machine
+
+    with progress("probing") as report:
+        profile = probe_machine(
+            name=name,
+            devices=devices,
+            budget_s=budget,
+            thorough=thorough,
+            report=report,
+            # 'local-cpu' means this machine's cores, whatever else it has.
+            kind="cpu" if name == "local-cpu" else None,
+        )
+    profile.save(path)
+    if profile.missing:
+        click.echo(f"not measured: {'; '.join(profile.missing)}", err=True)
+    if as_json:
+        print_json(profile.to_dict())
+    else:
+        click.echo(f"{path}: {len(profile.devices)} x {profile.devices[0].name}")
+
+
+def _print_launch(
+    launch: Literal["slurm", "mpi", "k8s"],
+    name: str,
+    nodes: int | None,
+    devices: int | None,
+    out: Path | None,
+    budget: float,
+    as_json: bool,
+) -> None:
+    if nodes is None:
+        raise click.UsageError("--launch needs --nodes, as in --nodes 4")
+    from estimator.probe.launchers import launch_text
+
+    options = ["--name", name, "--budget", f"{budget:g}"]
+    options += ["--out", str(out)] if out else []
+    options += ["--json"] if as_json else []
+    # 'local-cpu' means cores, whatever else the nodes have.
+    on_gpus = name != "local-cpu"
+    if devices is None:
+        from estimator.probe.inventory import read_cpu
+        from estimator.probe.machine import choose_devices
+
+        own = choose_devices(read_cpu(), kind=None if on_gpus else "cpu")
+        devices, on_gpus = len(own), own[0].kind == "cuda"
+        kind = "GPUs" if on_gpus else "CPU devices"
+        click.echo(f"nodes with {devices} {kind}, as this one; else say --devices", err=True)
+    click.echo(launch_text(launch, nodes=nodes, devices=devices, on_gpus=on_gpus, options=options))
+
+
+@click.group("profile")
+def profiles() -> None:
+    """List, show, compare, merge and import machine profiles; print the schema of their files."""
+
+
+@profiles.command("list")
+def list_machines() -> None:
+    """Every machine that can be named in an allocation, measured ones first."""
+    from estimator.cli.render_profiles import machines_report
+    from estimator.machines.catalogue import known_machines, load_profile
+    from estimator.machines.files import home
+
+    machines: dict[str, tuple[Path, MachineProfile | None]] = {}
+    for name, path in known_machines().items():
+        try:
+            machines[name] = (path, load_profile(path))
+        except ProfileError:
+            machines[name] = (path, None)
+    print_tables(machines_report(machines, store=home()))
+    if not any(path.is_relative_to(home()) for path, _ in machines.values()):
+        click.echo("none of them was measured here; run 'estimator probe' to measure this machine")
+
+
+@profiles.command()
+@click.argument("name")
+def show(name: str) -> None:
+    """What was measured of the machine NAME (or of a profile file)."""
+    from estimator.cli.render_profiles import profile_report
+    from estimator.machines.catalogue import load_profile
+
+    print_tables(profile_report(load_profile(name)))
+
+
+@profiles.command()
+@click.argument("first")
+@click.argument("second")
+def compare(first: str, second: str) -> None:
+    """Every number of the machines FIRST and SECOND, and the ratio of those that both have."""
+    from estimator.cli.render_comparison import comparison_report
+    from estimator.machines.catalogue import load_profile
+
+    print_tables(comparison_report(load_profile(first), load_profile(second)))
+
+
+@profiles.command()
+def schema() -> None:
+    """Print the JSON Schema of a profile file, to check or write one with other tools.
+
+    Numbers are in the base units that their names end with: seconds, bytes, bytes per second.
+    """
+    from estimator.machines.profile import json_schema
+
+    print_json(json_schema())
+
+
+_files_argument = click.argument(
+    "files",
+    nargs=-1,
+    required=True,
+    metavar="FILE...",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+)
+
+
+@profiles.command("import")
+@_files_argument
+@click.option("--into", metavar="NAME", help="Add to this machine's profile.")
+@click.option("--name", callback=_machine_name, help="What to call a new machine.")
+@click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
+def import_profile(
+    files: tuple[Path, ...], into: str | None, name: str | None, out: Path | None
+) -> None:
+    """Read what other tools measured: nvbandwidth --json, nccl-tests (text or -J), perftest,
+    NCCL_TOPO_DUMP_FILE, nvidia-smi topo -m, Slurm topology.conf and topology.yaml.
+
+    Measured numbers of a profile stay. A Slurm topology becomes a cluster file, printed or written
+    to --out, whose nodes are machines called --name.
+    """
+    from estimator.machines.catalogue import known_machines, load_profile
+    from estimator.machines.files import check_writable, home, write_text_atomically
+    from estimator.placement.topology import cluster_toml
+    from estimator.probe.imports.files import read_imports
+    from estimator.probe.imports.merging import add_imports, profile_of_imports
+
+    if out is not None:
+        check_writable(out)
+    found = read_imports(files, machine=name or "local")
+    if found.cluster is not None:
+        text = cluster_toml(found.cluster)
+        if out is None:
+            click.echo(text, nl=False)
+            return
+        write_text_atomically(out, text)
+        click.echo(f"{out}: {len(found.cluster.nodes)} nodes of '{name or 'local'}'")
+        return
+    if (into is None) == (name is None):
+        raise click.UsageError("say --into NAME to add to a profile, or --name NAME for a new one")
+    if into is not None:
+        profile = add_imports(load_profile(into), found)
+        default = home() / "machines" / f"{into}.json" if into in known_machines() else Path(into)
+    else:
+        if out is None and name in known_machines():
+            raise click.UsageError(f"'{name}' is known already; use --into {name}, or --out FILE")
+        profile = profile_of_imports(found, name=name or "")
+        default = home() / "machines" / f"{name}.json"
+    profile.save(out or default)
+    click.echo(f"{out or default}: {', '.join(dict.fromkeys(found.formats))}")
+
+
+@profiles.command()
+@_files_argument
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write.")
+def merge(files: tuple[Path, ...], out: Path) -> None:
+    """Join profile FILEs of one machine type: later files add what earlier ones lack.
+
+    Of two measurements of the same thing the better source wins, then the newer one.
+    """
+    from estimator.machines.catalogue import load_profile
+    from estimator.machines.files import check_writable
+    from estimator.probe.imports.merging import merge_profiles
+
+    check_writable(out)
+    profile = merge_profiles([load_profile(str(path.absolute())) for path in files])
+    profile.save(out)
+    click.echo(f"{out}: {len(files)} profiles of {profile.devices[0].name}")

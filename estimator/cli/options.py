@@ -1,0 +1,94 @@
+"""The options that commands share, and the graph of the MODEL that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from estimator.cli.console import progress, waiting
+from estimator.cli.request import Request
+from estimator.workload import OPTIMIZERS, PRECISIONS
+
+if TYPE_CHECKING:
+    from estimator.calibrate.calibrator import Calibrator
+    from estimator.graph.op_graph import OpGraph
+    from estimator.placement.topology import Cluster
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _cluster(context: click.Context, option: click.Parameter, path: str | None) -> Cluster | None:
+    from estimator.placement.topology import Cluster
+
+    return None if path is None else Cluster.load(path)
+
+
+def _calibration(
+    context: click.Context, option: click.Parameter, path: str | None
+) -> Calibrator | None:
+    if path is None:
+        return None
+    from estimator.calibrate.calibrator import Calibrator
+
+    if path != "-" and not Path(path).is_file():
+        raise click.BadParameter(f"there is no store '{path}'; see 'estimator calibrate observe'")
+    return Calibrator(None if path == "-" else path)
+
+
+def workload_options(command: Command) -> Command:
+    """Give a command MODEL and the options that make a Request."""
+    positive = click.IntRange(min=1)
+    for option in (
+        click.option("--measure", is_flag=True, help="Time this model's own operators first."),
+        click.option(
+            "--cluster",
+            callback=_cluster,
+            metavar="FILE",
+            help="Nodes and the switches between them (TOML).",
+        ),
+        click.option(
+            "--calibration",
+            callback=_calibration,
+            metavar="STORE",
+            help="Correct by the steps observed in this store; - is the user's own.",
+        ),
+        click.option(
+            "--strategy",
+            default="ddp",
+            help="Such as ddp:bucket=5MiB,view, zero2, fsdp:shard=8 or ps:2.",
+        ),
+        click.option("--grad-scaler", is_flag=True, help="Scale fp16 gradients, check for inf."),
+        click.option("--channels-last", is_flag=True, help="Images with their channels innermost."),
+        click.option(
+            "--cuda-graphs",
+            "execution",
+            flag_value="cuda-graphs",
+            help='As torch.compile(mode="reduce-overhead") replays it.',
+        ),
+        click.option(
+            "--compile", "execution", flag_value="compiled", help="As torch.compile fuses it."
+        ),
+        click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32."),
+        click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Default adamw."),
+        click.option("--seq-len", type=positive, help="Tokens per sample, where the model asks."),
+        click.option("--accumulation", type=positive, default=1, help="Micro-batches per step."),
+        click.option("--global-batch", type=positive, help="Samples of a step, split by speed."),
+        click.option("--batch", type=positive, help="Samples per device and micro-batch."),
+        click.argument("model"),
+    ):
+        command = option(command)
+    return command
+
+
+on_option = click.option("--on", required=True, metavar="ALLOCATION", help="Such as 1x2:local.")
+
+
+def traced(request: Request, allocations: Sequence[str]) -> OpGraph:
+    if not request.measure:
+        with waiting(f"looking at {request.model}"):
+            return request.graph(allocations)
+    with progress("timing operators") as report:
+        return request.graph(allocations, report)

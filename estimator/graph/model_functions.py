@@ -1,0 +1,126 @@
+"""Build the model that a user's Python function returns, and check what it returned."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from estimator.errors import ModelError
+from estimator.graph.user_code import UserCode
+
+Loaded = tuple[nn.Module, Any, Callable[[Any, Any], Any] | None, str]
+
+
+def call_model_function(text: str, *, batch: int | None, seq_len: int | None) -> Loaded:
+    """What the function that `text` names returns, and its name; raises ModelError."""
+    where, separator, function_name = text.rpartition(":")
+    if not separator or not where or not function_name:
+        raise ModelError(
+            f"'{text}' does not name a model; write path/to/file.py:function, "
+            "package.module:function, hf:gpt2, or the path of a saved graph or of a summary (.json)"
+        )
+    function = _find_function(where, function_name)
+    result = _call(function, text, batch=batch, seq_len=seq_len)
+    model, example, loss = _checked_result(result, text)
+    return model, example, loss, function_name
+
+
+def _find_function(where: str, function_name: str) -> Callable[..., Any]:
+    module = _load_file(Path(where)) if where.endswith(".py") else _load_package(where)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise ModelError(
+            f"{where} has no function '{function_name}'; {suggestion(function_name, names)}"
+        )
+    found: Callable[..., Any] = function
+    return found
+
+
+def suggestion(wrong: str, names: list[str]) -> str:
+    """What to write instead of a wrong name."""
+    close = difflib.get_close_matches(wrong, names, n=3, cutoff=0.5) or sorted(names)[:5]
+    return f"did you mean {' or '.join(close)}?" if close else "it has none; check the name"
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ModelError(f"there is no file {path}; check the path before the colon")
+    # Named by its path, so that two files of one name do not hide each other; registered, because
+    # dataclasses and pickling look their module up.
+    name = "estimator_model_" + "_".join(path.resolve().with_suffix("").parts[1:])
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path} cannot be imported; give a Python file")
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    sys.modules[name] = module
+    sys.path.insert(0, folder)
+    try:
+        with UserCode(f"{path} cannot be imported", advice="fix the file", error=ModelError):
+            spec.loader.exec_module(module)
+    except ModelError:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(folder)
+    return module
+
+
+def _load_package(name: str) -> ModuleType:
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        with UserCode(
+            f"module '{name}' cannot be imported",
+            advice="write package.module:function or path/to/file.py:function",
+            error=ModelError,
+        ):
+            return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
+
+
+def _call(
+    function: Callable[..., Any], text: str, *, batch: int | None, seq_len: int | None
+) -> Any:
+    with UserCode(f"{text} raised", advice="fix the function", error=ModelError):
+        accepted = inspect.signature(function).parameters
+        given = {"batch": batch, "seq_len": seq_len}
+        return function(
+            **{
+                name: value
+                for name, value in given.items()
+                if value is not None and name in accepted
+            }
+        )
+
+
+def _checked_result(result: Any, text: str) -> tuple[nn.Module, Any, Any]:
+    if not isinstance(result, (tuple, list)) or len(result) not in (2, 3):
+        raise ModelError(
+            f"{text} returned {_kind(result)}; return (model, batch) or (model, batch, loss)"
+        )
+    model, example, loss = (*result, None)[:3]
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{text} returned {_kind(model)} as the model; return (nn.Module, batch)")
+    if loss is not None and not callable(loss):
+        raise ModelError(
+            f"{text} returned {_kind(loss)} as the loss; return a function of (output, targets)"
+        )
+    return model, example, loss
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}" if value is not None else "None"

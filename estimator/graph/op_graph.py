@@ -1,0 +1,238 @@
+"""Hold a traced training step as a graph of operators, at any batch size.
+
+A graph holds no torch tensors and no torch nodes. Shapes are affine in the batch size: each call
+and each tensor is kept at two batch sizes, and `OpGraph.at` gives them at any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from estimator.errors import WorkloadError
+from estimator.graph.files import read_graph, write_graph
+from estimator.graph.ops import Execution, GraphInput, Op, OpTiming, Parameter, Value
+from estimator.graph.summary import WorkloadSummary, summary_fields
+from estimator.machines.profile import DeviceKind, MachineProfile
+from estimator.tensors import OpCall, TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundGraph:
+    """A graph at one batch size: `calls[i]` belongs to `graph.ops[i]`, `specs[j]` to value j."""
+
+    graph: OpGraph
+    batch: int | None
+    calls: tuple[OpCall, ...]
+    specs: tuple[TensorSpec, ...]
+
+    def __repr__(self) -> str:
+        return f"BoundGraph({self.graph!r} at batch {self.batch})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpGraph:
+    """Forward, loss and backward of one training micro-batch, traced once for every batch size.
+
+    `parameters` stand in the order in which their gradients become ready. `batch` is the traced
+    batch size (samples per device and micro-batch), None where the model has a fixed batch.
+    `execution` says how its calls are issued, `channels_last` that images were laid out so,
+    `grad_scaler` that gradients are unscaled and checked before the update.
+    `timings` holds the calls measured on the machine `timed_on` when tracing asked for it. A graph
+    made from a summary has `timed_on` if whole steps were timed there.
+    """
+
+    name: str
+    target: DeviceKind
+    precision: str
+    optimizer: str
+    batch: int | None
+    other_batch: int | None
+    tokens_per_sample: int | None = None
+    execution: Execution = "eager"
+    channels_last: bool = False
+    grad_scaler: bool = False
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    parameters: tuple[Parameter, ...]
+    frozen_parameter_bytes: int = 0
+    buffer_bytes: int = 0
+    buffers: int = 0
+    inputs: tuple[GraphInput, ...] = ()
+    module_calls: int = 0
+    unknown_ops: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    timings: Mapping[OpCall, OpTiming] = field(default_factory=dict)
+    timed_on: str | None = None
+
+    def __repr__(self) -> str:
+        # The generated one would print every operator.
+        return (
+            f"OpGraph({self.name} for {self.target}: {len(self.ops)} ops, "
+            f"{self.parameter_count:,} parameters)"
+        )
+
+    @property
+    def mode(self) -> str:
+        """How a step is run, in words: its precision and what differs from plain eager training."""
+        more = (
+            () if self.execution == "eager" else (self.execution,),
+            ("channels last",) if self.channels_last else (),
+            ("gradient scaler",) if self.grad_scaler else (),
+        )
+        return ", ".join((self.precision, *(word for words in more for word in words)))
+
+    @property
+    def workload(self) -> str:
+        """Under which name its steps are observed: another precision or mode is another job."""
+        return workload_name(self.name, self.mode)
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(parameter.spec.numel for parameter in self.parameters)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(parameter.spec.nbytes for parameter in self.parameters)
+
+    @property
+    def is_summary(self) -> bool:
+        """Whether it was made from a summary: its calls stand for shares of the work."""
+        return "summary" in self.versions
+
+    @property
+    def has_step_times(self) -> bool:
+        """Whether its calls stand for shares of steps that were timed on `timed_on`."""
+        return self.is_summary and self.timed_on is not None
+
+    @property
+    def knows_activations(self) -> bool:
+        """Whether the memory of activations is known; a summary may leave it out."""
+        return not self.is_summary or self.values[self.ops[0].outputs[0]].spec.numel > 0
+
+    def at(self, batch: int | None = None) -> BoundGraph:
+        """The graph's calls and shapes at a batch size (None: as traced); raises WorkloadError."""
+        if batch is None or batch == self.batch:
+            calls = tuple(op.call for op in self.ops)
+            return BoundGraph(
+                graph=self, batch=self.batch, calls=calls, specs=tuple(v.spec for v in self.values)
+            )
+        if batch < 1:
+            raise WorkloadError(f"batch size must be at least 1, found {batch}")
+        if self.batch is None or self.other_batch is None:
+            # Operators treat dimensions of 1 unlike others: the steps at 1 and at 2 do not match.
+            again = "at a batch of 2 or more" if self.batch == 1 else "with the batch you want"
+            because = ", perhaps because that was 1" if self.batch == 1 else ""
+            raise WorkloadError(
+                f"{self.name} was traced with a fixed batch{because}; trace it again {again}"
+            )
+        line = _Line(self.batch, self.other_batch, batch)
+        return BoundGraph(
+            graph=self,
+            batch=batch,
+            calls=tuple(line.call(op.call, op.other_call) for op in self.ops),
+            specs=tuple(line.spec(value.spec, value.other_spec) for value in self.values),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the graph as compressed JSON, whole or not at all."""
+        write_graph({item.name: getattr(self, item.name) for item in fields(self)}, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> OpGraph:
+        """Read a saved graph; executes nothing from the file. Raises GraphFileError."""
+        return cls(**read_graph(path))
+
+    @classmethod
+    def from_summary(
+        cls,
+        *,
+        target: DeviceKind | None = None,
+        profile: MachineProfile | None = None,
+        **known: Any,
+    ) -> OpGraph:
+        """The graph of a job without its model; `known` are the fields of `WorkloadSummary`.
+
+        `target` is the kind of devices to be asked about: by default that of the machine on which
+        steps were timed, else "cpu"; `profile` stands in for that machine. Raises WorkloadError,
+        StrategyError, UnknownMachineError, ProfileError.
+
+        >>> graph = OpGraph.from_summary(
+        ...     name="bert", parameter_bytes=438_000_000, tensors=199, flops_per_sample=2.5e11
+        ... )
+        >>> graph.parameter_count, graph.knows_activations
+        (109500000, False)
+        """
+        return summary_graph(WorkloadSummary(**known), target=target, profile=profile)
+
+
+def summary_graph(
+    summary: WorkloadSummary,
+    *,
+    target: DeviceKind | None = None,
+    profile: MachineProfile | None = None,
+) -> OpGraph:
+    """The graph of a job known by summary; arguments and errors as `OpGraph.from_summary`."""
+    return OpGraph(**summary_fields(summary, target=target, profile=profile))
+
+
+def workload_name(name: str, mode: str) -> str:
+    """The name of a job: that of its model, and its mode unless it is plain fp32.
+
+    >>> workload_name("gpt2", "fp32"), workload_name("gpt2", "bf16-amp, compiled")
+    ('gpt2', 'gpt2, bf16-amp, compiled')
+    """
+    return name if mode == "fp32" else f"{name}, {mode}"
+
+
+class _Line:
+    """Inter- and extrapolate every integer of two equal-shaped trees along the batch size."""
+
+    def __init__(self, first: int, second: int, wanted: int) -> None:
+        self.first, self.second, self.wanted = first, second, wanted
+        self._calls: dict[tuple[int, int], OpCall] = {}
+        self._specs: dict[tuple[int, int], TensorSpec] = {}
+
+    def call(self, one: OpCall, two: OpCall) -> OpCall:
+        """The call at the wanted batch; the same object for the same two, which must live on."""
+        if one is two:
+            return one
+        key = id(one), id(two)
+        found = self._calls.get(key)
+        if found is None:
+            found = self._calls[key] = self._call(one, two)
+        return found
+
+    def spec(self, one: TensorSpec, two: TensorSpec) -> TensorSpec:
+        """The shape at the wanted batch, likewise."""
+        key = id(one), id(two)
+        found = self._specs.get(key)
+        if found is None:
+            found = self._specs[key] = self.tree(one, two)
+        return found
+
+    def _call(self, one: OpCall, two: OpCall) -> OpCall:
+        return OpCall(
+            target=one.target,
+            arguments=self.tree(one.arguments, two.arguments),
+            keywords=self.tree(one.keywords, two.keywords),
+            outputs=self.tree(one.outputs, two.outputs),
+        )
+
+    def tree(self, one: Any, two: Any) -> Any:
+        if one is two or one == two:
+            return one
+        if isinstance(one, TensorSpec):
+            strides = None if one.strides is None else self.tree(one.strides, two.strides)
+            return TensorSpec(self.tree(one.shape, two.shape), one.dtype, strides)
+        if isinstance(one, tuple):
+            return tuple(self.tree(a, b) for a, b in zip(one, two, strict=True))
+        if isinstance(one, int) and not isinstance(one, bool):
+            return one + (two - one) * (self.wanted - self.first) // (self.second - self.first)
+        if isinstance(one, float):
+            # The only floats that depend on the batch are means: constants over the batch size.
+            return one * self.first / self.wanted
+        return one

@@ -1,0 +1,144 @@
+"""Find and load machine profiles by name: the user's own first, then the shipped catalogue."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+from estimator.errors import ProfileError, UnknownMachineError
+from estimator.machines import files
+from estimator.machines.files import home, shipped_data
+from estimator.machines.profile import MachineProfile
+
+# (modification time, size, inode) of a file's last version, and what it held.
+_FileState = tuple[int, int, int]
+_loaded: OrderedDict[str, tuple[_FileState, MachineProfile]] = OrderedDict()
+_MOST_LOADED = 256
+# What was asked for a moment ago, and until when its file is not looked at again: a scheduler's
+# questions come by the thousand. What this process writes is seen at once.
+_FRESH_S = 0.02
+_fresh: dict[tuple[str, str | None, int], tuple[float, MachineProfile]] = {}
+_reading = threading.Lock()
+_MOST_NAMED = 5
+
+
+def machine_folders() -> tuple[Path, ...]:
+    """Where machines are looked up by name: the user's store first, then the shipped catalogue."""
+    return tuple(map(Path, _folder_names()))
+
+
+def _folder_names() -> tuple[str, str]:
+    # As text: every estimate asks whether its machines have changed, and paths are slow to join.
+    chosen = os.environ.get("ESTIMATOR_HOME") or str(home())
+    return f"{chosen}{os.sep}machines", str(shipped_data("machines"))
+
+
+def known_machines() -> dict[str, Path]:
+    """Every machine that can be named, with its file; the user's own hide shipped ones."""
+    found: dict[str, Path] = {}
+    for folder in machine_folders():
+        paths = sorted(folder.glob("*.json"), key=lambda path: path.stem) if folder.is_dir() else ()
+        for path in paths:
+            found.setdefault(path.stem, path)
+    return found
+
+
+def load_profile(name_or_path: str | os.PathLike[str]) -> MachineProfile:
+    """Load a profile by machine name (user's store, then shipped catalogue) or by path.
+
+    A file is read again only once it has changed, of which other processes' changes are seen after
+    20 ms. Raises UnknownMachineError if nothing goes by that name, ProfileError if the file is
+    damaged.
+    """
+    text, now = os.fspath(name_or_path), time.monotonic()
+    key = text, os.environ.get("ESTIMATOR_HOME"), files.written
+    fresh = _fresh.get(key)
+    if fresh is not None and now < fresh[0]:
+        return fresh[1]
+    path, state = _find_profile(text)
+    known = _loaded.get(path)
+    if known is not None and known[0] == state:
+        profile = known[1]
+    else:
+        profile = _read_once(path, state)
+    if len(_fresh) >= _MOST_LOADED:
+        _fresh.clear()
+    _fresh[key] = now + _FRESH_S, profile
+    return profile
+
+
+def _read_once(path: str, state: _FileState | None) -> MachineProfile:
+    """Read a file that is not known in this state; threads that ask at once get one object."""
+    with _reading:
+        # What is compiled belongs to an object.
+        known = _loaded.get(path)
+        if known is not None and known[0] == state:
+            return known[1]
+        profile = _read_profile(Path(path))
+        if state is not None:
+            _loaded[path] = (state, profile)
+            while len(_loaded) > _MOST_LOADED:
+                _loaded.popitem(last=False)
+        return profile
+
+
+def _find_profile(text: str) -> tuple[str, _FileState | None]:
+    """(path, state) of a profile's file; the state is None where there is no such file."""
+    if os.sep not in text:
+        for folder in _folder_names():
+            path = f"{folder}{os.sep}{text}.json"
+            state = _file_state(path)
+            if state is not None:
+                return path, state
+    if text.endswith(".json") or os.sep in text:
+        return text, _file_state(text)
+    hint = "run 'estimator probe' first" if text.startswith("local") else _close_to(text)
+    raise UnknownMachineError(f"no machine profile is called '{text}'; {hint}")
+
+
+def _close_to(text: str) -> str:
+    """What to do about a name that no machine has: those it may have meant, at most five."""
+    from difflib import get_close_matches
+
+    known, asked = list(known_machines()), text.lower()
+    within = [name for name in known if asked and asked in name]
+    within.sort(key=lambda name: (not name.startswith(asked), len(name)))
+    alike = get_close_matches(asked, known, n=_MOST_NAMED)
+    close = list(dict.fromkeys([*within, *alike]))[:_MOST_NAMED]
+    everything = "run 'estimator profile list' for all that are known"
+    return f"close to it are {', '.join(close)}; {everything}" if close else everything
+
+
+def _file_state(path: str) -> _FileState | None:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _read_profile(path: Path) -> MachineProfile:
+    try:
+        content = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UnknownMachineError(
+            f"there is no profile file {path}; run 'estimator probe --out {path}'"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"cannot read profile {path} ({error}); check the file") from None
+    try:
+        data = json.loads(content)
+    except json.JSONDecodeError as error:
+        raise ProfileError(
+            f"{path} is damaged (not JSON at line {error.lineno}); run 'estimator probe' to write "
+            "a new one"
+        ) from None
+    except RecursionError:
+        raise ProfileError(
+            f"{path} is no profile (nested too deeply); run 'estimator probe' to write a new one"
+        ) from None
+    return MachineProfile.from_dict(data, origin=str(path))

@@ -1,0 +1,74 @@
+"""Hold what is known of a machine's devices and of the memory that they work on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from estimator.machines.provenance import Provenance, check_not_negative, check_positive
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator, or one pinned group of CPU cores that acts as a device.
+
+    `memory_bytes` of a core group is its share of the machine's memory; `peak_flops_per_s` holds
+    dense peaks by dtype, from the datasheet or (for cores) the best rate the probe saw.
+    """
+
+    kind: DeviceKind
+    index: int
+    name: str
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float | None = None
+    peak_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    cores: tuple[int, ...] = ()
+    numa_node: int | None = None
+    details: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_positive(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
+        for dtype, rate in self.peak_flops_per_s.items():
+            if not (math.isfinite(rate) and rate > 0):
+                raise ValueError(f"Device.peak_flops_per_s[{dtype}] must be positive, found {rate}")
+
+    @property
+    def compute_capability(self) -> float | None:
+        """NVIDIA's number for what a chip can do, such as 8.0; None where it is not known."""
+        text = str(self.details.get("compute_capability", ""))
+        # AMD's are names, such as gfx90a.
+        return float(text) if text.replace(".", "", 1).isdigit() else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCost:
+    """What the probe saw of memory: page faults, caches, allocator settings.
+
+    `first_touch_s_per_byte` is the cost of memory the process has not touched since it got it from
+    the operating system; `mmap_threshold_bytes` the size from which an allocation always is such
+    memory (glibc: 32 MiB once warmed up). `cold_read_s_per_byte` is what a byte read from main
+    memory costs beyond one read from cache. Cache sizes are those that one device can use alone.
+    """
+
+    first_touch_s_per_byte: float = 0.0
+    page_bytes: int = 4096
+    allocator: str = "unknown"
+    mmap_threshold_bytes: int | None = None
+    cold_read_s_per_byte: float = 0.0
+    private_cache_bytes: int = 0
+    shared_cache_bytes: int = 0
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        check_not_negative(
+            self,
+            "first_touch_s_per_byte",
+            "cold_read_s_per_byte",
+            "private_cache_bytes",
+            "shared_cache_bytes",
+        )
+        check_positive(self, "page_bytes", "mmap_threshold_bytes")
