@@ -12,7 +12,7 @@ from estimator.probe.cluster_findings import ClusterFindings, slow_links, slow_n
 from estimator.probe.collective_parts import CollectiveParts
 from estimator.probe.leader import Slot, Task
 from estimator.probe.link_parts import LinkParts
-from estimator.probe.members import Crew
+from estimator.probe.members import WorkerGroup
 
 # Above this many nodes every pair is measured only if asked for.
 FEW_NODES = 16
@@ -43,11 +43,11 @@ class ClusterParts:
         self._collectives = CollectiveParts(findings)
         self._canaries_s: dict[str, float] = {}
 
-    def plan(self, crew: Crew) -> list[Part]:
+    def plan(self, workers: WorkerGroup) -> list[Part]:
         """In order of importance; only what these nodes and devices have."""
         links, collectives = self._links, self._collectives
-        several, dense = len(crew.nodes) > 1, len(crew.densest_first[0]) > 1
-        few = len(crew.nodes) <= FEW_NODES
+        several, dense = len(workers.nodes) > 1, len(workers.densest_first[0]) > 1
+        few = len(workers.nodes) <= FEW_NODES
         pairs = several and (few if self.all_pairs is None else self.all_pairs)
         wanted = (
             (several, Part("speed of each node", 0.02, self._speeds)),
@@ -72,7 +72,7 @@ class ClusterParts:
 
     def _speeds(self, slot: Slot) -> str:
         """How long one device of each node takes for the same product."""
-        nodes = slot.crew.nodes
+        nodes = slot.workers.nodes
         task = Task(
             ranks=tuple(members[0].rank for members in nodes.values()),
             function=f"{__name__}:time_canary",

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 # How often a rank looks whether its measurement was called off because another rank was lost.
-_LOOK_S = 0.25
+_POLL_S = 0.25
 _CALLED_OFF = 3
 # What measurements need, imported once per rank and not once per measurement.
 MODULES = ("estimator.probe.network", "estimator.probe.overlap", "estimator.probe.shapes")
@@ -63,7 +63,7 @@ def _end_when_called_off(dist: Any, order: Mapping[str, Any]) -> None:
     def look() -> None:
         with contextlib.suppress(RuntimeError):
             while not store.check([order["cancel"]]):
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         os._exit(_CALLED_OFF)
 
     threading.Thread(target=look, daemon=True).start()

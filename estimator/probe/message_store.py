@@ -16,7 +16,7 @@ BEAT_EVERY_S = 0.5
 _ANSWER_S = 20.0
 
 
-class Board:
+class MessageStore:
     """Keys and JSON values that all ranks see; each thread needs a connection of its own."""
 
     def __init__(self, place: Place, *, serves: bool = False, timeout_s: float = _ANSWER_S) -> None:
@@ -87,13 +87,13 @@ def _gone() -> ProbeError:
 class Heartbeat:
     """Says every half second that this rank lives, from a thread of its own."""
 
-    def __init__(self, board: Board, rank: int) -> None:
-        self._board, self._key = board, f"beat/{rank}"
+    def __init__(self, store: MessageStore, rank: int) -> None:
+        self._store, self._key = store, f"beat/{rank}"
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
 
     def __enter__(self) -> Heartbeat:
-        self._board.post(self._key, 0)
+        self._store.post(self._key, 0)
         self._thread.start()
         return self
 
@@ -105,13 +105,13 @@ class Heartbeat:
         while not self._ended.wait(BEAT_EVERY_S):
             count += 1
             try:
-                self._board.post(self._key, count)
+                self._store.post(self._key, count)
             except ProbeError:
                 # The main thread meets the same, and says it.
                 return
 
 
-class Pulse:
+class HeartbeatMonitor:
     """Which ranks have stopped beating, by the clock of a listener that may itself be paused."""
 
     # Longer than a busy machine holds a thread up.

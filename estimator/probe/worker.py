@@ -14,10 +14,10 @@ from typing import Any
 
 from estimator.errors import EstimatorError, ProbeError
 from estimator.machines.profile import Device
-from estimator.probe.board import Board, Heartbeat
 from estimator.probe.discovery import Place, interface_of, own_address_towards
 from estimator.probe.inventory import core_groups, read_cpu, read_gpus
 from estimator.probe.members import Member
+from estimator.probe.message_store import Heartbeat, MessageStore
 from estimator.probe.ranks import run_on_devices
 from estimator.probe.worlds import MODULES
 
@@ -30,18 +30,18 @@ _TICK_S = 1.0
 _PATIENCE_S = 5.0
 
 
-def follow(place: Place, *, host: str, versions: Mapping[str, str]) -> str:
+def run_worker(place: Place, *, host: str, versions: Mapping[str, str]) -> str:
     """Take part as `place` says until rank 0 says it is over; why this rank left before, or "".
 
     `host` is what this rank's node is called. Raises ProbeError where rank 0 is not to be reached;
     a rank other than 0 ends its process, saying so, where rank 0 has been out of reach for longer
     than it had announced.
     """
-    leash = _Leash(is_needed=place.rank != 0)
-    leash.renew(2 * START_S)
-    board = Board(place, timeout_s=START_S)
-    board.post(
-        f"hello/{place.rank}",
+    watchdog = Watchdog(is_needed=place.rank != 0)
+    watchdog.renew(2 * START_S)
+    store = MessageStore(place, timeout_s=START_S)
+    store.post(
+        f"rendezvous/{place.rank}",
         {
             "host": host,
             "address": own_address_towards(place.master_address),
@@ -50,21 +50,21 @@ def follow(place: Place, *, host: str, versions: Mapping[str, str]) -> str:
             "versions": dict(versions),
         },
     )
-    with Heartbeat(Board(place), place.rank):
-        welcome = board.await_value(f"welcome/{place.rank}", START_S)
-        if welcome is None:
+    with Heartbeat(MessageStore(place), place.rank):
+        assignment = store.await_value(f"assignment/{place.rank}", START_S)
+        if assignment is None:
             raise ProbeError(
                 f"rank {place.rank} waited {START_S:g} s for all others to start; start them "
                 "together"
             )
-        if "turned_away" in welcome:
-            return str(welcome["turned_away"])
-        reason = _Follower(place, board, welcome, leash).work(host, versions)
-    leash.cut()
+        if "refused" in assignment:
+            return str(assignment["refused"])
+        reason = _Worker(place, store, assignment, watchdog).work(host, versions)
+    watchdog.stop()
     return reason
 
 
-class _Leash:
+class Watchdog:
     """Ends this process unless renewed: nothing else ends a wait on a broken connection."""
 
     def __init__(self, *, is_needed: bool) -> None:
@@ -76,7 +76,7 @@ class _Leash:
         """From now on this process may take so long, and some more, until the next word."""
         self._last_count = self._count + (seconds + _LATE_S) / _TICK_S
 
-    def cut(self) -> None:
+    def stop(self) -> None:
         """It is over in good order."""
         self._last_count = math.inf
 
@@ -90,17 +90,17 @@ class _Leash:
         os._exit(2)
 
 
-class _Follower:
-    """One welcomed rank: its device, and the rounds it takes part in."""
+class _Worker:
+    """One assigned rank: its device, and the rounds it takes part in."""
 
     def __init__(
-        self, place: Place, board: Board, welcome: Mapping[str, Any], leash: _Leash
+        self, place: Place, store: MessageStore, assignment: Mapping[str, Any], watchdog: Watchdog
     ) -> None:
-        self.place, self.board, self.welcome, self.leash = place, board, welcome, leash
+        self.place, self.store, self.assignment, self.watchdog = place, store, assignment, watchdog
         # Ranks of one node alone meet over the loopback.
         self.interface: str | None = "lo" if sys.platform == "linux" else None
-        if welcome["peer"] is not None:
-            self.interface = interface_of(own_address_towards(welcome["peer"]))
+        if assignment["peer"] is not None:
+            self.interface = interface_of(own_address_towards(assignment["peer"]))
 
     def work(self, host: str, versions: Mapping[str, str]) -> str:
         """Say which device this is, then do round after round until the end.
@@ -109,7 +109,7 @@ class _Follower:
         """
         rank = self.place.rank
         try:
-            self.device = own_device(self.welcome)
+            self.device = own_device(self.assignment)
             run_on_devices(
                 [self.device],
                 "estimator.probe.worlds:nothing",
@@ -120,40 +120,40 @@ class _Follower:
             )
         except ProbeError as error:
             reason = f"rank {rank} on node {host} has no device: {error}"
-            self.board.post(f"member/{rank}", {"failure": reason})
+            self.store.post(f"member/{rank}", {"failure": reason})
             return reason
         member = Member(
             rank=rank,
             host=host,
             address=own_address_towards(self.place.master_address),
-            local_rank=self.welcome["local_rank"],
+            local_rank=self.assignment["local_rank"],
             device=self.device,
             machine=machine_words(self.device),
             versions=versions,
         )
-        self.board.post(f"member/{rank}", member.to_dict())
+        self.store.post(f"member/{rank}", member.to_dict())
         number = 0
         while True:
-            tasks = self.board.await_value(f"round/{number}", _PATIENCE_S)
+            tasks = self.store.await_value(f"round/{number}", _PATIENCE_S)
             if tasks is None:
                 continue
             if tasks == "over":
-                self.board.post(f"goodbye/{rank}", True)
+                self.store.post(f"leave/{rank}", True)
                 return ""
             # Rank 0 speaks again once the round is over.
-            self.leash.renew(max(task["timeout_s"] for task in tasks))
+            self.watchdog.renew(max(task["timeout_s"] for task in tasks))
             for index, task in enumerate(tasks):
                 if rank in task["ranks"]:
-                    self._take_part(f"{number}/{index}", task)
+                    self._run_task(f"{number}/{index}", task)
             number += 1
 
-    def _take_part(self, key: str, task: Mapping[str, Any]) -> None:
-        """Run one task; every report and the end of it go to the board."""
+    def _run_task(self, key: str, task: Mapping[str, Any]) -> None:
+        """Run one task; every report and the end of it go to the store."""
         rank, count = self.place.rank, 0
 
-        def pass_on(_rank: int, value: Any) -> None:
+        def post_report(_rank: int, value: Any) -> None:
             nonlocal count
-            self.board.post(f"report/{key}/{rank}/{count}", value)
+            self.store.post(f"report/{key}/{rank}/{count}", value)
             count += 1
 
         failure, result = None, None
@@ -161,25 +161,25 @@ class _Follower:
             if task["alone"]:
                 module, _, name = task["function"].partition(":")
                 function = getattr(importlib.import_module(module), name)
-                result = function(task["arguments"], lambda: self.board.has(f"cancel/{key}"))
+                result = function(task["arguments"], lambda: self.store.has(f"cancel/{key}"))
             else:
                 (result,) = run_on_devices(
                     [self.device],
                     "estimator.probe.worlds:in_world",
                     self._world(key, task),
                     timeout_s=task["timeout_s"],
-                    on_report=pass_on,
+                    on_report=post_report,
                     imported=MODULES,
                     trains=False,
                 )
         except EstimatorError as error:
             failure = str(error)
-        self.board.post(
+        self.store.post(
             f"done/{key}/{rank}", {"reports": count, "failure": failure, "result": result}
         )
 
     def _world(self, key: str, task: Mapping[str, Any]) -> dict[str, Any]:
-        prefix = self.board.prefix
+        prefix = self.store.prefix
         return {
             "function": task["function"],
             "arguments": {**task["arguments"], "kind": self.device.kind},
@@ -197,24 +197,24 @@ class _Follower:
         }
 
 
-def own_device(welcome: Mapping[str, Any]) -> Device:
+def own_device(assignment: Mapping[str, Any]) -> Device:
     """The device of this rank, by its number on the node.
 
-    Groups of cores: those of the profile that the welcome brings, if this rank may use them; else
+    Groups of cores: those of the base profile, if this rank may use them; else
     all its cores where the launcher gave each rank its own, or its part of them.
     """
     from estimator.probe.machine import choose_devices
 
-    local_rank, local_size = welcome["local_rank"], welcome["local_size"]
+    local_rank, local_size = assignment["local_rank"], assignment["local_size"]
     cpu = read_cpu()
-    if welcome["kind"] != "cpu":
-        devices = choose_devices(cpu, kind=welcome["kind"])
+    if assignment["kind"] != "cpu":
+        devices = choose_devices(cpu, kind=assignment["kind"])
         if devices[0].kind == "cuda":
             return _own_gpu(devices, local_rank, local_size)
-    named = tuple(welcome["cores"])
+    named = tuple(assignment["cores"])
     if named and set(named) <= set(cpu.cores):
         return _core_device(cpu, local_rank, named)
-    if welcome["has_own_cores"]:
+    if assignment["has_own_cores"]:
         return _core_device(cpu, local_rank, cpu.cores[: len(named) or None])
     return core_groups(cpu, local_size)[local_rank]
 
