@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,10 +16,11 @@ from estimator.placement.topology import Cluster
 from estimator.probe.cluster_findings import ClusterFindings, unequal_versions
 from estimator.probe.cluster_parts import ClusterParts, Part
 from estimator.probe.discovery import Place
+from estimator.probe.launch_secret import shared_on_this_host
 from estimator.probe.leader import CALLED_OFF_S, Leader, Slot, Task
-from estimator.probe.machine import probe_machine
 from estimator.probe.members import Member, WorkerGroup
-from estimator.probe.message_store import MessageStore
+from estimator.probe.message_store import begin_session, connect, listen
+from estimator.probe.messages import Assignment, Rendezvous
 from estimator.probe.worker import START_S, run_worker
 
 Report = Callable[[str, float], None]
@@ -73,22 +74,30 @@ def probe_cluster(
     it has; `report(part, fraction of the budget used)` is called as it goes, `say` with sentences.
     Raises KeyboardInterrupt when told to stop before all ranks have come.
     """
-    store = MessageStore(place, serves=not place.has_store, timeout_s=START_S)
-    # A thread of its own, so that rank 0's share of a task runs beside the watch over all.
-    own = threading.Thread(
-        target=_work_quietly, args=(place, host, versions), name="rank 0", daemon=True
+    listener = None if place.has_store else listen(place)
+    tcp_store = connect(
+        place.master_address, place.master_port, listener=listener, timeout_s=START_S
     )
-    own.start()
-    leader = Leader(store, place.world_size, stop)
-    try:
-        probe = _ClusterProbe(leader, request, report, say)
-        probe.run()
-        return probe.profiles()
-    finally:
-        # Where the store has ended, nobody is left to be told.
-        with contextlib.suppress(ProbeError):
-            leader.finish()
-        own.join(timeout=2.0)
+    with contextlib.ExitStack() as stack:
+        if place.secret is None:
+            secret = stack.enter_context(shared_on_this_host(place.master_port, place.attempt))
+            place = replace(place, secret=secret)
+        store = begin_session(tcp_store, place)
+        # A thread of its own, so that rank 0's share of a task runs beside the watch over all.
+        own = threading.Thread(
+            target=_work_quietly, args=(place, host, versions), name="rank 0", daemon=True
+        )
+        own.start()
+        leader = Leader(store, place.world_size, stop)
+        try:
+            probe = _ClusterProbe(leader, request, report, say)
+            probe.run()
+            return probe.profiles()
+        finally:
+            # Where the store has ended, nobody is left to be told.
+            with contextlib.suppress(ProbeError):
+                leader.finish()
+            own.join(timeout=2.0)
 
 
 def _work_quietly(place: Place, host: str, versions: Mapping[str, str]) -> None:
@@ -156,16 +165,16 @@ class _ClusterProbe:
 
     # who takes part
 
-    def _assign(self, rendezvous: Mapping[int, Mapping[str, Any]]) -> tuple[Member, ...]:
+    def _assign(self, rendezvous: Mapping[int, Rendezvous]) -> tuple[Member, ...]:
         if 0 not in rendezvous:
             raise ProbeError("rank 0 cannot reach itself; check MASTER_ADDR")
         assignments = assignments_for(rendezvous, self.request)
         members = self.leader.assign(assignments, START_S)
         if members[0].rank != 0:
             raise ProbeError(f"rank 0 has no device: {self.leader.lost[0]}")
-        for rank, words in assignments.items():
-            if "refused" in words:
-                self.leader.lost[rank] = words["refused"]
+        for rank, assignment in assignments.items():
+            if assignment.refused:
+                self.leader.lost[rank] = assignment.refused
         return members
 
     def _greet(self) -> None:
@@ -201,9 +210,8 @@ class _ClusterProbe:
         tasks = [
             Task(
                 ranks=(member.rank,),
-                function=f"{__name__}:probe_own_machine",
+                function="probe_own_machine",
                 arguments=self._machine_arguments(member, budget_s),
-                alone=True,
             )
             for member in (mine, *strangers)
         ]
@@ -246,6 +254,11 @@ class _ClusterProbe:
             self._measure(part, left_s * part.share / sum(each.share for each in rest))
         for sentence in parts.remarks():
             self._remark(sentence)
+        if forged := self.leader.store.forged:
+            self._remark(
+                f"{len(forged)} messages, such as '{min(forged)}', were not signed with the secret "
+                "of this launch and were ignored; somebody else writes to rank 0's store"
+            )
 
     def _why_over(self, left_s: float) -> str:
         """Why no further part can be measured, or ""."""
@@ -292,34 +305,37 @@ class _ClusterProbe:
 
 
 def assignments_for(
-    rendezvous: Mapping[int, Mapping[str, Any]], request: ClusterRequest
-) -> dict[int, dict[str, Any]]:
+    rendezvous: Mapping[int, Rendezvous], request: ClusterRequest
+) -> dict[int, Assignment]:
     """What each rank is told: its number on its node, its cores, a rank on another node.
 
-    Ranks that speak another version of this package are turned away. Raises ProbeError where a node
+    Ranks that speak another version of this package are refused. Raises ProbeError where a node
     has more ranks than the base profile has devices.
     """
-    base, ours = request.base, rendezvous[0]["versions"].get("estimator")
+    base, ours = request.base, rendezvous[0].versions.get("estimator")
     kind: DeviceKind | None = base.kind if base else "cpu" if request.name == "local-cpu" else None
-    assignments: dict[int, dict[str, Any]] = {}
+    assignments: dict[int, Assignment] = {}
     for rank, message in sorted(rendezvous.items()):
-        host, version = message["host"], message["versions"].get("estimator")
+        host, version = message.host, message.versions.get("estimator")
         if version != ours:
             words = f"rank {rank} on node {host} runs estimator {version}, rank 0 runs {ours}"
-            assignments[rank] = {"refused": f"{words}; install the same on all nodes"}
+            assignments[rank] = Assignment(
+                nonce=message.nonce, refused=f"{words}; install the same on all nodes"
+            )
             continue
-        peers = [one for one in sorted(rendezvous) if rendezvous[one]["host"] == host]
-        local_rank = message["local_rank"]
+        peers = [one for one in sorted(rendezvous) if rendezvous[one].host == host]
+        local_rank = message.local_rank
         local_rank = peers.index(rank) if local_rank is None else local_rank
-        cores_of_peers = [core for one in peers for core in rendezvous[one]["cores"]]
-        assignments[rank] = {
-            "local_rank": local_rank,
-            "local_size": len(peers),
-            "kind": kind,
-            "cores": _cores_by_base(base, local_rank, host),
-            "has_own_cores": len(set(cores_of_peers)) == len(cores_of_peers),
-            "peer": next((h["address"] for h in rendezvous.values() if h["host"] != host), None),
-        }
+        cores_of_peers = [core for one in peers for core in rendezvous[one].cores]
+        assignments[rank] = Assignment(
+            nonce=message.nonce,
+            local_rank=local_rank,
+            local_size=len(peers),
+            kind=kind,
+            cores=_cores_by_base(base, local_rank, host),
+            has_own_cores=len(set(cores_of_peers)) == len(cores_of_peers),
+            peer=next((one.address for one in rendezvous.values() if one.host != host), None),
+        )
     return assignments
 
 
@@ -334,21 +350,3 @@ def _cores_by_base(base: MachineProfile | None, local_rank: int, host: str) -> l
             "node"
         )
     return list(base.devices[local_rank].cores)
-
-
-def probe_own_machine(
-    arguments: Mapping[str, Any], is_called_off: Callable[[], bool]
-) -> dict[str, Any]:
-    """The profile of the machine this is called on, as JSON values; called off, what there is."""
-
-    def look(_part: str, _ratio: float) -> None:
-        if is_called_off():
-            raise KeyboardInterrupt
-
-    return probe_machine(
-        name=arguments["name"],
-        devices=arguments["devices"],
-        budget_s=arguments["budget_s"],
-        kind=arguments["kind"],
-        report=look,
-    ).to_dict()

@@ -123,7 +123,7 @@ class CollectiveParts:
     ) -> Outcome:
         task = Task(
             ranks=ranks,
-            function="estimator.probe.shapes:time_shape",
+            function="time_shape",
             arguments={
                 "ops": ops,
                 "sizes_bytes": list(sizes_bytes),
@@ -146,7 +146,7 @@ class CollectiveParts:
                 return f"{words}: the links are too slow to do it in time; use a larger --budget"
             task = Task(
                 ranks=group,
-                function="estimator.probe.overlap:time_rank",
+                function="time_overlap",
                 arguments={
                     "budget_s": planned_s,
                     "cases": cases,

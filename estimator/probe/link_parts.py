@@ -95,7 +95,7 @@ class LinkParts:
         links = {(place[a], place[b]): workers.links_between(a, b) for a, b in chosen}
         task = Task(
             ranks=tuple(workers.nodes[host][0].rank for host in hosts),
-            function="estimator.probe.network:time_pairs",
+            function="time_pairs",
             arguments={
                 "pairs": grouped(links, links),
                 "sizes_bytes": list(sizes_bytes),
@@ -113,7 +113,7 @@ class LinkParts:
             count = len(ranks) // 2
             task = Task(
                 ranks=ranks,
-                function="estimator.probe.network:time_flows",
+                function="time_flows",
                 arguments={
                     "flows": [[position, position + count] for position in range(count)],
                     "sizes_bytes": list(FLOW_SIZES_BYTES),
@@ -143,7 +143,7 @@ class LinkParts:
             return ""
         task = Task(
             ranks=tuple(member.rank for member in members),
-            function="estimator.probe.network:time_pairs",
+            function="time_pairs",
             arguments={
                 "pairs": [[pair] for pair in pairs.values()],
                 "sizes_bytes": list(MESSAGE_SIZES_BYTES),

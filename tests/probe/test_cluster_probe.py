@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pytest
 import testbed.network as cables
@@ -23,8 +23,10 @@ from estimator.machines.profile import Device, MachineProfile, load_profile
 from estimator.probe.__main__ import run
 from estimator.probe.cluster_findings import unequal_versions
 from estimator.probe.cluster_probe import ClusterRequest, assignments_for
+from estimator.probe.launch_secret import VARIABLE
 from estimator.probe.members import Member, WorkerGroup
 from estimator.probe.message_store import HeartbeatMonitor
+from estimator.probe.messages import Rendezvous
 
 # A rank as the command line starts it, but with the host name and the versions given, and told to
 # stop once it has come to the last of the parts that are looked at.
@@ -196,7 +198,7 @@ def test_a_killed_rank_and_a_pulled_cable_cost_only_themselves(tmp_path: Path) -
         for placed in place(bed, bed_of_four.all_devices()):
             arguments = [placed.node, "2", str(tmp_path / "base.json"), str(out)]
             command = [*bed.entering(placed.node), sys.executable, "-c", RANK, *arguments]
-            commands.append((command, placed.environment))
+            commands.append((command, {**placed.environment, VARIABLE: "ab" * 16}))
         with started(*commands) as ranks:
             wait_for(ranks[0].stdout, "all-reduce over everything")
             os.killpg(ranks[1].pid, signal.SIGKILL)
@@ -236,37 +238,36 @@ def test_versions_are_compared_with_rank_0s_node_by_node() -> None:
     assert unequal_versions(workers) == {"torch on b, c": "2.12", "nccl on c": "none"}
 
 
-def rendezvous_message(
-    host: str, cores: list[int], local_rank: int | None = None
-) -> dict[str, Any]:
-    return {
-        "host": host,
-        "address": f"10.0.0.{ord(host) - 96}",
-        "local_rank": local_rank,
-        "cores": cores,
-        "versions": {"estimator": "2"},
-    }
+def rendezvous_of(host: str, cores: list[int], local_rank: int | None = None) -> Rendezvous:
+    return Rendezvous(
+        host=host,
+        address=f"10.0.0.{ord(host) - 96}",
+        local_rank=local_rank,
+        cores=cores,
+        versions={"estimator": "2"},
+        nonce="0" * 32,
+    )
 
 
 def test_ranks_of_one_host_are_numbered_in_order_where_the_launcher_does_not() -> None:
     rendezvous = {
-        0: rendezvous_message("a", [0, 1]),
-        1: rendezvous_message("b", [0]),
-        2: rendezvous_message("a", [0, 1]),
-        3: rendezvous_message("b", [1]),
+        0: rendezvous_of("a", [0, 1]),
+        1: rendezvous_of("b", [0]),
+        2: rendezvous_of("a", [0, 1]),
+        3: rendezvous_of("b", [1]),
     }
     assignments = assignments_for(rendezvous, ClusterRequest())
-    assert [assignments[rank]["local_rank"] for rank in range(4)] == [0, 0, 1, 1]
+    assert [assignments[rank].local_rank for rank in range(4)] == [0, 0, 1, 1]
     # On b the launcher gave each rank a core of its own; on a they share both.
-    assert [assignments[rank]["has_own_cores"] for rank in range(4)] == [False, True, False, True]
+    assert [assignments[rank].has_own_cores for rank in range(4)] == [False, True, False, True]
     # Ranks of a find their way to the network by an address of b, and the reverse.
-    assert [assignments[rank]["peer"] for rank in range(2)] == ["10.0.0.2", "10.0.0.1"]
+    assert [assignments[rank].peer for rank in range(2)] == ["10.0.0.2", "10.0.0.1"]
 
 
 def test_more_ranks_on_a_node_than_the_base_has_devices_are_refused(
     small_profile: MachineProfile,
 ) -> None:
-    rendezvous = {rank: rendezvous_message("a", [0, 1]) for rank in range(3)}
+    rendezvous = {rank: rendezvous_of("a", [0, 1]) for rank in range(3)}
     with pytest.raises(ProbeError, match=r"more than 2 ranks were started on node a"):
         assignments_for(rendezvous, ClusterRequest(base=small_profile))
 
