@@ -21,7 +21,7 @@ from estimator.machines.profile import MachineProfile, check_machine_name
 from estimator.placement.topology import Cluster
 from estimator.probe.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.discovery import Place, discover
-from estimator.probe.follower import follow
+from estimator.probe.worker import run_worker
 
 WRONG_INPUT, INTERRUPTED = 2, 130
 
@@ -64,7 +64,7 @@ def probe(
         )
     if place.rank != 0:
         # Rank 0 knows the reason; a failing code would have the launcher stop all other ranks.
-        if reason := follow(place, host=socket.gethostname(), versions=versions()):
+        if reason := run_worker(place, host=socket.gethostname(), versions=versions()):
             click.echo(f"estimator: {reason}", err=True)
         return
     request = ClusterRequest(

@@ -15,7 +15,7 @@ from estimator.machines.profile import (
     Provenance,
 )
 from estimator.placement.process_groups import carrier_of
-from estimator.probe.members import Crew
+from estimator.probe.members import WorkerGroup
 
 # A node is called slow if it takes this much longer than the middle one, links if they carry less.
 _SLOW_COMPUTE_RATIO = 1.25
@@ -42,7 +42,7 @@ class ClusterFindings:
         return not any(found)
 
     def merged(
-        self, base: MachineProfile, *, name: str, crew: Crew, used_s: float
+        self, base: MachineProfile, *, name: str, workers: WorkerGroup, used_s: float
     ) -> MachineProfile:
         """The machine's own numbers with the network's; what was measured anew wins."""
         anew = {(link.kind, link.reach, link.streams) for link in self.links}
@@ -58,7 +58,7 @@ class ClusterFindings:
             )
         ]
         note = "; ".join(
-            [f"{len(crew.nodes)} nodes probed together for {used_s:.0f} s", *self.remarks]
+            [f"{len(workers.nodes)} nodes probed together for {used_s:.0f} s", *self.remarks]
         )
         return replace(
             base,
@@ -68,7 +68,7 @@ class ClusterFindings:
             pairs=self.pairs,
             collectives=(*collectives, *self.collectives),
             overlaps=(*(cost for cost in base.overlaps if cost.nodes == 1), *self.overlaps),
-            software={**base.software, **unequal_versions(crew)},
+            software={**base.software, **unequal_versions(workers)},
             missing=(*base.missing, *self.missing),
             provenance=Provenance(
                 source="measured",
@@ -80,9 +80,9 @@ class ClusterFindings:
         )
 
 
-def unequal_versions(crew: Crew) -> dict[str, str]:
+def unequal_versions(workers: WorkerGroup) -> dict[str, str]:
     """``{"torch on b, c": "2.12"}`` for what nodes run in another version than rank 0."""
-    members = crew.members
+    members = workers.members
     others: dict[tuple[str, str], list[str]] = {}
     for member in members:
         for package in sorted({*member.versions, *members[0].versions}):

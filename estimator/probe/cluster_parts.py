@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from estimator.machines.profile import MachineProfile
 from estimator.probe.cluster_findings import ClusterFindings, slow_links, slow_nodes
 from estimator.probe.collective_parts import CollectiveParts
 from estimator.probe.leader import Slot, Task
 from estimator.probe.link_parts import LinkParts
-from estimator.probe.members import Crew
+from estimator.probe.members import WorkerGroup
 
 # Above this many nodes every pair is measured only if asked for.
 FEW_NODES = 16
-# Longer than the period in which Linux rations CPU time, 0.1 s by default.
-_CANARY_TURNS, _CANARY_TURN_S = 3, 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +39,11 @@ class ClusterParts:
         self._collectives = CollectiveParts(findings)
         self._canaries_s: dict[str, float] = {}
 
-    def plan(self, crew: Crew) -> list[Part]:
+    def plan(self, workers: WorkerGroup) -> list[Part]:
         """In order of importance; only what these nodes and devices have."""
         links, collectives = self._links, self._collectives
-        several, dense = len(crew.nodes) > 1, len(crew.densest_first[0]) > 1
-        few = len(crew.nodes) <= FEW_NODES
+        several, dense = len(workers.nodes) > 1, len(workers.densest_first[0]) > 1
+        few = len(workers.nodes) <= FEW_NODES
         pairs = several and (few if self.all_pairs is None else self.all_pairs)
         wanted = (
             (several, Part("speed of each node", 0.02, self._speeds)),
@@ -72,38 +68,13 @@ class ClusterParts:
 
     def _speeds(self, slot: Slot) -> str:
         """How long one device of each node takes for the same product."""
-        nodes = slot.crew.nodes
+        nodes = slot.workers.nodes
         task = Task(
             ranks=tuple(members[0].rank for members in nodes.values()),
-            function=f"{__name__}:time_canary",
+            function="time_canary",
         )
         outcome = slot.run(task)
         for host, reports in zip(nodes, outcome.by_position(), strict=True):
             if reports:
                 self._canaries_s[host] = reports[0]
         return outcome.failure
-
-
-def time_canary(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> None:
-    """Report how long this rank's device takes for the probe's fixed product.
-
-    On average and not in the middle: a node whose CPU time is rationed computes at full speed most
-    of the time, and not at all in between.
-    """
-    import torch
-
-    from estimator.probe.backend import open_backend
-    from estimator.probe.kernels import canary_s
-    from estimator.probe.ranks import report
-
-    on_cuda = arguments["kind"] == "cuda"
-    backend = open_backend(arguments["kind"], torch.cuda.current_device() if on_cuda else 0)
-    means_s = []
-    for _ in range(_CANARY_TURNS):
-        began, count = time.perf_counter(), 0
-        while time.perf_counter() < began + _CANARY_TURN_S:
-            canary_s(backend)
-            count += 1
-        means_s.append((time.perf_counter() - began) / count)
-    # Other programs only ever add to it.
-    report(min(means_s))

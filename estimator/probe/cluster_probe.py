@@ -6,21 +6,22 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from estimator.errors import EstimatorError, ProbeError
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance
 from estimator.placement.topology import Cluster
-from estimator.probe.board import Board
 from estimator.probe.cluster_findings import ClusterFindings, unequal_versions
 from estimator.probe.cluster_parts import ClusterParts, Part
 from estimator.probe.discovery import Place
-from estimator.probe.follower import START_S, follow
+from estimator.probe.launch_secret import shared_on_this_host
 from estimator.probe.leader import CALLED_OFF_S, Leader, Slot, Task
-from estimator.probe.machine import probe_machine
-from estimator.probe.members import Crew, Member
+from estimator.probe.members import Member, WorkerGroup
+from estimator.probe.message_store import begin_session, connect, listen
+from estimator.probe.messages import Assignment, Rendezvous
+from estimator.probe.worker import START_S, run_worker
 
 Report = Callable[[str, float], None]
 Say = Callable[[str], None]
@@ -73,28 +74,36 @@ def probe_cluster(
     it has; `report(part, fraction of the budget used)` is called as it goes, `say` with sentences.
     Raises KeyboardInterrupt when told to stop before all ranks have come.
     """
-    board = Board(place, serves=not place.has_store, timeout_s=START_S)
-    # A thread of its own, so that rank 0's share of a task runs beside the watch over all.
-    own = threading.Thread(
-        target=_follow_quietly, args=(place, host, versions), name="rank 0", daemon=True
+    listener = None if place.has_store else listen(place)
+    tcp_store = connect(
+        place.master_address, place.master_port, listener=listener, timeout_s=START_S
     )
-    own.start()
-    leader = Leader(board, place.world_size, stop)
-    try:
-        probe = _ClusterProbe(leader, request, report, say)
-        probe.run()
-        return probe.profiles()
-    finally:
-        # Where the store has ended, nobody is left to be told.
-        with contextlib.suppress(ProbeError):
-            leader.finish()
-        own.join(timeout=2.0)
+    with contextlib.ExitStack() as stack:
+        if place.secret is None:
+            secret = stack.enter_context(shared_on_this_host(place.master_port, place.attempt))
+            place = replace(place, secret=secret)
+        store = begin_session(tcp_store, place)
+        # A thread of its own, so that rank 0's share of a task runs beside the watch over all.
+        own = threading.Thread(
+            target=_work_quietly, args=(place, host, versions), name="rank 0", daemon=True
+        )
+        own.start()
+        leader = Leader(store, place.world_size, stop)
+        try:
+            probe = _ClusterProbe(leader, request, report, say)
+            probe.run()
+            return probe.profiles()
+        finally:
+            # Where the store has ended, nobody is left to be told.
+            with contextlib.suppress(ProbeError):
+                leader.finish()
+            own.join(timeout=2.0)
 
 
-def _follow_quietly(place: Place, host: str, versions: Mapping[str, str]) -> None:
-    # What goes wrong is on the board, where the leader reads it.
+def _work_quietly(place: Place, host: str, versions: Mapping[str, str]) -> None:
+    # What goes wrong is on the store, where the leader reads it.
     with contextlib.suppress(EstimatorError):
-        follow(place, host=host, versions=versions)
+        run_worker(place, host=host, versions=versions)
 
 
 class _ClusterProbe:
@@ -108,11 +117,11 @@ class _ClusterProbe:
         self.findings = ClusterFindings(at=datetime.now(UTC).isoformat(timespec="seconds"))
         self.others: dict[str, MachineProfile] = {}
         self.base = request.base
-        hellos = leader.gather_hellos(START_S)
+        rendezvous = leader.gather_ranks(START_S)
         # Ranks start when their launcher starts them; from here on the time is the probe's own.
         self._begun = time.monotonic()
-        self.crew = Crew(members=self._welcome(hellos), cluster=request.cluster)
-        self._everyone = self.crew
+        self.workers = WorkerGroup(members=self._assign(rendezvous), cluster=request.cluster)
+        self._everyone = self.workers
 
     def run(self) -> None:
         """Measure the machine if need be, then part after part, and say what is missing."""
@@ -133,7 +142,7 @@ class _ClusterProbe:
             profile=self.findings.merged(
                 self.base or self._bare_machine(),
                 name=self.request.name,
-                crew=self._everyone,
+                workers=self._everyone,
                 used_s=self._used_s(),
             ),
             others=self.others,
@@ -156,27 +165,27 @@ class _ClusterProbe:
 
     # who takes part
 
-    def _welcome(self, hellos: Mapping[int, Mapping[str, Any]]) -> tuple[Member, ...]:
-        if 0 not in hellos:
+    def _assign(self, rendezvous: Mapping[int, Rendezvous]) -> tuple[Member, ...]:
+        if 0 not in rendezvous:
             raise ProbeError("rank 0 cannot reach itself; check MASTER_ADDR")
-        welcomes = welcomes_to(hellos, self.request)
-        members = self.leader.welcome(welcomes, START_S)
+        assignments = assignments_for(rendezvous, self.request)
+        members = self.leader.assign(assignments, START_S)
         if members[0].rank != 0:
             raise ProbeError(f"rank 0 has no device: {self.leader.lost[0]}")
-        for rank, words in welcomes.items():
-            if "turned_away" in words:
-                self.leader.lost[rank] = words["turned_away"]
+        for rank, assignment in assignments.items():
+            if assignment.refused:
+                self.leader.lost[rank] = assignment.refused
         return members
 
     def _greet(self) -> None:
         """Say what is unlike the rest before anything is measured."""
         for reason in dict.fromkeys(self.leader.lost.values()):
             self._miss(reason)
-        for what, version in unequal_versions(self.crew).items():
+        for what, version in unequal_versions(self.workers).items():
             package = what.split(" on ")[0]
-            ours = self.crew.members[0].versions.get(package, "none")
+            ours = self.workers.members[0].versions.get(package, "none")
             self._remark(f"{what} is {version}, on rank 0 it is {ours}; install the same on all")
-        for host in self.crew.strangers():
+        for host in self.workers.unknown_hosts():
             self._remark(f"the cluster file does not name node {host}, so its rack is not known")
 
     def _miss(self, sentence: str) -> None:
@@ -193,17 +202,16 @@ class _ClusterProbe:
         """Rank 0's machine here, other types on the first node of each, at the same time."""
         self._doing = "the machine itself"
         first_of: dict[str, Member] = {}
-        for member in self.crew.members:
+        for member in self.workers.members:
             first_of.setdefault(member.machine, member)
-        mine = self.crew.members[0]
+        mine = self.workers.members[0]
         budget_s = _MACHINE_RATIO * self.request.budget_s
         strangers = [member for member in first_of.values() if member.machine != mine.machine]
         tasks = [
             Task(
                 ranks=(member.rank,),
-                function=f"{__name__}:probe_own_machine",
+                function="probe_own_machine",
                 arguments=self._machine_arguments(member, budget_s),
-                alone=True,
             )
             for member in (mine, *strangers)
         ]
@@ -223,7 +231,7 @@ class _ClusterProbe:
         on_cpu = member.device.kind == "cpu"
         return {
             "name": self.request.name if member.rank == 0 else member.host,
-            "devices": len(self.crew.nodes[member.host]) if on_cpu else None,
+            "devices": len(self.workers.nodes[member.host]) if on_cpu else None,
             "budget_s": budget_s,
             "kind": member.device.kind,
         }
@@ -234,7 +242,7 @@ class _ClusterProbe:
         budget_s = self.request.budget_s
         planned_s = budget_s - max(_RESERVE_RATIO * budget_s, _RESERVE_S)
         parts = ClusterParts(self.findings, self.base, self.request.all_pairs)
-        plan = parts.plan(self.crew)
+        plan = parts.plan(self.workers)
         for number, part in enumerate(plan):
             left_s = planned_s - self._used_s()
             rest = plan[number:]
@@ -246,12 +254,17 @@ class _ClusterProbe:
             self._measure(part, left_s * part.share / sum(each.share for each in rest))
         for sentence in parts.remarks():
             self._remark(sentence)
+        if forged := self.leader.store.forged:
+            self._remark(
+                f"{len(forged)} messages, such as '{min(forged)}', were not signed with the secret "
+                "of this launch and were ignored; somebody else writes to rank 0's store"
+            )
 
     def _why_over(self, left_s: float) -> str:
         """Why no further part can be measured, or ""."""
         if self.leader.stop.is_set():
             return "interrupted"
-        if len(self.crew.members) < 2:
+        if len(self.workers.members) < 2:
             return "no two ranks are left"
         return "the budget was over" if left_s < _LEAST_PART_S else ""
 
@@ -266,7 +279,7 @@ class _ClusterProbe:
             known_lost = set(self.leader.lost)
             slot = Slot(
                 leader=self.leader,
-                crew=self.crew,
+                workers=self.workers,
                 planned_s=min(planned_s, left_s),
                 ends_at=time.monotonic() + timeout_s,
                 tell=self._tell,
@@ -277,12 +290,12 @@ class _ClusterProbe:
                 return
             lost = set(self.leader.lost) - known_lost
             for rank in sorted(lost):
-                host = self.crew.of(rank).host
+                host = self.workers.of(rank).host
                 self._miss(
                     f"rank {rank} on node {host} {self.leader.lost[rank]} during {part.name}; the "
                     "rest goes on without it"
                 )
-            self.crew = self.crew.without(lost)
+            self.workers = self.workers.without(lost)
             if lost:
                 continue
             if failed:
@@ -291,36 +304,39 @@ class _ClusterProbe:
             return
 
 
-def welcomes_to(
-    hellos: Mapping[int, Mapping[str, Any]], request: ClusterRequest
-) -> dict[int, dict[str, Any]]:
+def assignments_for(
+    rendezvous: Mapping[int, Rendezvous], request: ClusterRequest
+) -> dict[int, Assignment]:
     """What each rank is told: its number on its node, its cores, a rank on another node.
 
-    Ranks that speak another version of this package are turned away. Raises ProbeError where a node
+    Ranks that speak another version of this package are refused. Raises ProbeError where a node
     has more ranks than the base profile has devices.
     """
-    base, ours = request.base, hellos[0]["versions"].get("estimator")
+    base, ours = request.base, rendezvous[0].versions.get("estimator")
     kind: DeviceKind | None = base.kind if base else "cpu" if request.name == "local-cpu" else None
-    welcomes: dict[int, dict[str, Any]] = {}
-    for rank, hello in sorted(hellos.items()):
-        host, version = hello["host"], hello["versions"].get("estimator")
+    assignments: dict[int, Assignment] = {}
+    for rank, message in sorted(rendezvous.items()):
+        host, version = message.host, message.versions.get("estimator")
         if version != ours:
             words = f"rank {rank} on node {host} runs estimator {version}, rank 0 runs {ours}"
-            welcomes[rank] = {"turned_away": f"{words}; install the same on all nodes"}
+            assignments[rank] = Assignment(
+                nonce=message.nonce, refused=f"{words}; install the same on all nodes"
+            )
             continue
-        peers = [one for one in sorted(hellos) if hellos[one]["host"] == host]
-        local_rank = hello["local_rank"]
+        peers = [one for one in sorted(rendezvous) if rendezvous[one].host == host]
+        local_rank = message.local_rank
         local_rank = peers.index(rank) if local_rank is None else local_rank
-        cores_of_peers = [core for one in peers for core in hellos[one]["cores"]]
-        welcomes[rank] = {
-            "local_rank": local_rank,
-            "local_size": len(peers),
-            "kind": kind,
-            "cores": _cores_by_base(base, local_rank, host),
-            "has_own_cores": len(set(cores_of_peers)) == len(cores_of_peers),
-            "peer": next((h["address"] for h in hellos.values() if h["host"] != host), None),
-        }
-    return welcomes
+        cores_of_peers = [core for one in peers for core in rendezvous[one].cores]
+        assignments[rank] = Assignment(
+            nonce=message.nonce,
+            local_rank=local_rank,
+            local_size=len(peers),
+            kind=kind,
+            cores=_cores_by_base(base, local_rank, host),
+            has_own_cores=len(set(cores_of_peers)) == len(cores_of_peers),
+            peer=next((one.address for one in rendezvous.values() if one.host != host), None),
+        )
+    return assignments
 
 
 def _cores_by_base(base: MachineProfile | None, local_rank: int, host: str) -> list[int]:
@@ -334,21 +350,3 @@ def _cores_by_base(base: MachineProfile | None, local_rank: int, host: str) -> l
             "node"
         )
     return list(base.devices[local_rank].cores)
-
-
-def probe_own_machine(
-    arguments: Mapping[str, Any], is_called_off: Callable[[], bool]
-) -> dict[str, Any]:
-    """The profile of the machine this is called on, as JSON values; called off, what there is."""
-
-    def look(_part: str, _ratio: float) -> None:
-        if is_called_off():
-            raise KeyboardInterrupt
-
-    return probe_machine(
-        name=arguments["name"],
-        devices=arguments["devices"],
-        budget_s=arguments["budget_s"],
-        kind=arguments["kind"],
-        report=look,
-    ).to_dict()

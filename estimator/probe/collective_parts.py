@@ -11,7 +11,7 @@ from estimator.machines.profile import CollectiveCost, CollectiveName, DeviceKin
 from estimator.placement.process_groups import carrier_of
 from estimator.probe.cluster_findings import ClusterFindings
 from estimator.probe.leader import Outcome, Slot, Task
-from estimator.probe.members import Crew
+from estimator.probe.members import WorkerGroup
 from estimator.probe.overlap import overlap_cost
 from estimator.probe.shapes import (
     OTHER_SIZES_BYTES,
@@ -40,16 +40,16 @@ class CollectiveParts:
 
     def all_reduce_everywhere(self, slot: Slot) -> str:
         """The group that data-parallel training uses, also with two all-reduces at once."""
-        return self._time_shape(next(shapes(slot.crew)), ["all_reduce"], slot, pairs=True)
+        return self._time_shape(next(shapes(slot.workers)), ["all_reduce"], slot, pairs=True)
 
     def all_reduce_in_groups(self, slot: Slot) -> str:
         """Smaller groups, as far as the time goes."""
-        groups = list(shapes(slot.crew))[1:]
+        groups = list(shapes(slot.workers))[1:]
         planned_end = time.monotonic() + slot.planned_s
         for number, group in enumerate(groups):
             left_s = planned_end - time.monotonic()
             if left_s < _LEAST_GROUP_RATIO * slot.planned_s:
-                words = ", ".join(shape_words(slot.crew, each) for each in groups[number:])
+                words = ", ".join(shape_words(slot.workers, each) for each in groups[number:])
                 self.findings.missing.append(f"all-reduce over {words}: the budget was over")
                 return ""
             share = min(_GROUPS_AT_MOST, len(groups) - number)
@@ -62,32 +62,34 @@ class CollectiveParts:
 
     def other_collectives(self, slot: Slot) -> str:
         """What sharded training and parameter servers use, over everything."""
-        ops = [*_sharding_ops(slot.crew.members[0].device.kind), "broadcast"]
-        return self._time_shape(next(shapes(slot.crew)), ops, slot, sizes_bytes=OTHER_SIZES_BYTES)
+        ops = [*_sharding_ops(slot.workers.members[0].device.kind), "broadcast"]
+        return self._time_shape(
+            next(shapes(slot.workers)), ops, slot, sizes_bytes=OTHER_SIZES_BYTES
+        )
 
     def sharding_in_groups(self, slot: Slot) -> str:
         """What FSDP does where several groups hold a replica each: across two nodes, in a node."""
-        crew = slot.crew
-        ops = _sharding_ops(crew.members[0].device.kind)
+        workers = slot.workers
+        ops = _sharding_ops(workers.members[0].device.kind)
         # Calls inside nodes are short, and as they share the cores of a node, uneven.
         pair, inside = (replace(slot, planned_s=share * slot.planned_s) for share in (0.4, 0.6))
-        firsts = tuple(members[0].rank for members in crew.nodes.values())[:2]
+        firsts = tuple(members[0].rank for members in workers.nodes.values())[:2]
         failed = self._time_shape(firsts, ops, pair, sizes_bytes=OTHER_SIZES_BYTES)
-        if failed or crew.devices_per_node < 2:
+        if failed or workers.devices_per_node < 2:
             return failed
         return self._time_in_every_node(inside)
 
     def _time_in_every_node(self, slot: Slot) -> str:
         """Groups inside nodes, in all nodes at the same time, as HSDP shards a model."""
-        crew, per_node = slot.crew, slot.crew.devices_per_node
+        workers, per_node = slot.workers, slot.workers.devices_per_node
         ranks = tuple(
-            member.rank for members in crew.nodes.values() for member in members[:per_node]
+            member.rank for members in workers.nodes.values() for member in members[:per_node]
         )
         starts = range(0, len(ranks), per_node)
         groups = [list(range(start, start + per_node)) for start in starts]
-        ops = [*_sharding_ops(crew.members[0].device.kind), "all_reduce"]
+        ops = [*_sharding_ops(workers.members[0].device.kind), "all_reduce"]
         outcome = self._run(ranks, ops, slot, OTHER_SIZES_BYTES, groups=groups)
-        costs, notes = shape_costs(outcome.by_position(), slot.backend, crew.hosts(ranks))
+        costs, notes = shape_costs(outcome.by_position(), slot.backend, workers.hosts(ranks))
         self.findings.collectives += [
             replace(cost, group_size=per_node, nodes=1, hosts=cost.hosts[:per_node])
             for cost in costs
@@ -105,7 +107,7 @@ class CollectiveParts:
         pairs: bool = False,
     ) -> str:
         outcome = self._run(group, ops, slot, sizes_bytes, pairs=pairs)
-        hosts = slot.crew.hosts(group)
+        hosts = slot.workers.hosts(group)
         costs, notes = shape_costs(outcome.by_position(), slot.backend, hosts)
         self.findings.collectives += costs
         self.findings.missing += notes
@@ -121,7 +123,7 @@ class CollectiveParts:
     ) -> Outcome:
         task = Task(
             ranks=ranks,
-            function="estimator.probe.shapes:time_shape",
+            function="time_shape",
             arguments={
                 "ops": ops,
                 "sizes_bytes": list(sizes_bytes),
@@ -133,18 +135,18 @@ class CollectiveParts:
 
     def beside_compute(self, slot: Slot) -> str:
         """Two nodes first, then everything, at sizes that the links carry in time."""
-        crew = slot.crew
-        firsts = tuple(members[0].rank for members in crew.nodes.values())
-        groups = list(dict.fromkeys((firsts[:2], next(shapes(crew)))))
+        workers = slot.workers
+        firsts = tuple(members[0].rank for members in workers.nodes.values())
+        groups = list(dict.fromkeys((firsts[:2], next(shapes(workers)))))
         planned_s = slot.measuring_s / len(groups)
         for group in groups:
-            cases = _overlap_cases(self._cost_of(crew, group), planned_s)
+            cases = _overlap_cases(self._cost_of(workers, group), planned_s)
             if not cases:
-                words = shape_words(crew, group)
+                words = shape_words(workers, group)
                 return f"{words}: the links are too slow to do it in time; use a larger --budget"
             task = Task(
                 ranks=group,
-                function="estimator.probe.overlap:time_rank",
+                function="time_overlap",
                 arguments={
                     "budget_s": planned_s,
                     "cases": cases,
@@ -161,15 +163,15 @@ class CollectiveParts:
                         first["in_flight"],
                         slot.backend,
                         [message["rounds"] for message in messages],
-                        nodes=len(set(crew.hosts(group))),
+                        nodes=len(set(workers.hosts(group))),
                     )
                 )
             if outcome.failures:
                 return outcome.failure
         return ""
 
-    def _cost_of(self, crew: Crew, group: Sequence[int]) -> CollectiveCost | None:
-        hosts = crew.hosts(group)
+    def _cost_of(self, workers: WorkerGroup, group: Sequence[int]) -> CollectiveCost | None:
+        hosts = workers.hosts(group)
         costs = [cost for cost in self.findings.collectives if cost.op == "all_reduce"]
         return next((cost for cost in costs if cost.hosts == hosts), None)
 

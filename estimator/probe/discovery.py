@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 import struct
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from estimator.errors import ProbeError, TopologyError
 from estimator.placement.topology import expand_hosts
+from estimator.probe.launch_secret import FILE_VARIABLE, VARIABLE, given_secret
 
 Launcher = Literal["torchrun", "slurm", "openmpi", "pmi"]
 
@@ -20,6 +22,7 @@ DEFAULT_PORT = 29500
 # Slurm jobs that share a node must not share a port: from the job's number, below the ports that
 # Linux hands out by itself (32768 and up).
 _SLURM_PORTS = range(20000, 32000)
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,8 @@ class Place:
     """One rank of a launched group, and where rank 0 is to be met.
 
     `local_rank` is None where the launcher does not say; `attempt` tells a restarted group from
-    its predecessor. With `has_store` the launcher itself serves a store at that address.
+    its predecessor. With `has_store` the launcher itself serves a store at that address. With
+    `is_local` all ranks run on this host, and rank 0 makes the `secret` where none is given.
     """
 
     launcher: Launcher
@@ -38,12 +42,20 @@ class Place:
     master_port: int = DEFAULT_PORT
     attempt: str = "0"
     has_store: bool = False
+    is_local: bool = False
+    secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ProbeError(
                 f"{self.launcher} says this is rank {self.rank} of {self.world_size}; start every "
                 "rank from 0 to one below the world size once"
+            )
+        if self.secret is None and not self.is_local:
+            raise ProbeError(
+                f"ranks on several hosts meet at {self.master_address}:{self.master_port}, where "
+                f"others may connect too, and {VARIABLE} is not set; give all ranks one "
+                f"secret by it or by {FILE_VARIABLE}, as 'estimator probe --launch' shows"
             )
 
 
@@ -66,15 +78,21 @@ def discover(environment: Mapping[str, str]) -> Place | None:
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> Place:
+    size = _number(environment, "WORLD_SIZE")
+    is_alone = size in (1, _optional_number(environment, "LOCAL_WORLD_SIZE"))
+    has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = _master(environment, "torchrun", is_alone=is_alone, is_served=has_store)
     return Place(
         launcher="torchrun",
         rank=_number(environment, "RANK"),
-        world_size=_number(environment, "WORLD_SIZE"),
+        world_size=size,
         local_rank=_optional_number(environment, "LOCAL_RANK"),
-        master_address=_master(environment, "torchrun", is_alone=environment["WORLD_SIZE"] == "1"),
+        master_address=address,
         master_port=_port(environment),
         attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        has_store=has_store,
+        is_local=is_alone or is_loopback(address),
+        secret=given_secret(environment),
     )
 
 
@@ -82,14 +100,18 @@ def _from_slurm(environment: Mapping[str, str]) -> Place:
     # https://slurm.schedmd.com/srun.html, "output environment variables".
     job = _number(environment, "SLURM_JOB_ID")
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    is_alone = environment.get("SLURM_STEP_NUM_NODES") == "1"
+    address = environment.get("MASTER_ADDR") or _first_host(nodes)
     return Place(
         launcher="slurm",
         rank=_number(environment, "SLURM_PROCID"),
         world_size=_number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         local_rank=_optional_number(environment, "SLURM_LOCALID"),
-        master_address=environment.get("MASTER_ADDR") or _first_host(nodes),
+        master_address=_LOOPBACK if is_alone else address,
         master_port=_port(environment, default=_SLURM_PORTS[job % len(_SLURM_PORTS)]),
         attempt=f"{job}.{environment['SLURM_STEP_ID']}",
+        is_local=is_alone or is_loopback(address),
+        secret=given_secret(environment),
     )
 
 
@@ -108,13 +130,16 @@ def _from_open_mpi(environment: Mapping[str, str]) -> Place:
     # https://docs.open-mpi.org, "Environment variables set by Open MPI".
     size = _number(environment, "OMPI_COMM_WORLD_SIZE")
     is_alone = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size)
+    address = _master(environment, "mpirun", is_alone=is_alone)
     return Place(
         launcher="openmpi",
         rank=_number(environment, "OMPI_COMM_WORLD_RANK"),
         world_size=size,
         local_rank=_optional_number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        master_address=_master(environment, "mpirun", is_alone=is_alone),
+        master_address=address,
         master_port=_port(environment),
+        is_local=is_alone or is_loopback(address),
+        secret=given_secret(environment),
     )
 
 
@@ -122,25 +147,42 @@ def _from_pmi(environment: Mapping[str, str]) -> Place:
     # MPICH's Hydra and Intel MPI set MPI_LOCALRANKID and MPI_LOCALNRANKS, Cray PMI_LOCAL_RANK.
     size = _number(environment, "PMI_SIZE")
     is_alone = environment.get("MPI_LOCALNRANKS") == str(size)
+    address = _master(environment, "mpiexec", is_alone=is_alone)
     return Place(
         launcher="pmi",
         rank=_number(environment, "PMI_RANK"),
         world_size=size,
         local_rank=_optional_number(environment, "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        master_address=_master(environment, "mpiexec", is_alone=is_alone),
+        master_address=address,
         master_port=_port(environment),
+        is_local=is_alone or is_loopback(address),
+        secret=given_secret(environment),
     )
 
 
-def _master(environment: Mapping[str, str], launcher: str, *, is_alone: bool) -> str:
-    """Rank 0's address; on one node it needs no saying."""
-    address = environment.get("MASTER_ADDR") or ("127.0.0.1" if is_alone else "")
+def _master(
+    environment: Mapping[str, str], launcher: str, *, is_alone: bool, is_served: bool = False
+) -> str:
+    """Rank 0's address; on one node it is the loopback, unless the launcher serves the store."""
+    if is_alone and not is_served:
+        return _LOOPBACK
+    address = environment.get("MASTER_ADDR", "")
     if not address:
         raise ProbeError(
             f"{launcher} does not tell every rank where rank 0 is; export MASTER_ADDR, as in the "
             "command that 'estimator probe --launch' prints"
         )
     return address
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address as written is this host's alone; a name may be another host's."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def _port(environment: Mapping[str, str], *, default: int = DEFAULT_PORT) -> int:

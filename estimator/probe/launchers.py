@@ -8,8 +8,12 @@ from textwrap import dedent, indent
 from typing import Literal
 
 from estimator.probe.discovery import DEFAULT_PORT
+from estimator.probe.launch_secret import MAKE_ONE, VARIABLE
 
 Cluster = Literal["slurm", "mpi", "k8s"]
+
+# Every launch has a secret of its own, made where it starts; no text holds one.
+_EXPORT = f'export {VARIABLE}="$({MAKE_ONE})"\n'
 
 
 def launch_text(
@@ -20,6 +24,7 @@ def launch_text(
     `options` go to the probe. Rank 0 writes the profile on the first node.
 
     >>> print(launch_text("slurm", nodes=2, devices=8, on_gpus=True, options=("--name", "h100")))
+    export ESTIMATOR_PROBE_SECRET="$(python -c 'import secrets; print(secrets.token_hex(32))')"
     srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --exclusive --cpu-bind=none \\
       --kill-on-bad-exit=0 --wait=0 python -m estimator.probe --name h100
     """
@@ -29,7 +34,9 @@ def launch_text(
 def _slurm(nodes: int, devices: int, on_gpus: bool, options: str) -> str:
     # The others go on where one task dies; cores are shared out by the probe itself.
     gpus = f" --gpus-per-node={devices}" if on_gpus else ""
+    # srun hands the environment on (its default, --export=ALL).
     return (
+        f"{_EXPORT}"
         f"srun --nodes={nodes} --ntasks-per-node={devices}{gpus} --exclusive --cpu-bind=none \\\n"
         f"  --kill-on-bad-exit=0 --wait=0 python -m estimator.probe {options}".rstrip()
     )
@@ -39,9 +46,11 @@ def _mpi(nodes: int, devices: int, _on_gpus: bool, options: str) -> str:
     # Open MPI 4 and 5 alike: https://docs.open-mpi.org, "Scheduling processes across hosts".
     return (
         f"# On the first node of the file HOSTS, with a line 'NODE slots={devices}' for each:\n"
+        f"{_EXPORT}"
         f"mpirun -np {nodes * devices} --hostfile HOSTS --map-by ppr:{devices}:node "
         "--bind-to none \\\n"
-        f'  -x MASTER_ADDR="$(hostname)" -x MASTER_PORT={DEFAULT_PORT} \\\n'
+        f'  -x MASTER_ADDR="$(hostname)" -x MASTER_PORT={DEFAULT_PORT} '
+        f"-x {VARIABLE} \\\n"
         f"  python -m estimator.probe {options}".rstrip()
     )
 
@@ -54,6 +63,9 @@ def _kubernetes(nodes: int, devices: int, on_gpus: bool, options: str) -> str:
     limits = f"\nresources: {{limits: {{nvidia.com/gpu: {devices}}}}}" if on_gpus else ""
     manifest = dedent(
         f"""\
+        # Give the ranks a secret of this launch, which nobody else on the network has:
+        #   {MAKE_ONE} |
+        #     kubectl create secret generic estimator-probe --from-file=secret=/dev/stdin
         # Put an image with torch and throughput-estimator in place of IMAGE, kubectl apply -f it,
         # and once the job is complete keep the profile, which is all that rank 0's pod prints:
         #   kubectl logs --tail=-1 > PROFILE.json \\
@@ -89,6 +101,9 @@ def _kubernetes(nodes: int, devices: int, on_gpus: bool, options: str) -> str:
               containers:
               - name: probe
                 image: IMAGE
+                env:
+                - name: {VARIABLE}
+                  valueFrom: {{secretKeyRef: {{name: estimator-probe, key: secret}}}}
                 volumeMounts: [{{name: shm, mountPath: /dev/shm}}]
                 command: [sh, -c]
                 args:

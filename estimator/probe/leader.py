@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from estimator.errors import ProbeError
-from estimator.probe.board import Board, Pulse
-from estimator.probe.members import Crew, Member
+from pydantic import TypeAdapter
 
-_LOOK_S = 0.02
+from estimator.errors import ProbeError
+from estimator.probe.members import Member, WorkerGroup
+from estimator.probe.message_store import HeartbeatMonitor, MessageStore
+from estimator.probe.messages import (
+    Assignment,
+    End,
+    MemberMessage,
+    NotReady,
+    Rendezvous,
+    Round,
+    TaskMessage,
+    checked,
+    checked_answers,
+)
+from estimator.probe.rank_functions import FUNCTIONS, FunctionName
+
+_POLL_S = 0.02
 # How long ranks may take to end what was called off; the dead are noticed before that.
-CALLED_OFF_S = Pulse.PATIENCE_S + 1.0
+CALLED_OFF_S = HeartbeatMonitor.PATIENCE_S + 1.0
 # How long they may take to hear that it is over; launchers that end a job (Open MPI: SIGTERM, then
 # SIGKILL after 1 s) leave less.
-_GOODBYE_S, _SHORT_GOODBYE_S = 3.0, 0.3
+_LEAVE_S, _SHORT_LEAVE_S = 3.0, 0.3
 # A task of so many planned seconds also starts and ends; that much of them is for measuring.
 _MEASURING_RATIO = 0.85
 _LEAST_TIMEOUT_S = 1.0
@@ -27,17 +42,19 @@ _CONSEQUENCES = ("Connection closed", "Connection reset", "died without a result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A function that some ranks run together in a process group, or one rank `alone`.
+    """One of the listed functions that some ranks run in a process group, or one rank alone.
 
-    The function is ``module:name``: ``(rank, world_size, arguments)`` in a group, rank by position
-    in `ranks`; alone ``(arguments, is_called_off)``, in the rank's own process. Arguments are JSON
-    values.
+    Its rank in a group is the position in `ranks`. Arguments are JSON values.
     """
 
     ranks: tuple[int, ...]
-    function: str
+    function: FunctionName
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    alone: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether it runs in a rank's own process, without a group."""
+        return FUNCTIONS[self.function].alone
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,37 +81,39 @@ class Outcome:
 class Leader:
     """Rank 0's side of the conversation; `stop` calls off what is under way."""
 
-    def __init__(self, board: Board, world_size: int, stop: threading.Event) -> None:
-        self.board, self.world_size, self.stop = board, world_size, stop
+    def __init__(self, store: MessageStore, world_size: int, stop: threading.Event) -> None:
+        self.store, self.world_size, self.stop = store, world_size, stop
         self.lost: dict[int, str] = {}
         self._rounds = 0
         self._members: tuple[int, ...] = ()
-        self._pulse = Pulse(range(world_size))
+        self._heartbeats = HeartbeatMonitor(range(world_size))
         self._heard_at = time.monotonic()
 
-    def gather_hellos(self, timeout_s: float) -> dict[int, dict[str, Any]]:
+    def gather_ranks(self, timeout_s: float) -> dict[int, Rendezvous]:
         """What each rank says of itself; ranks that have not come by then are lost."""
-        found = self._collect("hello", range(self.world_size), timeout_s)
+        found: dict[int, Rendezvous] = {}
+        for rank, value in self._collect("rendezvous", range(self.world_size), timeout_s).items():
+            try:
+                found[rank] = checked(Rendezvous, value, f"rank {rank}")
+            except ProbeError as error:
+                self.lost[rank] = str(error)
         for rank in range(self.world_size):
             if rank not in found:
-                self.lost[rank] = f"rank {rank} did not start within {timeout_s:.0f} s"
+                self.lost.setdefault(rank, f"rank {rank} did not start within {timeout_s:.0f} s")
         return found
 
-    def welcome(
-        self, welcomes: Mapping[int, Mapping[str, Any]], timeout_s: float
-    ) -> tuple[Member, ...]:
+    def assign(self, assignments: Mapping[int, Assignment], timeout_s: float) -> tuple[Member, ...]:
         """Tell each rank its part; the members that are ready. Raises ProbeError if none is."""
-        for rank, words in welcomes.items():
-            self.board.post(f"welcome/{rank}", words)
-        coming = [rank for rank, words in welcomes.items() if "turned_away" not in words]
+        for rank, assignment in assignments.items():
+            self.store.post(f"assignment/{rank}", assignment.model_dump())
+        coming = [rank for rank, assignment in assignments.items() if not assignment.refused]
         found = self._collect("member", coming, timeout_s)
         members = []
         for rank in coming:
-            answer = found.get(rank, {"failure": f"rank {rank} fell silent at the start"})
-            if "failure" in answer:
-                self.lost[rank] = answer["failure"]
-            else:
-                members.append(Member.from_dict(answer))
+            try:
+                members.append(_member_from(found.get(rank), rank))
+            except ProbeError as error:
+                self.lost[rank] = str(error)
         if not members:
             raise ProbeError(next(iter(self.lost.values()), "no rank is left; start them again"))
         self._members = tuple(member.rank for member in members)
@@ -107,9 +126,11 @@ class Leader:
             if self.stop.is_set():
                 raise KeyboardInterrupt
             for rank in ranks:
-                if rank not in found and self.board.has(f"{kind}/{rank}"):
-                    found[rank] = self.board.read(f"{kind}/{rank}")
-            time.sleep(_LOOK_S)
+                if rank not in found:
+                    value = self.store.read(f"{kind}/{rank}")
+                    if value is not None:
+                        found[rank] = value
+            time.sleep(_POLL_S)
         return found
 
     def run(
@@ -126,32 +147,29 @@ class Leader:
         """
         number = self._rounds
         self._rounds += 1
-        self.board.post(
-            f"round/{number}",
-            [
-                {
-                    "ranks": list(task.ranks),
-                    "function": task.function,
-                    "arguments": dict(task.arguments),
-                    "alone": task.alone,
-                    "timeout_s": timeout_s,
-                }
-                for task in tasks
-            ],
-        )
-        watches = [_Watch(self.board, f"{number}/{i}", task) for i, task in enumerate(tasks)]
+        messages = [
+            TaskMessage(
+                ranks=list(task.ranks),
+                function=task.function,
+                arguments=dict(task.arguments),
+                timeout_s=timeout_s,
+            )
+            for task in tasks
+        ]
+        self.store.post(f"round/{number}", Round(tasks=messages).model_dump())
+        running = [_RunningTask(self.store, f"{number}/{i}", task) for i, task in enumerate(tasks)]
         deadline = time.monotonic() + timeout_s
-        while any(watch.waiting for watch in watches):
-            time.sleep(_LOOK_S)
-            silent = self._silent({rank for watch in watches for rank in watch.waiting})
+        while any(one.waiting for one in running):
+            time.sleep(_POLL_S)
+            silent = self._silent({rank for one in running for rank in one.waiting})
             is_late = time.monotonic() > deadline
-            for watch in watches:
-                watch.look(silent, is_late=is_late, is_stopped=self.stop.is_set())
+            for one in running:
+                one.poll(silent, is_late=is_late, is_stopped=self.stop.is_set())
             tell()
-        for watch in watches:
-            for rank, why in watch.lost.items():
+        for one in running:
+            for rank, why in one.lost.items():
                 self.lost.setdefault(rank, why)
-        return [watch.outcome for watch in watches]
+        return [one.outcome for one in running]
 
     def _silent(self, ranks: set[int]) -> set[int]:
         now = time.monotonic()
@@ -159,67 +177,99 @@ class Leader:
         return {
             rank
             for rank in ranks
-            if not self._pulse.listen(rank, self.board.read(f"beat/{rank}"), tick_s)
+            if not self._heartbeats.listen(rank, self.store.read(f"beat/{rank}"), tick_s)
         }
 
     def finish(self) -> None:
         """Tell all ranks that it is over, and let them hear it before the store ends."""
-        self.board.post(f"round/{self._rounds}", "over")
-        patience_s = _SHORT_GOODBYE_S if self.stop.is_set() else _GOODBYE_S
+        self.store.post(f"round/{self._rounds}", Round(tasks=[]).model_dump())
+        patience_s = _SHORT_LEAVE_S if self.stop.is_set() else _LEAVE_S
         deadline = time.monotonic() + patience_s
-        living = [f"goodbye/{rank}" for rank in self._members if rank not in self.lost]
-        while living and not self.board.has(*living) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+        living = [rank for rank in self._members if rank not in self.lost]
+        while living and time.monotonic() < deadline:
+            living = [rank for rank in living if self.store.read(f"leave/{rank}") is None]
+            time.sleep(_POLL_S)
 
 
-class _Watch:
+class _RunningTask:
     """A task under way: who has not ended yet, and since when it is called off."""
 
-    def __init__(self, board: Board, key: str, task: Task) -> None:
-        self.board, self.key = board, key
+    def __init__(self, store: MessageStore, key: str, task: Task) -> None:
+        self.store, self.key = store, key
         self.outcome = Outcome(task=task)
         self.waiting = set(task.ranks)
         self.lost: dict[int, str] = {}
         self._called_off_at: float | None = None
 
-    def look(self, silent: set[int], *, is_late: bool, is_stopped: bool) -> None:
+    def poll(self, silent: set[int], *, is_late: bool, is_stopped: bool) -> None:
         """Take the reports of ranks that have ended, and give up on those that are lost.
 
         Stopped, it takes the reports that are there; what runs alone reports once it has ended.
         """
         for rank in sorted(self.waiting):
-            if self.board.has(f"done/{self.key}/{rank}"):
-                self._take_end(rank)
+            end = self.store.read(f"done/{self.key}/{rank}")
+            if end is not None:
+                self._take_end(rank, end)
             elif rank in silent:
                 self._give_up(rank, "stopped answering")
         if self.waiting and (is_late or is_stopped or self.outcome.failures):
             now = time.monotonic()
             if self._called_off_at is None:
                 self._called_off_at = now
-                self.board.post(f"cancel/{self.key}", True)
+                self.store.post(f"cancel/{self.key}", True)
             patience_s = 0.0 if is_stopped and not self.outcome.task.alone else CALLED_OFF_S
             if now - self._called_off_at >= patience_s:
                 for rank in sorted(self.waiting):
                     self._give_up(rank, "did not end in time")
 
-    def _take_end(self, rank: int) -> None:
-        end = self.board.read(f"done/{self.key}/{rank}")
+    def _take_end(self, rank: int, message: Any) -> None:
         self.waiting.discard(rank)
-        self.outcome.reports[rank] = [
-            self.board.read(f"report/{self.key}/{rank}/{count}") for count in range(end["reports"])
-        ]
-        self.outcome.results[rank] = end["result"]
-        if end["failure"] is not None:
-            self.outcome.failures[rank] = end["failure"]
+        try:
+            end = checked(End, message, f"rank {rank}")
+            self.outcome.reports[rank] = self._reports(rank, end.reports)
+            if end.result is not None:
+                checked_answers(self._answer, [end.result], f"rank {rank}")
+                self.outcome.results[rank] = end.result
+            if end.failure is not None:
+                self.outcome.failures[rank] = end.failure
+        except ProbeError as error:
+            self.outcome.failures[rank] = str(error)
 
     def _give_up(self, rank: int, why: str) -> None:
         """Keep what a rank reported before it was lost."""
         self.waiting.discard(rank)
         self.lost[rank] = self.outcome.failures[rank] = why
+        with contextlib.suppress(ProbeError):
+            self.outcome.reports[rank] = self._reports(rank, None)
+
+    @property
+    def _answer(self) -> TypeAdapter[Any]:
+        return FUNCTIONS[self.outcome.task.function].answer
+
+    def _reports(self, rank: int, count: int | None) -> list[Any]:
+        """So many reports of a rank, or as many as there are; raises ProbeError."""
         reports: list[Any] = []
-        while self.board.has(f"report/{self.key}/{rank}/{len(reports)}"):
-            reports.append(self.board.read(f"report/{self.key}/{rank}/{len(reports)}"))
-        self.outcome.reports[rank] = reports
+        while count is None or len(reports) < count:
+            report = self.store.read(f"report/{self.key}/{rank}/{len(reports)}")
+            if report is None:
+                break
+            reports.append(report)
+        checked_answers(self._answer, reports, f"rank {rank}")
+        if count is not None and len(reports) < count:
+            raise ProbeError(f"rank {rank} sent {count} reports, {len(reports)} of them signed")
+        return reports
+
+
+def _member_from(answer: Any, rank: int) -> Member:
+    """The member that a rank has become; raises ProbeError saying why it has not."""
+    if answer is None:
+        raise ProbeError(f"rank {rank} fell silent at the start")
+    if isinstance(answer, dict) and "failure" in answer:
+        raise ProbeError(checked(NotReady, answer, f"rank {rank}").failure)
+    message = checked(MemberMessage, answer, f"rank {rank}")
+    if message.rank != rank:
+        raise ProbeError(f"rank {rank} calls itself rank {message.rank}; start every rank once")
+    return Member.from_dict(message.model_dump())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +280,7 @@ class Slot:
     """
 
     leader: Leader
-    crew: Crew
+    workers: WorkerGroup
     planned_s: float
     ends_at: float
     tell: Callable[[], None]
@@ -243,7 +293,7 @@ class Slot:
     @property
     def backend(self) -> str:
         """What the members' devices communicate with."""
-        return "nccl" if self.crew.members[0].device.kind == "cuda" else "gloo"
+        return "nccl" if self.workers.members[0].device.kind == "cuda" else "gloo"
 
     def run(self, task: Task) -> Outcome:
         """Run one task within the slot."""

@@ -11,7 +11,7 @@ from estimator.machines.profile import LinkKind, MachineProfile
 from estimator.probe.cluster_findings import ClusterFindings
 from estimator.probe.copies import MESSAGE_SIZES_BYTES
 from estimator.probe.leader import Outcome, Slot, Task
-from estimator.probe.members import Crew, Member, device_reach
+from estimator.probe.members import Member, WorkerGroup, device_reach
 from estimator.probe.network import (
     CELL_SIZES_BYTES,
     FLOW_SIZES_BYTES,
@@ -38,18 +38,20 @@ class LinkParts:
 
     def between_nodes(self, slot: Slot) -> str:
         """A few pairs of nodes of one rack, and of unlike ones; the middle pair stands for all."""
-        crew = slot.crew
+        workers = slot.workers
         chosen: list[tuple[str, str]] = []
         for reach in ("rack", "cluster"):
-            near = [pair for pair in permutations(crew.nodes, 2) if crew.reach(*pair) == reach]
+            near = [
+                pair for pair in permutations(workers.nodes, 2) if workers.reach(*pair) == reach
+            ]
             chosen += _spread_out(near, _PAIRS_PER_CLASS)
         outcome = self._time_pairs(chosen, MESSAGE_SIZES_BYTES, slot, slot.measuring_s)
-        kind = network_kind(crew.members[0].device.kind)
+        kind = network_kind(workers.members[0].device.kind)
         for reach in ("rack", "cluster"):
             links = [
                 pair_link(kind, reach, message, note=f"{source} to {target}")
-                for (source, target), message in _sent(crew, outcome).items()
-                if crew.reach(source, target) == reach
+                for (source, target), message in _sent(workers, outcome).items()
+                if workers.reach(source, target) == reach
             ]
             if links:
                 self.findings.network.append(typical_link(links))
@@ -57,7 +59,7 @@ class LinkParts:
 
     def every_pair(self, slot: Slot) -> str:
         """Every node to every other, by a cheaper measurement."""
-        hosts = tuple(slot.crew.nodes)
+        hosts = tuple(slot.workers.nodes)
         # By distance in the list, so that a budget that ends early leaves no node out.
         chosen = [
             (hosts[i], hosts[(i + step) % len(hosts)])
@@ -65,13 +67,13 @@ class LinkParts:
             for i in range(len(hosts))
         ]
         outcome = self._time_pairs(chosen, CELL_SIZES_BYTES, slot, slot.measuring_s)
-        found = dict(_sent(slot.crew, outcome))
+        found = dict(_sent(slot.workers, outcome))
         if not found:
             return outcome.failure or "the budget was over"
-        if (doubtful := _doubtful(slot.crew, found)) and not outcome.failures:
+        if (doubtful := _doubtful(slot.workers, found)) and not outcome.failures:
             again_s = _AGAIN_SHARE * slot.measuring_s
             outcome = self._time_pairs(doubtful, CELL_SIZES_BYTES, slot, again_s)
-            for pair, message in _sent(slot.crew, outcome).items():
+            for pair, message in _sent(slot.workers, outcome).items():
                 # What else runs on a machine makes messages slower, never faster.
                 found[pair] = max(found[pair], message, key=_rate_bytes_per_s)
         self.findings.pairs = pair_matrix(hosts, found, at=self.findings.at)
@@ -87,13 +89,13 @@ class LinkParts:
         budget_s: float,
     ) -> Outcome:
         """Time messages between the first ranks of pairs of nodes, apart where they may meet."""
-        crew = slot.crew
-        hosts = [host for host in crew.nodes if any(host in pair for pair in chosen)]
+        workers = slot.workers
+        hosts = [host for host in workers.nodes if any(host in pair for pair in chosen)]
         place = {host: position for position, host in enumerate(hosts)}
-        links = {(place[a], place[b]): crew.links_between(a, b) for a, b in chosen}
+        links = {(place[a], place[b]): workers.links_between(a, b) for a, b in chosen}
         task = Task(
-            ranks=tuple(crew.nodes[host][0].rank for host in hosts),
-            function="estimator.probe.network:time_pairs",
+            ranks=tuple(workers.nodes[host][0].rank for host in hosts),
+            function="time_pairs",
             arguments={
                 "pairs": grouped(links, links),
                 "sizes_bytes": list(sizes_bytes),
@@ -104,14 +106,14 @@ class LinkParts:
 
     def shared_nics(self, slot: Slot) -> str:
         """As many flows as devices, and two, from one node to another and to several."""
-        crew = slot.crew
-        kind = network_kind(crew.members[0].device.kind)
-        cases = list(_flow_cases(crew.densest_first))
+        workers = slot.workers
+        kind = network_kind(workers.members[0].device.kind)
+        cases = list(_flow_cases(workers.densest_first))
         for ranks, note in cases:
             count = len(ranks) // 2
             task = Task(
                 ranks=ranks,
-                function="estimator.probe.network:time_flows",
+                function="time_flows",
                 arguments={
                     "flows": [[position, position + count] for position in range(count)],
                     "sizes_bytes": list(FLOW_SIZES_BYTES),
@@ -121,7 +123,7 @@ class LinkParts:
             outcome = slot.run(task)
             messages = [message for reports in outcome.by_position() for message in reports]
             if len(messages) == count:
-                reach = crew.reach(*crew.hosts((ranks[0], ranks[-1])))
+                reach = workers.reach(*workers.hosts((ranks[0], ranks[-1])))
                 self.findings.network.append(flow_link(kind, reach, messages, note=note))
             if outcome.failures:
                 return outcome.failure
@@ -129,7 +131,7 @@ class LinkParts:
 
     def inside_a_node(self, slot: Slot) -> str:
         """One pair of devices of one node for each way in which two of them are near."""
-        members = slot.crew.densest_first[0]
+        members = slot.workers.densest_first[0]
         kind: LinkKind = "d2d" if members[0].device.kind == "cuda" else "loopback"
         known = {(link.kind, link.reach) for link in (self.base.links if self.base else ())}
         pairs: dict[Any, tuple[int, int]] = {}
@@ -141,7 +143,7 @@ class LinkParts:
             return ""
         task = Task(
             ranks=tuple(member.rank for member in members),
-            function="estimator.probe.network:time_pairs",
+            function="time_pairs",
             arguments={
                 "pairs": [[pair] for pair in pairs.values()],
                 "sizes_bytes": list(MESSAGE_SIZES_BYTES),
@@ -171,16 +173,16 @@ def _flow_cases(nodes: Sequence[Sequence[Member]]) -> Iterator[tuple[tuple[int, 
 
 
 def _doubtful(
-    crew: Crew, found: Mapping[tuple[str, str], Mapping[str, Any]]
+    workers: WorkerGroup, found: Mapping[tuple[str, str], Mapping[str, Any]]
 ) -> list[tuple[str, str]]:
     """The pairs that look slow among those of the same reach."""
     rates = {pair: _rate_bytes_per_s(message) for pair, message in found.items()}
     usual: dict[str, float] = {}
     for reach in ("rack", "cluster"):
-        near = [rate for pair, rate in rates.items() if crew.reach(*pair) == reach]
+        near = [rate for pair, rate in rates.items() if workers.reach(*pair) == reach]
         usual[reach] = statistics.median(near) if near else 0.0
     return [
-        pair for pair, rate in rates.items() if rate < _DOUBTFUL_RATIO * usual[crew.reach(*pair)]
+        pair for pair, rate in rates.items() if rate < _DOUBTFUL_RATIO * usual[workers.reach(*pair)]
     ]
 
 
@@ -188,9 +190,9 @@ def _rate_bytes_per_s(message: Mapping[str, Any]) -> float:
     return pair_link("tcp", "rack", message).bandwidth_bytes_per_s
 
 
-def _sent(crew: Crew, outcome: Outcome) -> dict[tuple[str, str], Mapping[str, Any]]:
+def _sent(workers: WorkerGroup, outcome: Outcome) -> dict[tuple[str, str], Mapping[str, Any]]:
     """What senders reported, by nodes (from, to)."""
-    hosts = crew.hosts(outcome.task.ranks)
+    hosts = workers.hosts(outcome.task.ranks)
     return {
         (hosts[message["from"]], hosts[message["to"]]): message
         for reports in outcome.by_position()

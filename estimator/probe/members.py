@@ -39,16 +39,16 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crew:
+class WorkerGroup:
     """The members that take part, in rank order, and the racks of their nodes."""
 
     members: tuple[Member, ...]
     cluster: Cluster | None = None
 
-    def without(self, ranks: set[int]) -> Crew:
+    def without(self, ranks: set[int]) -> WorkerGroup:
         """Those that are left."""
         left = tuple(member for member in self.members if member.rank not in ranks)
-        return Crew(members=left, cluster=self.cluster)
+        return WorkerGroup(members=left, cluster=self.cluster)
 
     @property
     def nodes(self) -> dict[str, tuple[Member, ...]]:
@@ -92,7 +92,7 @@ class Crew:
         above = self._switches_above(host)
         return above[0] if above else ""
 
-    def strangers(self) -> tuple[str, ...]:
+    def unknown_hosts(self) -> tuple[str, ...]:
         """Nodes that the cluster file does not name."""
         if self.cluster is None:
             return ()
@@ -109,7 +109,7 @@ class Crew:
         other in its queues. Without a cluster file everything may go through one cable, so that is
         what is said.
         """
-        if self.cluster is None or {host, other} & set(self.strangers()):
+        if self.cluster is None or {host, other} & set(self.unknown_hosts()):
             return frozenset({"the network"})
         ups, downs = set(self._switches_above(host)), set(self._switches_above(other))
         return frozenset({host, other} | {f"switch {name}" for name in ups ^ downs})

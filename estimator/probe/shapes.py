@@ -11,7 +11,7 @@ from typing import Any
 from estimator.machines.profile import CollectiveCost, CollectiveName
 from estimator.probe.clocks import SharedClock, Window
 from estimator.probe.collectives import CallTimer, collective_cost
-from estimator.probe.members import Crew
+from estimator.probe.members import WorkerGroup
 from estimator.probe.pacing import Pace
 from estimator.probe.ranks import report
 from estimator.units import KIB, MIB
@@ -34,20 +34,24 @@ PAIR_SIZES_BYTES = (64 * KIB, 1 * MIB, 8 * MIB)
 _LONG_S = 0.25
 
 
-def shapes(crew: Crew) -> Iterator[tuple[int, ...]]:
+def shapes(workers: WorkerGroup) -> Iterator[tuple[int, ...]]:
     """Groups of ranks worth measuring, the most telling first, their nodes rack by rack.
 
     Everything; one device on each of two, of all, and of three nodes; all devices of two nodes;
     then the powers of two between. Two nodes in one rack, and two in unlike ones.
     """
-    nodes = list(crew.nodes_by_rack.values())
-    per_node, count = crew.devices_per_node, len(nodes)
+    nodes = list(workers.nodes_by_rack.values())
+    per_node, count = workers.devices_per_node, len(nodes)
     everything = tuple(member.rank for node in nodes for member in node)
     powers = [1 << power for power in range(2, count.bit_length()) if 1 << power < count]
     wanted = [(1, 2), (1, count), (per_node, 2), (1, 3), (per_node, 3)]
     wanted += [(devices, power) for power in powers for devices in (1, per_node)]
     seen = set()
-    for group in (everything, *(_block(nodes, *shape) for shape in wanted), *_across_racks(crew)):
+    for group in (
+        everything,
+        *(_block(nodes, *shape) for shape in wanted),
+        *_across_racks(workers),
+    ):
         if len(group) > 1 and group not in seen:
             seen.add(group)
             yield group
@@ -59,20 +63,20 @@ def _block(nodes: Sequence[Sequence[Any]], devices: int, count: int) -> tuple[in
     return tuple(member.rank for node in nodes[:count] for member in node[:devices])
 
 
-def _across_racks(crew: Crew) -> Iterator[tuple[int, ...]]:
+def _across_racks(workers: WorkerGroup) -> Iterator[tuple[int, ...]]:
     first_of: dict[str, int] = {}
-    for host, members in crew.nodes.items():
-        first_of.setdefault(crew.rack_of(host), members[0].rank)
+    for host, members in workers.nodes.items():
+        first_of.setdefault(workers.rack_of(host), members[0].rank)
     yield tuple(first_of.values())[:2]
 
 
-def shape_words(crew: Crew, group: Sequence[int]) -> str:
+def shape_words(workers: WorkerGroup, group: Sequence[int]) -> str:
     """A group in words.
 
-    >>> shape_words(Crew(members=()), ())
+    >>> shape_words(WorkerGroup(members=()), ())
     '0 ranks'
     """
-    hosts = crew.hosts(group)
+    hosts = workers.hosts(group)
     counts = {hosts.count(host) for host in hosts}
     if len(counts) == 1:
         return f"{counts.pop()} × {len(set(hosts))} nodes"

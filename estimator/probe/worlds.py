@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import threading
 import time
@@ -11,11 +10,16 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-# How often a rank looks whether its measurement was called off because another rank was lost.
-_LOOK_S = 0.25
+from estimator.errors import ProbeError
+from estimator.probe.message_store import MessageStore, connect
+from estimator.probe.rank_functions import FUNCTIONS
+from estimator.probe.signing import Signer
+
+# How often a rank sees whether its measurement was called off because another rank was lost.
+_POLL_S = 0.25
 _CALLED_OFF = 3
 # What measurements need, imported once per rank and not once per measurement.
-MODULES = ("estimator.probe.network", "estimator.probe.overlap", "estimator.probe.shapes")
+MODULES = ("estimator.probe.signed_store", "estimator.probe.worlds")
 
 
 def in_world(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> Any:
@@ -27,25 +31,29 @@ def in_world(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> Any:
     import torch
     import torch.distributed as torch_distributed
 
+    from estimator.probe.signed_store import SignedStore
+
     dist: Any = torch_distributed
     order = arguments["world"]
     timeout = timedelta(seconds=order["timeout_s"])
+    signer = Signer(bytes.fromhex(order["session_key"]))
     if order["interface"]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", order["interface"])
     on_cuda = order["kind"] == "cuda"
-    store = dist.TCPStore(order["address"], order["port"], is_master=False, timeout=timeout)
-    _end_when_called_off(dist, order)
+    store = connect(order["address"], order["port"], timeout_s=order["timeout_s"])
+    store.set_timeout(timeout)
+    _end_when_called_off(order, signer)
+    prefix = f"{order['prefix']}/{order['group']}"
     dist.init_process_group(
         "nccl" if on_cuda else "gloo",
-        store=dist.PrefixStore(order["prefix"], store),
+        store=SignedStore(dist.PrefixStore(prefix, store), signer.derived(order["group"])),
         rank=order["rank"],
         world_size=order["world_size"],
         timeout=timeout,
         device_id=torch.device("cuda", torch.cuda.current_device()) if on_cuda else None,
     )
-    module, _, name = arguments["function"].partition(":")
-    function = getattr(importlib.import_module(module), name)
-    result = function(order["rank"], order["world_size"], arguments["arguments"])
+    function = FUNCTIONS[arguments["function"]]
+    result = function.call(order["rank"], order["world_size"], arguments["arguments"])
     # A rank that leaves first would end connections that others still use.
     dist.barrier()
     dist.destroy_process_group()
@@ -56,14 +64,14 @@ def nothing(_rank: int, _world_size: int, _arguments: Mapping[str, Any]) -> None
     """What a rank runs first, so that its server has imported torch before anything is timed."""
 
 
-def _end_when_called_off(dist: Any, order: Mapping[str, Any]) -> None:
-    timeout = timedelta(seconds=order["timeout_s"])
-    store = dist.TCPStore(order["address"], order["port"], is_master=False, timeout=timeout)
+def _end_when_called_off(order: Mapping[str, Any], signer: Signer) -> None:
+    store = connect(order["address"], order["port"], timeout_s=order["timeout_s"])
+    messages = MessageStore(store, order["attempt"], signer)
 
-    def look() -> None:
-        with contextlib.suppress(RuntimeError):
-            while not store.check([order["cancel"]]):
-                time.sleep(_LOOK_S)
+    def poll() -> None:
+        with contextlib.suppress(ProbeError):
+            while messages.read(order["cancel"]) is None:
+                time.sleep(_POLL_S)
         os._exit(_CALLED_OFF)
 
-    threading.Thread(target=look, daemon=True).start()
+    threading.Thread(target=poll, daemon=True).start()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pytest
 import testbed.network as cables
@@ -22,10 +22,12 @@ from estimator.errors import ProbeError
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, MachineProfile
 from estimator.probe.__main__ import run
-from estimator.probe.board import Pulse
 from estimator.probe.cluster_findings import unequal_versions
-from estimator.probe.cluster_probe import ClusterRequest, welcomes_to
-from estimator.probe.members import Crew, Member
+from estimator.probe.cluster_probe import ClusterRequest, assignments_for
+from estimator.probe.launch_secret import VARIABLE
+from estimator.probe.members import Member, WorkerGroup
+from estimator.probe.message_store import HeartbeatMonitor
+from estimator.probe.messages import Rendezvous
 
 # A rank as the command line starts it, but with the host name and the versions given, and told to
 # stop once it has come to the last of the parts that are looked at.
@@ -33,7 +35,7 @@ RANK = """
 import sys, os, threading
 from estimator.probe.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.discovery import discover
-from estimator.probe.follower import follow
+from estimator.probe.worker import run_worker
 from estimator.machines.profile import load_profile
 
 host, version, base, out = sys.argv[1:]
@@ -47,7 +49,7 @@ def report(part, done):
 place = discover(os.environ)
 versions = {"estimator": version, "torch": "2." + str(place.rank)}
 if place.rank:
-    print(follow(place, host=host, versions=versions), file=sys.stderr)
+    print(run_worker(place, host=host, versions=versions), file=sys.stderr)
 else:
     found = probe_cluster(
         place,
@@ -165,7 +167,7 @@ def test_unequal_versions_are_said_and_recorded(two_nodes: Ended) -> None:
     assert "torch on b is 2.1, on rank 0 it is 2.0" in two_nodes.said[0]
 
 
-def test_a_rank_of_another_estimator_is_turned_away_and_the_rest_goes_on(two_nodes: Ended) -> None:
+def test_a_rank_of_another_estimator_is_refused_and_the_rest_goes_on(two_nodes: Ended) -> None:
     sentence = "rank 3 on node c runs estimator 1, rank 0 runs 2"
     assert sentence in two_nodes.said[0]
     assert any(sentence in missing for missing in two_nodes.profile.missing)
@@ -197,7 +199,7 @@ def test_a_killed_rank_and_a_pulled_cable_cost_only_themselves(tmp_path: Path) -
         for placed in place(bed, bed_of_four.all_devices()):
             arguments = [placed.node, "2", str(tmp_path / "base.json"), str(out)]
             command = [*bed.entering(placed.node), sys.executable, "-c", RANK, *arguments]
-            commands.append((command, placed.environment))
+            commands.append((command, {**placed.environment, VARIABLE: "ab" * 16}))
         with started(*commands) as ranks:
             wait_for(ranks[0].stdout, "all-reduce over everything")
             os.killpg(ranks[1].pid, signal.SIGKILL)
@@ -227,53 +229,59 @@ def member(rank: int, host: str, **versions: str) -> Member:
 
 
 def test_versions_are_compared_with_rank_0s_node_by_node() -> None:
-    crew = Crew(
+    workers = WorkerGroup(
         members=(
             member(0, "a", torch="2.13", nccl="2.27"),
             member(1, "b", torch="2.12", nccl="2.27"),
             member(2, "c", torch="2.12"),
         )
     )
-    assert unequal_versions(crew) == {"torch on b, c": "2.12", "nccl on c": "none"}
+    assert unequal_versions(workers) == {"torch on b, c": "2.12", "nccl on c": "none"}
 
 
-def hello(host: str, cores: list[int], local_rank: int | None = None) -> dict[str, Any]:
-    return {
-        "host": host,
-        "address": f"10.0.0.{ord(host) - 96}",
-        "local_rank": local_rank,
-        "cores": cores,
-        "versions": {"estimator": "2"},
-    }
+def rendezvous_of(host: str, cores: list[int], local_rank: int | None = None) -> Rendezvous:
+    return Rendezvous(
+        host=host,
+        address=f"10.0.0.{ord(host) - 96}",
+        local_rank=local_rank,
+        cores=cores,
+        versions={"estimator": "2"},
+        nonce="0" * 32,
+    )
 
 
 def test_ranks_of_one_host_are_numbered_in_order_where_the_launcher_does_not() -> None:
-    hellos = {0: hello("a", [0, 1]), 1: hello("b", [0]), 2: hello("a", [0, 1]), 3: hello("b", [1])}
-    welcomes = welcomes_to(hellos, ClusterRequest())
-    assert [welcomes[rank]["local_rank"] for rank in range(4)] == [0, 0, 1, 1]
+    rendezvous = {
+        0: rendezvous_of("a", [0, 1]),
+        1: rendezvous_of("b", [0]),
+        2: rendezvous_of("a", [0, 1]),
+        3: rendezvous_of("b", [1]),
+    }
+    assignments = assignments_for(rendezvous, ClusterRequest())
+    assert [assignments[rank].local_rank for rank in range(4)] == [0, 0, 1, 1]
     # On b the launcher gave each rank a core of its own; on a they share both.
-    assert [welcomes[rank]["has_own_cores"] for rank in range(4)] == [False, True, False, True]
+    assert [assignments[rank].has_own_cores for rank in range(4)] == [False, True, False, True]
     # Ranks of a find their way to the network by an address of b, and the reverse.
-    assert [welcomes[rank]["peer"] for rank in range(2)] == ["10.0.0.2", "10.0.0.1"]
+    assert [assignments[rank].peer for rank in range(2)] == ["10.0.0.2", "10.0.0.1"]
 
 
 def test_more_ranks_on_a_node_than_the_base_has_devices_are_refused(
     small_profile: MachineProfile,
 ) -> None:
-    hellos = {rank: hello("a", [0, 1]) for rank in range(3)}
+    rendezvous = {rank: rendezvous_of("a", [0, 1]) for rank in range(3)}
     with pytest.raises(ProbeError, match=r"more than 2 ranks were started on node a"):
-        welcomes_to(hellos, ClusterRequest(base=small_profile))
+        assignments_for(rendezvous, ClusterRequest(base=small_profile))
 
 
 def test_a_rank_is_lost_only_after_silence_that_was_listened_to() -> None:
-    pulse = Pulse([1])
-    assert pulse.listen(1, 0, tick_s=0.1)
+    heartbeats = HeartbeatMonitor([1])
+    assert heartbeats.listen(1, 0, tick_s=0.1)
     # This process itself was stopped for a minute: that minute tells nothing of rank 1.
-    assert pulse.listen(1, 0, tick_s=60.0)
-    quiet = [pulse.listen(1, 0, tick_s=0.1) for _ in range(60)]
+    assert heartbeats.listen(1, 0, tick_s=60.0)
+    quiet = [heartbeats.listen(1, 0, tick_s=0.1) for _ in range(60)]
     assert quiet[0]
     assert not quiet[-1], "six seconds of silence"
-    assert pulse.listen(1, 1, tick_s=0.1), "and alive again with the next beat"
+    assert heartbeats.listen(1, 1, tick_s=0.1), "and alive again with the next beat"
 
 
 def probe_of_two(folder: Path) -> list[tuple[list[str], Mapping[str, str]]]:

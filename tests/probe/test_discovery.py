@@ -10,7 +10,10 @@ from estimator.cli.main import commands
 from estimator.errors import ProbeError
 from estimator.probe.discovery import discover, interface_of, own_address_towards
 from estimator.probe.inventory import core_groups, read_cpu
+from estimator.probe.launch_secret import VARIABLE
 from estimator.probe.launchers import launch_text
+
+SECRET = {VARIABLE: "0123456789abcdef" * 2}
 
 
 def test_torchrun_says_where_its_own_store_is() -> None:
@@ -23,6 +26,7 @@ def test_torchrun_says_where_its_own_store_is() -> None:
             "MASTER_PORT": "29400",
             "TORCHELASTIC_RESTART_COUNT": "2",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            **SECRET,
         }
     )
     assert place is not None
@@ -42,6 +46,7 @@ def test_slurm_names_rank_0s_node_first_in_its_list() -> None:
         # srun sets these too, for programs that speak PMI.
         "PMI_RANK": "3",
         "PMI_SIZE": "4",
+        **SECRET,
     }
     place = discover(step)
     assert place is not None
@@ -65,7 +70,7 @@ def test_open_mpi_on_several_nodes_needs_the_masters_address() -> None:
     }
     with pytest.raises(ProbeError, match="export MASTER_ADDR"):
         discover(ranks)
-    place = discover({**ranks, "MASTER_ADDR": "n0"})
+    place = discover({**ranks, "MASTER_ADDR": "n0", **SECRET})
     assert place is not None
     assert (place.launcher, place.rank, place.local_rank) == ("openmpi", 1, 0)
     # On one node there is nothing to say.
@@ -76,10 +81,49 @@ def test_open_mpi_on_several_nodes_needs_the_masters_address() -> None:
 
 def test_hydra_ranks_are_found_by_pmi() -> None:
     place = discover(
-        {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MASTER_ADDR": "n0"}
+        {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MASTER_ADDR": "n0", **SECRET}
     )
     assert place is not None
     assert (place.launcher, place.rank, place.local_rank) == ("pmi", 2, 0)
+
+
+TWO_HOSTS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n0"}
+SLURM_STEP = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "a[1-2]",
+}
+
+
+@pytest.mark.parametrize("environment", [TWO_HOSTS, SLURM_STEP])
+def test_ranks_on_several_hosts_are_refused_without_a_secret(environment: dict[str, str]) -> None:
+    with pytest.raises(ProbeError, match=f"{VARIABLE} is not set; give all ranks one secret"):
+        discover(environment)
+    place = discover({**environment, **SECRET})
+    assert place is not None
+    assert (place.is_local, place.secret) == (False, SECRET[VARIABLE].encode())
+    assert SECRET[VARIABLE] not in repr(place)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {**TWO_HOSTS, "MASTER_ADDR": "127.0.0.1"},
+        {**TWO_HOSTS, "MASTER_ADDR": "localhost"},
+        {**TWO_HOSTS, "MASTER_ADDR": "::1"},
+        {**TWO_HOSTS, "LOCAL_WORLD_SIZE": "2"},
+        {**SLURM_STEP, "SLURM_STEP_NUM_NODES": "1"},
+    ],
+)
+def test_ranks_on_one_host_need_no_secret_and_meet_on_the_loopback(
+    environment: dict[str, str],
+) -> None:
+    place = discover(environment)
+    assert place is not None
+    assert place.is_local
+    assert place.master_address in ("127.0.0.1", "localhost", "::1")
 
 
 def test_without_a_launcher_there_is_no_place() -> None:
@@ -118,11 +162,18 @@ def test_launch_texts_start_as_many_ranks_as_there_are_devices() -> None:
     assert "-np 12 " in text("mpi")
     assert "nvidia.com/gpu" not in text("k8s", on_gpus=False)
     assert all("--name 'my type'" in text(cluster) for cluster in ("slurm", "mpi", "k8s"))
+    # Every rank gets the secret; no command line carries it, as all users of a host can read those.
+    assert f'export {VARIABLE}="$(python -c ' in text("slurm")
+    assert f"-x {VARIABLE} " in text("mpi")
 
 
 def test_a_kubernetes_manifest_names_rank_0_by_its_headless_service() -> None:
     text = launch_text("k8s", nodes=3, devices=4, on_gpus=True, options=("--name", "h100"))
     service, job = yaml.safe_load_all(text)
+    (variable,) = job["spec"]["template"]["spec"]["containers"][0]["env"]
+    reference = {"name": "estimator-probe", "key": "secret"}
+    assert variable == {"name": VARIABLE, "valueFrom": {"secretKeyRef": reference}}
+    assert "kubectl create secret generic estimator-probe --from-file=secret=/dev/stdin" in text
     assert (service["kind"], service["spec"]["clusterIP"]) == ("Service", "None")
     # Pods that wait for each other are not ready, and must be found all the same.
     assert service["spec"]["publishNotReadyAddresses"] is True

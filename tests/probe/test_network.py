@@ -11,7 +11,7 @@ from estimator.machines.profile import Device
 from estimator.placement.topology import Cluster, Node, Switch
 from estimator.probe.clocks import SharedClock
 from estimator.probe.cluster_findings import slow_links, slow_nodes
-from estimator.probe.members import Crew, Member, device_reach
+from estimator.probe.members import Member, WorkerGroup, device_reach
 from estimator.probe.network import (
     flow_link,
     grouped,
@@ -33,12 +33,12 @@ def member(rank: int, host: str, local_rank: int = 0) -> Member:
     )
 
 
-def crew_of(*counts: int, cluster: Cluster | None = None) -> Crew:
+def workers_of(*counts: int, cluster: Cluster | None = None) -> WorkerGroup:
     """Nodes a, b, c, … with so many devices each."""
     members: list[Member] = []
     for host, count in zip("abcdefgh", counts, strict=False):
         members += [member(len(members) + i, host, i) for i in range(count)]
-    return Crew(members=tuple(members), cluster=cluster)
+    return WorkerGroup(members=tuple(members), cluster=cluster)
 
 
 def two_racks() -> Cluster:
@@ -115,27 +115,27 @@ def test_a_matrix_has_gaps_where_pairs_were_not_measured() -> None:
 
 
 def test_pairs_run_at_once_only_where_no_cable_is_shared() -> None:
-    crew = crew_of(1, 1, 1, 1, cluster=two_racks())
+    workers = workers_of(1, 1, 1, 1, cluster=two_racks())
     pairs = [(0, 1), (2, 3), (0, 2), (1, 3), (2, 0)]
-    links = {(x, y): crew.links_between("abcd"[x], "abcd"[y]) for x, y in pairs}
+    links = {(x, y): workers.links_between("abcd"[x], "abcd"[y]) for x, y in pairs}
     # a–b and c–d stay in their racks; all others share the uplinks of both.
     assert grouped(pairs, links) == [[(0, 1), (2, 3)], [(0, 2)], [(1, 3)], [(2, 0)]]
 
 
 def test_without_a_cluster_file_pairs_run_one_after_the_other() -> None:
-    crew = crew_of(1, 1, 1, 1)
-    links = {(0, 1): crew.links_between("a", "b"), (2, 3): crew.links_between("c", "d")}
+    workers = workers_of(1, 1, 1, 1)
+    links = {(0, 1): workers.links_between("a", "b"), (2, 3): workers.links_between("c", "d")}
     assert grouped(links, links) == [[(0, 1)], [(2, 3)]]
 
 
 def test_racks_come_from_the_cluster_file_by_host_name_with_or_without_domain() -> None:
-    crew = Crew(
+    workers = WorkerGroup(
         members=(member(0, "a.example.org"), member(1, "b"), member(2, "c"), member(3, "x")),
         cluster=two_racks(),
     )
-    assert crew.reach("a.example.org", "b") == "rack"
-    assert crew.reach("b", "c") == "cluster"
-    assert crew.strangers() == ("x",)
+    assert workers.reach("a.example.org", "b") == "rack"
+    assert workers.reach("b", "c") == "cluster"
+    assert workers.unknown_hosts() == ("x",)
 
 
 def test_devices_on_one_numa_node_are_on_one_socket_unless_joined_by_nvlink() -> None:
@@ -168,7 +168,7 @@ def test_nccl_goes_over_verbs_where_there_are_any(tmp_path: Path) -> None:
 
 def test_shapes_start_with_everything_and_never_repeat() -> None:
     # Ranks 0–1 on a, 2–3 on b, 4–5 on c, 6–7 on d.
-    found = list(shapes(crew_of(2, 2, 2, 2)))
+    found = list(shapes(workers_of(2, 2, 2, 2)))
     assert found[:5] == [
         (0, 1, 2, 3, 4, 5, 6, 7),
         (0, 2),
@@ -183,12 +183,12 @@ def test_groups_visit_the_racks_one_after_the_other_whatever_the_rank_order() ->
     # a and b share a rack, c and d another; ranks 0 … 3 are on a, c, b, d.
     hosts = "acbd"
     members = tuple(member(rank, host) for rank, host in enumerate(hosts))
-    everything, *_ = shapes(Crew(members=members, cluster=two_racks()))
+    everything, *_ = shapes(WorkerGroup(members=members, cluster=two_racks()))
     assert [hosts[rank] for rank in everything] == ["a", "b", "c", "d"]
 
 
 def test_uneven_nodes_and_racks_make_shapes_of_their_own() -> None:
-    found = list(shapes(crew_of(2, 1, 1, 1, cluster=two_racks())))
+    found = list(shapes(workers_of(2, 1, 1, 1, cluster=two_racks())))
     assert found[0] == (0, 1, 2, 3, 4)
     assert (0, 3) in found, "one device in each of two racks: a and c"
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
+import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from estimator.errors import EstimatorError, ProbeError
 from estimator.machines.profile import Device
-from estimator.probe.board import Board, Heartbeat
 from estimator.probe.discovery import Place, interface_of, own_address_towards
 from estimator.probe.inventory import core_groups, read_cpu, read_gpus
+from estimator.probe.launch_secret import await_secret_of_this_host
 from estimator.probe.members import Member
+from estimator.probe.message_store import Heartbeat, MessageStore, connect, join_session
+from estimator.probe.messages import Assignment, Rendezvous, Round, TaskMessage, checked
+from estimator.probe.rank_functions import FUNCTIONS
 from estimator.probe.ranks import run_on_devices
 from estimator.probe.worlds import MODULES
 
@@ -26,45 +29,70 @@ START_S = 120.0
 # How long a rank may hear nothing beyond what rank 0 has announced.
 _LATE_S = 20.0
 _TICK_S = 1.0
+# Rank 0 shares the secret of a host as soon as it listens.
+_SECRET_S = 20.0
 # How long one wait for the next round is; then it waits again.
 _PATIENCE_S = 5.0
+# Of a reason to fail.
+_MOST_CHARACTERS = 1000
 
 
-def follow(place: Place, *, host: str, versions: Mapping[str, str]) -> str:
+def run_worker(place: Place, *, host: str, versions: Mapping[str, str]) -> str:
     """Take part as `place` says until rank 0 says it is over; why this rank left before, or "".
 
     `host` is what this rank's node is called. Raises ProbeError where rank 0 is not to be reached;
     a rank other than 0 ends its process, saying so, where rank 0 has been out of reach for longer
     than it had announced.
     """
-    leash = _Leash(is_needed=place.rank != 0)
-    leash.renew(2 * START_S)
-    board = Board(place, timeout_s=START_S)
-    board.post(
-        f"hello/{place.rank}",
-        {
-            "host": host,
-            "address": own_address_towards(place.master_address),
-            "local_rank": place.local_rank,
-            "cores": sorted(read_cpu().cores),
-            "versions": dict(versions),
-        },
-    )
-    with Heartbeat(Board(place), place.rank):
-        welcome = board.await_value(f"welcome/{place.rank}", START_S)
-        if welcome is None:
+    watchdog = Watchdog(is_needed=place.rank != 0)
+    watchdog.renew(2 * START_S)
+    store = _join(place)
+    nonce = secrets.token_hex(16)
+    rendezvous = {
+        "host": host,
+        "address": own_address_towards(place.master_address),
+        "local_rank": place.local_rank,
+        "cores": sorted(read_cpu().cores),
+        "versions": dict(versions),
+        "nonce": nonce,
+    }
+    checked(Rendezvous, rendezvous, f"rank {place.rank}")
+    store.post(f"rendezvous/{place.rank}", rendezvous)
+    beating = MessageStore(_connect(place), place.attempt, store.signer)
+    with Heartbeat(beating, place.rank):
+        found = store.await_value(f"assignment/{place.rank}", START_S)
+        if found is None:
             raise ProbeError(
                 f"rank {place.rank} waited {START_S:g} s for all others to start; start them "
                 "together"
             )
-        if "turned_away" in welcome:
-            return str(welcome["turned_away"])
-        reason = _Follower(place, board, welcome, leash).work(host, versions)
-    leash.cut()
+        assignment = checked(Assignment, found, "rank 0")
+        if assignment.nonce != nonce:
+            raise ProbeError(
+                f"rank {place.rank} was answered as another process of that rank; start every rank "
+                "once"
+            )
+        if assignment.refused:
+            return assignment.refused
+        reason = _Worker(place, store, assignment, watchdog).work(host, versions)
+    watchdog.stop()
     return reason
 
 
-class _Leash:
+def _join(place: Place) -> MessageStore:
+    """Reach rank 0, and make sure that it has the secret of this launch."""
+    tcp_store = _connect(place, START_S)
+    if place.secret is None:
+        secret = await_secret_of_this_host(place.master_port, place.attempt, _SECRET_S)
+        place = replace(place, secret=secret)
+    return join_session(tcp_store, place, START_S)
+
+
+def _connect(place: Place, timeout_s: float = _LATE_S) -> Any:
+    return connect(place.master_address, place.master_port, timeout_s=timeout_s)
+
+
+class Watchdog:
     """Ends this process unless renewed: nothing else ends a wait on a broken connection."""
 
     def __init__(self, *, is_needed: bool) -> None:
@@ -76,7 +104,7 @@ class _Leash:
         """From now on this process may take so long, and some more, until the next word."""
         self._last_count = self._count + (seconds + _LATE_S) / _TICK_S
 
-    def cut(self) -> None:
+    def stop(self) -> None:
         """It is over in good order."""
         self._last_count = math.inf
 
@@ -90,17 +118,17 @@ class _Leash:
         os._exit(2)
 
 
-class _Follower:
-    """One welcomed rank: its device, and the rounds it takes part in."""
+class _Worker:
+    """One assigned rank: its device, and the rounds it takes part in."""
 
     def __init__(
-        self, place: Place, board: Board, welcome: Mapping[str, Any], leash: _Leash
+        self, place: Place, store: MessageStore, assignment: Assignment, watchdog: Watchdog
     ) -> None:
-        self.place, self.board, self.welcome, self.leash = place, board, welcome, leash
+        self.place, self.store, self.assignment, self.watchdog = place, store, assignment, watchdog
         # Ranks of one node alone meet over the loopback.
         self.interface: str | None = "lo" if sys.platform == "linux" else None
-        if welcome["peer"] is not None:
-            self.interface = interface_of(own_address_towards(welcome["peer"]))
+        if assignment.peer is not None:
+            self.interface = interface_of(own_address_towards(assignment.peer))
 
     def work(self, host: str, versions: Mapping[str, str]) -> str:
         """Say which device this is, then do round after round until the end.
@@ -109,7 +137,7 @@ class _Follower:
         """
         rank = self.place.rank
         try:
-            self.device = own_device(self.welcome)
+            self.device = own_device(self.assignment)
             run_on_devices(
                 [self.device],
                 "estimator.probe.worlds:nothing",
@@ -120,101 +148,115 @@ class _Follower:
             )
         except ProbeError as error:
             reason = f"rank {rank} on node {host} has no device: {error}"
-            self.board.post(f"member/{rank}", {"failure": reason})
+            self.store.post(f"member/{rank}", {"failure": reason[:_MOST_CHARACTERS]})
             return reason
         member = Member(
             rank=rank,
             host=host,
             address=own_address_towards(self.place.master_address),
-            local_rank=self.welcome["local_rank"],
+            local_rank=self.assignment.local_rank,
             device=self.device,
             machine=machine_words(self.device),
             versions=versions,
         )
-        self.board.post(f"member/{rank}", member.to_dict())
+        self.store.post(f"member/{rank}", member.to_dict())
         number = 0
         while True:
-            tasks = self.board.await_value(f"round/{number}", _PATIENCE_S)
-            if tasks is None:
+            found = self.store.await_value(f"round/{number}", _PATIENCE_S)
+            if found is None:
                 continue
-            if tasks == "over":
-                self.board.post(f"goodbye/{rank}", True)
+            tasks = checked(Round, found, "rank 0").tasks
+            if not tasks:
+                self.store.post(f"leave/{rank}", True)
                 return ""
             # Rank 0 speaks again once the round is over.
-            self.leash.renew(max(task["timeout_s"] for task in tasks))
+            self.watchdog.renew(max(task.timeout_s for task in tasks))
             for index, task in enumerate(tasks):
-                if rank in task["ranks"]:
-                    self._take_part(f"{number}/{index}", task)
+                if rank in task.ranks:
+                    self._run_task(f"{number}/{index}", task)
             number += 1
 
-    def _take_part(self, key: str, task: Mapping[str, Any]) -> None:
-        """Run one task; every report and the end of it go to the board."""
+    def _run_task(self, key: str, task: TaskMessage) -> None:
+        """Run one task; every report and the end of it go to the store."""
         rank, count = self.place.rank, 0
 
-        def pass_on(_rank: int, value: Any) -> None:
+        def post_report(_rank: int, value: Any) -> None:
             nonlocal count
-            self.board.post(f"report/{key}/{rank}/{count}", value)
+            self.store.post(f"report/{key}/{rank}/{count}", value)
             count += 1
 
         failure, result = None, None
         try:
-            if task["alone"]:
-                module, _, name = task["function"].partition(":")
-                function = getattr(importlib.import_module(module), name)
-                result = function(task["arguments"], lambda: self.board.has(f"cancel/{key}"))
-            else:
-                (result,) = run_on_devices(
-                    [self.device],
-                    "estimator.probe.worlds:in_world",
-                    self._world(key, task),
-                    timeout_s=task["timeout_s"],
-                    on_report=pass_on,
-                    imported=MODULES,
-                    trains=False,
-                )
+            result = self._call(key, task, post_report)
         except EstimatorError as error:
-            failure = str(error)
-        self.board.post(
+            failure = " ".join(str(error).split())[:_MOST_CHARACTERS]
+        self.store.post(
             f"done/{key}/{rank}", {"reports": count, "failure": failure, "result": result}
         )
 
-    def _world(self, key: str, task: Mapping[str, Any]) -> dict[str, Any]:
-        prefix = self.board.prefix
+    def _call(self, key: str, task: TaskMessage, on_report: Callable[[int, Any], None]) -> Any:
+        """The result of a task, which is one of the listed functions or refused."""
+        function = FUNCTIONS.get(task.function)  # type: ignore[call-overload]
+        if function is None:
+            raise ProbeError(
+                f"rank 0 asks for '{task.function}', which is none of the probe's functions; "
+                "install the same version on all nodes"
+            )
+        checked(function.arguments, task.arguments, "rank 0")
+        if function.alone:
+            return function.call(
+                task.arguments, lambda: self.store.read(f"cancel/{key}") is not None
+            )
+        (result,) = run_on_devices(
+            [self.device],
+            "estimator.probe.worlds:in_world",
+            self._world(key, task),
+            timeout_s=task.timeout_s,
+            on_report=on_report,
+            imported=MODULES,
+            trains=False,
+        )
+        return result
+
+    def _world(self, key: str, task: TaskMessage) -> dict[str, Any]:
         return {
-            "function": task["function"],
-            "arguments": {**task["arguments"], "kind": self.device.kind},
+            "function": task.function,
+            "arguments": {**task.arguments, "kind": self.device.kind},
             "world": {
-                "rank": task["ranks"].index(self.place.rank),
-                "world_size": len(task["ranks"]),
+                "rank": task.ranks.index(self.place.rank),
+                "world_size": len(task.ranks),
                 "address": self.place.master_address,
                 "port": self.place.master_port,
-                "prefix": f"{prefix}/world/{key}",
-                "cancel": f"{prefix}/cancel/{key}",
-                "timeout_s": task["timeout_s"],
+                "attempt": self.place.attempt,
+                "prefix": self.store.prefix,
+                "group": f"world/{key}",
+                "cancel": f"cancel/{key}",
+                "session_key": self.store.signer.secret.hex(),
+                "timeout_s": task.timeout_s,
                 "kind": self.device.kind,
                 "interface": self.interface,
             },
         }
 
 
-def own_device(welcome: Mapping[str, Any]) -> Device:
+def own_device(assignment: Assignment) -> Device:
     """The device of this rank, by its number on the node.
 
-    Groups of cores: those of the profile that the welcome brings, if this rank may use them; else
+    Groups of cores: those of the base profile, if this rank may use them; else
     all its cores where the launcher gave each rank its own, or its part of them.
     """
     from estimator.probe.machine import choose_devices
 
-    local_rank, local_size = welcome["local_rank"], welcome["local_size"]
+    local_rank, local_size = assignment.local_rank, assignment.local_size
     cpu = read_cpu()
-    if welcome["kind"] != "cpu":
-        devices = choose_devices(cpu, kind=welcome["kind"])
+    if assignment.kind != "cpu":
+        devices = choose_devices(cpu, kind=assignment.kind)
         if devices[0].kind == "cuda":
             return _own_gpu(devices, local_rank, local_size)
-    named = tuple(welcome["cores"])
+    named = tuple(assignment.cores)
     if named and set(named) <= set(cpu.cores):
         return _core_device(cpu, local_rank, named)
-    if welcome["has_own_cores"]:
+    if assignment.has_own_cores:
         return _core_device(cpu, local_rank, cpu.cores[: len(named) or None])
     return core_groups(cpu, local_size)[local_rank]
 
