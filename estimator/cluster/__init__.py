@@ -1,0 +1,1 @@
+"""Replay jobs on a described cluster under a scheduling policy."""

@@ -1,0 +1,361 @@
+"""Replay jobs on a cluster: arrivals, allocations, progress at true speeds, restarts, failures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from estimator.cluster.jobs import Job
+from estimator.cluster.nodes import Nodes, Shape
+from estimator.cluster.speeds import Speeds
+from estimator.cluster.view import Grant, Policy, View, Waiting
+from estimator.errors import WorkloadError
+
+try:
+    import simpy
+except ImportError:  # the error says what to install when a replay is asked for
+    simpy = None
+
+Steps = Generator[Any, Any, None]
+Report = Callable[[str, float], None]
+_MOST_IDLE_PLANS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What starting again costs, and what fails.
+
+    A job that has run before spends `restart_s` on its devices before it trains again. It keeps a
+    checkpoint when a policy takes its devices, else one every `checkpoint_s` of training; a failed
+    node loses what came after the last. Each node fails after `node_mtbf_s` of its time on average
+    (None: never) and is back `repair_s` later.
+    """
+
+    restart_s: float = 30.0
+    checkpoint_s: float = 600.0
+    node_mtbf_s: float | None = None
+    repair_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A job on the same devices from start to end; it trains from `trains_from_s` on."""
+
+    job: str
+    start_s: float
+    trains_from_s: float
+    end_s: float
+    shape: Shape
+    given: Mapping[int, int]
+    samples: float
+    lost_samples: float
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Ran:
+    """What became of a job."""
+
+    job: Job
+    finish_s: float = 0.0
+    segments: list[Segment] = field(default_factory=list)
+
+    @property
+    def completion_s(self) -> float:
+        """From arrival to end."""
+        return self.finish_s - self.job.arrival_s
+
+    @property
+    def waited_s(self) -> float:
+        """Time without devices."""
+        return self.completion_s - sum(s.end_s - s.start_s for s in self.segments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Running:
+    """A job's hold on devices: where, how fast, since when."""
+
+    process: Any
+    given: Mapping[int, int]
+    shape: Shape
+    grant: Grant
+    useful_batch: float
+    step_s: float
+    start_s: float
+    trains_from_s: float
+
+    def trained_s(self, until_s: float) -> float:
+        """Time spent training, restart apart."""
+        return max(until_s - self.trains_from_s, 0.0)
+
+    def samples(self, seconds: float) -> float:
+        """What is trained in some time."""
+        return seconds * self.useful_batch / self.step_s
+
+
+class Replay:
+    """One replay; `run` plays it to the end of the last job and says what became of each.
+
+    The same jobs, speeds, policy and seed give the same result. `true` advances jobs, `believed` is
+    what the policy sees; if it has `observe`, it is told the step times of running jobs before
+    every plan. Raises WorkloadError where SimPy is missing or a policy plans the impossible.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        nodes: Nodes,
+        policy: Policy,
+        *,
+        true: Speeds,
+        believed: Speeds,
+        costs: Costs | None = None,
+        seed: int = 0,
+        report: Report | None = None,
+    ) -> None:
+        if simpy is None:
+            raise WorkloadError(
+                "a replay needs SimPy, which is not installed; "
+                "install throughput-estimator[replay]"
+            )
+        _check_names(jobs)
+        self.jobs = sorted(jobs, key=lambda job: job.arrival_s)
+        self.nodes, self.policy = nodes, policy
+        self.true, self.believed = true, believed
+        self.costs = costs or Costs()
+        self.ran = {job.name: Ran(job=job) for job in self.jobs}
+        self._report = report
+        self._env = simpy.Environment()
+        self._waiting: dict[str, Waiting] = {}
+        self._running: dict[str, _Running] = {}
+        self._due = self._env.event()
+        self._rng = np.random.default_rng(seed)
+        self._left = len(self.jobs)
+        self._idle_plans = 0
+        self._known: dict[tuple[str, str, int], dict[int, float]] = {}
+
+    def run(self) -> list[Ran]:
+        """Play until every job has ended."""
+        if self.jobs:
+            self._env.process(self._arrivals())
+            planner = self._env.process(self._planner())
+            if self.costs.node_mtbf_s is not None:
+                for index in range(len(self.nodes.nodes)):
+                    self._env.process(self._failures(index, self.costs.node_mtbf_s))
+            self._env.run(until=planner)
+        return list(self.ran.values())
+
+    # What happens by itself
+
+    def _arrivals(self) -> Steps:
+        for job in self.jobs:
+            if job.arrival_s > self._env.now:
+                yield self._env.timeout(job.arrival_s - self._env.now)
+            self._waiting[job.name] = Waiting(job=job, remaining_samples=job.samples)
+            self._wake()
+
+    def _failures(self, index: int, mtbf_s: float) -> Steps:
+        while True:
+            yield self._env.timeout(self._rng.exponential(mtbf_s))
+            for name in list(self.nodes.holders[index]):
+                self._stop(name, planned=False)
+            self.nodes.is_down[index] = True
+            self._wake()
+            yield self._env.timeout(self.costs.repair_s)
+            self.nodes.is_down[index] = False
+            self._wake()
+
+    def _training(self, name: str, seconds: float) -> Steps:
+        try:
+            yield self._env.timeout(seconds)
+        except simpy.Interrupt:
+            return
+        self._keep_segment(name, self._waiting[name].remaining_samples, 0.0)
+        del self._waiting[name]
+        self._forget(name)
+        self.ran[name].finish_s = self._env.now
+        self._left -= 1
+        if self._report is not None:
+            done = len(self.jobs) - self._left
+            self._report(f"{done} of {len(self.jobs)} jobs", done / len(self.jobs))
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._due.triggered:
+            self._due.succeed()
+
+    # What the policy does
+
+    def _planner(self) -> Steps:
+        interval_s = self.policy.interval_s
+        while self._left:
+            yield self._due
+            if interval_s:
+                # Sums of times are rounded: what is a round's start is not the next one's.
+                turn = math.ceil(self._env.now / interval_s - 1e-6)
+                yield self._env.timeout(max(turn * interval_s - self._env.now, 0.0))
+            # After everything else that happens at this time.
+            yield self._env.timeout(0)
+            self._due = self._env.event()
+            self._plan()
+            self._check_progress()
+            if interval_s and self._waiting:
+                self._env.process(self._next_round(interval_s))
+
+    def _next_round(self, interval_s: float) -> Steps:
+        yield self._env.timeout(interval_s)
+        self._wake()
+
+    def _plan(self) -> None:
+        grants = self.policy.plan(self._view())
+        self._check(grants)
+        for name in [n for n, held in self._running.items() if grants.get(n) != held.grant]:
+            self._stop(name, planned=True)
+        # The largest first: what is left between them has room for the small ones.
+        queue = [(name, grant) for name, grant in grants.items() if name not in self._running]
+        settled: set[str] = set()
+        while queue:
+            queue.sort(key=lambda item: -item[1].count)
+            name, grant = queue.pop(0)
+            for moved in self._in_the_way(grant, settled):
+                queue.append((moved, self._running[moved].grant))
+                self._stop(moved, planned=True)
+            self._start(name, grant)
+            settled.add(name)
+
+    def _in_the_way(self, grant: Grant, settled: Iterable[str]) -> list[str]:
+        """Jobs to move so that the granted devices are on one node, where that can be."""
+        whole = min(grant.count, self.nodes.per_node(grant.machine))
+        if not self.policy.moves_jobs or self.nodes.most_free_on_a_node(grant.machine) >= whole:
+            return []
+        return self.nodes.in_the_way(whole, grant.machine, frozenset(settled))
+
+    def _view(self) -> View:
+        now = self._env.now
+        observe = getattr(self.believed, "observe", None)
+        jobs = []
+        for name, waiting in self._waiting.items():
+            held = self._running.get(name)
+            if held is None:
+                jobs.append(waiting)
+                continue
+            trained_s = held.trained_s(now)
+            if observe is not None and trained_s:
+                if observe(waiting.job, held.shape, held.step_s, held.grant.global_batch):
+                    self._forget(name)
+            jobs.append(
+                Waiting(
+                    job=waiting.job,
+                    remaining_samples=waiting.remaining_samples - held.samples(trained_s),
+                    attained_device_s=waiting.attained_device_s
+                    + held.grant.count * (now - held.start_s),
+                    grant=held.grant,
+                )
+            )
+        return View(
+            now_s=now, jobs=jobs, nodes=self.nodes, believed=self.believed, known=self._known
+        )
+
+    def _forget(self, name: str) -> None:
+        """Drop a job's believed curves: it was observed, or has ended."""
+        for key in [key for key in self._known if key[0] == name]:
+            del self._known[key]
+
+    def _check(self, grants: Mapping[str, Grant]) -> None:
+        given = dict.fromkeys(self.nodes.machines, 0)
+        for name, grant in grants.items():
+            if name not in self._waiting:
+                raise WorkloadError(
+                    f"the policy grants devices to '{name}', which is not waiting; "
+                    "grant only to jobs of the view"
+                )
+            job = self._waiting[name].job
+            most = min(job.highest_count, grant.global_batch or job.global_batch)
+            if not 1 <= grant.count <= most:
+                raise WorkloadError(
+                    f"the policy grants {grant.count} devices to '{name}', which can use 1 to "
+                    f"{most}; leave out jobs that get none"
+                )
+            if grant.machine not in given:
+                raise WorkloadError(
+                    f"the policy grants devices of '{grant.machine}', which the cluster does not "
+                    f"have; use {' or '.join(given)}"
+                )
+            given[grant.machine] += grant.count
+        for machine, count in given.items():
+            if count > self.nodes.total(machine):
+                raise WorkloadError(
+                    f"the policy grants {count} devices of {machine} and the cluster has "
+                    f"{self.nodes.total(machine)}; plan within the cluster"
+                )
+
+    def _check_progress(self) -> None:
+        """A policy that lets an empty cluster wait would be replayed for ever."""
+        is_idle = bool(self._waiting) and not self._running and not any(self.nodes.is_down)
+        self._idle_plans = self._idle_plans + 1 if is_idle else 0
+        nothing_comes = not self.policy.interval_s and self._env.peek() == math.inf
+        if is_idle and (nothing_comes or self._idle_plans > _MOST_IDLE_PLANS):
+            raise WorkloadError(
+                f"the policy leaves {len(self._waiting)} jobs waiting on an empty cluster, such as "
+                f"'{next(iter(self._waiting))}'; grant devices to jobs that fit, or ask for fewer"
+            )
+
+    # Progress
+
+    def _start(self, name: str, grant: Grant) -> None:
+        waiting, now = self._waiting[name], self._env.now
+        given = self.nodes.take(name, grant.count, grant.machine)
+        shape = self.nodes.shape(given)
+        (step_s,) = self.true.step_times_s(waiting.job, [shape], grant.global_batch)
+        restart_s = self.costs.restart_s if self.ran[name].segments else 0.0
+        batch = waiting.job.useful_samples(grant.global_batch)
+        seconds = restart_s + waiting.remaining_samples * step_s / batch
+        self._running[name] = _Running(
+            process=self._env.process(self._training(name, seconds)),
+            given=given,
+            shape=shape,
+            grant=grant,
+            useful_batch=batch,
+            step_s=step_s,
+            start_s=now,
+            trains_from_s=now + restart_s,
+        )
+
+    def _stop(self, name: str, *, planned: bool) -> None:
+        """Take a job's devices; unplanned, it falls back to its last checkpoint."""
+        held, waiting = self._running[name], self._waiting[name]
+        held.process.interrupt()
+        trained_s = held.trained_s(self._env.now)
+        lost_s = 0.0 if planned else trained_s % self.costs.checkpoint_s
+        samples = min(held.samples(trained_s - lost_s), waiting.remaining_samples)
+        self._keep_segment(name, samples, held.samples(lost_s))
+        waiting.remaining_samples -= samples
+
+    def _keep_segment(self, name: str, samples: float, lost_samples: float) -> None:
+        held = self._running.pop(name)
+        now = self._env.now
+        self.nodes.release(name, held.given)
+        self._waiting[name].attained_device_s += held.grant.count * (now - held.start_s)
+        self.ran[name].segments.append(
+            Segment(
+                job=name,
+                start_s=held.start_s,
+                trains_from_s=min(held.trains_from_s, now),
+                end_s=now,
+                shape=held.shape,
+                given=held.given,
+                samples=samples,
+                lost_samples=lost_samples,
+            )
+        )
+
+
+def _check_names(jobs: Sequence[Job]) -> None:
+    seen: set[str] = set()
+    for job in jobs:
+        if job.name in seen:
+            raise WorkloadError(f"job '{job.name}' is listed twice; give each job its own name")
+        seen.add(job.name)

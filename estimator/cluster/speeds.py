@@ -1,0 +1,135 @@
+"""How fast a job trains on a shape of devices: what a policy believes, and what is true."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from estimator.cluster.jobs import Job
+from estimator.cluster.nodes import Shape
+from estimator.coefficients import Calibration, Coefficients, Engine, StepQuestion
+from estimator.placement.allocation import Allocation
+from estimator.tables import estimate_many
+
+# Hidden differences between the engine and the machine, as standard deviations of the logarithm:
+# of a job's computing, of its network, and of each of its allocations.
+COMPUTE_SPREAD = 0.12
+NETWORK_SPREAD = 0.25
+ALLOCATION_SPREAD = 0.05
+
+
+class Speeds(Protocol):
+    """Step times of jobs on shapes."""
+
+    def step_times_s(
+        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+    ) -> list[float]:
+        """Seconds of one optimizer step on each shape."""
+        ...
+
+
+class EngineSpeeds:
+    """What the engine says, each (graph, split, shape) asked once, many in one table."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, int, Shape], float] = {}
+
+    def step_times_s(
+        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+    ) -> list[float]:
+        """Seconds of one optimizer step on each shape."""
+        keys = [(id(job.graph), *job.split(s.ranks, global_batch), s) for s in shapes]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._known]
+        if missing:
+            self._known.update(_asked(job, missing, None))
+        return [self._known[key] for key in keys]
+
+
+class TrueSpeeds:
+    """The engine's answer times factors that no policy sees: per job, and per job and shape.
+
+    A job's computing and its network each go by a log-normal factor of their own; so does each of
+    its shapes. The factors depend on the seed and the job's number alone.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        seed: int,
+        *,
+        compute_spread: float = COMPUTE_SPREAD,
+        network_spread: float = NETWORK_SPREAD,
+        allocation_spread: float = ALLOCATION_SPREAD,
+    ) -> None:
+        self._seed = seed
+        self._allocation_spread = allocation_spread
+        self._numbers = {job.name: number for number, job in enumerate(jobs)}
+        self._factors: dict[str, _Factors] = {}
+        for number, job in enumerate(jobs):
+            compute, network = np.random.default_rng([seed, number]).standard_normal(2)
+            self._factors[job.name] = _Factors(
+                float(np.exp(compute_spread * compute)), float(np.exp(network_spread * network))
+            )
+        self._known: dict[tuple[str, int | None, Shape], float] = {}
+
+    def step_times_s(
+        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+    ) -> list[float]:
+        """Seconds of one optimizer step on each shape."""
+        keys = [(job.name, global_batch, shape) for shape in shapes]
+        missing = [shape for key, shape in zip(keys, shapes) if key not in self._known]
+        if missing:
+            asked = [(id(job.graph), *job.split(s.ranks, global_batch), s) for s in missing]
+            found = _asked(job, asked, self._factors[job.name])
+            for key in asked:
+                known = job.name, global_batch, key[-1]
+                self._known[known] = found[key] * self._allocation_factor(job, key[-1])
+        return [self._known[key] for key in keys]
+
+    def _allocation_factor(self, job: Job, shape: Shape) -> float:
+        machine = [len(shape.machine), *shape.machine.encode()]
+        seed = [self._seed, self._numbers[job.name], *machine, *shape.per_node]
+        return float(
+            np.exp(self._allocation_spread * np.random.default_rng(seed).standard_normal())
+        )
+
+
+class _Factors:
+    """One job's hidden factors, as the engine takes them."""
+
+    def __init__(self, compute_ratio: float, network_ratio: float) -> None:
+        self.coefficients = Coefficients(
+            compute_ratio=compute_ratio,
+            update_ratio=compute_ratio,
+            communication_ratio=network_ratio,
+        )
+
+    def coefficients_for(
+        self,
+        questions: Sequence[StepQuestion],
+        allocations: Sequence[Allocation],
+        engine: Engine,
+    ) -> list[Coefficients]:
+        """The same factors for every step; see `coefficients.Calibration`."""
+        return [self.coefficients] * len(questions)
+
+
+_Key = tuple[int, int, int, Shape]
+
+
+def _asked(job: Job, keys: Sequence[_Key], calibration: Calibration | None) -> dict[_Key, float]:
+    """The engine's step times of one job, a table for each number of micro-batches."""
+    found: dict[_Key, float] = {}
+    for micro_batches in dict.fromkeys(key[2] for key in keys):
+        rows = [key for key in keys if key[2] == micro_batches]
+        table = estimate_many(
+            job.graph,
+            [str(key[3]) for key in rows],
+            batch_per_gpu=np.array([key[1] for key in rows]),
+            accumulation_steps=micro_batches,
+            calibration=calibration,
+        )
+        found.update(zip(rows, table.step_time_s.tolist(), strict=True))
+    return found
