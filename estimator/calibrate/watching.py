@@ -1,4 +1,4 @@
-"""Watch a training loop and keep its step time, apart from warm-up, in a store."""
+"""Time the steps of a training loop and keep them, without warm-up, in a store."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# With `synchronize`, a lap is this many steps, or fewer if they take longer than this.
-_LAP_STEPS, _LAP_S = 10, 0.5
+# With `synchronize`, the device is synchronised once in this many steps, or in this many seconds
+# if the steps take longer.
+_SYNC_STEPS, _SYNC_S = 10, 0.5
 # Training does not wait longer than this for another writer; what was seen is written later.
 _PATIENCE_WHILE_TRAINING_S = 0.05
-_MOST_WAITING = 1000
+_MOST_UNWRITTEN = 1000
 
 
 class Sink(Protocol):
@@ -97,11 +98,11 @@ def observe(
             source=source,
             step_time_s=window.step_time_s,
             steps=window.steps,
-            spread_ratio=window.spread_ratio,
+            spread_ratio=window.noise_ratio,
         )
 
-    # What makes no sense is refused before training starts.
-    observation(Window(steps=1, step_time_s=1.0, spread_ratio=None))
+    # Refuses invalid arguments before training starts.
+    observation(Window(steps=1, step_time_s=1.0, noise_ratio=None))
     is_watching = (_own_rank() if rank is None else rank) == 0
     return Watch(
         sink=_opened(store) if is_watching else None,
@@ -133,9 +134,9 @@ class Watch:
         self._sink, self._summary, self._observation = sink, summary, observation
         self._windows, self._synchronize, self._clock = windows, synchronize, clock
         self.recorded_steps = 0
-        self._waiting: list[Observation] = []
-        self._has_complained = False
-        self._steps_of_lap, self._begun_s = 0, clock()
+        self._unwritten: list[Observation] = []
+        self._has_warned = False
+        self._untimed_steps, self._start_s = 0, clock()
 
     @property
     def dropped_steps(self) -> int:
@@ -149,18 +150,18 @@ class Watch:
         """One optimizer step is done."""
         if self._sink is None:
             return
-        self._steps_of_lap += 1
+        self._untimed_steps += 1
         now_s = self._clock()
         if self._synchronize is not None:
-            if self._steps_of_lap < _LAP_STEPS and now_s - self._begun_s < _LAP_S:
+            if self._untimed_steps < _SYNC_STEPS and now_s - self._start_s < _SYNC_S:
                 return
             self._synchronize()
             now_s = self._clock()
-        window = self._windows.add(now_s - self._begun_s, self._steps_of_lap)
-        self._steps_of_lap, self._begun_s = 0, now_s
+        window = self._windows.add(now_s - self._start_s, self._untimed_steps)
+        self._untimed_steps, self._start_s = 0, now_s
         if window is not None:
             self._write(window, _PATIENCE_WHILE_TRAINING_S)
-            self._begun_s = self._clock()
+            self._start_s = self._clock()
 
     def skip(self) -> None:
         """Leave out the time since the last step: an evaluation, a checkpoint."""
@@ -168,7 +169,7 @@ class Watch:
             return
         if self._synchronize is not None:
             self._synchronize()
-        self._steps_of_lap, self._begun_s = 0, self._clock()
+        self._untimed_steps, self._start_s = 0, self._clock()
 
     def __exit__(
         self,
@@ -177,24 +178,26 @@ class Watch:
         traceback: TracebackType | None,
     ) -> None:
         self._write(self._windows.close(), PATIENCE_S)
-        if self._waiting:
-            logger.warning("%d observations of %s are lost", len(self._waiting), self._summary.name)
+        if self._unwritten:
+            logger.warning(
+                "%d observations of %s are lost", len(self._unwritten), self._summary.name
+            )
 
     def _write(self, window: Window | None, patience_s: float) -> None:
         if window is not None:
-            self._waiting.append(self._observation(window))
+            self._unwritten.append(self._observation(window))
             self.recorded_steps += window.steps
-        if self._sink is None or not self._waiting:
+        if self._sink is None or not self._unwritten:
             return
         try:
-            self._sink.add_many(self._waiting, summaries=[self._summary], patience_s=patience_s)
+            self._sink.add_many(self._unwritten, summaries=[self._summary], patience_s=patience_s)
         except StoreError as error:
-            if not self._has_complained:
+            if not self._has_warned:
                 logger.warning("observations cannot be written now: %s", error)
-            self._has_complained = True
-            del self._waiting[:-_MOST_WAITING]
+            self._has_warned = True
+            del self._unwritten[:-_MOST_UNWRITTEN]
         else:
-            self._waiting.clear()
+            self._unwritten.clear()
 
 
 def _opened(store: Sink | str | os.PathLike[str] | None) -> Sink:
