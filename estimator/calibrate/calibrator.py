@@ -96,8 +96,8 @@ class Calibrator:
         self._answers.clear()
         changed = [seen.read(self.store) for seen in self._seen.values()]
         if any(changed):
-            # Workloads on the same machines share priors: observations of one change the fits of
-            # all. Those with the most observations are fitted first.
+            # What one workload teaches of the machines changes the answers for all; those seen most
+            # teach first.
             for seen in sorted(self._seen.values(), key=lambda each: -len(each.observations)):
                 seen.fit(self.half_life_days, self._others(seen))
         return self
@@ -124,7 +124,7 @@ class Calibrator:
         return found
 
     def _learn(self, workload: str, engine: Engine) -> _Seen:
-        # Cached answers of another graph, cluster or profile are invalid.
+        # What was answered by another graph, cluster or profile holds no more.
         self._answers.clear()
         seen = self._seen[workload] = _Seen(workload=workload, engine=engine)
         seen.read(self.store)
@@ -155,7 +155,7 @@ class _Seen:
 
     def read(self, store: ObservationStore) -> bool:
         """Take in what was observed, if anything is new; whether it was."""
-        # Read first: an observation added in between is read twice rather than missed.
+        # Read first: what comes in between is read again rather than missed.
         revision = store.revision
         if revision == self.revision:
             return False

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _SYNC_STEPS, _SYNC_S = 10, 0.5
 # Training does not wait longer than this for another writer; what was seen is written later.
 _PATIENCE_WHILE_TRAINING_S = 0.05
-_MOST_UNWRITTEN = 1000
+_MOST_WAITING = 1000
 
 
 class Sink(Protocol):
@@ -98,11 +98,11 @@ def observe(
             source=source,
             step_time_s=window.step_time_s,
             steps=window.steps,
-            spread_ratio=window.noise_ratio,
+            spread_ratio=window.spread_ratio,
         )
 
-    # Refuses invalid arguments before training starts.
-    observation(Window(steps=1, step_time_s=1.0, noise_ratio=None))
+    # What makes no sense is refused before training starts.
+    observation(Window(steps=1, step_time_s=1.0, spread_ratio=None))
     is_watching = (_own_rank() if rank is None else rank) == 0
     return Watch(
         sink=_opened(store) if is_watching else None,
@@ -134,8 +134,8 @@ class Watch:
         self._sink, self._summary, self._observation = sink, summary, observation
         self._windows, self._synchronize, self._clock = windows, synchronize, clock
         self.recorded_steps = 0
-        self._unwritten: list[Observation] = []
-        self._has_warned = False
+        self._waiting: list[Observation] = []
+        self._has_complained = False
         self._untimed_steps, self._start_s = 0, clock()
 
     @property
@@ -178,26 +178,24 @@ class Watch:
         traceback: TracebackType | None,
     ) -> None:
         self._write(self._windows.close(), PATIENCE_S)
-        if self._unwritten:
-            logger.warning(
-                "%d observations of %s are lost", len(self._unwritten), self._summary.name
-            )
+        if self._waiting:
+            logger.warning("%d observations of %s are lost", len(self._waiting), self._summary.name)
 
     def _write(self, window: Window | None, patience_s: float) -> None:
         if window is not None:
-            self._unwritten.append(self._observation(window))
+            self._waiting.append(self._observation(window))
             self.recorded_steps += window.steps
-        if self._sink is None or not self._unwritten:
+        if self._sink is None or not self._waiting:
             return
         try:
-            self._sink.add_many(self._unwritten, summaries=[self._summary], patience_s=patience_s)
+            self._sink.add_many(self._waiting, summaries=[self._summary], patience_s=patience_s)
         except StoreError as error:
-            if not self._has_warned:
+            if not self._has_complained:
                 logger.warning("observations cannot be written now: %s", error)
-            self._has_warned = True
-            del self._unwritten[:-_MOST_UNWRITTEN]
+            self._has_complained = True
+            del self._waiting[:-_MOST_WAITING]
         else:
-            self._unwritten.clear()
+            self._waiting.clear()
 
 
 def _opened(store: Sink | str | os.PathLike[str] | None) -> Sink:

@@ -24,12 +24,12 @@ _FEWEST_DURATIONS_OF_NOISE = 5
 class Window:
     """Consecutive steps in steady state: median seconds per step, and their noise.
 
-    `noise_ratio` is half of the 10–90 % range over the median, None for fewer than five durations.
+    `spread_ratio` is half of the 10–90 % range over the median, None for fewer than five durations.
     """
 
     steps: int
     step_time_s: float
-    noise_ratio: float | None
+    spread_ratio: float | None
 
 
 class Windows:
@@ -71,11 +71,11 @@ class Windows:
         step_time_s = statistics.median(times_s) if times_s else 0.0
         if step_time_s <= 0:
             return None  # no steps, or steps below the resolution of the clock
-        noise_ratio = None
+        spread_ratio = None
         if len(times_s) >= _FEWEST_DURATIONS_OF_NOISE:
             tenths = statistics.quantiles(times_s, n=10, method="inclusive")
-            noise_ratio = (tenths[-1] - tenths[0]) / 2 / step_time_s
-        return Window(steps=steps, step_time_s=step_time_s, noise_ratio=noise_ratio)
+            spread_ratio = (tenths[-1] - tenths[0]) / 2 / step_time_s
+        return Window(steps=steps, step_time_s=step_time_s, spread_ratio=spread_ratio)
 
     def _detect_steady_state(self) -> None:
         """Detect the steady state, and drop the durations before it."""

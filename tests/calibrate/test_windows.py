@@ -18,7 +18,7 @@ def fill(windows: Windows, times_s: Iterable[float]) -> list[Window]:
 def test_the_first_five_steps_are_never_kept() -> None:
     windows = Windows()
     fill(windows, [0.01] * 5 + [0.02] * 20)
-    assert windows.close() == Window(steps=20, step_time_s=0.02, noise_ratio=0.0)
+    assert windows.close() == Window(steps=20, step_time_s=0.02, spread_ratio=0.0)
     assert windows.dropped_steps == 5
 
 
@@ -78,7 +78,7 @@ def test_a_window_is_the_median_of_its_steps_and_their_noise() -> None:
     window = windows.close()
     assert window is not None
     assert window.step_time_s == pytest.approx(0.015)
-    assert window.noise_ratio == pytest.approx((0.019 - 0.011) / 2 / 0.015)
+    assert window.spread_ratio == pytest.approx((0.019 - 0.011) / 2 / 0.015)
 
 
 def test_a_clock_that_stands_still_gives_no_window() -> None:
