@@ -25,7 +25,7 @@ from testbed.paced import paced_graph, paced_machine
 from testbed_cases import Case, beds, cases
 from testbed_runs import MACHINE, add_options, open_work, probe_network
 
-from estimator.calibrate.baselines import LinearScaling, OptimusForm, PolluxForm
+from estimator.calibrate.baselines import LinearScaling, OptimusRegressor, PolluxRegressor
 from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError
 from estimator.estimates import Estimate
@@ -40,7 +40,7 @@ BOUNDS = {
     "paced": Bound(median_ratio=0.03, worst_ratio=0.10),
     "paced fsdp": Bound(median_ratio=0.03, worst_ratio=0.10),
 }
-FORMS = {"linear": LinearScaling, "optimus": OptimusForm, "pollux": PolluxForm}
+FORMS = {"linear": LinearScaling, "optimus": OptimusRegressor, "pollux": PolluxRegressor}
 MODELS = Path(__file__).with_name("local_models.py")
 
 

@@ -1,1 +1,1 @@
-"""Questions that people ask, answered by asking for estimates."""
+"""Decisions made by comparing estimates: batches, rank order, strategies, sweeps, scaling."""

@@ -1,9 +1,9 @@
-"""Split a global batch over unlike devices so that no rank waits, and say what that gains.
+"""Balance the load of heterogeneous devices: split a global batch so that no rank waits.
 
-A step lasts as long as its slowest lane, and a lane's time is nearly a line in its batch. So each
-round draws the lines through the batches estimated so far, finds the whole batches that level them,
-and estimates that split, until a split comes up again; then samples move off the slowest group one
-exchange at a time for as long as that shortens the step.
+A step takes as long as its slowest rank, whose time is nearly affine in its batch. Each iteration
+therefore fits an affine model to the batches of each group estimated so far, equalises the models'
+times by water-filling over whole batches, and estimates that split, until a split repeats. A local
+search then moves samples off the slowest group while that shortens the step.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from estimator.workload import Strategy
 Array = NDArray[np.float64]
 Split = tuple[int, ...]
 
-_MOST_ROUNDS = 8
-_MOST_EXCHANGES = 16
-# A sum of such powers is least where the largest term is: what levels lanes with one table of sums.
-_POWER = 32
+_MOST_ITERATIONS = 8
+_MOST_MOVES = 16
+# Exponent of the p-norm that stands for the maximum of the groups' times: being a sum of powers it
+# can be minimised by dynamic programming.
+_P = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +108,15 @@ def balance(
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A quantity of a group against its batch."""
+class AffineModel:
+    """An affine model of a quantity of a group: its value at batch 0, and per sample."""
 
-    at_zero: float
-    per_sample: float
+    intercept: float
+    slope: float
 
     @classmethod
-    def through(cls, known: Mapping[int, float], near: int) -> Line:
-        """The line through the two known batches nearest to `near`; of one, through 0 as well."""
+    def through(cls, known: Mapping[int, float], near: int) -> AffineModel:
+        """Through the two known batches nearest to `near`; with one known, through the origin."""
         first, *others = sorted(known, key=lambda batch: abs(batch - near))
         other, value = (others[0], known[others[0]]) if others else (0, 0.0)
         slope = max((known[first] - value) / (first - other), 1e-12)
@@ -123,7 +124,7 @@ class Line:
 
 
 class _Search:
-    """Estimates splits of `total` samples over groups of some ranks, each split once."""
+    """Searches the splits of `total` samples over groups of ranks; estimates each split once."""
 
     def __init__(self, answer_of: Callable[[Split], Estimate], ranks: Split, total: int) -> None:
         self._answer_of, self._ranks, self._total = answer_of, ranks, total
@@ -137,8 +138,8 @@ class _Search:
     def best(self) -> Estimate | None:
         """The best estimate of a split that adds up to the total; None if there is no such."""
         near = next(iter(self._answers))
-        for _ in range(_MOST_ROUNDS):
-            split = self._levelled(near)
+        for _ in range(_MOST_ITERATIONS):
+            split = self._equalised(near)
             if split is None or split in self._answers:
                 break
             self._answer(split)
@@ -146,7 +147,7 @@ class _Search:
         whole = [each for each in self._answers if self._sum(each) == self._total]
         if not whole:
             return None
-        return self._answers[self._exchanged(min(whole, key=self._cost))]
+        return self._answers[self._local_search(min(whole, key=self._cost))]
 
     def _sum(self, split: Split) -> int:
         return sum(ranks * batch for ranks, batch in zip(self._ranks, split, strict=True))
@@ -177,29 +178,29 @@ class _Search:
         loads = (np.maximum.reduceat(values, self._starts) for values in (lane_s, memory_ratio))
         return list(zip(*(values.tolist() for values in loads), strict=True))
 
-    def _levelled(self, near: Split) -> Split | None:
-        """The split that levels the lines through what is known; in memory, if any fits."""
-        lines = [Line.through(*each) for each in zip(self._lanes_s, near, strict=True)]
+    def _equalised(self, near: Split) -> Split | None:
+        """The split that equalises the affine models' times; one that fits into memory, if any."""
+        models = [AffineModel.through(*each) for each in zip(self._lanes_s, near, strict=True)]
         most = np.array(
             [
                 self._most(known, batch)
                 for known, batch in zip(self._memory_ratios, near, strict=True)
             ]
         )
-        unlimited = np.full(len(lines), float(self._total))
-        return levelled(lines, self._ranks, self._total, most) or levelled(
-            lines, self._ranks, self._total, unlimited
+        unlimited = np.full(len(models), float(self._total))
+        return equalised(models, self._ranks, self._total, most) or equalised(
+            models, self._ranks, self._total, unlimited
         )
 
     def _most(self, memory_ratios: Mapping[int, float], near: int) -> float:
-        """The largest batch with which a group's memory does not overflow."""
-        line = Line.through(memory_ratios, near)
-        room_ratio = 1 + NOT_FIT_MARGIN_RATIO - line.at_zero
-        return max(min(room_ratio / line.per_sample, float(self._total)), 1.0)
+        """The largest batch that fits into the memory of a group."""
+        model = AffineModel.through(memory_ratios, near)
+        free_ratio = 1 + NOT_FIT_MARGIN_RATIO - model.intercept
+        return max(min(free_ratio / model.slope, float(self._total)), 1.0)
 
-    def _exchanged(self, split: Split) -> Split:
-        """Move samples off the group with the longest lane while that shortens the step."""
-        for _ in range(_MOST_EXCHANGES):
+    def _local_search(self, split: Split) -> Split:
+        """Steepest descent: move samples off the slowest group while that shortens the step."""
+        for _ in range(_MOST_MOVES):
             lanes_s = [known[batch] for known, batch in zip(self._lanes_s, split, strict=True)]
             slowest = lanes_s.index(max(lanes_s))
             moves = [
@@ -213,30 +214,30 @@ class _Search:
             split = better
         return split
 
-    def _moved(self, split: Split, giver: int, taker: int) -> Split | None:
-        """As few samples as can move from one group to another; None if ranks would have none."""
-        gives, takes = self._ranks[giver], self._ranks[taker]
+    def _moved(self, split: Split, donor: int, receiver: int) -> Split | None:
+        """The smallest move of samples between two groups; None if a rank would have none left."""
+        gives, takes = self._ranks[donor], self._ranks[receiver]
         shared = math.gcd(gives, takes)
         moved = list(split)
-        moved[giver] -= takes // shared
-        moved[taker] += gives // shared
-        return tuple(moved) if moved[giver] >= 1 else None
+        moved[donor] -= takes // shared
+        moved[receiver] += gives // shared
+        return tuple(moved) if moved[donor] >= 1 else None
 
 
-def levelled(lines: Sequence[Line], ranks: Split, total: int, most: Array) -> Split | None:
-    """Whole batches of at least 1 and at most `most` that sum to `total`, with level lines.
+def equalised(models: Sequence[AffineModel], ranks: Split, total: int, most: Array) -> Split | None:
+    """Whole batches of at least 1 and at most `most` that sum to `total` and equalise the times.
 
-    Of the whole batches near the real ones it takes those with the least sum of high powers of
-    their lines, by one table of partial sums. None where none of them adds up.
+    Of the whole batches near the fractional optimum it takes those with the least p-norm of the
+    models' times, by dynamic programming over the groups. None where none of them adds up.
     """
-    at_zero = np.array([line.at_zero for line in lines])
-    per_sample = np.array([line.per_sample for line in lines])
+    intercepts = np.array([model.intercept for model in models])
+    slopes = np.array([model.slope for model in models])
     counts = np.array(ranks)
     if counts @ np.floor(most) < total:
         return None
-    real = _level_batches(at_zero, per_sample, counts, total, most)
-    level = float((at_zero + per_sample * real).max())
-    low = np.maximum(np.floor(real).astype(int) - max(ranks), 1)
+    fractional = _water_filling(intercepts, slopes, counts, total, most)
+    level_s = float((intercepts + slopes * fractional).max())
+    low = np.maximum(np.floor(fractional).astype(int) - max(ranks), 1)
     left = total - int(counts @ low)
     if left < 0:
         return None
@@ -245,12 +246,12 @@ def levelled(lines: Sequence[Line], ranks: Split, total: int, most: Array) -> Sp
     choices: list[NDArray[np.intp]] = []
     for group, count in enumerate(ranks):
         following, chosen = np.full(left + 1, np.inf), np.zeros(left + 1, dtype=np.intp)
-        reach = min(2 * max(ranks) + 1, int(most[group]) - int(low[group]))
-        for more in range(min(reach, left // count) + 1):
-            time = at_zero[group] + per_sample[group] * (low[group] + more)
+        extent = min(2 * max(ranks) + 1, int(most[group]) - int(low[group]))
+        for more in range(min(extent, left // count) + 1):
+            time_s = intercepts[group] + slopes[group] * (low[group] + more)
             # Capped, so that its power stays finite.
-            ratio = min(max(time / level, 0.0), 1e3)
-            cost = costs[: left + 1 - more * count] + count * ratio**_POWER
+            ratio = min(max(time_s / level_s, 0.0), 1e3)
+            cost = costs[: left + 1 - more * count] + count * ratio**_P
             part, picks = following[more * count :], chosen[more * count :]
             better = cost < part
             part[better], picks[better] = cost[better], more
@@ -266,16 +267,16 @@ def levelled(lines: Sequence[Line], ranks: Split, total: int, most: Array) -> Sp
     return tuple(split)
 
 
-def _level_batches(
-    at_zero: Array, per_sample: Array, counts: NDArray[np.int_], total: int, most: Array
+def _water_filling(
+    intercepts: Array, slopes: Array, counts: NDArray[np.int_], total: int, most: Array
 ) -> Array:
-    """Batches, not whole, that sum to `total` and whose lines are level within their bounds."""
+    """Fractional batches that sum to `total` and equalise the times within their bounds."""
 
-    def batches(level: float) -> Array:
-        return np.asarray(np.clip((level - at_zero) / per_sample, 1.0, most))
+    def batches(level_s: float) -> Array:
+        return np.asarray(np.clip((level_s - intercepts) / slopes, 1.0, most))
 
-    low, high = 0.0, float((at_zero + per_sample * most).max())
+    low, high = 0.0, float((intercepts + slopes * most).max())
     for _ in range(100):
-        level = (low + high) / 2
-        low, high = (level, high) if counts @ batches(level) < total else (low, level)
+        level_s = (low + high) / 2
+        low, high = (level_s, high) if counts @ batches(level_s) < total else (low, level_s)
     return batches(high)

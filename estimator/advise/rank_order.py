@@ -1,11 +1,10 @@
-"""Find an order of nodes in which a ring of ranks runs fast, from the links measured between them.
+"""Order nodes for a fast ring all-reduce: a bottleneck travelling-salesman problem.
 
-A ring is as fast as its slowest hop. Links are measured one flow at a time, so that a matrix alone
-does not show what hops that leave a rack together do to its uplink: a cluster file does. A good
-order has no slow hop and few that leave a rack. Two searches share the time: rings through hops
-below a falling bound, by rotations (Pósa 1976), for the slowest hop; and 2-opt and Or-opt (Croes
-1958; Or 1976) on hop costs raised to rising powers, for the few hops that leave a rack and for the
-seconds of all hops.
+A ring is as fast as its slowest hop. Links are measured with one flow at a time, so the matrix does
+not show the contention of hops that leave a rack on its uplink: the cluster file gives that. Two
+heuristics share the time: Hamiltonian cycles of hops below a bound that is bisected, by rotations
+(Pósa 1976), for the slowest hop; and 2-opt and Or-opt (Croes 1958; Or 1976) on hop costs raised to
+rising powers, which approach the maximum, for shared uplinks and for the total of all hops.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _POWERS = (1.0, 4.0, 16.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Uplink:
-    """A switch's way out: which hosts are below it, and an all-reduce's seconds for one flow."""
+    """A switch's uplink: the hosts below it, and the seconds of an all-reduce by a single flow."""
 
     below: NDArray[np.bool_]
     flow_s: float
@@ -37,7 +36,7 @@ class Uplink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOrder:
-    """Hosts in the order to number ranks by, with the ring's seconds in it and as given."""
+    """Hosts in rank order, with the seconds of the ring in this order and in the given one."""
 
     hosts: tuple[str, ...]
     ring_s: float
@@ -61,14 +60,14 @@ def rank_order(
     uplinks = shared_uplinks(pairs.hosts, size_bytes, cluster) if cluster else ()
     count = len(hops)
     given = np.arange(count)
-    best = _cheapest(hops, uplinks, _directions(given))
+    best = _best_tour(hops, uplinks, _both_directions(given))
     if count > 3:
         generator = np.random.default_rng(seed)
         end = time.monotonic() + limit_s
         bounded = _bounded_tours(hops, generator, end - limit_s / 2)
-        best = _cheapest(hops, uplinks, [best, *bounded])
-        shortened = _shortened_tours(hops, uplinks, generator, end)
-        best = _cheapest(hops, uplinks, [best, *shortened])
+        best = _best_tour(hops, uplinks, [best, *bounded])
+        improved = _local_search_tours(hops, uplinks, generator, end)
+        best = _best_tour(hops, uplinks, [best, *improved])
     return RankOrder(
         hosts=tuple(pairs.hosts[index] for index in best),
         ring_s=ring_seconds(hops, best, uplinks),
@@ -101,7 +100,7 @@ def _filled(rows: tuple[tuple[float | None, ...], ...]) -> Array:
 
 
 def shared_uplinks(hosts: Sequence[str], size_bytes: float, cluster: Cluster) -> tuple[Uplink, ...]:
-    """The uplinks of the switches above some of the hosts, with what a flow takes alone on each."""
+    """The uplinks of switches above some, not all, of the hosts, and the seconds of one flow."""
     share = RING_SHARE["all_reduce"](len(hosts))
     found = []
     for name, switch in cluster.switches.items():
@@ -122,12 +121,12 @@ def ring_seconds(hops: Array, tour: Tour, uplinks: Sequence[Uplink] = ()) -> flo
     return float(max(hops[tour, following].max(), *shared_s, 0.0))
 
 
-def _directions(tour: Tour) -> list[Tour]:
+def _both_directions(tour: Tour) -> list[Tour]:
     return [tour, tour[::-1]]
 
 
-def _cheapest(hops: Array, uplinks: Sequence[Uplink], tours: Sequence[Tour]) -> Tour:
-    """The tour with the fastest slowest hop, then with the least seconds of hops in all."""
+def _best_tour(hops: Array, uplinks: Sequence[Uplink], tours: Sequence[Tour]) -> Tour:
+    """The tour with the fastest bottleneck; of equal ones, the least sum of hops."""
     return min(
         tours,
         key=lambda tour: (
@@ -138,7 +137,7 @@ def _cheapest(hops: Array, uplinks: Sequence[Uplink], tours: Sequence[Tour]) -> 
 
 
 def _bounded_tours(hops: Array, generator: np.random.Generator, end: float) -> Iterator[Tour]:
-    """Tours whose slowest hop, the slower way, is ever faster; bisects the bound until `end`."""
+    """Tours below a bound on the slowest hop, which is bisected until `end`."""
     both = np.maximum(hops, hops.T)
     bounds = np.unique(both[np.isfinite(both)])
     # Every host has two neighbours, so no ring is faster than the second-best hop of any host.
@@ -147,22 +146,23 @@ def _bounded_tours(hops: Array, generator: np.random.Generator, end: float) -> I
     while low <= high and time.monotonic() < end:
         share_s = (end - time.monotonic()) / 4
         near = [np.flatnonzero(row <= bounds[middle]).tolist() for row in both]
-        tour = _closed_ring(near, generator, time.monotonic() + share_s)
+        tour = _hamiltonian_cycle(near, generator, time.monotonic() + share_s)
         if tour is None:
             low = middle + 1
         else:
-            yield from _directions(tour)
+            yield from _both_directions(tour)
             high = middle - 1
         middle = (low + high) // 2
 
 
-def _closed_ring(
+def _hamiltonian_cycle(
     near: Sequence[Sequence[int]], generator: np.random.Generator, end: float
 ) -> Tour | None:
-    """A ring through every host once by these neighbours only, if one is found before `end`.
+    """A Hamiltonian cycle of the graph with these neighbours, if one is found before `end`.
 
-    A path grows to a host beyond its end that has the fewest ways on; where there is none, a part
-    of the path is turned around, which gives it another end.
+    A path is extended to the unvisited neighbour with the fewest unvisited neighbours (Warnsdorff's
+    rule); where there is none, a Pósa rotation reverses a part of the path, which gives it another
+    end.
     """
     count = len(near)
     while time.monotonic() < end:
@@ -185,25 +185,29 @@ def _closed_ring(
     return None
 
 
-def _shortened_tours(
+def _local_search_tours(
     hops: Array, uplinks: Sequence[Uplink], generator: np.random.Generator, end: float
 ) -> Iterator[Tour]:
     """Tours that no 2-opt or Or-opt move shortens, from several starts, until `end`."""
     count = len(hops)
     costs = np.where(np.isfinite(hops), hops, 0.0)
     for uplink in uplinks:
-        # A hop that leaves costs the others that do as long as it takes on the uplink.
+        # A hop over the uplink delays the other hops over it by its own seconds there.
         costs = costs + uplink.flow_s * (uplink.below[:, None] & ~uplink.below[None, :])
     for number in range(4 * count):
-        tour = _nearest_first(costs, number) if number < count else generator.permutation(count)
+        tour = (
+            _nearest_neighbour_tour(costs, number)
+            if number < count
+            else generator.permutation(count)
+        )
         for power in _POWERS:
-            tour = _improved((costs / costs.max()) ** power, tour)
-            yield from _directions(tour)
+            tour = _local_optimum((costs / costs.max()) ** power, tour)
+            yield from _both_directions(tour)
         if time.monotonic() > end:
             return
 
 
-def _nearest_first(costs: Array, start: int) -> Tour:
+def _nearest_neighbour_tour(costs: Array, start: int) -> Tour:
     left = np.ones(len(costs), dtype=bool)
     tour = [start]
     left[start] = False
@@ -214,21 +218,21 @@ def _nearest_first(costs: Array, start: int) -> Tour:
     return np.array(tour)
 
 
-def _improved(costs: Array, tour: Tour) -> Tour:
+def _local_optimum(costs: Array, tour: Tour) -> Tour:
     """2-opt and Or-opt moves, the best one at a time, until none shortens the tour."""
-    # A move may turn a part of the tour around: a hop costs what its slower direction costs.
+    # A move may reverse a part of the tour: a hop costs as much as its slower direction.
     both = np.maximum(costs, costs.T)
     np.fill_diagonal(both, 0.0)
     for _ in range(20 * len(tour)):
-        turned, turned_gain = _best_turn(both, tour)
-        moved, moved_gain = _best_move(both, tour)
-        if max(turned_gain, moved_gain) <= 1e-12:
+        reversed_tour, two_opt_gain = _best_two_opt(both, tour)
+        moved_tour, or_opt_gain = _best_or_opt(both, tour)
+        if max(two_opt_gain, or_opt_gain) <= 1e-12:
             break
-        tour = turned if turned_gain >= moved_gain else moved
+        tour = reversed_tour if two_opt_gain >= or_opt_gain else moved_tour
     return tour
 
 
-def _best_turn(costs: Array, tour: Tour) -> tuple[Tour, float]:
+def _best_two_opt(costs: Array, tour: Tour) -> tuple[Tour, float]:
     """2-opt: replace hops (a, b) and (c, d) by (a, c) and (b, d)."""
     following = np.roll(tour, -1)
     hop = costs[tour, following]
@@ -245,7 +249,7 @@ def _best_turn(costs: Array, tour: Tour) -> tuple[Tour, float]:
     return turned, float(gain[first, second])
 
 
-def _best_move(costs: Array, tour: Tour) -> tuple[Tour, float]:
+def _best_or_opt(costs: Array, tour: Tour) -> tuple[Tour, float]:
     """Or-opt: take one host out of the tour and put it between two neighbours elsewhere."""
     before, after = np.roll(tour, 1), np.roll(tour, -1)
     freed = costs[before, tour] + costs[tour, after] - costs[before, after]

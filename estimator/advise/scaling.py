@@ -1,4 +1,4 @@
-"""Say how well a job scales, which link holds it back, and how fast that link would have to be."""
+"""Compute the scaling efficiency of a job, its slowest link, and the link rate that it needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from estimator.placement.allocation import Allocation, DeviceGroup
 from estimator.placement.topology import Cluster
 from estimator.timeline.plan import answer_of, at_link_rate
 
-# Efficiency that people ask for when they size a network (Goyal et al. 2017 report about 90 %).
+# The usual target when a network is sized (Goyal et al. 2017 report about 90 %).
 WANTED_EFFICIENCY_RATIO = 0.9
 _FASTEST_FACTOR = 2.0**40
 
@@ -45,7 +45,7 @@ def scaling_of(
 
     `cluster` and `calibration` are those that the estimate was asked under.
     """
-    # A device alone has nobody to share shards with.
+    # A single device holds all shards.
     alone = replace(answer.plan.members.table.shape.strategy, shard=None)
     linear_s = max(
         linear_step_s(
@@ -61,7 +61,7 @@ def scaling_of(
             ),
             like=answer,
         )
-        for single, batch, named in _singles(answer, cluster)
+        for single, batch, named in _single_devices(answer, cluster)
     )
     group = answer.plan.slowest_group
     across = group.nodes > 1
@@ -70,20 +70,20 @@ def scaling_of(
         wanted_ratio=wanted_ratio,
         link=group.link,
         link_bytes_per_s=group.bytes_per_s if across else None,
-        needed_bytes_per_s=_needed(answer, linear_s / wanted_ratio) if across else None,
+        needed_bytes_per_s=_needed_bytes_per_s(answer, linear_s / wanted_ratio) if across else None,
     )
 
 
 def linear_step_s(smaller: Estimate, *, like: Estimate) -> float:
     """Seconds of a smaller allocation's step with the share of the update that ranks of `like` do.
 
-    Where the update is sharded, a device alone has more to do for the same samples; set beside its
-    whole step, sharding would seem to scale better than linearly.
+    Where the update is sharded, a single device updates all parameters: compared with its whole
+    step, sharded training would seem to scale superlinearly.
     """
     return float(answer_of(smaller.plan._replace(share=like.plan.share)).parts.total_s)
 
 
-def _singles(
+def _single_devices(
     answer: Estimate, cluster: Cluster | None
 ) -> list[tuple[Allocation, int | None, bool]]:
     """One device of each group, its batch, and whether its machine must be looked up by name."""
@@ -114,17 +114,17 @@ def _singles(
     ]
 
 
-def _needed(answer: Estimate, step_s: float) -> float | None:
+def _needed_bytes_per_s(answer: Estimate, step_s: float) -> float | None:
     """The rate of the slowest link at which the step takes `step_s`, by bisection."""
     rate = answer.plan.slowest_group.bytes_per_s
 
-    def reached(factor: float) -> bool:
+    def is_reached(factor: float) -> bool:
         return float(answer_of(at_link_rate(answer.plan, factor)).parts.total_s) <= step_s
 
-    if not reached(_FASTEST_FACTOR):
+    if not is_reached(_FASTEST_FACTOR):
         return None
     low, high = 1.0 / _FASTEST_FACTOR, _FASTEST_FACTOR
     while high / low > 1.001:
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if reached(middle) else (middle, high)
+        low, high = (low, middle) if is_reached(middle) else (middle, high)
     return float(rate * high)

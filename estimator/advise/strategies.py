@@ -1,4 +1,4 @@
-"""Choose where gradients are merged and parameters updated, and in which units, by step time."""
+"""Rank the strategies of gradient synchronisation and parameter update by step time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 
-# Every kind, and small buckets beside the default ones.
+# Every kind, with the default bucket size and with a small one.
 CANDIDATES = (
     "ddp",
     "ddp:bucket=5MiB",
@@ -71,7 +71,7 @@ def rank_strategies(
             answer = answer_of(strategy)
             rows.append(StrategyRow(allocation=allocation, strategy=strategy, answer=answer))
         except (ProfileError, StrategyError) as error:
-            # What it needs was not measured, or it cannot divide the ranks: others are answered.
+            # The profile lacks what it needs, or it cannot divide the ranks: go on with the others.
             errors.append(error)
             rows.append(
                 StrategyRow(
@@ -80,10 +80,10 @@ def rank_strategies(
             )
     if len(errors) == len(rows):
         raise errors[0]
-    return sorted(rows, key=_place)
+    return sorted(rows, key=_sort_key)
 
 
-def _place(row: StrategyRow) -> tuple[int, float]:
+def _sort_key(row: StrategyRow) -> tuple[int, float]:
     if row.answer is None:
         return 2, 0.0
     return int(row.answer.fits == "no"), row.answer.step_time_s

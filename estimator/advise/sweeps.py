@@ -23,8 +23,8 @@ _MOST_ROWS = 100_000
 class SweepRow:
     """One allocation of a sweep: its estimate, or why there is none.
 
-    `efficiency_ratio` is throughput per rank over that of the sweep's smallest allocation, were its
-    ranks' share of the update that of this one (`scaling.linear_step_s`).
+    `efficiency_ratio` is throughput per rank over that of the sweep's smallest allocation, with the
+    share of the update that the ranks of this one have (`scaling.linear_step_s`).
     """
 
     allocation: str

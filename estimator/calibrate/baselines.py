@@ -1,8 +1,8 @@
-"""Fit the throughput forms of other systems to observed steps, to be compared with.
+"""Fit the throughput models of other systems to observed steps, as baselines.
 
 A row of X is (ranks, nodes, samples per rank and micro-batch, micro-batches per step), further
 columns being ignored; y are step times in seconds. `fit` minimises relative errors and returns
-self; learned values end in ``_``. Forms of asynchronous training take rows (workers, parameter
+self; fitted values end in ``_``. Models of asynchronous training take rows (workers, parameter
 servers) and seconds per update, whichever worker it comes from.
 """
 
@@ -13,16 +13,16 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from estimator.calibrate.step_law import ACCUMULATION, BATCH, NODES, RANKS
+from estimator.calibrate.performance_model import ACCUMULATION, BATCH, NODES, RANKS
 from estimator.errors import WorkloadError
 
 Array = NDArray[np.float64]
 
 
-class ScalingForm(Protocol):
-    """What every form offers."""
+class Regressor(Protocol):
+    """What every method offers; some have `predict_interval` (low, high) too."""
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> ScalingForm:
+    def fit(self, X: ArrayLike, y: ArrayLike) -> Regressor:
         """Learn from rows and their step times."""
         ...
 
@@ -61,7 +61,7 @@ def _checked(rows: Array, y: ArrayLike) -> tuple[Array, Array]:
 
 
 def _nonnegative_fit(features: Array, times: Array) -> Array:
-    """Least relative squares with coefficients ≥ 0."""
+    """Non-negative least squares of relative errors."""
     from scipy.optimize import nnls
 
     return np.asarray(nnls(features / times[:, None], np.ones(len(times)))[0])
@@ -70,12 +70,12 @@ def _nonnegative_fit(features: Array, times: Array) -> Array:
 class LinearScaling:
     """Throughput per rank stays that of one device: step = a + b · samples per rank and step.
 
-    Fitted to the rows with one rank where there are any. Of a single batch size half of the time is
-    taken as fixed, AdaptDL's choice for the same want (see `PolluxForm`).
+    Fitted to the rows with one rank where there are any. With a single batch size, a is half of the
+    time, as AdaptDL assumes in this case (see `PolluxRegressor`).
     """
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> LinearScaling:
-        """Learn the line over samples per rank."""
+        """Fit a and b ≥ 0."""
         rows, times = _checked(_rows(X), y)
         alone = rows[:, RANKS] == 1
         if alone.any():
@@ -98,14 +98,14 @@ class LinearScaling:
         return np.column_stack([samples, np.ones(len(rows))])
 
 
-class OptimusForm:
+class OptimusRegressor:
     """Optimus (Peng et al., EuroSys 2018), synchronous, as many servers as workers.
 
     Its θ0·M/w + θ1 + θ2·w/p + θ3·w + θ4·p with p = w is a·(samples per rank) + b + c·ranks.
     """
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> OptimusForm:
-        """Learn a, b, c ≥ 0."""
+    def fit(self, X: ArrayLike, y: ArrayLike) -> OptimusRegressor:
+        """Fit a, b, c ≥ 0."""
         rows, times = _checked(_rows(X), y)
         self.coefficients_ = _nonnegative_fit(self._features(rows), times)
         return self
@@ -119,7 +119,7 @@ class OptimusForm:
         return np.column_stack([LinearScaling._features(rows), rows[:, RANKS]])
 
 
-class PolluxForm:
+class PolluxRegressor:
     """Pollux (Qiao et al., OSDI 2021): seven parameters, overlap by a norm.
 
     gradient = α_c + β_c·batch; sync = 0 on one rank, α_r + β_r·(ranks − 2) on one node, α_n +
@@ -127,22 +127,22 @@ class PolluxForm:
     γ from 1 to 10.
 
     Fitted as AdaptDL does (petuum/adaptdl, goodput.fit_perf_params): L-BFGS-B on the root mean
-    square of log errors, with its start, its penalties on γ and on β over α, and its rules for
-    parameters that no row tells of. The tables have no times of compute alone, so that term is
-    left out; a second start of γ makes up for where the first gets stuck.
+    square of log errors, with its initial values, its penalties on γ and on β over α, and its
+    rules for parameters that the rows do not identify. The tables have no times of compute alone,
+    so that term of its loss is left out; a second initial value of γ helps out of local minima.
     """
 
     _STARTS = ((0.1, 0.01, 0.1, 0.01, 0.1, 0.01, 1.001), (0.1, 0.01, 0.1, 0.01, 0.1, 0.01, 3.0))
     _LOWEST = (1e-8,) * 6 + (1.0,)
     _HIGHEST = (np.inf,) * 6 + (10.0,)
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> PolluxForm:
-        """Learn the seven parameters."""
+    def fit(self, X: ArrayLike, y: ArrayLike) -> PolluxRegressor:
+        """Fit the seven parameters."""
         from scipy.optimize import minimize
 
         rows, times = _checked(_rows(X), y)
         lowest, highest = np.array(self._LOWEST), np.array(self._HIGHEST)
-        for index, value in self._untold(rows, times).items():
+        for index, value in self._unidentified(rows, times).items():
             lowest[index] = highest[index] = value
 
         def loss(parameters: Array) -> float:
@@ -159,27 +159,27 @@ class PolluxForm:
         ]
         parameters = np.asarray(min(fits, key=lambda fit: float(fit.fun)).x)
         if not (rows[:, NODES] > 1).any():
-            # Between nodes at least as slow as within one.
+            # Inter-node communication is at least 10 % slower than intra-node (AdaptDL).
             parameters[2:4] = np.maximum(parameters[2:4], 1.1 * parameters[4:6])
         self.parameters_ = parameters
         return self
 
     @classmethod
-    def _untold(cls, rows: Array, times: Array) -> dict[int, float]:
-        """Parameters, by index, that the rows say nothing of, and the value they are given."""
+    def _unidentified(cls, rows: Array, times: Array) -> dict[int, float]:
+        """Parameters, by index, that the rows do not identify, and the values they are fixed to."""
         ranks, across = rows[:, RANKS], rows[:, NODES] > 1
-        untold: set[int] = set()
+        unidentified: set[int] = set()
         if not across.any():
-            untold |= {2, 3}
+            unidentified |= {2, 3}
         if not (~across & (ranks > 1)).any():
-            untold |= {4, 5}
+            unidentified |= {4, 5}
         if not (ranks > 2).any():
-            untold |= {3, 5}
-        given = {index: cls._LOWEST[index] for index in untold}
+            unidentified |= {3, 5}
+        fixed = {index: cls._LOWEST[index] for index in unidentified}
         if len(np.unique(rows[:, BATCH])) == 1:
             alone = ranks == 1
-            given[0] = float(np.mean(times[alone] if alone.any() else times)) / 2
-        return given
+            fixed[0] = float(np.mean(times[alone] if alone.any() else times)) / 2
+        return fixed
 
     def predict(self, X: ArrayLike) -> Array:
         """Step times of rows, in seconds."""
@@ -199,26 +199,26 @@ class PolluxForm:
         return np.asarray((rows[:, ACCUMULATION] - 1) * gradient_s + both_s)
 
 
-class OnesForm:
+class OnesRegressor:
     """ONES (Bian et al., SC'21): observed throughput, interpolated over ranks, and over batch.
 
-    Its monitor keeps the mean throughput of each size of a job, 0 at size 0, and draws straight
-    lines between and beyond (kurisusnowdeng/ones_sc21, get_throughput). Here each size has such a
-    line over its batches too, flat where only one was seen. Nodes play no part.
+    Its monitor keeps the mean throughput of each number of ranks, 0 at none, and interpolates and
+    extrapolates linearly (kurisusnowdeng/ones_sc21, get_throughput). Here throughput is linear in
+    the batch too, constant where only one batch was observed. It does not depend on nodes.
     """
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> OnesForm:
+    def fit(self, X: ArrayLike, y: ArrayLike) -> OnesRegressor:
         """Keep the mean throughput of each number of ranks and batch."""
         rows, times = _checked(_rows(X), y)
         samples = rows[:, BATCH] * rows[:, ACCUMULATION]
         rates = rows[:, RANKS] * samples / times
-        self.lines_: dict[float, tuple[Array, Array]] = {}
+        self.throughputs_: dict[float, tuple[Array, Array]] = {}
         for ranks in np.unique(rows[:, RANKS]):
             of_size = rows[:, RANKS] == ranks
             batches = np.unique(samples[of_size])
             means = [float(rates[of_size & (samples == batch)].mean()) for batch in batches]
-            self.lines_[float(ranks)] = (batches, np.array(means))
-        # Lines drawn on may fall below zero.
+            self.throughputs_[float(ranks)] = (batches, np.array(means))
+        # A linear extrapolation may fall below zero.
         self.lowest_rate_ = float(rates.min())
         return self
 
@@ -226,21 +226,21 @@ class OnesForm:
         """Step times of rows, in seconds."""
         rows = _rows(X)
         samples = rows[:, BATCH] * rows[:, ACCUMULATION]
-        sizes = np.array([0.0, *self.lines_])
-        known = np.array([_line(samples, *line) for line in self.lines_.values()])
+        sizes = np.array([0.0, *self.throughputs_])
+        known = np.array([_piecewise_linear(samples, *line) for line in self.throughputs_.values()])
         # One column a row: throughput at each known size, 0 at size 0.
         table = np.vstack([np.zeros(len(rows)), known])
         rates = np.array(
             [
-                _line(ranks[None], sizes, column)[0]
+                _piecewise_linear(ranks[None], sizes, column)[0]
                 for ranks, column in zip(rows[:, RANKS], table.T, strict=True)
             ]
         )
         return np.asarray(rows[:, RANKS] * samples / np.maximum(rates, self.lowest_rate_))
 
 
-def _line(at: Array, x: Array, y: Array) -> Array:
-    """Straight lines through points of rising x, drawn on beyond them; flat for a single point."""
+def _piecewise_linear(at: Array, x: Array, y: Array) -> Array:
+    """Linear interpolation and extrapolation of points of rising x; constant for a single one."""
     if len(x) == 1:
         return np.full(len(at), y[0])
     piece = np.clip(np.searchsorted(x, at) - 1, 0, len(x) - 2)
@@ -248,11 +248,11 @@ def _line(at: Array, x: Array, y: Array) -> Array:
     return np.asarray(y[piece] + slope[piece] * (at - x[piece]))
 
 
-class SumOfWorkers:
-    """Asynchronous workers do not hinder each other: updates a second grow as their number."""
+class IndependentWorkers:
+    """Asynchronous workers do not slow each other: updates a second are linear in their number."""
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> SumOfWorkers:
-        """Learn the seconds that one worker alone takes; from all rows if none is alone."""
+    def fit(self, X: ArrayLike, y: ArrayLike) -> IndependentWorkers:
+        """Fit the seconds of a single worker; from all rows if none has a single worker."""
         rows, times = _checked(_worker_rows(X), y)
         alone = rows[:, 0] == 1
         if alone.any():
@@ -265,14 +265,15 @@ class SumOfWorkers:
         return np.asarray(self.worker_s_ / _worker_rows(X)[:, 0])
 
 
-class OptimusAsynchronous:
+class AsynchronousOptimusRegressor:
     """Optimus (Peng et al., EuroSys 2018), asynchronous: a worker's step is a + b·workers/servers.
 
-    Its w·(θ0 + θ1·w/p + θ2·w + θ3·p)^−1 updates a second; with p fixed the others merge into both.
+    Its rate is w·(θ0 + θ1·w/p + θ2·w + θ3·p)^−1 updates a second; with p fixed, θ2 and θ3 cannot
+    be told from θ1 and θ0.
     """
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> OptimusAsynchronous:
-        """Learn a, b ≥ 0."""
+    def fit(self, X: ArrayLike, y: ArrayLike) -> AsynchronousOptimusRegressor:
+        """Fit a, b ≥ 0."""
         rows, times = _checked(_worker_rows(X), y)
         worker_s = times * rows[:, 0]
         self.coefficients_ = _nonnegative_fit(self._features(rows), worker_s)

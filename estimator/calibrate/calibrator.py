@@ -1,4 +1,4 @@
-"""Correct every estimate by the steps observed so far: the engine's physics, learnt multipliers."""
+"""Correct estimates by the steps observed so far: multipliers on the engine's physical model."""
 
 from __future__ import annotations
 
@@ -163,8 +163,8 @@ class _Seen:
         before = len(self.observations)
         self.observations, refused = [], Counter[str]()
         for observation in store.observations(workload=self.workload):
-            # A later observation may have made an earlier one doubtful, or believed.
-            if observation.doubt is not None:
+            # A later observation may show an earlier one to be an outlier, or none.
+            if observation.outlier_reason is not None:
                 continue
             predicted = self._predict(observation)
             if isinstance(predicted, PredictedStep):
@@ -176,7 +176,7 @@ class _Seen:
         return len(self.observations) != before
 
     def _predict(self, observation: Observation) -> PredictedStep | str:
-        """What the engine says of an observed step, or why nothing; asked once for each unlike."""
+        """The engine's prediction of an observed step, cached, or why there is none."""
         asked = (
             observation.allocation,
             observation.batch_per_gpu,
@@ -208,7 +208,8 @@ class _Seen:
             by_machines.setdefault(key, []).append((observation, predicted))
         self.fitted = {}
         for machines, observed in by_machines.items():
-            # Aged by what came later, not by the calendar: what is old and alone is all there is.
+            # Age counts from the newest observation, not from today: without newer ones, old
+            # observations keep their full weight.
             newest = max((one.at for one, _ in observed), default=None)
             ages = [(newest - one.at).total_seconds() / 86400 for one, _ in observed if newest]
             weights = [0.5 ** (age / half_life_days) for age in ages]
@@ -252,7 +253,8 @@ class _Seen:
     ) -> Coefficients:
         """Factors that make the engine's step the corrected one.
 
-        The engine overlaps in its own way: what it says with the law's factors is scaled.
+        The engine's overlap is not the performance model's, so the model's factors alone give
+        another step: they are scaled by the ratio of both.
         """
         trial = Coefficients(
             compute_ratio=found.compute_ratio,

@@ -1,9 +1,10 @@
-"""Learn how observed steps differ from the engine's, by the step law with the engine's parts.
+"""Fit corrections of the engine's predictions to observed steps of a workload.
 
-The law is no engine: what it says of the engine's own parts before anything is learnt differs from
-the engine's step by an offset, row by row. Taken off what was observed and put onto what is
-predicted, the offset makes the engine's answer the one without observations, and what was seen the
-answer with many.
+The regression sees the engine's compute and synchronisation and combines them by the performance
+model, whose overlap is not the engine's. The ratio of the engine's step to the model's prior
+prediction of it is therefore an offset of the regression, as in a generalised linear model:
+observed times are divided by it and predictions multiplied. Without observations the answer is then
+exactly the engine's; with many it converges to what was observed.
 """
 
 from __future__ import annotations
@@ -15,35 +16,43 @@ from dataclasses import dataclass
 import numpy as np
 
 from estimator.accuracy import Z_80
-from estimator.calibrate.physical_form import PhysicalForm
+from estimator.calibrate.performance_model import (
+    NODES,
+    RANKS,
+    EngineTimes,
+    Reference,
+    evaluate_model,
+)
 from estimator.calibrate.priors import (
-    COMPUTE_KNOWN,
-    NEUTRAL,
+    COMPUTE_CORRECTIONS,
     PARAMETERS,
-    SYNC_KNOWN,
+    SYNC_CORRECTIONS,
+    WEAK_PRIORS,
     Array,
-    LogPrior,
+    LogNormalPrior,
     Priors,
 )
-from estimator.calibrate.step_law import NODES, RANKS, Parts, Reference, log_step
+from estimator.calibrate.step_time_regressor import StepTimeRegressor
 from estimator.coefficients import PredictedStep, StepQuestion
 
-ENGINE_KNOWN = NEUTRAL.centred(**COMPUTE_KNOWN, **SYNC_KNOWN)
-# Jobs on the same machines have the network and the devices in common, and differ by this much
-# (one standard deviation of a logarithm) in what they make of them.
-_BETWEEN_JOBS = {"compute": 0.15, "within": 0.2, "across": 0.2}
-# The engine is off by another factor at another batch or allocation of the same job: one standard
-# deviation after one observation. What the form's own spread, found on steps that no engine
-# predicted, lacks on published steps after eight observations of a source (docs/accuracy.md).
-_UNLIKE_STEP_ERROR = 0.12
+ENGINE_PRIORS = WEAK_PRIORS.updated(**COMPUTE_CORRECTIONS, **SYNC_CORRECTIONS)
+# Standard deviation of a log parameter between jobs on the same machines, which have the network
+# and the devices in common: the between-group level of a hierarchical model.
+_BETWEEN_JOBS_SIGMA = {"compute": 0.15, "intra_node": 0.2, "inter_node": 0.2}
+# The engine's error differs from one batch or allocation of a job to another: one standard
+# deviation after one observation. It is what the regression's own standard deviation, fitted to
+# steps that no engine predicted, lacks on published steps after eight observations of a source
+# (docs/accuracy.md).
+_UNOBSERVED_STEP_SIGMA = 0.12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What was learnt of one step.
+    """The corrected prediction of one step.
 
-    `compute_ratio` and `sync_ratio` are the law's factors on the engine's parts; `relative_error`
-    is one standard deviation of log(measured / step_s), None where only other jobs were seen.
+    `compute_ratio` and `sync_ratio` are factors on the engine's compute and synchronisation;
+    `relative_error` is one standard deviation of log(measured / step_s), None where only other jobs
+    were observed.
     """
 
     step_s: float
@@ -67,51 +76,52 @@ class StepCorrections:
         weights: Sequence[float],
         others: Sequence[StepCorrections] = (),
     ) -> StepCorrections:
-        """Learn from observed step times beside what the engine says of each.
+        """Learn from observed step times and the engine's prediction of each.
 
-        `others` are corrections of other workloads on the same machines, all there is to go by
-        where no step of this one was observed. A weight is how many observations one counts for.
+        `others` are corrections of other workloads on the same machines, which make the priors. A
+        weight is how many observations one counts for.
         """
-        rows, parts = _rows(predicted), _parts(predicted)
-        observed_s = np.array(step_times_s, dtype=float) / _offsets(predicted, rows, parts)
-        self.form_ = PhysicalForm(priors=_shared(others))
-        self.form_.fit(rows, observed_s, weights, parts=parts)
+        rows, times = _rows(predicted), _engine_times(predicted)
+        scaled_s = np.array(step_times_s, dtype=float) / _offsets(predicted, rows, times)
+        self.regressor_ = StepTimeRegressor(priors=_pooled_priors(others))
+        self.regressor_.fit(rows, scaled_s, weights, engine_times=times)
         self.rows_ = rows
-        self.seen_ = frozenset(map(tuple, rows.tolist()))
+        self.distinct_rows_ = frozenset(map(tuple, rows.tolist()))
         return self
 
     def correct(self, predicted: Sequence[PredictedStep]) -> list[Correction]:
         """The corrections of steps that the engine predicts."""
-        rows, parts = _rows(predicted), _parts(predicted)
-        answer = self.form_.answer(rows, parts=parts)
-        step_s = np.exp(answer.log_step) * _offsets(predicted, rows, parts)
-        law = answer.law
-        errors = np.hypot(answer.half_width / Z_80, self._unlike_error(rows))
+        rows, times = _rows(predicted), _engine_times(predicted)
+        found = self.regressor_.prediction(rows, engine_times=times)
+        step_s = np.exp(found.log_step) * _offsets(predicted, rows, times)
+        model = found.model
+        errors = np.hypot(found.half_width / Z_80, self._unobserved_step_sigma(rows))
         return [
             Correction(
                 step_s=float(step_s[row]),
-                compute_ratio=math.exp(law.log_compute[row]) / step.compute_s,
-                sync_ratio=math.exp(law.log_sync[row]) / step.sync_s if step.sync_s else 1.0,
+                compute_ratio=math.exp(model.log_compute[row]) / step.compute_s,
+                sync_ratio=math.exp(model.log_sync[row]) / step.sync_s if step.sync_s else 1.0,
                 relative_error=float(errors[row]) if len(self.rows_) else None,
-                remark=self._remark(step.question, is_far=bool(answer.is_far[row])),
+                remark=self._remark(step.question, extrapolates=bool(found.extrapolates[row])),
             )
             for row, step in enumerate(predicted)
         ]
 
-    def _unlike_error(self, rows: Array) -> Array:
-        """What comes on top for steps that differ from all that was observed."""
-        error = _UNLIKE_STEP_ERROR / math.sqrt(max(len(self.rows_), 1))
-        return np.array([0.0 if tuple(row) in self.seen_ else error for row in rows.tolist()])
+    def _unobserved_step_sigma(self, rows: Array) -> Array:
+        """The additional standard deviation of steps that were not themselves observed."""
+        sigma = _UNOBSERVED_STEP_SIGMA / math.sqrt(max(len(self.rows_), 1))
+        known = self.distinct_rows_
+        return np.array([0.0 if tuple(row) in known else sigma for row in rows.tolist()])
 
-    def _remark(self, question: StepQuestion, *, is_far: bool) -> str:
-        seen = len(self.rows_)
-        if not seen:
+    def _remark(self, question: StepQuestion, *, extrapolates: bool) -> str:
+        count = len(self.rows_)
+        if not count:
             return f"corrected by what observed steps of other jobs say of {self.machines}"
         remark = (
-            f"corrected by {seen} observed step{'s' if seen > 1 else ''} of {question.workload} on "
-            f"{self.machines}"
+            f"corrected by {count} observed step{'s' if count > 1 else ''} of {question.workload} "
+            f"on {self.machines}"
         )
-        if is_far:
+        if extrapolates:
             remark += (
                 f", none of which is like {question.ranks} ranks on {question.nodes} nodes with "
                 f"batch {question.batch:g}: do not trust it this far out"
@@ -119,31 +129,32 @@ class StepCorrections:
         return remark
 
     def log_parameter(self, name: str) -> float:
-        """The logarithm of a learnt factor of `priors.PARAMETERS`."""
-        return float(self.form_.log_parameters_[PARAMETERS.index(name)])
+        """The logarithm of a fitted parameter of `priors.PARAMETERS`."""
+        return float(self.regressor_.log_parameters_[PARAMETERS.index(name)])
 
-    def informative(self, name: str) -> int:
-        """How many observed rows say something of a factor of _BETWEEN_JOBS."""
+    def informative_rows(self, name: str) -> int:
+        """How many observed rows depend on a parameter of _BETWEEN_JOBS_SIGMA."""
         several, across = self.rows_[:, RANKS] > 1, self.rows_[:, NODES] > 1
-        telling = {"compute": len(several), "within": (several & ~across).sum()}
-        return int(telling.get(name, across.sum()))
+        counts = {"compute": len(several), "intra_node": (several & ~across).sum()}
+        return int(counts.get(name, across.sum()))
 
 
-def _shared(others: Sequence[StepCorrections]) -> Priors:
-    """What is believed of a job before it was seen on machines that other jobs have run on."""
+def _pooled_priors(others: Sequence[StepCorrections]) -> Priors:
+    """Priors of a job on machines that other jobs ran on: partial pooling of their parameters."""
     priors = {}
-    for name, between in _BETWEEN_JOBS.items():
-        known = ENGINE_KNOWN.by_name[name]
-        told = [(each.log_parameter(name), each.informative(name)) for each in others]
-        # A job of n rows knows its own factor to within the width of the prior over √n.
-        precisions = [1 / (between**2 + known.width**2 / n) for _, n in told if n]
-        values = [value for value, n in told if n]
-        total = sum(precisions) + 1 / known.width**2
+    for name, between in _BETWEEN_JOBS_SIGMA.items():
+        known = ENGINE_PRIORS.by_name[name]
+        fits = [(each.log_parameter(name), each.informative_rows(name)) for each in others]
+        # A parameter fitted to n rows has about the standard error of one row, taken as sigma of
+        # the prior, over √n.
+        precisions = [1 / (between**2 + known.sigma**2 / n) for _, n in fits if n]
+        values = [value for value, n in fits if n]
+        total = sum(precisions) + 1 / known.sigma**2
         mean = sum(p * value for p, value in zip(precisions, values, strict=True)) / total
-        mean += math.log(known.centre) / known.width**2 / total
-        width = min(math.sqrt(1 / total + between**2), known.width)
-        priors[name] = LogPrior(centre=math.exp(mean), width=width)
-    return ENGINE_KNOWN.centred(**priors)
+        mean += math.log(known.median) / known.sigma**2 / total
+        sigma = min(math.sqrt(1 / total + between**2), known.sigma)
+        priors[name] = LogNormalPrior(median=math.exp(mean), sigma=sigma)
+    return ENGINE_PRIORS.updated(**priors)
 
 
 def _rows(predicted: Sequence[PredictedStep]) -> Array:
@@ -157,14 +168,15 @@ def _rows(predicted: Sequence[PredictedStep]) -> Array:
     ).reshape(-1, 5)
 
 
-def _parts(predicted: Sequence[PredictedStep]) -> Parts:
-    return Parts(
+def _engine_times(predicted: Sequence[PredictedStep]) -> EngineTimes:
+    return EngineTimes(
         compute_s=np.array([step.compute_s for step in predicted], dtype=float),
         sync_s=np.array([step.sync_s for step in predicted], dtype=float),
     )
 
 
-def _offsets(predicted: Sequence[PredictedStep], rows: Array, parts: Parts) -> Array:
-    """The engine's step over what the law says of its parts before anything is learnt."""
-    law = log_step(ENGINE_KNOWN.log_centres(), rows, Reference(compute_s=1.0, batch=1.0), parts)
-    return np.array([step.step_s for step in predicted]) / np.exp(law.log_step)
+def _offsets(predicted: Sequence[PredictedStep], rows: Array, times: EngineTimes) -> Array:
+    """The engine's step over the performance model's at the medians of its priors."""
+    reference = Reference(compute_s=1.0, batch=1.0)
+    model = evaluate_model(ENGINE_PRIORS.log_medians(), rows, reference, times)
+    return np.array([step.step_s for step in predicted]) / np.exp(model.log_step)

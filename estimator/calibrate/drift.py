@@ -1,8 +1,9 @@
-"""Find what runs slower or faster than it did, or than its like: nodes first, else machine types.
+"""Detect drift: nodes, or machine types, that became slower or faster than expected.
 
-A node that is slow makes every step slow that it takes part in. Residuals (log of observed over
-expected) of the steps with a node are set beside those without it, before and after the moment
-that divides them best (the largest statistic of all two-sample divisions: Page, 1954).
+A slow node slows every step that it takes part in. For each node the steps with it after a change
+point are compared with its steps before that and with all steps without it, by the two-sample
+statistic of their residuals (log of observed over expected); the change point is the one with the
+largest statistic (Page 1954).
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from datetime import datetime
 from statistics import fmean, stdev
 
 LEAST_SHIFT_RATIO = 0.05
-# Standard errors between both sides of a division; many are tried, hence more than 3.
+# Standard errors between the two samples; above 3, since many change points are tested.
 _LEAST_Z = 4.5
 _LEAST_STEPS = 3
-# Of one node only so many of the latest steps are divided: the work rises with their square.
+# Only so many of the latest steps of a node are searched: the cost is quadratic in them.
 _MOST_STEPS = 200
-# Two runs of the same step differ by about this much (see `residual_field`).
-_LEAST_SPREAD = 0.02
+# Observation noise between two runs of the same step is at least about this (`gaussian_process`).
+_LEAST_SIGMA = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,37 +53,37 @@ class Drift:
 
 
 def drifts(residuals: Sequence[Residual]) -> list[Drift]:
-    """What has drifted, the clearest first; each residual is blamed on one node at most."""
+    """What has drifted, the most significant first; each residual is attributed to one node."""
     left = sorted(residuals, key=lambda residual: residual.at)
     found: list[Drift] = []
     while True:
         names = {name for residual in left for name in residual.nodes}
-        tried = [(name, _division(name, left)) for name in sorted(names)]
-        clear = [(division[0], name, division) for name, division in tried if division]
-        if not clear:
+        tested = [(name, _change_point(name, left)) for name in sorted(names)]
+        significant = [(change[0], name, change) for name, change in tested if change]
+        if not significant:
             return found
-        _, name, (_, shift, since) = max(clear, key=lambda item: item[0])
+        _, name, (_, shift, since) = max(significant, key=lambda item: item[0])
         explained = [r for r in left if name in r.nodes and (since is None or r.at >= since)]
         found.append(Drift(name=name, ratio=math.exp(shift), since=since, steps=len(explained)))
         left = [residual for residual in left if residual not in explained]
 
 
-_Division = tuple[float, float, datetime | None]
+_ChangePoint = tuple[float, float, datetime | None]
 
 
-def _division(name: str, residuals: Sequence[Residual]) -> _Division | None:
-    """(statistic, shift, since when) of the clearest division of a node's steps, if any is."""
+def _change_point(name: str, residuals: Sequence[Residual]) -> _ChangePoint | None:
+    """(statistic, shift, since when) of a node's most significant change, if there is any."""
     own = [residual for residual in residuals if name in residual.nodes][-_MOST_STEPS:]
     others = [residual.value for residual in residuals if name not in residual.nodes]
-    best: _Division | None = None
+    best: _ChangePoint | None = None
     for first in range(len(own) - _LEAST_STEPS + 1):
         after = [residual.value for residual in own[first:]]
         before = [residual.value for residual in own[:first]] + others
-        # With little to compare with, the expectation itself is what a node drifts from.
-        compares = len(before) >= max(_LEAST_STEPS, len(after) / 2)
-        base, spread = (fmean(before), stdev(before)) if compares else (0.0, 0.0)
+        # With too few others the reference is the expectation itself, a residual of 0.
+        is_two_sample = len(before) >= max(_LEAST_STEPS, len(after) / 2)
+        base, sigma = (fmean(before), stdev(before)) if is_two_sample else (0.0, 0.0)
         shift = fmean(after) - base
-        error = max(spread, stdev(after), _LEAST_SPREAD) * math.sqrt(
+        error = max(sigma, stdev(after), _LEAST_SIGMA) * math.sqrt(
             1 / len(after) + 1 / max(len(before), _LEAST_STEPS)
         )
         statistic = abs(shift) / error

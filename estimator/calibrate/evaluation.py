@@ -1,4 +1,4 @@
-"""Run forms over measured jobs: each learns from some rows and predicts the others."""
+"""Evaluate regressors on measured jobs: each is fitted to some rows and predicts the others."""
 
 from __future__ import annotations
 
@@ -11,58 +11,47 @@ from functools import partial
 from importlib import import_module
 from itertools import groupby
 from multiprocessing import get_context
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from estimator.accuracy import noise_ratio
+from estimator.calibrate.baselines import Regressor
 from estimator.calibrate.machine_priors import priors_of
-from estimator.calibrate.physical_form import PhysicalForm
-from estimator.calibrate.protocols import Split, divide
+from estimator.calibrate.protocols import Split, all_splits
+from estimator.calibrate.step_time_regressor import StepTimeRegressor
 from estimator.calibrate.tables import Job, MeasuredStep
 from estimator.errors import EstimatorError, ObservationError
 
 Array = NDArray[np.float64]
 Report = Callable[[str, float], None]
 
-# Where the form of each method is; a protocol of asynchronous training has forms of its own.
-FORMS = {
-    "calibrated": "estimator.calibrate.physical_form:PhysicalForm",
+# The regressor of each method; the protocol of asynchronous training has its own.
+REGRESSORS = {
+    "calibrated": "estimator.calibrate.step_time_regressor:StepTimeRegressor",
     "linear": "estimator.calibrate.baselines:LinearScaling",
-    "optimus": "estimator.calibrate.baselines:OptimusForm",
-    "pollux": "estimator.calibrate.baselines:PolluxForm",
-    "ones": "estimator.calibrate.baselines:OnesForm",
+    "optimus": "estimator.calibrate.baselines:OptimusRegressor",
+    "pollux": "estimator.calibrate.baselines:PolluxRegressor",
+    "ones": "estimator.calibrate.baselines:OnesRegressor",
 }
-WORKER_FORMS = {
-    "calibrated": "estimator.calibrate.asynchronous:AsynchronousForm",
-    "linear": "estimator.calibrate.baselines:SumOfWorkers",
-    "optimus": "estimator.calibrate.baselines:OptimusAsynchronous",
+WORKER_REGRESSORS = {
+    "calibrated": "estimator.calibrate.asynchronous:AsynchronousRegressor",
+    "linear": "estimator.calibrate.baselines:IndependentWorkers",
+    "optimus": "estimator.calibrate.baselines:AsynchronousOptimusRegressor",
 }
-# An observation this many times too long is what A6 asks to be borne, from so many on.
+# The outlier that predictions have to be robust to (TARGETS A6), and from how many observations.
 OUTLIER_FACTOR, OUTLIER_LEAST_K = 3.0, 5
-# Fits of one job and method that travel to a process together.
+# Splits of one job and method that are fitted in one task of the executor.
 _SPLITS_AT_ONCE = 8
-
-
-class Form(Protocol):
-    """What every method offers; `predict_interval` (low, high) besides where it has one."""
-
-    def fit(self, X: ArrayLike, y: ArrayLike) -> Any:
-        """Learn from rows and their step times."""
-        ...
-
-    def predict(self, X: ArrayLike) -> Array:
-        """Step times of rows, in seconds."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
     """What a method predicted for the test rows of one split; NaN where it could not.
 
-    `moved_ratio` is by how much, in the mean, the predictions move where one observation of the
-    split is three times too long.
+    `moved_ratio` is the mean relative change of the predictions when one observation of the split
+    is made an outlier, three times too long.
     """
 
     job: int
@@ -111,14 +100,14 @@ class Evaluation:
                 }
 
 
-def methods_of(protocol: str) -> dict[str, Callable[[], Form]]:
-    """The forms that a protocol compares, by method."""
-    places = WORKER_FORMS if protocol == "workers" else FORMS
-    forms: dict[str, Callable[[], Form]] = {}
+def methods_of(protocol: str) -> dict[str, Callable[[], Regressor]]:
+    """The regressors that a protocol compares, by method."""
+    places = WORKER_REGRESSORS if protocol == "workers" else REGRESSORS
+    regressors: dict[str, Callable[[], Regressor]] = {}
     for method, place in places.items():
         module, name = place.split(":")
-        forms[method] = getattr(import_module(module), name)
-    return forms
+        regressors[method] = getattr(import_module(module), name)
+    return regressors
 
 
 def evaluate(
@@ -126,7 +115,7 @@ def evaluate(
     protocol: str,
     *,
     ks: Sequence[int] | None = None,
-    methods: Mapping[str, Callable[[], Form]] | None = None,
+    methods: Mapping[str, Callable[[], Regressor]] | None = None,
     executor: Executor | None = None,
     report: Report | None = None,
 ) -> Evaluation:
@@ -135,8 +124,8 @@ def evaluate(
     `ks` are the numbers of observations of k-shot and online. Raises ObservationError where no job
     has rows enough.
     """
-    forms = methods if methods is not None else methods_of(protocol)
-    splits = divide(jobs, protocol, ks)
+    regressors = methods if methods is not None else methods_of(protocol)
+    splits = all_splits(jobs, protocol, ks)
     if not splits:
         raise ObservationError(
             f"none of the {len(jobs)} jobs of the table has rows enough for the protocol "
@@ -146,16 +135,16 @@ def evaluate(
         _Task(
             job=index,
             method=method,
-            form=_believing(form, jobs[index]),
+            regressor=_with_machine_priors(regressor, jobs[index]),
             X=jobs[index].X(),
             y=jobs[index].y(),
             splits=tuple(members),
-            origins=_origins(jobs, members),
+            source_jobs=_source_jobs(jobs, members),
             has_outlier=protocol == "online",
         )
         for index, of_job in groupby(splits, key=lambda pair: pair[0])
         for members in _chunks([split for _, split in of_job])
-        for method, form in forms.items()
+        for method, regressor in regressors.items()
     ]
     runs: list[Run] = []
     answers = executor.map(_run, tasks) if executor is not None else map(_run, tasks)
@@ -163,11 +152,11 @@ def evaluate(
         runs += answer
         if report is not None:
             report(f"{task.method}, {jobs[task.job].label}", done / len(tasks))
-    used = {index for index, _ in splits} | {split.origin for _, split in splits}
+    used = {index for index, _ in splits} | {split.source_job for _, split in splits}
     return Evaluation(
         protocol=protocol,
         jobs=tuple(jobs),
-        methods=tuple(forms),
+        methods=tuple(regressors),
         runs=tuple(runs),
         skipped=tuple(job.label for index, job in enumerate(jobs) if index not in used),
     )
@@ -192,25 +181,32 @@ class _Task:
 
     job: int
     method: str
-    form: Callable[[], Form]
+    regressor: Callable[[], Regressor]
     X: Array
     y: Array
     splits: tuple[Split, ...]
-    origins: Mapping[int, tuple[Array, Array]]
+    source_jobs: Mapping[int, tuple[Array, Array]]
     has_outlier: bool
 
 
-def _believing(form: Callable[[], Form], job: Job[Any]) -> Callable[[], Form]:
-    """The form for a job: the step law starts from what is known of the job's machine."""
-    return partial(_law_of_machine, job.steps[0]) if form is PhysicalForm else form
+def _with_machine_priors(
+    regressor: Callable[[], Regressor], job: Job[Any]
+) -> Callable[[], Regressor]:
+    """The regressor for a job: ours takes priors from the job's machine."""
+    if regressor is StepTimeRegressor:
+        return partial(_regressor_of_machine, job.steps[0])
+    return regressor
 
 
-def _law_of_machine(step: MeasuredStep) -> PhysicalForm:
-    return PhysicalForm(priors=priors_of(step))
+def _regressor_of_machine(step: MeasuredStep) -> StepTimeRegressor:
+    return StepTimeRegressor(priors=priors_of(step))
 
 
-def _origins(jobs: Sequence[Job[Any]], splits: Sequence[Split]) -> dict[int, tuple[Array, Array]]:
-    places = {split.origin for split in splits if split.origin is not None}
+def _source_jobs(
+    jobs: Sequence[Job[Any]], splits: Sequence[Split]
+) -> dict[int, tuple[Array, Array]]:
+    """(X, y) of the jobs that splits transfer from, by place."""
+    places = {split.source_job for split in splits if split.source_job is not None}
     return {place: (jobs[place].X(), jobs[place].y()) for place in places}
 
 
@@ -224,7 +220,6 @@ def _run(task: _Task) -> list[Run]:
 
 
 def _run_split(task: _Task, split: Split) -> Run:
-    form = task.form()
     X = task.X[split.test]
     run = Run(
         job=task.job,
@@ -237,7 +232,7 @@ def _run_split(task: _Task, split: Split) -> Run:
         reason=None,
     )
     try:
-        fitted = _fitted(form, task, split, task.y)
+        fitted = _fitted(task, split, task.y)
         predicted_s = np.asarray(fitted.predict(X), dtype=float)
         low_s = high_s = None
         if hasattr(fitted, "predict_interval"):
@@ -245,31 +240,32 @@ def _run_split(task: _Task, split: Split) -> Run:
         moved_ratio = _moved_ratio(task, split, predicted_s) if task.has_outlier else None
     except (EstimatorError, np.linalg.LinAlgError) as error:
         return replace(run, reason=str(error))
-    sensible = np.isfinite(predicted_s) & (predicted_s > 0)
+    is_valid = np.isfinite(predicted_s) & (predicted_s > 0)
     return replace(
         run,
-        predicted_s=np.where(sensible, predicted_s, np.nan),
+        predicted_s=np.where(is_valid, predicted_s, np.nan),
         low_s=low_s,
         high_s=high_s,
         moved_ratio=moved_ratio,
-        reason=None if sensible.all() else "it predicted no positive time",
+        reason=None if is_valid.all() else "it predicted no positive time",
     )
 
 
-def _fitted(form: Any, task: _Task, split: Split, y: Array) -> Any:
+def _fitted(task: _Task, split: Split, y: Array) -> Any:
+    regressor: Any = task.regressor()
     X, times = task.X[split.train], y[split.train]
-    if split.origin is not None and hasattr(form, "fit_from"):
-        return form.fit_from(task.origins[split.origin], X, times)
-    return form.fit(X, times)
+    if split.source_job is not None and hasattr(regressor, "fit_from"):
+        return regressor.fit_from(task.source_jobs[split.source_job], X, times)
+    return regressor.fit(X, times)
 
 
 def _moved_ratio(task: _Task, split: Split, predicted_s: Array) -> float | None:
-    """How far predictions move if the observation drawn last were three times as long."""
+    """The mean relative change of the predictions when the last observation is an outlier."""
     if split.k is None or split.k < OUTLIER_LEAST_K:
         return None
     y = task.y.copy()
     y[split.train[-1]] *= OUTLIER_FACTOR
-    moved_s = _fitted(task.form(), task, split, y).predict(task.X[split.test])
+    moved_s = _fitted(task, split, y).predict(task.X[split.test])
     return float(np.mean(np.abs(moved_s / predicted_s - 1)))
 
 

@@ -1,8 +1,10 @@
-"""Turn a predictive spread into an interval that covers as often as it says.
+"""Turn a predictive standard deviation into an interval with the stated coverage.
 
-Conformal: the width is the quantile of how far observations were from what all others said of
-them, in units of the predicted spread. With few observations it leans on scores known beforehand:
-a Student law, heavier than normal, which is how errors of the form fall on jobs it never saw.
+Normalised conformal prediction: an interval's half-width is a quantile of the leave-one-out scores
+(absolute errors in predictive standard deviations) times the predictive standard deviation. With
+few observations the quantile leans on a prior distribution of scores: a Student t distribution,
+heavier-tailed than the normal, like the errors on jobs that were never observed. Scores of steps
+with a similar share of synchronisation count most (localised conformal prediction, Guan 2023).
 """
 
 from __future__ import annotations
@@ -17,69 +19,73 @@ from estimator.accuracy import INTERVAL_ALPHA
 Array = NDArray[np.float64]
 
 COVERAGE_RATIO = 1 - INTERVAL_ALPHA
-# Degrees of freedom and scale of the scores known beforehand, and how many observations they weigh.
-# The scale is below one, since priors are kept wider than the jobs that they were found on. Scale
-# and weight lie between what suits the jobs of Pollux and those of Sia best, each alone.
-_SHIPPED_FREEDOM = 6.0
-_SHIPPED_SCALE = 0.70
-_SHIPPED_WEIGHT = 18.0
-_SHIPPED_POINTS = 200
-# Places at which factors are found, how far a score is felt from its own, and how much everywhere:
-# steps on one device say next to nothing of how a network varies.
-_KNOTS = np.linspace(0, 1, 6)
-_REACH = 0.2
-_ANYWHERE = 0.02
-# A row is far from what was seen when the law's own uncertainty exceeds a third, or when a count
-# or the batch lies beyond four times the range seen.
-_FAR_LOG_SPREAD = 0.3
-_FAR_FACTOR = 4.0
+# Degrees of freedom and scale of the prior scores, and the number of observations that they count
+# for. The scale is below one, since the parameters' priors are wider than the spread of the jobs
+# that they were fitted to. Scale and count lie between the best for the jobs of Pollux alone and
+# the best for those of Sia alone.
+_PRIOR_DEGREES_OF_FREEDOM = 6.0
+_PRIOR_SCALE = 0.70
+_PRIOR_COUNT = 18.0
+_PRIOR_POINTS = 200
+# Shares of synchronisation at which quantiles are computed; the bandwidth of the Gaussian weights
+# of scores about each, and the weight of scores however far away. That is small: steps on a single
+# device say next to nothing of how steps vary that a network bounds.
+_GRID = np.linspace(0, 1, 6)
+_BANDWIDTH = 0.2
+_FLOOR_WEIGHT = 0.02
+# A row extrapolates when the standard deviation that is due to the parameters exceeds a third, or
+# when a count or the batch lies beyond four times the observed range.
+_EXTRAPOLATION_SIGMA = 0.3
+_EXTRAPOLATION_FACTOR = 4.0
 
 
 @cache
-def shipped_scores() -> Array:
-    """Absolute scores expected of a job that was never seen, evenly over their distribution."""
+def prior_scores() -> Array:
+    """Quantiles, evenly spaced in probability, of the scores expected of an unobserved job."""
     from scipy.special import stdtrit
 
-    levels = (np.arange(_SHIPPED_POINTS) + 0.5) / _SHIPPED_POINTS
-    return np.asarray(_SHIPPED_SCALE * stdtrit(_SHIPPED_FREEDOM, (1 + levels) / 2))
+    levels = (np.arange(_PRIOR_POINTS) + 0.5) / _PRIOR_POINTS
+    return np.asarray(_PRIOR_SCALE * stdtrit(_PRIOR_DEGREES_OF_FREEDOM, (1 + levels) / 2))
 
 
-def knot_factors(scores: Array, places: Array, coverage_ratio: float = COVERAGE_RATIO) -> Array:
-    """Spreads to either side that cover the given share of rows, at each of a few places.
+def quantiles_on_grid(
+    scores: Array, sync_share: Array, coverage_ratio: float = COVERAGE_RATIO
+) -> Array:
+    """The quantile of the scores that covers the given share of steps, at each grid point.
 
-    `scores` are |measured − predicted from the others| / predicted spread of each observation;
-    `places`, from 0 to 1, say where it lies (how much synchronisation rules it), and those near
-    a knot count most for it. `factors_at` answers from them.
+    `scores` are |measured − predicted| / predictive standard deviation of each observation, left
+    out in turn; `sync_share`, from 0 to 1, is the share of synchronisation in its step, and the
+    grid is over that share. `interpolated` answers between the grid points.
     """
-    shipped = shipped_scores()
-    values = np.concatenate([np.abs(scores), shipped])
+    prior = prior_scores()
+    values = np.concatenate([np.abs(scores), prior])
     order = np.argsort(values)
-    # One more observation, the next one, is as likely to lie anywhere among those seen.
-    level = min(coverage_ratio * (1 + 1 / (len(scores) + _SHIPPED_WEIGHT)), 1.0)
-    factors = []
-    for knot in _KNOTS:
-        near = np.exp(-(((places - knot) / _REACH) ** 2) / 2)
-        each = np.full(len(shipped), _SHIPPED_WEIGHT / len(shipped))
-        below = np.cumsum(np.concatenate([_ANYWHERE + near, each])[order])
-        at = np.searchsorted(below, level * below[-1])
-        factors.append(values[order][min(at, len(order) - 1)])
-    return np.array(factors)
+    # The conformal correction (1 + 1/n) for the observation that is yet to come.
+    level = min(coverage_ratio * (1 + 1 / (len(scores) + _PRIOR_COUNT)), 1.0)
+    quantiles = []
+    for point in _GRID:
+        near = np.exp(-(((sync_share - point) / _BANDWIDTH) ** 2) / 2)
+        prior_weights = np.full(len(prior), _PRIOR_COUNT / len(prior))
+        cumulated = np.cumsum(np.concatenate([_FLOOR_WEIGHT + near, prior_weights])[order])
+        at = np.searchsorted(cumulated, level * cumulated[-1])
+        quantiles.append(values[order][min(at, len(order) - 1)])
+    return np.array(quantiles)
 
 
-def factors_at(knots: Array, asked: Array) -> Array:
-    """The factors at places between those of `knot_factors`."""
-    return np.asarray(np.interp(asked, _KNOTS, knots))
+def interpolated(quantiles: Array, sync_share: Array) -> Array:
+    """The quantiles of `quantiles_on_grid` at shares between its grid points."""
+    return np.asarray(np.interp(sync_share, _GRID, quantiles))
 
 
-def extrapolates_far(rows: Array, seen: Array, log_spread: Array) -> NDArray[np.bool_]:
-    """Which rows not to trust: the law is unsure of them, or nothing like them was seen.
+def extrapolates(rows: Array, observed: Array, parameter_sigma: Array) -> NDArray[np.bool_]:
+    """Which rows not to trust: the parameters are uncertain there, or nothing like them was seen.
 
-    `rows` and `seen` are positive features, one row each; `log_spread` is the law's own standard
-    deviation of log step time at `rows`.
+    `rows` and `observed` are positive features, one row each; `parameter_sigma` is the standard
+    deviation of log step time at `rows` that is due to the parameters.
     """
-    unsure = np.asarray(log_spread > _FAR_LOG_SPREAD)
-    if not len(seen):
-        return unsure
-    above = (rows > _FAR_FACTOR * seen.max(axis=0)).any(axis=1)
-    below = (rows * _FAR_FACTOR < seen.min(axis=0)).any(axis=1)
-    return np.asarray(unsure | above | below)
+    is_uncertain = np.asarray(parameter_sigma > _EXTRAPOLATION_SIGMA)
+    if not len(observed):
+        return is_uncertain
+    above = (rows > _EXTRAPOLATION_FACTOR * observed.max(axis=0)).any(axis=1)
+    below = (rows * _EXTRAPOLATION_FACTOR < observed.min(axis=0)).any(axis=1)
+    return np.asarray(is_uncertain | above | below)

@@ -136,7 +136,7 @@ def _observation(
     assumed: Counter[str] = Counter()
     step = measured_step(line, row, assumed)
     if assumed:
-        # A guess may help to compare forms; an observation would teach it.
+        # Evaluation may assume a number of nodes; an observation with a wrong one would bias fits.
         raise ObservationError("it does not say on how many nodes; fill in 'nodes' or 'placement'")
     batch = step.batch_per_gpu
     if batch != int(batch):

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from estimator.calibrate.database import PATIENCE_S, Database
-from estimator.calibrate.doubts import ABSURD_RATIO, doubts
 from estimator.calibrate.observed import Observation, ObservedWorkload, placement_of
+from estimator.calibrate.outliers import OUTLIER_RATIO, outliers
 from estimator.errors import StoreError
 from estimator.machines.files import home
 
@@ -114,7 +114,7 @@ class ObservationStore:
         since: datetime | None = None,
         added_after: int | None = None,
     ) -> list[Observation]:
-        """What was observed, in the order of arrival, absurd ones with their `doubt`.
+        """What was observed, in the order of arrival, outliers with their `outlier_reason`.
 
         `since` is a time of observation; `added_after` a revision: what has come since it was read.
         """
@@ -233,12 +233,12 @@ def _select(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> li
             "SELECT MIN(step_time_s), MAX(step_time_s) FROM observations WHERE workload = ?",
             (workload,),
         ).fetchone()
-        # Only then can anything be doubtful; the rule needs to see the whole workload.
-        if longest_s > ABSURD_RATIO * shortest_s:
-            reasons |= doubts(_rows(connection, {"workload = ?": workload}))
+        # Only then can there be an outlier; the rule needs to see the whole workload.
+        if longest_s > OUTLIER_RATIO * shortest_s:
+            reasons |= outliers(_rows(connection, {"workload = ?": workload}))
     if not reasons:
         return found
-    return [replace(one, doubt=reasons.get(one.identity)) for one in found]
+    return [replace(one, outlier_reason=reasons.get(one.identity)) for one in found]
 
 
 def _rows(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> list[Observation]:

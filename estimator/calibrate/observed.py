@@ -28,12 +28,12 @@ class Observation:
     """The time of one optimizer step, seen in a real training.
 
     `batch_per_gpu` is samples per rank and micro-batch; `step_time_s` the median over `steps` steps
-    and `spread_ratio` half of their 10–90 % range over that median. `workload` is the name of the
-    graph, or whatever the jobs of a cluster are told apart by. `identity` is what makes storing
-    the same observation twice harmless. `doubt` is why the store holds it for absurd
-    (`estimator.calibrate.doubts` has the rule). `ranks`, `nodes` and `most_on_node` (devices used
-    of the fullest node) follow from the allocation. Raises ObservationError, AllocationError,
-    StrategyError.
+    and `spread_ratio` their noise, half of the 10–90 % range over that median. `workload` is the
+    name of the graph, or whatever the jobs of a cluster are told apart by. `identity` is what makes
+    storing the same observation twice harmless. `outlier_reason` is why fits leave it out, as the
+    rule of `estimator.calibrate.outliers` finds on reading. `ranks`, `nodes` and `most_on_node`
+    (devices used of the fullest node) follow from the allocation. Raises ObservationError,
+    AllocationError, StrategyError.
     """
 
     workload: str
@@ -47,7 +47,7 @@ class Observation:
     source: str = "observed"
     at: datetime = field(default_factory=lambda: datetime.now(UTC))
     identity: str = field(default_factory=lambda: uuid4().hex)
-    doubt: str | None = field(default=None, compare=False)
+    outlier_reason: str | None = field(default=None, compare=False)
     ranks: int = field(init=False)
     nodes: int = field(init=False)
     most_on_node: int = field(init=False)

@@ -1,7 +1,9 @@
-"""Combine what observations say of the law's parameters with what they say of the field about it.
+"""Combine the posterior of the performance model's parameters with that of its residuals.
 
-Universal kriging: the law made linear about its fit, its parameters normal with unit priors, and
-the residual field Gaussian, so that means, spreads and leave-one-out errors are linear algebra.
+Universal kriging, or Gaussian process regression with explicit basis functions (Rasmussen and
+Williams 2006, section 2.7): the performance model is linearised about its fit, its standardised
+parameters have unit normal priors and its residuals are a Gaussian process, so that predictive
+means, variances and leave-one-out errors are linear algebra.
 """
 
 from __future__ import annotations
@@ -13,116 +15,125 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.calibrate import intervals, residual_field
+from estimator.calibrate import gaussian_process, intervals
+from estimator.calibrate.gaussian_process import Inputs
 from estimator.calibrate.priors import Array
-from estimator.calibrate.residual_field import Sites
 
-# Leave-one-out errors of so many runs settle a quantile.
-_SCORED_RUNS = 200
+# A quantile of the leave-one-out scores needs no more observations than this.
+_SCORED_OBSERVATIONS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Evidence:
-    """What was seen at distinct sites.
+class TrainingData:
+    """Residuals of the fitted performance model at distinct inputs.
 
-    `slopes` are d log(step) / d deviation, (sites, parameters); `residuals` are mean measured −
-    fitted log step times; `noise` is their variance; `own` is the variance of an effect that a
-    site has for itself; `deviations` is where the law was fitted, in widths of its priors. Of every
-    run at them, `run_sites` are the sites, `run_residuals` its own measured − fitted, `run_noise`
-    the variance that a run has however much it is doubted.
+    `parameters` are the fitted ones, standardised by their priors; `jacobian` is d log(step) /
+    d parameter, (inputs, parameters). `residuals` are weighted means of log(measured / fitted) at
+    each input and `noise_variance` is that of these means; `nugget_variance` is that of an effect
+    which an input shares with no other.
+
+    Of each observation, `observed_input` is the index of its input, `observed_residual` its own
+    log(measured / fitted), and `observed_noise_variance` the variance of its noise, which does not
+    depend on its weight in the robust fit.
     """
 
-    sites: Sites
-    slopes: Array
+    inputs: Inputs
+    parameters: Array
+    jacobian: Array
     residuals: Array
-    noise: Array
-    own: Array
-    deviations: Array
-    run_sites: NDArray[np.intp]
-    run_residuals: Array
-    run_noise: Array
+    noise_variance: Array
+    nugget_variance: Array
+    observed_input: NDArray[np.intp]
+    observed_residual: Array
+    observed_noise_variance: Array
 
 
 class Posterior:
-    """Means and spreads of log step time, over the fitted law, given evidence."""
+    """Predictive mean and variance of log step time about the fitted performance model."""
 
-    def __init__(self, evidence: Evidence) -> None:
+    def __init__(self, training: TrainingData) -> None:
         from scipy.linalg import cho_factor
 
-        self._evidence = evidence
-        matrix = self._covariance(evidence.sites) + np.diag(evidence.noise)
-        self._factor = cho_factor(matrix, check_finite=False) if len(matrix) else None
-        slopes = evidence.slopes
-        self._solved_slopes = self._solve(slopes)
-        precision = np.eye(slopes.shape[1]) + slopes.T @ self._solved_slopes
+        self._training = training
+        covariance = self._covariance(training.inputs) + np.diag(training.noise_variance)
+        self._factor = cho_factor(covariance, check_finite=False) if len(covariance) else None
+        jacobian = training.jacobian
+        self._solved_jacobian = self._solve(jacobian)
+        precision = np.eye(jacobian.shape[1]) + jacobian.T @ self._solved_jacobian
         self.parameter_covariance = np.linalg.inv(precision)
-        pull = self._solved_slopes.T @ evidence.residuals - evidence.deviations
-        self.shift = self.parameter_covariance @ pull
-        self._weights = self._solve(evidence.residuals - slopes @ self.shift)
+        gradient = self._solved_jacobian.T @ training.residuals - training.parameters
+        self.parameter_shift = self.parameter_covariance @ gradient
+        self._dual_weights = self._solve(training.residuals - jacobian @ self.parameter_shift)
 
-    def mean(self, sites: Sites, slopes: Array) -> Array:
-        """What to add to the fitted law's log step time."""
-        return self._mean(self._covariance(sites), slopes)
+    def mean(self, inputs: Inputs, jacobian: Array) -> Array:
+        """What to add to the performance model's log step time at inputs."""
+        return self._mean(self._covariance(inputs), jacobian)
 
-    def mean_and_variance(self, sites: Sites, slopes: Array) -> tuple[Array, Array]:
-        """That, and the variance of log step time of a run, that between runs included."""
-        common = self._covariance(sites)
-        field = np.maximum(residual_field.own_variance(sites) - self._known(common), 0)
-        law = self.law_variance(slopes - common @ self._solved_slopes)
-        variance = field + law + residual_field.run_variance(sites.sync_share)
-        return self._mean(common, slopes), variance
+    def mean_and_variance(self, inputs: Inputs, jacobian: Array) -> tuple[Array, Array]:
+        """That, and the predictive variance of an observed log step time, its noise included."""
+        cross = self._covariance(inputs)
+        prior_variance = gaussian_process.kernel_diagonal(inputs)
+        residual = np.maximum(prior_variance - self._explained_variance(cross), 0)
+        parameters = self.parameter_variance(jacobian - cross @ self._solved_jacobian)
+        noise = gaussian_process.noise_variance(inputs.sync_share)
+        return self._mean(cross, jacobian), residual + parameters + noise
 
-    def _mean(self, common: Array, slopes: Array) -> Array:
-        return np.asarray(slopes @ self.shift + common @ self._weights)
+    def _mean(self, cross: Array, jacobian: Array) -> Array:
+        return np.asarray(jacobian @ self.parameter_shift + cross @ self._dual_weights)
 
-    def _known(self, common: Array) -> Array:
-        """How much of the field's variance is known by what it has in common with sites seen."""
+    def _explained_variance(self, cross: Array) -> Array:
+        """The part of the residuals' prior variance that the training data explain."""
         from scipy.linalg.lapack import dtrtrs
 
         if self._factor is None:
-            return np.zeros(len(common))
-        # cho_factor leaves U with UᵀU = C, so that |U⁻ᵀc|² = cᵀC⁻¹c.
-        half, _ = dtrtrs(self._factor[0], common.T, trans=1)
+            return np.zeros(len(cross))
+        # cho_factor leaves U with UᵀU = K, so that |U⁻ᵀk|² = kᵀK⁻¹k.
+        half, _ = dtrtrs(self._factor[0], cross.T, trans=1)
         return np.asarray((half * half).sum(axis=0))
 
-    def law_variance(self, slopes: Array) -> Array:
-        """Variance that comes of not knowing the law's parameters."""
-        return np.asarray(((slopes @ self.parameter_covariance) * slopes).sum(axis=1))
+    def parameter_variance(self, jacobian: Array) -> Array:
+        """Variance of log step time that is due to the uncertainty of the parameters."""
+        return np.asarray(((jacobian @ self.parameter_covariance) * jacobian).sum(axis=1))
 
     @cached_property
     def scores(self) -> tuple[Array, Array]:
-        """How far runs are from what all other sites say, in predicted spreads; and their shares.
+        """Leave-one-out scores of observations, and the share of synchronisation in each.
 
-        A doubted run is as far as it is: the next one may be such a run too.
+        A score is the distance between an observation and its prediction from all other inputs, in
+        predictive standard deviations. An outlier that the robust fit has down-weighted is scored
+        with the noise of an ordinary observation: outliers will occur among future observations
+        too, and the intervals have to cover those.
         """
-        evidence = self._evidence
-        step = max(1, len(evidence.run_sites) // _SCORED_RUNS)
-        chosen = evidence.run_sites[::step]
-        sites, place = np.unique(chosen, return_inverse=True)
-        # C⁻¹ of all uncertainty together; a row of it over its diagonal predicts from the others.
-        lifted = evidence.residuals + evidence.slopes @ evidence.deviations
-        inner = self._solved_slopes @ self.parameter_covariance
-        pulled = self._solve(lifted) - inner @ (self._solved_slopes.T @ lifted)
-        unit = np.zeros((len(lifted), len(sites)))
-        unit[sites, np.arange(len(sites))] = 1.0
-        own = self._solve(unit)[sites, np.arange(len(sites))]
-        own -= np.einsum("ij,ij->i", inner[sites], self._solved_slopes[sites])
-        own = np.maximum(own, 1e-12)
-        without = (pulled[sites] / own - evidence.residuals[sites])[place]
-        variance = np.maximum(1 / own - evidence.noise[sites], 0)[place]
-        errors = evidence.run_residuals[::step] + without
-        scores = np.abs(errors) / np.sqrt(variance + evidence.run_noise[::step])
-        return scores, evidence.sites.sync_share[chosen]
+        training = self._training
+        stride = max(1, len(training.observed_input) // _SCORED_OBSERVATIONS)
+        chosen = training.observed_input[::stride]
+        inputs, place = np.unique(chosen, return_inverse=True)
+        # With P the inverse of the whole covariance (kernel, noise and parameters), leaving out i
+        # gives the error (P·y)ᵢ / Pᵢᵢ and the variance 1 / Pᵢᵢ (Rasmussen and Williams, eq. 5.12).
+        about_prior = training.residuals + training.jacobian @ training.parameters
+        inner = self._solved_jacobian @ self.parameter_covariance
+        solved = self._solve(about_prior) - inner @ (self._solved_jacobian.T @ about_prior)
+        unit = np.zeros((len(about_prior), len(inputs)))
+        unit[inputs, np.arange(len(inputs))] = 1.0
+        diagonal = self._solve(unit)[inputs, np.arange(len(inputs))]
+        diagonal -= np.einsum("ij,ij->i", inner[inputs], self._solved_jacobian[inputs])
+        diagonal = np.maximum(diagonal, 1e-12)
+        left_out = (solved[inputs] / diagonal - training.residuals[inputs])[place]
+        variance = np.maximum(1 / diagonal - training.noise_variance[inputs], 0)[place]
+        errors = training.observed_residual[::stride] + left_out
+        sigma = np.sqrt(variance + training.observed_noise_variance[::stride])
+        return np.abs(errors) / sigma, training.inputs.sync_share[chosen]
 
     @cached_property
-    def _knots(self) -> dict[float, Array]:
+    def _grid_quantiles(self) -> dict[float, Array]:
         return {}
 
-    def factors(self, sync_share: Array, coverage_ratio: float) -> Array:
-        """Spreads to either side that cover the given share of runs at rows."""
-        if coverage_ratio not in self._knots:
-            self._knots[coverage_ratio] = intervals.knot_factors(*self.scores, coverage_ratio)
-        return intervals.factors_at(self._knots[coverage_ratio], sync_share)
+    def quantiles(self, sync_share: Array, coverage_ratio: float) -> Array:
+        """Half-widths, in predictive standard deviations, that cover the given share of steps."""
+        if coverage_ratio not in self._grid_quantiles:
+            found = intervals.quantiles_on_grid(*self.scores, coverage_ratio)
+            self._grid_quantiles[coverage_ratio] = found
+        return intervals.interpolated(self._grid_quantiles[coverage_ratio], sync_share)
 
     def _solve(self, values: Array) -> Array:
         from scipy.linalg import cho_solve
@@ -132,11 +143,11 @@ class Posterior:
             return values
         return np.asarray(cho_solve(factor, values, check_finite=False))
 
-    def _covariance(self, sites: Sites) -> Array:
-        """Of sites with those seen, effects of a site's own included."""
-        seen = self._evidence.sites
-        common = residual_field.covariance(sites, seen)
-        for place in np.flatnonzero(self._evidence.own):
-            same = (sites.rows == seen.rows[place]).all(axis=1)
-            common[same, place] += self._evidence.own[place]
-        return common
+    def _covariance(self, inputs: Inputs) -> Array:
+        """Covariance of the residuals at inputs with those at the training inputs."""
+        training = self._training.inputs
+        cross = gaussian_process.kernel(inputs, training)
+        for place in np.flatnonzero(self._training.nugget_variance):
+            same = (inputs.rows == training.rows[place]).all(axis=1)
+            cross[same, place] += self._training.nugget_variance[place]
+        return cross

@@ -1,7 +1,8 @@
-"""Say what is believed of a job's step time before it is seen: one log-normal prior per parameter.
+"""Give the log-normal priors of the performance model's parameters.
 
-The centres and widths of NEUTRAL are the spread of fits to whole tables of data-parallel training
-(Pollux's T4 cluster, the same jobs on two other GPUs), made wider, since those are few.
+WEAK_PRIORS are weakly informative: the medians and standard deviations of fits to whole tables of
+data-parallel training (Pollux's T4 cluster, the same jobs on two other GPUs), widened since those
+are few.
 """
 
 from __future__ import annotations
@@ -19,123 +20,125 @@ from estimator.errors import WorkloadError
 
 Array = NDArray[np.float64]
 
-# What each parameter multiplies is said in `step_law`.
+# `performance_model` says what each parameter multiplies.
 PARAMETERS = (
     "compute",
     "fixed_odds",
     "knee",
-    "batch_power",
-    "alone",
-    "across",
-    "within",
-    "sharing",
+    "batch_exponent",
+    "single_rank",
+    "inter_node",
+    "intra_node",
+    "link_contention",
     "two_nodes",
     "node_growth",
     "rank_latency",
-    "spread",
-    "crowding",
+    "jitter",
+    "contention",
     "overlap",
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogPrior:
-    """A parameter believed to be exp(N(log(centre), width)): `width` 0.1 is about 10 %."""
+class LogNormalPrior:
+    """exp(N(log(median), sigma²)): `sigma` 0.1 is about 10 %."""
 
-    centre: float
-    width: float
+    median: float
+    sigma: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.centre) and self.centre > 0 and 0 < self.width < math.inf):
+        if not (math.isfinite(self.median) and self.median > 0 and 0 < self.sigma < math.inf):
             raise WorkloadError(
-                f"a prior needs a positive centre and width, found {self.centre} and {self.width}; "
-                "give both in natural units"
+                f"a prior needs a positive median and sigma, found {self.median} and {self.sigma}; "
+                "give the median in natural units and sigma of its logarithm"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priors:
-    """One prior for each parameter of the step law."""
+    """One prior for each parameter of the performance model."""
 
-    by_name: Mapping[str, LogPrior]
+    by_name: Mapping[str, LogNormalPrior]
 
     def __post_init__(self) -> None:
         if set(self.by_name) != set(PARAMETERS):
             wrong = sorted(set(self.by_name) ^ set(PARAMETERS))
-            raise WorkloadError(f"priors name each parameter of the law once; correct {wrong}")
+            raise WorkloadError(f"priors name each parameter of the model once; correct {wrong}")
         object.__setattr__(self, "by_name", MappingProxyType(dict(self.by_name)))
 
-    def centred(self, **priors: LogPrior) -> Self:
+    def updated(self, **priors: LogNormalPrior) -> Self:
         """The same with some replaced."""
         return replace(self, by_name={**self.by_name, **priors})
 
-    def log_centres(self) -> Array:
-        """Logarithms of the centres, in the order of PARAMETERS."""
-        return np.log([self.by_name[name].centre for name in PARAMETERS])
+    def log_medians(self) -> Array:
+        """Logarithms of the medians, in the order of PARAMETERS."""
+        return np.log([self.by_name[name].median for name in PARAMETERS])
 
-    def widths(self) -> Array:
-        """Widths, in the order of PARAMETERS."""
-        return np.array([self.by_name[name].width for name in PARAMETERS])
+    def sigmas(self) -> Array:
+        """Standard deviations of the logarithms, in the order of PARAMETERS."""
+        return np.array([self.by_name[name].sigma for name in PARAMETERS])
 
 
-# `compute` is a multiple of what the rows themselves suggest: hardly a belief.
-NEUTRAL = Priors(
+# `compute` multiplies an estimate from the rows themselves, hence a prior that is almost flat.
+WEAK_PRIORS = Priors(
     by_name={
-        "compute": LogPrior(centre=1.0, width=3.0),
-        "fixed_odds": LogPrior(centre=0.65, width=1.4),
-        "knee": LogPrior(centre=1.0, width=0.7),
-        "batch_power": LogPrior(centre=1.0, width=0.15),
-        "alone": LogPrior(centre=1.0, width=0.25),
-        "across": LogPrior(centre=0.28, width=1.1),
-        "within": LogPrior(centre=0.2, width=1.1),
-        "sharing": LogPrior(centre=0.3, width=0.8),
-        "two_nodes": LogPrior(centre=1.28, width=0.28),
-        "node_growth": LogPrior(centre=0.007, width=1.0),
-        "rank_latency": LogPrior(centre=0.015, width=1.2),
-        "spread": LogPrior(centre=0.03, width=0.8),
-        "crowding": LogPrior(centre=0.05, width=1.0),
-        "overlap": LogPrior(centre=1.4, width=0.45),
+        "compute": LogNormalPrior(median=1.0, sigma=3.0),
+        "fixed_odds": LogNormalPrior(median=0.65, sigma=1.4),
+        "knee": LogNormalPrior(median=1.0, sigma=0.7),
+        "batch_exponent": LogNormalPrior(median=1.0, sigma=0.15),
+        "single_rank": LogNormalPrior(median=1.0, sigma=0.25),
+        "inter_node": LogNormalPrior(median=0.28, sigma=1.1),
+        "intra_node": LogNormalPrior(median=0.2, sigma=1.1),
+        "link_contention": LogNormalPrior(median=0.3, sigma=0.8),
+        "two_nodes": LogNormalPrior(median=1.28, sigma=0.28),
+        "node_growth": LogNormalPrior(median=0.007, sigma=1.0),
+        "rank_latency": LogNormalPrior(median=0.015, sigma=1.2),
+        "jitter": LogNormalPrior(median=0.03, sigma=0.8),
+        "contention": LogNormalPrior(median=0.05, sigma=1.0),
+        "overlap": LogNormalPrior(median=1.4, sigma=0.45),
     }
 )
 
-# Beside the engine's own seconds the same parameters are corrections, centred on none.
-COMPUTE_KNOWN = {
-    "compute": LogPrior(centre=1.0, width=0.3),
-    "batch_power": LogPrior(centre=1.0, width=0.08),
-    "alone": LogPrior(centre=1.0, width=0.08),
-    "spread": LogPrior(centre=0.01, width=1.0),
-    "crowding": LogPrior(centre=0.01, width=1.0),
+# Given the engine's seconds the same parameters are corrections to these, with median 1 (none) or
+# nearly 0 (none on top).
+COMPUTE_CORRECTIONS = {
+    "compute": LogNormalPrior(median=1.0, sigma=0.3),
+    "batch_exponent": LogNormalPrior(median=1.0, sigma=0.08),
+    "single_rank": LogNormalPrior(median=1.0, sigma=0.08),
+    "jitter": LogNormalPrior(median=0.01, sigma=1.0),
+    "contention": LogNormalPrior(median=0.01, sigma=1.0),
 }
-SYNC_KNOWN = {
-    "across": LogPrior(centre=1.0, width=0.5),
-    "within": LogPrior(centre=1.0, width=0.5),
-    "two_nodes": LogPrior(centre=1.0, width=0.15),
-    "node_growth": LogPrior(centre=0.003, width=1.0),
+SYNC_CORRECTIONS = {
+    "inter_node": LogNormalPrior(median=1.0, sigma=0.5),
+    "intra_node": LogNormalPrior(median=1.0, sigma=0.5),
+    "two_nodes": LogNormalPrior(median=1.0, sigma=0.15),
+    "node_growth": LogNormalPrior(median=0.003, sigma=1.0),
 }
 
-# What a job keeps on another kind of device: how its communication overlaps, how its ranks spread.
-# The rest is the device's and its network's own.
-_KEPT = {
+# Parameters that transfer with a job from one kind of device to another, with the standard
+# deviation between two kinds: those of overlap, jitter and latency. The others belong to the device
+# and its network.
+_TRANSFERRED_SIGMA = {
     "knee": 0.5,
     "rank_latency": 0.7,
-    "spread": 0.5,
+    "jitter": 0.5,
     "node_growth": 0.7,
     "overlap": 0.3,
 }
 
-# How much slower two nodes are than more is known least of a network nobody has measured.
-_NEW_NETWORK = {"two_nodes": LogPrior(centre=1.15, width=0.28)}
+# How much slower two nodes are than more differs most between networks: its prior on a new one.
+_NEW_NETWORK = {"two_nodes": LogNormalPrior(median=1.15, sigma=0.28)}
 
 
-def carried_over(log_parameters: Array, spreads: Array, *, new: Priors = NEUTRAL) -> Priors:
-    """Beliefs about a job on a new kind of device, from its fitted parameters on another.
+def transferred(log_parameters: Array, sigmas: Array, *, target: Priors = WEAK_PRIORS) -> Priors:
+    """Priors of a job on a new kind of device, from its fitted parameters on another.
 
-    `spreads` are standard deviations of `log_parameters`; `new` is what is believed of any job on
+    `sigmas` are the standard deviations of `log_parameters`; `target` are the priors of any job on
     the new device.
     """
     priors = dict(_NEW_NETWORK)
-    for name, between in _KEPT.items():
+    for name, between in _TRANSFERRED_SIGMA.items():
         place = PARAMETERS.index(name)
-        width = min(math.hypot(float(spreads[place]), between), NEUTRAL.by_name[name].width)
-        priors[name] = LogPrior(centre=math.exp(log_parameters[place]), width=width)
-    return new.centred(**priors)
+        sigma = min(math.hypot(float(sigmas[place]), between), WEAK_PRIORS.by_name[name].sigma)
+        priors[name] = LogNormalPrior(median=math.exp(log_parameters[place]), sigma=sigma)
+    return target.updated(**priors)

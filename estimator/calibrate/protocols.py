@@ -1,4 +1,4 @@
-"""Divide the steps of a job into those that a form learns from and those that judge it."""
+"""Split the steps of a job into training and test rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.calibrate.step_law import BATCH, NODES, RANKS
+from estimator.calibrate.performance_model import BATCH, NODES, RANKS
 from estimator.calibrate.tables import Job, MeasuredStep
 
 Indices = NDArray[np.intp]
@@ -20,30 +20,30 @@ DRAWS = 8
 FOLDS, FOLD_DRAWS = 5, 3
 # Placements of the multi-device rows of few-shot (TARGETS A4).
 FEW_PLACEMENTS = ((2,), (1, 1), (4,))
-# Workers that the asynchronous forms learn from (TARGETS A14).
+# Numbers of workers in the training rows of asynchronous training (TARGETS A14).
 WORKERS_SEEN = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Split:
-    """Rows of a job to learn from and rows to be judged on; `k` observations, draw number `draw`.
+    """Training and test rows of a job; `k` observations, draw number `draw`.
 
-    `origin` is the place of another job, in the list that was given, learnt from as well.
+    `source_job` is the place, in the list that was given, of a job to transfer from.
     """
 
     k: int | None
     draw: int
     train: Indices
     test: Indices
-    origin: int | None = None
+    source_job: int | None = None
 
 
 def k_shot(job: Job[Any], ks: Sequence[int] = SHOTS) -> list[Split]:
-    """k rows in all, one on a single device, the others drawn at random; judged on all others.
+    """k training rows, one on a single device, the others drawn at random; tests on all others.
 
     Draw number n is the same permutation for every k, so that a larger k adds to a smaller one. A
-    job without single-device rows starts from one on as few devices as it has. k larger than leaves
-    a row to judge are left out.
+    job without single-device rows starts from one on as few devices as it has. A k that leaves no
+    test row is left out.
     """
     rows = np.arange(len(job.steps))
     ranks = job.X()[:, RANKS]
@@ -54,40 +54,40 @@ def k_shot(job: Job[Any], ks: Sequence[int] = SHOTS) -> list[Split]:
         first = generator.choice(fewest)
         others = generator.permutation(rows[rows != first])
         order = np.concatenate([[first], others])
-        splits += [_divided(k, draw, order[:k], order[k:]) for k in ks if k < len(rows)]
-    return _once_without_observation(splits)
+        splits += [_split(k, draw, order[:k], order[k:]) for k in ks if k < len(rows)]
+    return _one_draw_of_none(splits)
 
 
 def online(job: Job[Any], ks: Sequence[int] = ONLINE_SHOTS) -> list[Split]:
-    """All single-device rows and k random rows on several; judged on the other rows on several."""
+    """All single-device rows and k random rows on several; tests on the others on several."""
     ranks = job.X()[:, RANKS]
     alone, several = np.flatnonzero(ranks == 1), np.flatnonzero(ranks > 1)
     splits = []
     for draw in range(DRAWS):
         order = np.random.default_rng(draw).permutation(several)
         splits += [
-            _divided(k, draw, np.concatenate([alone, order[:k]]), order[k:])
+            _split(k, draw, np.concatenate([alone, order[:k]]), order[k:])
             for k in ks
             if k < len(several) and len(alone) + k
         ]
-    return _once_without_observation(splits)
+    return _one_draw_of_none(splits)
 
 
 def few_shot(job: Job[MeasuredStep]) -> list[Split]:
     """All single-device rows, and 2, 1+1 and 4 devices at the smallest and largest batch (A4)."""
-    train = _few(job)
+    train = _few_shot_rows(job)
     test = np.setdiff1d(np.arange(len(job.steps)), train)
-    return [_divided(None, 0, train, test)] if len(train) and len(test) else []
+    return [_split(None, 0, train, test)] if len(train) and len(test) else []
 
 
 def pairs(job: Job[MeasuredStep]) -> list[Split]:
-    """Learning as in few-shot; predictions for all rows, to be compared with each other (A5)."""
-    train = _few(job)
+    """Trains as few-shot, and predicts all rows, to compare these with each other (A5)."""
+    train = _few_shot_rows(job)
     several = (job.X()[:, RANKS] > 1).any()
-    return [_divided(None, 0, train, np.arange(len(job.steps)))] if len(train) and several else []
+    return [_split(None, 0, train, np.arange(len(job.steps)))] if len(train) and several else []
 
 
-def _few(job: Job[MeasuredStep]) -> Indices:
+def _few_shot_rows(job: Job[MeasuredStep]) -> Indices:
     """One row of each placement and batch, the first of those measured more than once."""
     batches = job.X()[:, BATCH]
     extremes = (batches.min(), batches.max())
@@ -103,44 +103,44 @@ def _few(job: Job[MeasuredStep]) -> Indices:
 
 
 def cross_validation(job: Job[MeasuredStep]) -> list[Split]:
-    """Five folds, for several shuffles."""
+    """Five-fold cross-validation, repeated with several shuffles."""
     splits = []
     for draw in range(FOLD_DRAWS if len(job.steps) >= FOLDS else 0):
         order = np.random.default_rng(draw).permutation(len(job.steps))
         for fold in np.array_split(order, FOLDS):
-            splits.append(_divided(None, draw, np.setdiff1d(order, fold), fold))
+            splits.append(_split(None, draw, np.setdiff1d(order, fold), fold))
     return splits
 
 
 def leave_batch_out(job: Job[MeasuredStep]) -> list[Split]:
-    """Each batch size of a rank is predicted from the rows of the others (A13)."""
+    """Leave one group out: each batch size of a rank is predicted from the others (A13)."""
     batches = job.X()[:, BATCH]
     sizes = np.unique(batches)
     return [
-        _divided(None, 0, np.flatnonzero(batches != size), np.flatnonzero(batches == size))
+        _split(None, 0, np.flatnonzero(batches != size), np.flatnonzero(batches == size))
         for size in (sizes if len(sizes) > 1 else ())
     ]
 
 
 def workers(job: Job[Any]) -> list[Split]:
-    """Learn from 1, 2, 4 and 8 asynchronous workers, predict the numbers between (A14)."""
+    """Train on 1, 2, 4 and 8 asynchronous workers, test on the numbers between (A14)."""
     seen = np.isin(job.X()[:, RANKS], WORKERS_SEEN)
     if seen.all() or not seen.any():
         return []
-    return [_divided(None, 0, np.flatnonzero(seen), np.flatnonzero(~seen))]
+    return [_split(None, 0, np.flatnonzero(seen), np.flatnonzero(~seen))]
 
 
 def transfer(jobs: Sequence[Job[Any]]) -> list[tuple[int, Split]]:
-    """(job, split) pairs: each model of the first job's GPU carried over to every other GPU.
+    """(job, split) pairs: each model of the first job's GPU transferred to every other GPU.
 
-    A form learns from the model's rows on the first GPU, and of the new GPU from the single-device
-    rows and one random row on several nodes; judged on the other rows on several devices.
+    Training rows are the model's on the first GPU (`source_job`), and of the new GPU those on a
+    single device and one random row on several nodes; tests on the other rows on several devices.
     """
-    origin = jobs[0].gpu
-    origins = {job.model: index for index, job in enumerate(jobs) if job.gpu == origin}
+    source_gpu = jobs[0].gpu
+    sources = {job.model: index for index, job in enumerate(jobs) if job.gpu == source_gpu}
     found = []
     for index, job in enumerate(jobs):
-        if job.gpu == origin or job.model not in origins:
+        if job.gpu == source_gpu or job.model not in sources:
             continue
         ranks, across = job.X()[:, RANKS], np.flatnonzero(job.X()[:, NODES] > 1)
         alone, several = np.flatnonzero(ranks == 1), np.flatnonzero(ranks > 1)
@@ -151,7 +151,7 @@ def transfer(jobs: Sequence[Job[Any]]) -> list[tuple[int, Split]]:
                 draw=draw,
                 train=np.concatenate([alone, seen]),
                 test=np.setdiff1d(several, seen),
-                origin=origins[job.model],
+                source_job=sources[job.model],
             )
             found.append((index, split))
     return found
@@ -171,7 +171,7 @@ PROTOCOLS_WITH_K = ("k-shot", "online")
 NAMES = (*PROTOCOLS, "transfer")
 
 
-def divide(
+def all_splits(
     jobs: Sequence[Job[Any]], protocol: str, ks: Sequence[int] | None = None
 ) -> list[tuple[int, Split]]:
     """(place of the job in `jobs`, split) of every job that has rows enough for the protocol."""
@@ -182,10 +182,10 @@ def divide(
     return [(index, split) for index, job in enumerate(jobs) for split in rule(job, **options)]
 
 
-def _divided(k: int | None, draw: int, train: Indices, test: Indices) -> Split:
+def _split(k: int | None, draw: int, train: Indices, test: Indices) -> Split:
     return Split(k=k, draw=draw, train=np.asarray(train, dtype=np.intp), test=np.sort(test))
 
 
-def _once_without_observation(splits: list[Split]) -> list[Split]:
-    """With nothing drawn every draw is the same; one is enough."""
+def _one_draw_of_none(splits: list[Split]) -> list[Split]:
+    """Keep one draw of k = 0, since all draws of no observation are equal."""
     return [split for split in splits if split.k != 0 or split.draw == 0]

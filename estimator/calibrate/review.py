@@ -1,4 +1,4 @@
-"""Say what a store of observations holds and shows: jobs, doubtful observations, drift."""
+"""Say what a store of observations holds and shows: jobs, outliers, drift."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 from estimator.calibrate.drift import Drift, Residual, drifts
 from estimator.calibrate.observed import Observation
-from estimator.calibrate.physical_form import PhysicalForm
-from estimator.calibrate.step_law import RANKS
+from estimator.calibrate.performance_model import RANKS
+from estimator.calibrate.step_time_regressor import StepTimeRegressor
 from estimator.placement.allocation import Allocation
 
-# Named hosts stand without their machine type, which only a cluster file tells.
+# Stands for the machine type of named hosts, which only a cluster file has.
 NAMED_HOSTS = "named hosts"
 
 
@@ -23,8 +23,8 @@ NAMED_HOSTS = "named hosts"
 class JobReview:
     """One workload on one set of machine types.
 
-    `error_ratio` is the median relative distance of its step times from the law fitted to them;
-    `sync_share` the mean share of synchronisation in the steps on several devices, by that law
+    `error_ratio` is the median relative error of the performance model fitted to its step times;
+    `sync_share` the mean share of synchronisation in the steps on several devices, by that model
     (None without any).
     """
 
@@ -40,28 +40,28 @@ class JobReview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Review:
-    """What was observed; `doubtful` are (observation, why) that no fit uses."""
+    """What was observed; `outliers` are (observation, reason), which no fit uses."""
 
     jobs: tuple[JobReview, ...]
     drifts: tuple[Drift, ...]
-    doubtful: tuple[tuple[Observation, str], ...]
+    outliers: tuple[tuple[Observation, str], ...]
 
 
 def review(observations: Iterable[Observation]) -> Review:
-    """Fit every job on its own, without an engine, and look at what the fits leave."""
+    """Fit every job on its own, without the engine, and search the residuals for drift."""
     jobs: dict[tuple[str, str], list[Observation]] = defaultdict(list)
-    doubtful = []
+    outliers = []
     for one in observations:
-        if one.doubt is not None:
-            doubtful.append((one, one.doubt))
+        if one.outlier_reason is not None:
+            outliers.append((one, one.outlier_reason))
         else:
             jobs[one.workload, _machines(one.allocation)].append(one)
     reviews, residuals = [], []
     for (workload, machines), seen in sorted(jobs.items()):
-        found, left = _reviewed(workload, machines, seen)
+        found, of_job = _reviewed(workload, machines, seen)
         reviews.append(found)
-        residuals += left
-    return Review(jobs=tuple(reviews), drifts=tuple(drifts(residuals)), doubtful=tuple(doubtful))
+        residuals += of_job
+    return Review(jobs=tuple(reviews), drifts=tuple(drifts(residuals)), outliers=tuple(outliers))
 
 
 def _reviewed(
@@ -75,8 +75,8 @@ def _reviewed(
         dtype=float,
     )
     times_s = np.array([one.step_time_s for one in seen])
-    law = PhysicalForm().fit(rows, times_s).law(rows)
-    values = np.log(times_s) - law.log_step
+    model = StepTimeRegressor().fit(rows, times_s).model(rows)
+    values = np.log(times_s) - model.log_step
     several = rows[:, RANKS] > 1
     found = JobReview(
         workload=workload,
@@ -86,13 +86,13 @@ def _reviewed(
         first=min(one.at for one in seen),
         last=max(one.at for one in seen),
         error_ratio=float(np.median(np.abs(np.expm1(values)))),
-        sync_share=float(law.sync_share[several].mean()) if several.any() else None,
+        sync_share=float(model.sync_share[several].mean()) if several.any() else None,
     )
-    left = [
+    residuals = [
         Residual(at=one.at, nodes=_nodes(one.allocation), value=float(value))
         for one, value in zip(seen, values, strict=True)
     ]
-    return found, left
+    return found, residuals
 
 
 def _machines(allocation: str) -> str:

@@ -1,4 +1,4 @@
-"""Score an evaluation: errors with their spread over draws, order, intervals, wins."""
+"""Score an evaluation: errors with their standard deviation over draws, order, intervals, wins."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from estimator.calibrate.evaluation import Evaluation, Run
 
 Array = NDArray[np.float64]
 
-# The method that is judged, and those that it is to be better than.
-OURS, RIVALS = "calibrated", ("pollux", "linear")
-# What A5 asks of pairs: these two placements, and those that differ by as little.
+# The method under evaluation, and the baselines that it is compared with.
+OURS, BASELINES = "calibrated", ("pollux", "linear")
+# Pairs of placements to be ordered (TARGETS A5): these two, and close ones, by ranks and rate.
 FEWER_DEVICES, MORE_NODES = (2, 1), (3, 2)
 CLOSE_RANKS, CLOSE_GAP_RATIO = 1, 0.05
-# Of more rows of one batch every second, third, … is compared, as pairs grow with their square.
+# Rows of one batch that are compared pairwise; of more, every second, third and so on.
 MOST_COMPARED = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class MeanDeviation:
     """A mean over draws, and their standard deviation; None for a single draw."""
 
     mean: float
     deviation: float | None
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> MeanDeviation:
         """Of one value a draw."""
         deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
         return cls(mean=float(np.mean(values)), deviation=deviation)
@@ -44,8 +44,8 @@ class Score:
 
     `median`, `p90` and `mape` are relative errors of a draw's rows, a row without a prediction
     counting 100 %. `order_right_ratio` is the share of pairs of one batch whose measured rates
-    differ by 10 % that are predicted in the right order. `moved_ratio` is by how much predictions
-    move for one outlier. None where there is nothing to judge.
+    differ by 10 % that are predicted in the right order. `moved_ratio` is the mean relative change
+    of the predictions that one outlier causes. None where there is nothing to score.
     """
 
     label: str
@@ -54,9 +54,9 @@ class Score:
     draws: int
     rows: int
     failed: int
-    median: Spread
-    p90: Spread
-    mape: Spread
+    median: MeanDeviation
+    p90: MeanDeviation
+    mape: MeanDeviation
     pairs: int
     order_right_ratio: float | None
     intervals: int
@@ -86,8 +86,8 @@ class IntervalScore:
     """How good a method's 80 % intervals are after k observations; of all k together for None.
 
     `coverage_ratio` is that of all rows, `score_ratio` the mean interval score over the measured
-    time. `constant_score_ratio` is the score of intervals that know nothing: predictions ± one
-    relative width for all, chosen in hindsight so that they cover as much.
+    time. `constant_score_ratio` is that of the homoscedastic baseline: predictions ± one relative
+    width for all, chosen in hindsight for the same coverage.
     """
 
     method: str
@@ -101,7 +101,7 @@ class IntervalScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wins:
-    """On how many jobs the calibrated method is below a rival after k observations."""
+    """On how many jobs the calibrated method has less error than a baseline (`rival`)."""
 
     rival: str
     k: int | None
@@ -114,7 +114,7 @@ class Wins:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairScore:
-    """A5: how many pairs of placements a method puts in the right order.
+    """How many pairs of placements a method puts in the right order (TARGETS A5).
 
     `few` compares 2 devices of one node with 3 over two nodes; `close` every two rows of one batch
     on different numbers of nodes, devices differing by at most one, rates by at least 5 %.
@@ -153,9 +153,9 @@ def _score(evaluation: Evaluation, job: int, method: str, k: int | None, runs: l
         draws=len(draws),
         rows=round(np.mean([len(of_draw) for of_draw in errors])),
         failed=int(sum(np.isnan(run.predicted_s).sum() for run in runs)),
-        median=Spread.of([float(np.median(of_draw)) for of_draw in errors]),
-        p90=Spread.of([float(np.quantile(of_draw, 0.9)) for of_draw in errors]),
-        mape=Spread.of([float(of_draw.mean()) for of_draw in errors]),
+        median=MeanDeviation.of([float(np.median(of_draw)) for of_draw in errors]),
+        p90=MeanDeviation.of([float(np.quantile(of_draw, 0.9)) for of_draw in errors]),
+        mape=MeanDeviation.of([float(of_draw.mean()) for of_draw in errors]),
         pairs=int(pairs),
         order_right_ratio=float(right / pairs) if pairs else None,
         intervals=len(inside),
@@ -223,10 +223,10 @@ def _interval_score(
 
 
 def wins(scores: Sequence[Score]) -> list[Wins]:
-    """Our method against each rival at each k, on the same draws."""
+    """The calibrated method against each baseline at each k, on the same draws."""
     found = {(score.label, score.method, score.k): score for score in scores}
     groups: defaultdict[tuple[str, int | None], list[tuple[Score, Score]]] = defaultdict(list)
-    for rival in RIVALS:
+    for rival in BASELINES:
         for (label, method, k), ours in found.items():
             if method == OURS and (label, rival, k) in found:
                 groups[rival, k].append((ours, found[label, rival, k]))
@@ -248,12 +248,12 @@ def wins(scores: Sequence[Score]) -> list[Wins]:
 
 
 def pair_scores(evaluation: Evaluation) -> list[PairScore]:
-    """Both questions of A5 for each job and method of the protocol ``pairs``."""
+    """Both comparisons of TARGETS A5 for each job and method of the protocol ``pairs``."""
     found = []
     for run in evaluation.runs:
         job = evaluation.jobs[run.job]
         X = job.X()[run.split.test]
-        # Rates, up to what the rows of one batch have in common.
+        # Throughput up to a factor that the rows of one batch have in common.
         measured = X[:, 0] / job.y()[run.split.test]
         predicted = X[:, 0] / run.predicted_s
         first, second = _same_batch(X)
@@ -303,7 +303,7 @@ def _order(evaluation: Evaluation, run: Run) -> tuple[int, int]:
     job = evaluation.jobs[run.job]
     X = job.X()[run.split.test]
     if X.shape[1] < 5:
-        # Asynchronous workers: more of them are always faster in every form.
+        # Asynchronous workers: in every model more of them are faster.
         return 0, 0
     measured, predicted = X[:, 0] / job.y()[run.split.test], X[:, 0] / run.predicted_s
     first, second = _same_batch(X)

@@ -30,7 +30,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "local_batch": ("local_batch", "batch_per_gpu"),
     "grad_accum": ("grad_accum", "accumulation_steps"),
 }
-# What a table's author did not stand by, in the words of its notes.
+# Words in the notes of rows that their author did not measure or does not trust.
 _UNSOUND = re.compile(r"\b(suspect|derived|inferred)\b", re.IGNORECASE)
 _PLACEMENT = re.compile(r"\d{1,7}(\+\d{1,7})*")
 _SHARES = re.compile(r"([a-z]+)\s*=?\s*(\d{1,9})", re.IGNORECASE)
@@ -40,7 +40,7 @@ _OTHER_DEGREES = ("tp", "pp", "cp", "ep")
 # Units in which global batch / throughput is the time of a step.
 _SAMPLES_PER_S = {"samples/s", "images/s", "sequences/s", "examples/s"}
 _STEPS_PER_S = {"steps/s", "iterations/s", "it/s"}
-# Beyond these a number is a slip of the pen, and no form can be asked about it.
+# Numbers beyond these are taken for typing errors.
 SHORTEST_S, LONGEST_S = 1e-6, 1e6
 MOST_GPUS, LARGEST_BATCH = 10**6, 1e9
 # Devices of a node where a table says nothing of nodes: the most common machine of all sources.
@@ -121,7 +121,7 @@ class Step(Protocol):
 
     @property
     def features(self) -> tuple[float, ...]:
-        """What a form predicts it from."""
+        """What a regressor predicts it from."""
         ...
 
     def about(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Watch a training loop and keep its step time, apart from warm-up, in a store."""
+"""Time the steps of a training loop and keep them, without warm-up, in a store."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# With `synchronize`, a lap is this many steps, or fewer if they take longer than this.
-_LAP_STEPS, _LAP_S = 10, 0.5
+# With `synchronize`, the device is synchronised once in this many steps, or in this many seconds
+# if the steps take longer.
+_SYNC_STEPS, _SYNC_S = 10, 0.5
 # Training does not wait longer than this for another writer; what was seen is written later.
 _PATIENCE_WHILE_TRAINING_S = 0.05
 _MOST_WAITING = 1000
@@ -127,7 +128,7 @@ class Watch:
         self.recorded_steps = 0
         self._waiting: list[Observation] = []
         self._has_complained = False
-        self._steps_of_lap, self._begun_s = 0, clock()
+        self._untimed_steps, self._start_s = 0, clock()
 
     @property
     def dropped_steps(self) -> int:
@@ -141,18 +142,18 @@ class Watch:
         """One optimizer step is done."""
         if self._sink is None:
             return
-        self._steps_of_lap += 1
+        self._untimed_steps += 1
         now_s = self._clock()
         if self._synchronize is not None:
-            if self._steps_of_lap < _LAP_STEPS and now_s - self._begun_s < _LAP_S:
+            if self._untimed_steps < _SYNC_STEPS and now_s - self._start_s < _SYNC_S:
                 return
             self._synchronize()
             now_s = self._clock()
-        window = self._windows.add(now_s - self._begun_s, self._steps_of_lap)
-        self._steps_of_lap, self._begun_s = 0, now_s
+        window = self._windows.add(now_s - self._start_s, self._untimed_steps)
+        self._untimed_steps, self._start_s = 0, now_s
         if window is not None:
             self._write(window, _PATIENCE_WHILE_TRAINING_S)
-            self._begun_s = self._clock()
+            self._start_s = self._clock()
 
     def skip(self) -> None:
         """Leave out the time since the last step: an evaluation, a checkpoint."""
@@ -160,7 +161,7 @@ class Watch:
             return
         if self._synchronize is not None:
             self._synchronize()
-        self._steps_of_lap, self._begun_s = 0, self._clock()
+        self._untimed_steps, self._start_s = 0, self._clock()
 
     def __exit__(
         self,

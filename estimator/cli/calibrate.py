@@ -20,7 +20,7 @@ MOST_REMARKS = 3
 
 @click.group()
 def calibrate() -> None:
-    """Learn from observed steps, and judge what was learnt."""
+    """Learn from observed steps, and evaluate the predictions."""
 
 
 def _counts(
@@ -54,7 +54,7 @@ def evaluate(
     paths: tuple[Path, ...], protocol: str | None, ks: tuple[int, ...] | None, as_json: bool
 ) -> None:
     """Learn from some rows of a table of measured steps and predict the others, beside linear
-    scaling and the Optimus, Pollux and ONES forms on the same draws.
+    scaling and the models of Optimus, Pollux and ONES on the same draws.
 
     Columns: model, gpu, gpus, nodes, placement (devices used per node, as in 1+3), local_batch,
     grad_accum, step_time_s; others may be present, most may be missing. Rows that cannot be used
@@ -68,7 +68,7 @@ def evaluate(
     pairs     which of two placements is faster, after few-shot
     batch     leave one batch size out
     workers   asynchronous parameter servers (workers, parameter_servers, steps_per_s)
-    transfer  the first table's GPU, carried over to the other GPUs' jobs of the same model
+    transfer  from the first table's GPU to the other GPUs' jobs of the same model
     """
     from estimator.calibrate.evaluation import evaluate as run_all
     from estimator.calibrate.evaluation import processes
@@ -114,8 +114,8 @@ def evaluate(
 def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
     """Keep the observed step times of FILES, tables in .csv or .jsonl.
 
-    A table that was kept before is not kept twice. Bad rows are refused one by one, absurd step
-    times kept as doubtful, each with its reason.
+    A table that was kept before is not kept twice. Bad rows are refused one by one, outliers are
+    kept but used by no fit, each with its reason.
     """
     from estimator.calibrate.observation_files import read_observations
     from estimator.calibrate.observations import ObservationStore
@@ -127,7 +127,7 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
         path: store.add_many(table.observations, summaries=table.summaries)
         for path, table in tables.items()
     }
-    doubtful = [one for one in store.observations(added_after=before) if one.doubt]
+    outliers = [one for one in store.observations(added_after=before) if one.outlier_reason]
     if as_json:
         kept = [
             {
@@ -138,8 +138,8 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
             }
             for path, table in tables.items()
         ]
-        doubts = [{"identity": one.identity, "doubt": one.doubt} for one in doubtful]
-        print_json({"store": str(store.path), "files": kept, "doubtful": doubts})
+        doubtful = [{"identity": one.identity, "doubt": one.outlier_reason} for one in outliers]
+        print_json({"store": str(store.path), "files": kept, "doubtful": doubtful})
         return
     for path, table in tables.items():
         known = len(table.observations) - new[path]
@@ -148,7 +148,9 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
             f"{len(table.refused)} rows refused"
         )
         _tell_first(f"{path} line {line}: {why}" for line, why in table.refused)
-    _tell_first(f"doubtful: {one.workload} on {one.allocation}: {one.doubt}" for one in doubtful)
+    _tell_first(
+        f"outlier: {one.workload} on {one.allocation}: {one.outlier_reason}" for one in outliers
+    )
 
 
 _store_option = click.option(
@@ -168,11 +170,11 @@ _store_option = click.option(
 @click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **known: Any) -> None:
-    """Learn from the observed steps of MODEL, and set each beside the engine alone and the
-    calibrated answer, with what was learnt of computing and of the network.
+    """Fit the observed steps of MODEL, and compare each with the engine's prediction and the
+    calibrated one, with the fitted factors on compute and communication.
     """
     from estimator.calibrate.calibrator import Calibrator
-    from estimator.calibrate.lessons import lessons, observed_of
+    from estimator.calibrate.fitted_steps import fitted_steps, observations_of
     from estimator.cli.request import Request
     from estimator.placement.topology import Cluster
 
@@ -180,22 +182,22 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
     request = Request(
         model=model, cluster=None if cluster is None else Cluster.load(cluster), **known
     )
-    observed = observed_of(calibrator.store, model, request.precision or "fp32")
+    observed = observations_of(calibrator.store, model, request.precision or "fp32")
     graph = request.graph((observed[0].allocation,))
-    found = list(lessons(graph, observed, calibrator, cluster=request.cluster))
+    found = list(fitted_steps(graph, observed, calibrator, cluster=request.cluster))
     if as_json:
-        print_json({"workload": graph.workload, "lessons": [asdict(lesson) for lesson in found]})
+        print_json({"workload": graph.workload, "lessons": [asdict(step) for step in found]})
         return
-    from estimator.cli.render_observed import lessons_report
+    from estimator.cli.render_observed import fitted_steps_report
 
-    print_tables(lessons_report(graph.workload, found))
+    print_tables(fitted_steps_report(graph.workload, found))
 
 
 @calibrate.command()
 @_store_option
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 def show(place: Path | None, as_json: bool) -> None:
-    """What was observed of which jobs, what has drifted since when, and what is not used."""
+    """Observed jobs, drift and since when, and outliers, which no fit uses."""
     from estimator.calibrate.observations import ObservationStore
     from estimator.calibrate.review import review
 
@@ -208,12 +210,12 @@ def show(place: Path | None, as_json: bool) -> None:
                 "jobs": [_plain(job) for job in found.jobs],
                 "drifts": [_plain(drift) for drift in found.drifts],
                 "doubtful": [
-                    {"identity": one.identity, "doubt": why} for one, why in found.doubtful
+                    {"identity": one.identity, "doubt": why} for one, why in found.outliers
                 ],
             }
         )
         return
-    if not found.jobs and not found.doubtful:
+    if not found.jobs and not found.outliers:
         click.echo(f"no step was observed yet in {store.path}; see 'estimator calibrate observe'")
         return
     from estimator.cli.render_observed import review_report

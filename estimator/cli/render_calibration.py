@@ -11,10 +11,10 @@ from rich.table import Table
 from estimator.calibrate.evaluation import Evaluation
 from estimator.calibrate.scores import (
     IntervalScore,
+    MeanDeviation,
     Overall,
     PairScore,
     Score,
-    Spread,
     Wins,
     interval_scores,
     overall,
@@ -23,8 +23,8 @@ from estimator.calibrate.scores import (
     wins,
 )
 
-# Above this an error says no more than that the form does not fit.
-HOPELESS_RATIO = 10.0
+# Errors above this are not printed as numbers: the model does not fit at all.
+LARGEST_PRINTED_RATIO = 10.0
 
 
 def evaluation_report(evaluation: Evaluation) -> RenderableType:
@@ -58,7 +58,7 @@ def _errors_table(label: str, scores: Sequence[Score]) -> Table:
 def _errors(score: Score) -> str:
     if score.failed == score.rows * score.draws:
         return "-"
-    return f"{_spread(score.median)} / {_spread(score.p90)}"
+    return f"{_mean_deviation(score.median)} / {_mean_deviation(score.p90)}"
 
 
 def _overall_table(rows: Sequence[Overall]) -> Table:
@@ -115,7 +115,7 @@ def _pair_cells(label: str, method: str, rows: Sequence[PairScore]) -> list[str]
 
 def _wins_line(row: Wins) -> str:
     after = "" if row.k is None else f"k = {row.k}: "
-    names = {"pollux": "the Pollux form", "linear": "linear scaling"}
+    names = {"pollux": "the Pollux model", "linear": "linear scaling"}
     return (
         f"{after}calibrated below {names[row.rival]} on {row.median_and_p90} of {row.jobs} jobs by "
         f"median and p90 (median {row.median}, p90 {row.p90}, MAPE {row.mape})"
@@ -128,11 +128,11 @@ def _table(title: str) -> Table:
     )
 
 
-def _spread(spread: Spread) -> str:
-    if spread.mean > HOPELESS_RATIO:
-        return f">{100 * HOPELESS_RATIO:.0f}"
-    deviation = "" if spread.deviation is None else f"±{_digits(spread.deviation)}"
-    return f"{_digits(spread.mean)}{deviation}"
+def _mean_deviation(value: MeanDeviation) -> str:
+    if value.mean > LARGEST_PRINTED_RATIO:
+        return f">{100 * LARGEST_PRINTED_RATIO:.0f}"
+    deviation = "" if value.deviation is None else f"±{_digits(value.deviation)}"
+    return f"{_digits(value.mean)}{deviation}"
 
 
 def _digits(ratio: float) -> str:
@@ -142,7 +142,9 @@ def _digits(ratio: float) -> str:
 def _percent(ratio: float | None) -> str:
     if ratio is None:
         return "-"
-    return f"{100 * ratio:.1f}" if ratio <= HOPELESS_RATIO else f">{100 * HOPELESS_RATIO:.0f}"
+    if ratio > LARGEST_PRINTED_RATIO:
+        return f">{100 * LARGEST_PRINTED_RATIO:.0f}"
+    return f"{100 * ratio:.1f}"
 
 
 def _count(k: int | None) -> str:

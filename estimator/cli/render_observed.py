@@ -1,4 +1,4 @@
-"""Lay out what was observed, and what it teaches of a model, as tables for people."""
+"""Lay out observed jobs and fitted steps as tables for people."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 
-from estimator.calibrate.lessons import Lesson
+from estimator.calibrate.fitted_steps import FittedStep
 from estimator.calibrate.review import Review
 from estimator.cli.render import grid
 from estimator.units import format_ratio, format_seconds
 
 
 def review_report(found: Review) -> RenderableType:
-    """The jobs of a store, what has drifted, and what no fit uses."""
-    figures = ("observed", "allocations", "since", "until", "fits within", "network")
+    """The jobs of a store, drift, and the outliers that no fit uses."""
+    figures = ("observed", "allocations", "since", "until", "median error", "sync share")
     table = grid("observed steps", "job", "machines", *figures, numbers=len(figures))
     for job in found.jobs:
         table.add_row(
@@ -27,30 +27,30 @@ def review_report(found: Review) -> RenderableType:
             format_ratio(job.error_ratio),
             "-" if job.sync_share is None else format_ratio(job.sync_share),
         )
-    lines = [str(drift) for drift in found.drifts] or ["nothing has drifted"]
+    lines = [str(drift) for drift in found.drifts] or ["no drift"]
     lines += [
-        f"not used: {one.workload} on {one.allocation}, {format_seconds(one.step_time_s)}: {why}"
-        for one, why in found.doubtful
+        f"outlier, not used: {one.workload} on {one.allocation}: {why}"
+        for one, why in found.outliers
     ]
     return Group(table, "", *lines)
 
 
-def lessons_report(workload: str, lessons: Sequence[Lesson]) -> RenderableType:
-    """Every observed step of a model beside the engine alone and beside the calibrated answer."""
+def fitted_steps_report(workload: str, steps: Sequence[FittedStep]) -> RenderableType:
+    """Observed steps of a model beside the engine's predictions and the calibrated ones."""
     figures = ("batch", "seen", "observed", "engine", "calibrated", "compute", "network")
     title = f"{workload}: observed and predicted steps"
     table = grid(title, "allocation", *figures, numbers=len(figures))
-    for lesson in lessons:
-        observed_s = lesson.observed_s
+    for step in steps:
+        observed_s = step.observed_s
         table.add_row(
-            lesson.allocation,
-            str(lesson.batch_per_gpu),
-            str(lesson.observations),
+            step.allocation,
+            str(step.batch_per_gpu),
+            str(step.observations),
             format_seconds(observed_s),
-            _beside(lesson.engine_s, observed_s),
-            _beside(lesson.calibrated_s, observed_s),
-            f"× {lesson.compute_ratio:.2f}",
-            f"× {lesson.communication_ratio:.2f}",
+            _beside(step.engine_s, observed_s),
+            _beside(step.calibrated_s, observed_s),
+            f"× {step.compute_ratio:.2f}",
+            f"× {step.communication_ratio:.2f}",
         )
     return table
 

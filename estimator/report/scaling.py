@@ -23,7 +23,7 @@ class _Point(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What an allocation is made of; devices of a node are a mean where nodes differ."""
+    """The composition of an allocation; `per_node` is a mean where nodes differ."""
 
     machines: str
     nodes: int
@@ -31,7 +31,7 @@ class _Shape(NamedTuple):
 
 
 def draw_scaling(rows: Sequence[SweepRow], path: Path) -> None:
-    """Write a picture of a sweep as .png or .svg; `lines_of` says what its lines are.
+    """Plot a sweep to a .png or .svg file; `lines_of` defines its lines.
 
     Raises StoreError if matplotlib is missing or the file cannot be written.
     """
@@ -45,7 +45,7 @@ def draw_scaling(rows: Sequence[SweepRow], path: Path) -> None:
     figure: Any = Figure(figsize=(10.0, 4.0), layout="constrained")
     speed, efficiency = figure.subplots(1, 2)
     lines = lines_of(rows)
-    named = _evenly(len(lines), _MOST_NAMED)
+    named = _evenly_spaced(len(lines), _MOST_NAMED)
     for number, (label, points) in enumerate(lines.items()):
         devices, throughput, low, high, ratio = zip(*sorted(points), strict=True)
         # The bright end of the map is hard to see on white.
@@ -109,7 +109,7 @@ def _point(row: SweepRow, answer: Estimate) -> _Point:
     )
 
 
-def _evenly(count: int, most: int) -> frozenset[int]:
+def _evenly_spaced(count: int, most: int) -> frozenset[int]:
     """At most `most` of `count` numbers, the first and the last among them."""
     if count <= most:
         return frozenset(range(count))

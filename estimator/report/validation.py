@@ -1,4 +1,4 @@
-"""Set predictions made beforehand against real training runs."""
+"""Validate predictions made beforehand against real training runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def noise_of(seconds: Sequence[float]) -> float:
-    """Half the 10–90 % range over the median; what repeats of one measurement disagree by.
+    """Relative noise of repeated measurements: half the 10–90 % range over the median.
 
     >>> round(noise_of([1.0, 1.1, 1.2, 0.9, 1.0]), 3)
     0.11
@@ -66,7 +66,7 @@ def validate(
 ) -> tuple[Validation, ...]:
     """Call `train` for every prediction, `repeats` times over, and pair the step times with them.
 
-    Repeats are interleaved, so that a drift of the machine falls on every prediction alike.
+    Repeats are interleaved, so that drift of the machine affects every prediction equally.
     `report` is told each run's number, its prediction and its step time.
     """
     runs_s: list[list[float]] = [[] for _ in predictions]

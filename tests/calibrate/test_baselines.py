@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from estimator.calibrate.baselines import (
+    AsynchronousOptimusRegressor,
+    IndependentWorkers,
     LinearScaling,
-    OnesForm,
-    OptimusAsynchronous,
-    OptimusForm,
-    PolluxForm,
-    SumOfWorkers,
+    OnesRegressor,
+    OptimusRegressor,
+    PolluxRegressor,
 )
 from estimator.errors import WorkloadError
 
@@ -34,13 +34,13 @@ def test_linear_scaling_recovers_its_line_from_one_rank_alone() -> None:
     assert fitted.predict([(64, 8, 32, 1)]) == pytest.approx([0.114])
 
 
-def test_the_optimus_form_recovers_its_coefficients() -> None:
+def test_optimus_recovers_its_coefficients() -> None:
     truth = 0.002 * ROWS[:, 2] * ROWS[:, 3] + 0.05 + 0.01 * ROWS[:, 0]
-    fitted = OptimusForm().fit(ROWS, truth)
+    fitted = OptimusRegressor().fit(ROWS, truth)
     assert fitted.coefficients_ == pytest.approx([0.002, 0.05, 0.01])
 
 
-def test_the_pollux_form_recovers_steps_that_it_made() -> None:
+def test_pollux_recovers_steps_of_its_own_model() -> None:
     alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma = 0.03, 0.002, 0.2, 0.02, 0.05, 0.01, 2
     ranks, nodes, batch, accumulation = ROWS.T
     gradient = alpha_c + beta_c * batch
@@ -48,7 +48,7 @@ def test_the_pollux_form_recovers_steps_that_it_made() -> None:
     sync = np.where(nodes > 1, alpha_n + beta_n * extra, alpha_r + beta_r * extra)
     sync[ranks == 1] = 0
     truth = (accumulation - 1) * gradient + (gradient**gamma + sync**gamma) ** (1 / gamma)
-    fitted = PolluxForm().fit(ROWS, truth)
+    fitted = PolluxRegressor().fit(ROWS, truth)
     assert fitted.predict(ROWS) == pytest.approx(truth, rel=1e-3)
     assert fitted.parameters_ == pytest.approx(
         [alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma], rel=0.05
@@ -59,45 +59,47 @@ def test_the_pollux_form_recovers_steps_that_it_made() -> None:
     ("rows", "times"),
     [([(0, 1, 8, 1)], [1.0]), ([(1, 1, 8, 1)], [-1.0]), ([(1, 1, 8, 1)], [1.0, 2.0]), ([], [])],
 )
-def test_a_senseless_table_is_refused(rows: list[tuple[int, ...]], times: list[float]) -> None:
+def test_an_invalid_table_is_refused(rows: list[tuple[int, ...]], times: list[float]) -> None:
     with pytest.raises(WorkloadError):
-        OptimusForm().fit(rows, times)
+        OptimusRegressor().fit(rows, times)
 
 
-def test_pollux_supposes_nodes_no_faster_apart_than_together_where_none_was_seen() -> None:
+def test_pollux_assumes_inter_node_communication_no_faster_than_intra_node() -> None:
     seen = ROWS[ROWS[:, 1] == 1]
     times = 0.05 + 0.001 * seen[:, 2] * seen[:, 3] + 0.1 * (seen[:, 0] > 1)
-    within, across = PolluxForm().fit(seen, times).predict([(2, 1, 32, 1), (2, 2, 32, 1)])
+    within, across = PolluxRegressor().fit(seen, times).predict([(2, 1, 32, 1), (2, 2, 32, 1)])
     assert across >= within
 
 
-def test_of_a_single_batch_half_of_the_time_is_taken_as_fixed() -> None:
+def test_with_a_single_batch_half_of_the_time_is_assumed_fixed() -> None:
     fitted = LinearScaling().fit([(1, 1, 8, 1)], [0.4])
     # 0.2 s + 0.2 s · 16 / 8.
     assert fitted.predict([(4, 1, 16, 1)]) == pytest.approx([0.6])
-    assert PolluxForm().fit([(1, 1, 8, 1)], [0.4]).predict([(1, 1, 16, 1)]) == pytest.approx([0.6])
+    assert PolluxRegressor().fit([(1, 1, 8, 1)], [0.4]).predict([(1, 1, 16, 1)]) == pytest.approx(
+        [0.6]
+    )
 
 
-def test_ones_draws_lines_through_throughput_at_each_size() -> None:
+def test_ones_interpolates_throughput_linearly_over_ranks() -> None:
     # 8 samples in 0.1 s on 1 rank: 80/s; 2 · 8 in 0.1 s: 160/s; 4 · 8 in 0.2 s: 160/s.
-    fitted = OnesForm().fit([(1, 1, 8, 1), (2, 1, 8, 1), (4, 1, 8, 1)], [0.1, 0.1, 0.2])
+    fitted = OnesRegressor().fit([(1, 1, 8, 1), (2, 1, 8, 1), (4, 1, 8, 1)], [0.1, 0.1, 0.2])
     # 3 ranks: 160/s, 24 samples. Beyond 4 the last line stays flat.
     predicted = fitted.predict([(3, 1, 8, 1), (8, 2, 8, 1)])
     assert predicted == pytest.approx([24 / 160, 64 / 160])
 
 
-def test_ones_averages_repeated_throughput_and_follows_the_batches_of_a_size() -> None:
-    fitted = OnesForm().fit([(1, 1, 8, 1), (1, 1, 8, 1), (1, 1, 16, 1)], [0.1, 0.2, 0.1])
+def test_ones_averages_repetitions_and_interpolates_over_batches() -> None:
+    fitted = OnesRegressor().fit([(1, 1, 8, 1), (1, 1, 8, 1), (1, 1, 16, 1)], [0.1, 0.2, 0.1])
     # Batch 8: (80 + 40)/2 = 60/s; batch 16: 160/s; batch 12 lies between: 110/s.
     assert fitted.predict([(1, 1, 12, 1)]) == pytest.approx([12 / 110])
 
 
 def test_asynchronous_forms_recover_what_made_the_updates() -> None:
     rows = np.array([(1, 1), (2, 1), (4, 1), (8, 1)], dtype=float)
-    alone = SumOfWorkers().fit(rows, [0.4, 0.3, 0.2, 0.1])
+    alone = IndependentWorkers().fit(rows, [0.4, 0.3, 0.2, 0.1])
     assert alone.predict([(8, 1)]) == pytest.approx([0.05])
     # A worker's step of 0.2 s + 0.05 s per worker.
     seen = (0.2 + 0.05 * rows[:, 0]) / rows[:, 0]
-    optimus = OptimusAsynchronous().fit(rows, seen)
+    optimus = AsynchronousOptimusRegressor().fit(rows, seen)
     assert optimus.coefficients_ == pytest.approx([0.2, 0.05])
     assert optimus.predict([(5, 1)]) == pytest.approx([0.09])

@@ -95,7 +95,7 @@ def test_a_step_seen_three_times_is_predicted_within_its_noise(cluster: Cluster)
     assert cluster.error("2x2:synthetic") < 0.02
 
 
-def test_what_is_seen_of_some_placements_corrects_others(cluster: Cluster) -> None:
+def test_observations_of_some_placements_correct_others(cluster: Cluster) -> None:
     before = cluster.error("4x2:synthetic")
     cluster.observe("1x1:synthetic", "1x2:synthetic", "2x1:synthetic", "2x2:synthetic")
     assert before > 0.5
@@ -115,7 +115,7 @@ def test_the_network_is_learnt_from_all_jobs_on_it(cluster: Cluster) -> None:
     assert cluster.error("2x1:synthetic", graph=OTHER) < before / 2
 
 
-def test_intervals_shrink_with_observations_and_far_answers_are_marked(cluster: Cluster) -> None:
+def test_intervals_shrink_with_observations_and_extrapolations_are_marked(cluster: Cluster) -> None:
     def width(allocation: str) -> float:
         found = cluster.estimate(allocation)
         return found.high_s / found.low_s
@@ -158,7 +158,7 @@ def test_the_parts_of_a_calibrated_step_add_up(cluster: Cluster) -> None:
     assert network > 1.5 * found.breakdown.backward_s / cold.breakdown.backward_s
 
 
-def test_one_absurd_observation_among_many_moves_little(cluster: Cluster) -> None:
+def test_one_outlier_among_many_observations_moves_little(cluster: Cluster) -> None:
     seen = ("1x1:synthetic", "1x2:synthetic", "2x1:synthetic", "2x2:synthetic", "3x1:synthetic")
     cluster.observe(*seen)
     before = cluster.estimate("4x2:synthetic").step_time_s
@@ -194,7 +194,7 @@ def test_another_precision_is_another_job(cluster: Cluster) -> None:
     assert "observed steps of other jobs" in remarks[1]
 
 
-def test_the_interval_of_a_step_unlike_the_observed_one_is_wider(cluster: Cluster) -> None:
+def test_the_interval_of_an_unobserved_step_is_wider(cluster: Cluster) -> None:
     cluster.observe("1x2:synthetic", times=5)
     same, unlike = (cluster.estimate(text) for text in ("1x2:synthetic", "1x4:synthetic"))
     assert unlike.high_s / unlike.low_s > 1.1 * same.high_s / same.low_s

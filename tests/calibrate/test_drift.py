@@ -1,4 +1,4 @@
-"""Drift of nodes, found in residuals made by hand."""
+"""Drift of nodes, detected in synthetic residuals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_node_that_became_slower_is_named_with_the_day() -> None:
     assert str(found) == "a3 is 18 % slower than expected since Tuesday 2026-03-03 00:00 (8 steps)"
 
 
-def test_a_node_slow_from_the_first_step_on_stands_out_beside_the_others() -> None:
+def test_a_node_slow_from_the_first_step_on_is_told_from_the_others() -> None:
     others = [_residual(hour, "a1", 1.0) for hour in range(12)]
     slow = [_residual(hour, "a2", 1.3) for hour in range(4)]
     (found,) = drifts([*others, *slow])
@@ -41,6 +41,6 @@ def test_noise_is_no_drift() -> None:
     assert drifts([_residual(hour, "a1 a2", 1.0) for hour in range(24)]) == []
 
 
-def test_two_steps_prove_nothing() -> None:
+def test_two_steps_are_too_few_for_drift() -> None:
     good = [_residual(hour, "a1", 1.0) for hour in range(12)]
     assert drifts([*good, _residual(12, "a2", 1.5), _residual(13, "a2", 1.5)]) == []

@@ -1,4 +1,4 @@
-"""Methods are run on the same draws, and scored as the definitions say."""
+"""Methods are evaluated on the same draws, and scored as defined."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from estimator.accuracy import summarise
-from estimator.calibrate.evaluation import Form, evaluate
+from estimator.calibrate.baselines import Regressor
+from estimator.calibrate.evaluation import evaluate
 from estimator.calibrate.scores import interval_scores, overall, pair_scores, scores_of, wins
 from estimator.calibrate.tables import Job, MeasuredStep
 from estimator.errors import ObservationError, WorkloadError
@@ -45,7 +46,7 @@ def make_job(model: str = "m", gpu: str = "T4") -> Job[MeasuredStep]:
 
 
 class Oracle:
-    """Knows the law that made the rows; says `factor` times it, ± 20 %."""
+    """Knows the model that made the rows; predicts `factor` times it, ± 20 %."""
 
     factor = 1.0
 
@@ -70,7 +71,7 @@ class Unwilling(Oracle):
         raise WorkloadError("it needs 99 rows; give more")
 
 
-METHODS: dict[str, Callable[[], Form]] = {
+METHODS: dict[str, Callable[[], Regressor]] = {
     "calibrated": Oracle,
     "pollux": TenPercentAbove,
     "linear": Unwilling,
@@ -84,15 +85,15 @@ def test_scores_are_those_of_forms_whose_errors_are_known() -> None:
     above = scores["pollux", 3]
     # 15 rows, of which 3 are learnt from; all others are 10 % off in each of 8 draws.
     assert (above.draws, above.rows, above.failed) == (8, 12, 0)
-    for spread in (above.median, above.p90, above.mape):
-        assert spread.mean == pytest.approx(0.1)
-        assert spread.deviation == pytest.approx(0, abs=1e-9)
+    for value in (above.median, above.p90, above.mape):
+        assert value.mean == pytest.approx(0.1)
+        assert value.deviation == pytest.approx(0, abs=1e-9)
     assert scores["calibrated", 3].mape.mean == pytest.approx(0, abs=1e-6)
     assert scores["calibrated", 3].order_right_ratio == 1
     assert scores["calibrated", 3].coverage_ratio == 1
 
 
-def test_a_form_that_cannot_learn_counts_as_an_error_of_100_percent_with_its_reason() -> None:
+def test_a_regressor_that_cannot_be_fitted_counts_as_an_error_of_100_percent() -> None:
     evaluation = evaluate([make_job()], "k-shot", ks=[3], methods=METHODS)
     (score,) = (score for score in scores_of(evaluation) if score.method == "linear")
     assert score.failed == 12 * 8
@@ -103,7 +104,7 @@ def test_a_form_that_cannot_learn_counts_as_an_error_of_100_percent_with_its_rea
     }
 
 
-def test_wins_are_counted_per_job_and_rival() -> None:
+def test_wins_are_counted_per_job_and_baseline() -> None:
     evaluation = evaluate([make_job("m"), make_job("n")], "k-shot", ks=[3], methods=METHODS)
     found = {row.rival: row for row in wins(scores_of(evaluation))}
     for rival in ("pollux", "linear"):
@@ -158,10 +159,10 @@ def test_pairs_ask_which_placement_is_faster() -> None:
     assert (row.close, row.close_right) == (6, 6)
 
 
-def test_a_form_that_can_carry_over_learns_from_the_other_device_too() -> None:
+def test_a_regressor_that_can_transfer_learns_from_the_other_device_too() -> None:
     class Carrying(Oracle):
-        def fit_from(self, origin: tuple[Any, Any], X: Any, y: Any) -> Oracle:
-            assert len(origin[1]) == 15
+        def fit_from(self, source: tuple[Any, Any], X: Any, y: Any) -> Oracle:
+            assert len(source[1]) == 15
             # 3 single-device rows and one on several nodes.
             assert len(y) == 4
             return self.fit(X, y)
@@ -184,17 +185,18 @@ def test_a_table_with_too_few_rows_is_refused() -> None:
         evaluate([single], "k-shot", methods=METHODS)
 
 
-def test_the_step_law_starts_from_the_machines_network_in_any_process() -> None:
+def test_the_regressor_takes_priors_from_the_machines_network_in_any_process() -> None:
     import pickle
 
-    from estimator.calibrate.evaluation import _believing
-    from estimator.calibrate.physical_form import PhysicalForm
+    from estimator.calibrate.evaluation import _with_machine_priors
+    from estimator.calibrate.step_time_regressor import StepTimeRegressor
 
     job = make_job()
     named = [replace(step, interconnect="400Gb IB") for step in job.steps]
-    form = pickle.loads(pickle.dumps(_believing(PhysicalForm, replace(job, steps=tuple(named)))))
+    known = _with_machine_priors(StepTimeRegressor, replace(job, steps=tuple(named)))
+    regressor = pickle.loads(pickle.dumps(known))
     slow, fast = (
         made.fit([(1, 1, 8, 1)], [1.0]).predict([(4, 4, 8, 1)])[0]
-        for made in (PhysicalForm(), form())
+        for made in (StepTimeRegressor(), regressor())
     )
     assert fast < slow

@@ -247,7 +247,7 @@ def test_the_command_keeps_tables_and_says_what_it_refused(
     assert answer.code == 0
     assert answer.out == f"{path}: 3 new observations, 0 known before, 1 rows refused\n"
     assert "line 5: its step time is not a positive number" in answer.err
-    assert "doubtful: bert" in answer.err
+    assert "outlier: bert" in answer.err
     assert len(ObservationStore(store / "observations.db")) == 3
 
 

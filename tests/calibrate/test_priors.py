@@ -1,37 +1,43 @@
-"""Priors name each parameter of the law once, and carry over to a new kind of device."""
+"""Priors name each parameter of the model once, and transfer to a new kind of device."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from estimator.calibrate.priors import NEUTRAL, PARAMETERS, LogPrior, Priors, carried_over
+from estimator.calibrate.priors import (
+    PARAMETERS,
+    WEAK_PRIORS,
+    LogNormalPrior,
+    Priors,
+    transferred,
+)
 from estimator.errors import WorkloadError
 
 
 def test_a_prior_that_names_no_parameter_is_refused() -> None:
     with pytest.raises(WorkloadError, match="overlop"):
-        NEUTRAL.centred(overlop=LogPrior(centre=1.0, width=0.1))
-    with pytest.raises(WorkloadError, match="across"):
-        Priors(by_name={"compute": LogPrior(centre=1.0, width=0.1)})
+        WEAK_PRIORS.updated(overlop=LogNormalPrior(median=1.0, sigma=0.1))
+    with pytest.raises(WorkloadError, match="inter_node"):
+        Priors(by_name={"compute": LogNormalPrior(median=1.0, sigma=0.1)})
 
 
 @pytest.mark.parametrize(
-    ("centre", "width"), [(0.0, 1.0), (1.0, 0.0), (np.nan, 1.0), (1.0, np.inf)]
+    ("median", "sigma"), [(0.0, 1.0), (1.0, 0.0), (np.nan, 1.0), (1.0, np.inf)]
 )
-def test_a_prior_needs_a_positive_centre_and_width(centre: float, width: float) -> None:
+def test_a_prior_needs_a_positive_median_and_sigma(median: float, sigma: float) -> None:
     with pytest.raises(WorkloadError, match="positive"):
-        LogPrior(centre=centre, width=width)
+        LogNormalPrior(median=median, sigma=sigma)
 
 
 def test_a_new_device_keeps_the_jobs_overlap_and_not_the_old_networks_speed() -> None:
-    fitted = NEUTRAL.log_centres() + 1.0
-    priors = carried_over(fitted, np.full(len(PARAMETERS), 0.1)).by_name
-    assert priors["overlap"].centre == pytest.approx(np.e * NEUTRAL.by_name["overlap"].centre)
-    assert priors["across"] == NEUTRAL.by_name["across"]
+    fitted = WEAK_PRIORS.log_medians() + 1.0
+    priors = transferred(fitted, np.full(len(PARAMETERS), 0.1)).by_name
+    assert priors["overlap"].median == pytest.approx(np.e * WEAK_PRIORS.by_name["overlap"].median)
+    assert priors["inter_node"] == WEAK_PRIORS.by_name["inter_node"]
 
 
-def test_a_new_device_keeps_what_is_believed_of_its_own_network() -> None:
-    fast = NEUTRAL.centred(across=LogPrior(centre=0.01, width=1.1))
-    priors = carried_over(NEUTRAL.log_centres(), np.full(len(PARAMETERS), 0.1), new=fast)
-    assert priors.by_name["across"].centre == 0.01
+def test_a_new_device_keeps_the_prior_of_its_own_network() -> None:
+    fast = WEAK_PRIORS.updated(inter_node=LogNormalPrior(median=0.01, sigma=1.1))
+    priors = transferred(WEAK_PRIORS.log_medians(), np.full(len(PARAMETERS), 0.1), target=fast)
+    assert priors.by_name["inter_node"].median == 0.01

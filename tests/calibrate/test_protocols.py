@@ -1,10 +1,10 @@
-"""Every protocol learns from the rows that it promises, and is judged on the others."""
+"""Every protocol trains on the rows that it promises, and tests on the others."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from estimator.calibrate.protocols import DRAWS, Split, divide
+from estimator.calibrate.protocols import DRAWS, Split, all_splits
 from estimator.calibrate.tables import Job, MeasuredStep
 from estimator.calibrate.worker_tables import WorkerStep
 
@@ -38,7 +38,7 @@ RANKS = JOB.X()[:, 0]
 
 
 def of_job(protocol: str, ks: list[int] | None = None) -> list[Split]:
-    return [split for _, split in divide([JOB], protocol, ks)]
+    return [split for _, split in all_splits([JOB], protocol, ks)]
 
 
 def test_k_shot_starts_from_a_single_device_and_grows_by_more_of_the_same_draw() -> None:
@@ -52,12 +52,12 @@ def test_k_shot_starts_from_a_single_device_and_grows_by_more_of_the_same_draw()
     assert len({tuple(split.train) for split in splits}) == len(splits)
 
 
-def test_k_that_leaves_nothing_to_judge_is_left_out() -> None:
+def test_a_k_without_a_test_row_is_left_out() -> None:
     # The job has 21 rows.
     assert {split.k for split in of_job("k-shot", [20, 21, 50])} == {20}
 
 
-def test_online_knows_every_single_device_row_and_is_judged_on_others() -> None:
+def test_online_trains_on_every_single_device_row_and_tests_on_others() -> None:
     splits = of_job("online", [0, 5])
     assert [split.k for split in splits].count(0) == 1
     for split in splits:
@@ -78,7 +78,7 @@ def test_few_shot_adds_six_rows_at_the_smallest_and_largest_batch() -> None:
     assert len(pairs.test) == len(RANKS)
 
 
-def test_every_fold_and_every_batch_is_judged_once_a_draw_and_never_learnt_from() -> None:
+def test_every_fold_and_every_batch_is_tested_once_a_draw_and_not_trained_on() -> None:
     for protocol in ("cv", "batch"):
         splits = of_job(protocol)
         for draw in {split.draw for split in splits}:
@@ -89,10 +89,10 @@ def test_every_fold_and_every_batch_is_judged_once_a_draw_and_never_learnt_from(
     assert all(len(set(batches[split.test])) == 1 for split in of_job("batch"))
 
 
-def test_transfer_knows_one_row_on_several_nodes_of_the_new_device() -> None:
+def test_transfer_trains_on_one_row_on_several_nodes_of_the_new_device() -> None:
     jobs = [make_job("T4"), make_job("A100")]
-    found = divide(jobs, "transfer")
-    assert {(index, split.origin) for index, split in found} == {(1, 0)}
+    found = all_splits(jobs, "transfer")
+    assert {(index, split.source_job) for index, split in found} == {(1, 0)}
     assert len(found) == DRAWS
     for _, split in found:
         several = [index for index in split.train if RANKS[index] > 1]
@@ -101,12 +101,12 @@ def test_transfer_knows_one_row_on_several_nodes_of_the_new_device() -> None:
         assert (RANKS[split.test] > 1).all()
 
 
-def test_asynchronous_workers_are_learnt_from_powers_of_two() -> None:
+def test_asynchronous_workers_train_on_powers_of_two() -> None:
     steps = tuple(
         WorkerStep(source="s", gpu="K80", model="m", workers=n, parameter_servers=1, step_time_s=1)
         for n in range(1, 9)
     )
     job = Job(label="K80, m", gpu="K80", model="m", steps=steps)
-    ((_, split),) = divide([job], "workers")
+    ((_, split),) = all_splits([job], "workers")
     assert (split.train + 1).tolist() == [1, 2, 4, 8]
     assert (split.test + 1).tolist() == [3, 5, 6, 7]

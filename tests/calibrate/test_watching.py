@@ -82,7 +82,7 @@ def test_time_skipped_is_no_step(kept: ObservationStore, clock: Clock) -> None:
     assert [one.step_time_s for one in kept] == [0.125]
 
 
-def test_an_asynchronous_device_is_waited_for_once_in_ten_steps(
+def test_an_asynchronous_device_is_synchronised_once_in_ten_steps(
     kept: ObservationStore, clock: Clock
 ) -> None:
     # The host issues a step in 1 ms; the device, known only by waiting for it, needs 32 ms.
@@ -104,7 +104,7 @@ def test_an_asynchronous_device_is_waited_for_once_in_ten_steps(
     assert [one.step_time_s for one in kept] == pytest.approx([(10 * 0.032 + 0.001) / 10] * 3)
 
 
-def test_long_steps_are_waited_for_one_by_one(kept: ObservationStore, clock: Clock) -> None:
+def test_long_steps_are_synchronised_one_by_one(kept: ObservationStore, clock: Clock) -> None:
     def synchronize() -> None:
         clock.now_s += 0.5
 
@@ -181,7 +181,7 @@ def test_a_store_lost_for_good_is_told_and_ends_nothing(
         {"workload": ""},
     ],
 )
-def test_what_makes_no_sense_is_refused_before_training(
+def test_invalid_arguments_are_refused_before_training(
     kept: ObservationStore, wrong: dict[str, Any]
 ) -> None:
     with pytest.raises(EstimatorError, match=r".{30}"):

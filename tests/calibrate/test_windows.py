@@ -1,4 +1,4 @@
-"""Windows hold steady steps only, and end at 50 steps or after 5 seconds."""
+"""Windows hold steps in steady state only, and end at 50 steps or after 5 seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from estimator.calibrate.windows import Window, Windows
 
 
 def fill(windows: Windows, times_s: Iterable[float]) -> list[Window]:
-    """Every window that these one-step laps fill."""
+    """Every window that these step durations complete."""
     found = (windows.add(time_s, 1) for time_s in times_s)
     return [window for window in found if window is not None]
 
@@ -23,7 +23,7 @@ def test_the_first_five_steps_are_never_kept() -> None:
 
 
 @pytest.mark.parametrize("first_s", [0.16, 0.0025])
-def test_steps_are_dropped_until_they_are_steady(first_s: float) -> None:
+def test_steps_are_dropped_until_the_steady_state(first_s: float) -> None:
     # The distance from 20 ms halves every four steps: from above as caches fill, from below as the
     # queue of an asynchronous device fills.
     settling = [0.02 * (first_s / 0.02) ** (0.5 ** (step / 4)) for step in range(30)]
@@ -38,14 +38,14 @@ def test_steps_are_dropped_until_they_are_steady(first_s: float) -> None:
     assert 11 <= windows.dropped_steps <= 13
 
 
-def test_a_loop_that_never_settles_is_watched_all_the_same() -> None:
+def test_a_loop_without_a_steady_state_is_kept_all_the_same() -> None:
     windows = Windows(warmup_steps=0)
     # Three long, three short: the last three never agree with the three before them.
     fill(windows, [0.04, 0.04, 0.04, 0.01, 0.01, 0.01] * 6)
     assert windows.close() is not None
 
 
-def test_nothing_is_kept_of_a_loop_too_short_to_be_steady() -> None:
+def test_nothing_is_kept_of_a_loop_that_ends_before_its_steady_state() -> None:
     windows = Windows()
     fill(windows, [0.02] * 10)
     assert windows.close() is None
@@ -68,7 +68,7 @@ def test_later_windows_are_twice_as_long_up_to_64_times() -> None:
     assert sizes == [50, 100, 200, 400, 800, 1600, 3200, 3200, 3200]
 
 
-def test_a_window_is_the_median_of_its_steps_and_half_their_range() -> None:
+def test_a_window_is_the_median_of_its_steps_and_their_noise() -> None:
     windows = Windows(warmup_steps=0)
     fill(windows, [1e-3] * 6)
     windows.close()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from estimator.calibrate import evaluation, protocols
-from estimator.calibrate.baselines import LinearScaling, OnesForm
+from estimator.calibrate.baselines import LinearScaling, OnesRegressor
 from estimator.cli import calibrate as cli_calibrate
 
 Command = Callable[..., Any]
@@ -18,7 +18,7 @@ Command = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def _two_quick_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    methods = {"calibrated": LinearScaling, "ones": OnesForm}
+    methods = {"calibrated": LinearScaling, "ones": OnesRegressor}
     monkeypatch.setattr(evaluation, "methods_of", lambda protocol: methods)
     # In this process, where the methods are replaced.
     monkeypatch.setattr("os.cpu_count", lambda: 1)

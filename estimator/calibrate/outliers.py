@@ -1,17 +1,17 @@
-"""Find observations that are absurd beside the others of their workload.
+"""Detect outliers: observations that the others of their workload contradict.
 
-The usual absurdity is a wrong unit, milliseconds taken for seconds: a factor of 1,000, here caught
-from 500 since steps themselves vary. An observation is doubtful if it is more than 500 times off
+Most are of a wrong unit, milliseconds taken for seconds: a factor of 1,000. The threshold is 500,
+since steps themselves vary. An observation is an outlier if it is more than 500 times off
 
 - the others of the same workload, allocation, strategy and batch, if there are two or more;
-- else the others of its workload on the same machine types (between a CPU and a GPU, 500 is no
-  absurdity).
+- else the others of its workload on the same machine types (a CPU and a GPU may well differ by a
+  factor of 500).
 
 Off is longer than 500 × both their median step time and its own samples × their median time per
-sample (samples of one rank and step), or shorter than 1/500 of both: between batches, step times
-lie between equal and proportional. Where there are only two observations to compare, the later is
-the doubtful one. The rule looks at a whole workload whenever it is read: an absurd first
-observation is found out by those that follow, and one that others confirm is believed.
+sample (samples of one rank and step), or shorter than 1/500 of both: from one batch to another,
+step times lie between equal and proportional. Of only two observations, the later is the outlier.
+The rule is applied to a whole workload whenever it is read: later observations may show that the
+first one is an outlier, or that one taken for an outlier is not.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from estimator.calibrate.observed import Observation
 from estimator.placement.allocation import Allocation
 from estimator.units import format_seconds
 
-ABSURD_RATIO = 500.0
+OUTLIER_RATIO = 500.0
 
 
-def doubts(observations: Iterable[Observation]) -> dict[str, str]:
-    """The identities of doubtful observations, given in the order of arrival, each with its reason.
+def outliers(observations: Iterable[Observation]) -> dict[str, str]:
+    """The identities of outliers, each with the reason.
 
-    They must be all that is known of each workload among them.
+    `observations` are in the order of arrival and all that are known of each workload.
     """
     workloads: dict[str, list[Observation]] = defaultdict(list)
     for observation in observations:
@@ -39,10 +39,10 @@ def doubts(observations: Iterable[Observation]) -> dict[str, str]:
     found: dict[str, str] = {}
     for ours in workloads.values():
         times_s = [one.step_time_s for one in ours]
-        # A workload whose step times all lie within the ratio holds nothing absurd.
-        if max(times_s) / min(times_s) > ABSURD_RATIO:
+        # Step times that all lie within the ratio contain no outlier.
+        if max(times_s) / min(times_s) > OUTLIER_RATIO:
             for alike in _by_machines(ours).values():
-                found.update(_doubts_among(alike))
+                found.update(_outliers_among(alike))
     return found
 
 
@@ -57,22 +57,22 @@ def _by_machines(
     return groups
 
 
-def _doubts_among(observations: Sequence[Observation]) -> Iterable[tuple[str, str]]:
-    """Doubts within one workload on one set of machine types."""
+def _outliers_among(observations: Sequence[Observation]) -> Iterable[tuple[str, str]]:
+    """Outliers of one workload on one set of machine types."""
     pairs: dict[tuple[object, ...], list[Observation]] = defaultdict(list)
     for one in observations:
         pairs[(one.allocation, one.strategy, one.batch_per_gpu, one.accumulation_steps)].append(one)
-    everywhere = _Peers(observations, "of this workload on such machines")
+    anywhere = _Sample(observations, "of this workload on such machines")
     for same in pairs.values():
-        here = _Peers(same, "of this workload, allocation and batch")
+        here = _Sample(same, "of this workload, allocation and batch")
         for one in same:
-            reason = (here if len(same) > 2 else everywhere).doubt(one)
+            reason = (here if len(same) > 2 else anywhere).outlier_reason(one)
             if reason is not None:
                 yield one.identity, reason
 
 
-class _Peers:
-    """Observations that each can be compared with the others."""
+class _Sample:
+    """Observations each of which can be compared with the median of the others."""
 
     def __init__(self, observations: Sequence[Observation], what: str) -> None:
         self.observations, self.what = observations, what
@@ -81,17 +81,17 @@ class _Peers:
             one.step_time_s / one.samples_per_rank for one in observations
         )
 
-    def doubt(self, one: Observation) -> str | None:
-        """Why one of them is absurd beside the others, if it is."""
+    def outlier_reason(self, one: Observation) -> str | None:
+        """Why one of them is an outlier, if it is."""
         others = len(self.observations) - 1
         if others == 0 or (others == 1 and one is self.observations[0]):
             return None
         time_s, samples = one.step_time_s, one.samples_per_rank
         equal_s = _median_without(self.times_s, time_s)
         proportional_s = samples * _median_without(self.times_s_per_sample, time_s / samples)
-        if time_s > ABSURD_RATIO * (longest_s := max(equal_s, proportional_s)):
+        if time_s > OUTLIER_RATIO * (longest_s := max(equal_s, proportional_s)):
             ratio, side, expected_s = time_s / longest_s, "longer", longest_s
-        elif time_s * ABSURD_RATIO < (shortest_s := min(equal_s, proportional_s)):
+        elif time_s * OUTLIER_RATIO < (shortest_s := min(equal_s, proportional_s)):
             ratio, side, expected_s = shortest_s / time_s, "shorter", shortest_s
         else:
             return None
@@ -103,7 +103,7 @@ class _Peers:
 
 
 def _median_without(values: Sequence[float], value: float) -> float:
-    """The median of sorted positive numbers less one, the middle two meeting geometrically."""
+    """The median of sorted positive numbers without one of them; of an even count, geometric."""
     taken = bisect_left(values, value)
     rest = len(values) - 1
     low, high = (values[index + (index >= taken)] for index in ((rest - 1) // 2, rest // 2))

@@ -1,4 +1,4 @@
-"""Check rows of (ranks, nodes, batch, micro-batches, most devices on one node) and their times."""
+"""Make the design matrix and the responses of a regression from what a caller gives."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from estimator.calibrate.performance_model import NODES, RANKS, EngineTimes
 from estimator.calibrate.priors import Array
-from estimator.calibrate.step_law import NODES, RANKS, Parts
 from estimator.errors import WorkloadError
 
 _LEAST = (1, 1, np.finfo(float).tiny, 1, 1)
-# Runs differ more than the steps within one: many steps are not many runs.
+# Variance between runs exceeds that between the steps of one run, so an observation of many steps
+# does not weigh as much as many observations.
 _LARGEST_WEIGHT = 4.0
 
 
-def placed_rows(X: ArrayLike) -> Array:
-    """Rows with all five columns; devices are spread evenly where the fifth is left out."""
+def design_matrix(X: ArrayLike) -> Array:
+    """Rows of (ranks, nodes, batch, micro-batches, most devices on one node).
+
+    Where the fifth column is left out, devices are spread evenly over nodes.
+    """
     rows = np.asarray(X, dtype=float)
     if not rows.size:
         return np.empty((0, 5))
@@ -33,20 +37,24 @@ def placed_rows(X: ArrayLike) -> Array:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Observed:
-    """Rows, the logarithms of their step times, and how many observations each counts for."""
+class Dataset:
+    """A design matrix, the logarithms of step times, and how many observations each counts for."""
 
     rows: Array
     log_times: Array
     weights: Array
-    parts: Parts | None
+    engine_times: EngineTimes | None
 
     @classmethod
     def checked(
-        cls, X: ArrayLike, y: ArrayLike, weights: ArrayLike | None, parts: Parts | None
-    ) -> Observed:
-        """The same from what a caller gives."""
-        rows, times = placed_rows(X), np.asarray(y, dtype=float)
+        cls,
+        X: ArrayLike,
+        y: ArrayLike,
+        weights: ArrayLike | None,
+        engine_times: EngineTimes | None,
+    ) -> Dataset:
+        """The same from what a caller gives; raises WorkloadError."""
+        rows, times = design_matrix(X), np.asarray(y, dtype=float)
         counts = np.ones(len(rows)) if weights is None else np.asarray(weights, dtype=float)
         for name, values in (("step times", times), ("weights", counts)):
             if values.shape != (len(rows),):
@@ -59,7 +67,7 @@ class Observed:
             rows=rows,
             log_times=np.log(times),
             weights=np.minimum(counts, _LARGEST_WEIGHT),
-            parts=parts,
+            engine_times=engine_times,
         )
 
     def distinct(self) -> tuple[Array, NDArray[np.intp]]:

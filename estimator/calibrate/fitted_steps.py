@@ -1,4 +1,4 @@
-"""Set every observed step of a model beside the engine alone and beside the calibrated answer."""
+"""Compare observed steps of a model with the engine's predictions and the calibrated ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from estimator.placement.topology import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
+class FittedStep:
     """One allocation at one batch: the median of what was observed, and both predictions.
 
     The ratios are the factors on the engine's compute and communication in the calibrated answer.
@@ -36,11 +36,11 @@ class Lesson:
     communication_ratio: float
 
 
-def observed_of(store: ObservationStore, model: str, precision: str) -> list[Observation]:
+def observations_of(store: ObservationStore, model: str, precision: str) -> list[Observation]:
     """The observations of a MODEL of the command line; raises ObservationError.
 
-    A function's workload goes by the function's name, a saved graph's by what is in it; a model in
-    another precision than fp32 is another workload.
+    The workload of a function is named after the function, that of a saved graph in its file; a
+    precision other than fp32 makes another workload.
     """
     name = (
         OpGraph.load(model).workload if is_saved_graph(model) else workload_name(model, precision)
@@ -56,20 +56,20 @@ def observed_of(store: ObservationStore, model: str, precision: str) -> list[Obs
     )
 
 
-def lessons(
+def fitted_steps(
     graph: OpGraph,
     observations: Iterable[Observation],
     calibrator: Calibrator,
     *,
     cluster: Cluster | None = None,
-) -> Iterator[Lesson]:
-    """One lesson for each unlike step observed; those that no longer exist are left out."""
-    alike: dict[tuple[str, int, int, str], list[float]] = defaultdict(list)
+) -> Iterator[FittedStep]:
+    """One for each distinct step observed; those that cannot be estimated any more are left out."""
+    observed: dict[tuple[str, int, int, str], list[float]] = defaultdict(list)
     for one in observations:
-        if one.doubt is None:
+        if one.outlier_reason is None:
             key = (one.allocation, one.batch_per_gpu, one.accumulation_steps, one.strategy)
-            alike[key].append(one.step_time_s)
-    for (allocation, batch, accumulation_steps, strategy), times_s in sorted(alike.items()):
+            observed[key].append(one.step_time_s)
+    for (allocation, batch, accumulation_steps, strategy), times_s in sorted(observed.items()):
         try:
             cold, calibrated = (
                 estimate_graph(
@@ -86,7 +86,7 @@ def lessons(
         except EstimatorError:
             continue
         factors = calibrated.plan.coefficients
-        yield Lesson(
+        yield FittedStep(
             allocation=allocation,
             batch_per_gpu=batch,
             accumulation_steps=accumulation_steps,

@@ -1,0 +1,319 @@
+"""Fit the performance model to observed steps of one job on one kind of device.
+
+Maximum a posteriori least squares in log space, with the priors of `priors` and weights that make
+it robust to outliers (an M-estimator); a Gaussian process (`gaussian_process`) then models the
+residuals. The interface is that of `baselines`, with the most devices on one node as a fifth
+column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from estimator.calibrate import gaussian_process, intervals
+from estimator.calibrate.design_matrix import Dataset, design_matrix
+from estimator.calibrate.gaussian_process import Inputs
+from estimator.calibrate.performance_model import (
+    BATCH,
+    LARGEST_NODE,
+    NODES,
+    RANKS,
+    EngineTimes,
+    ModelValues,
+    Reference,
+    evaluate_model,
+)
+from estimator.calibrate.posterior import Posterior, TrainingData
+from estimator.calibrate.priors import (
+    COMPUTE_CORRECTIONS,
+    PARAMETERS,
+    SYNC_CORRECTIONS,
+    WEAK_PRIORS,
+    Array,
+    Priors,
+    transferred,
+)
+from estimator.errors import WorkloadError
+
+# Iteratively reweighted least squares: most iterations, and the change that counts as converged.
+_MOST_ITERATIONS = 6
+_TOLERANCE = 0.01
+# Factor on the first step's bound of MINPACK (`leastsq`).
+_FIRST_STEP = 1.0
+_REFERENCE_ITERATIONS = 3
+# Degrees of freedom of the Student t distribution of an observation's error.
+_DEGREES_OF_FREEDOM = 4.0
+# An observation outside the 99.9 % interval of a normal variable is an outlier, until so many
+# observations of the same row agree.
+_OUTLIER_Z = 3.29
+_CONFIRMED = 3
+# The columns by whose range a row is inside or outside of the training data.
+_RANGE_COLUMNS = [RANKS, NODES, BATCH, LARGEST_NODE]
+# The Gaussian process takes so many distinct rows, the last observed: its cost is cubic in them.
+_MOST_INPUTS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prediction:
+    """Predictions for rows, in logarithms of seconds.
+
+    Measured steps lie within `half_width` of `log_step` as often as was asked; rows that
+    `extrapolates` marks are too far from all observations to be trusted. `model` holds the values
+    of the fitted performance model without the residuals' Gaussian process.
+    """
+
+    log_step: Array
+    half_width: Array
+    extrapolates: NDArray[np.bool_]
+    model: ModelValues
+
+
+class StepTimeRegressor:
+    """Step times of one job from few observations: a performance model and its residuals.
+
+    `priors` are those of the job's parameters; None takes the weakly informative ones, or those of
+    corrections to the engine's seconds where these are given.
+    """
+
+    def __init__(self, *, priors: Priors | None = None) -> None:
+        self.priors = priors
+
+    def fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        weights: ArrayLike | None = None,
+        *,
+        engine_times: EngineTimes | None = None,
+    ) -> Self:
+        """Learn from rows, their step times in seconds, and the engine's seconds where known.
+
+        A weight counts observations (1 is an ordinary one). Without rows, both of the engine's
+        times must be given (as empty arrays): all else is unknown then.
+        """
+        data = Dataset.checked(X, y, weights, engine_times)
+        compute_s, sync_s = (engine_times or EngineTimes()).columns(len(data.rows))
+        if not len(data.rows) and (compute_s is None or sync_s is None):
+            raise WorkloadError(
+                "there are no observations to learn from; give some, or both times of the engine"
+            )
+        priors = self.priors
+        if priors is None:
+            compute = COMPUTE_CORRECTIONS if compute_s is not None else {}
+            sync = SYNC_CORRECTIONS if sync_s is not None else {}
+            priors = WEAK_PRIORS.updated(**compute, **sync)
+        self.reference_ = _reference(data, priors, compute_s)
+        self.prior_medians_, self.prior_sigmas_ = priors.log_medians(), priors.sigmas()
+        self.standardised_parameters_ = np.zeros(len(PARAMETERS))
+        self.observation_weights_ = np.ones(len(data.rows))
+        if len(data.rows):
+            self._fit_model(data)
+        self.log_parameters_ = (
+            self.prior_medians_ + self.prior_sigmas_ * self.standardised_parameters_
+        )
+        seen = data.rows[:, _RANGE_COLUMNS]
+        self.observed_range_ = np.stack([seen.min(axis=0), seen.max(axis=0)]) if len(seen) else seen
+        self.posterior_ = Posterior(self._training_data(data))
+        return self
+
+    def fit_from(
+        self, source: tuple[ArrayLike, ArrayLike], X: ArrayLike, y: ArrayLike
+    ) -> StepTimeRegressor:
+        """Learn the same job on a new kind of device, transferring what `source`'s rows tell."""
+        known = StepTimeRegressor().fit(*source)
+        variances = np.diag(known.posterior_.parameter_covariance)
+        priors = transferred(
+            known.log_parameters_,
+            known.prior_sigmas_ * np.sqrt(variances),
+            target=self.priors or WEAK_PRIORS,
+        )
+        return StepTimeRegressor(priors=priors).fit(X, y)
+
+    def model(self, X: ArrayLike, *, engine_times: EngineTimes | None = None) -> ModelValues:
+        """The fitted performance model at rows, without its residuals there."""
+        return self._model(self.standardised_parameters_, design_matrix(X), engine_times)
+
+    def predict(self, X: ArrayLike, *, engine_times: EngineTimes | None = None) -> Array:
+        """Step times of rows, in seconds."""
+        inputs, model = self._inputs(X, engine_times)
+        jacobian = model.jacobian * self.prior_sigmas_
+        return np.exp(model.log_step + self.posterior_.mean(inputs, jacobian))
+
+    def predict_interval(
+        self,
+        X: ArrayLike,
+        *,
+        engine_times: EngineTimes | None = None,
+        coverage_ratio: float = intervals.COVERAGE_RATIO,
+    ) -> tuple[Array, Array]:
+        """Step times between which the given share of measured ones should lie, in seconds."""
+        found = self.prediction(X, engine_times=engine_times, coverage_ratio=coverage_ratio)
+        return (
+            np.exp(found.log_step - found.half_width),
+            np.exp(found.log_step + found.half_width),
+        )
+
+    def extrapolates(
+        self, X: ArrayLike, *, engine_times: EngineTimes | None = None
+    ) -> NDArray[np.bool_]:
+        """Which rows are too far from all observations for their prediction to be trusted."""
+        return self.prediction(X, engine_times=engine_times).extrapolates
+
+    def prediction(
+        self,
+        X: ArrayLike,
+        *,
+        engine_times: EngineTimes | None = None,
+        coverage_ratio: float = intervals.COVERAGE_RATIO,
+    ) -> Prediction:
+        """Step times, intervals, the model's values and extrapolation of rows, at once."""
+        inputs, model = self._inputs(X, engine_times)
+        jacobian = model.jacobian * self.prior_sigmas_
+        mean, variance = self.posterior_.mean_and_variance(inputs, jacobian)
+        quantiles = self.posterior_.quantiles(model.sync_share, coverage_ratio)
+        parameter_sigma = np.sqrt(self.posterior_.parameter_variance(jacobian))
+        return Prediction(
+            log_step=model.log_step + mean,
+            half_width=quantiles * np.sqrt(variance),
+            extrapolates=intervals.extrapolates(
+                inputs.rows[:, _RANGE_COLUMNS], self.observed_range_, parameter_sigma
+            ),
+            model=model,
+        )
+
+    def _model(
+        self, standardised: Array, rows: Array, engine_times: EngineTimes | None
+    ) -> ModelValues:
+        log_parameters = self.prior_medians_ + self.prior_sigmas_ * standardised
+        return evaluate_model(log_parameters, rows, self.reference_, engine_times)
+
+    def _inputs(self, X: ArrayLike, engine_times: EngineTimes | None) -> tuple[Inputs, ModelValues]:
+        rows = design_matrix(X)
+        model = self._model(self.standardised_parameters_, rows, engine_times)
+        return Inputs(rows=rows, sync_share=model.sync_share), model
+
+    def _fit_model(self, data: Dataset) -> None:
+        """Iteratively reweighted least squares: alternate between parameters and weights."""
+        from scipy.optimize import leastsq
+
+        for _ in range(_MOST_ITERATIONS):
+            model = self._model(self.standardised_parameters_, data.rows, data.engine_times)
+            variance = gaussian_process.marginal_variance(model.sync_share)
+            scale = np.sqrt(data.weights * self.observation_weights_ / variance)
+            before = self.standardised_parameters_
+            # Short first steps: a long one may end in a local optimum far from the priors.
+            self.standardised_parameters_ = leastsq(
+                lambda z, scale=scale: self._errors(z, data, scale)[0],
+                before,
+                Dfun=lambda z, scale=scale: self._errors(z, data, scale)[1],
+                diag=np.ones(len(before)),
+                factor=_FIRST_STEP,
+                xtol=1e-6,
+                ftol=1e-6,
+                maxfev=100,
+                full_output=True,
+            )[0]
+            weights = self._robust_weights(data, scale)
+            change = np.abs(weights - self.observation_weights_).max()
+            self.observation_weights_ = weights
+            moved = np.abs(self.standardised_parameters_ - before).max()
+            if max(change, moved) < _TOLERANCE:
+                break
+
+    def _errors(self, standardised: Array, data: Dataset, scale: Array) -> tuple[Array, Array]:
+        """Standardised errors of observations, then of parameters from their priors; jacobian."""
+        model = self._model(standardised, data.rows, data.engine_times)
+        errors = np.concatenate([(model.log_step - data.log_times) * scale, standardised])
+        jacobian = model.jacobian * self.prior_sigmas_ * scale[:, None]
+        return errors, np.vstack([jacobian, np.eye(len(standardised))])
+
+    def _robust_weights(self, data: Dataset, scale: Array) -> Array:
+        """Weights of observations by their standardised residuals, 0 to 1.
+
+        A Student t distribution's weights, with those outside the 99.9 % interval down-weighted
+        further. Residuals are studentised: divided by √(1 − leverage), since an observation pulls
+        the fit towards itself.
+        """
+        errors, jacobian = self._errors(self.standardised_parameters_, data, scale)
+        rows = jacobian[: len(data.rows)]
+        leverage = ((rows @ np.linalg.inv(jacobian.T @ jacobian)) * rows).sum(axis=1)
+        variance = self.observation_weights_ * np.maximum(1 - leverage, 1e-6)
+        z = np.maximum(np.abs(errors[: len(data.rows)]) / np.sqrt(variance), 1e-9)
+        student = (_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + z**2)
+        return np.asarray(np.minimum(student, 1) * np.minimum(1, _OUTLIER_Z / z) ** 2)
+
+    def _training_data(self, data: Dataset) -> TrainingData:
+        """Residuals of the fitted model at the distinct rows, for the Gaussian process."""
+        model = self._model(self.standardised_parameters_, data.rows, data.engine_times)
+        rows, row_of = data.distinct()
+        first = np.full(len(rows), len(row_of))
+        np.minimum.at(first, row_of, np.arange(len(row_of)))
+        residuals = data.log_times - model.log_step
+        noise_variance = gaussian_process.noise_variance(model.sync_share)
+        weights = data.weights * self.observation_weights_
+        nugget = self._confirm(data, row_of, residuals, model.sync_share, weights)
+        total = np.bincount(row_of, weights, minlength=len(rows))
+        mean = np.bincount(row_of, weights * residuals, minlength=len(rows)) / total
+        last = np.sort(np.argsort(first)[-_MOST_INPUTS:])
+        at = first[last]
+        input_of = np.full(len(rows), -1)
+        input_of[last] = np.arange(len(last))
+        is_kept = input_of[row_of] >= 0
+        return TrainingData(
+            inputs=Inputs(rows=rows[last], sync_share=model.sync_share[at]),
+            parameters=self.standardised_parameters_,
+            jacobian=model.jacobian[at] * self.prior_sigmas_,
+            residuals=mean[last],
+            noise_variance=noise_variance[at] / total[last],
+            nugget_variance=nugget[last],
+            observed_input=input_of[row_of[is_kept]],
+            observed_residual=residuals[is_kept],
+            observed_noise_variance=(noise_variance / data.weights)[is_kept],
+        )
+
+    def _confirm(
+        self,
+        data: Dataset,
+        row_of: NDArray[np.intp],
+        residuals: Array,
+        sync_share: Array,
+        weights: Array,
+    ) -> Array:
+        """Restore `weights` of observations that agree on a row; the nugget variance of each row.
+
+        Three or more that agree within the noise are no outliers, however far the model is from
+        them: the row has an effect of its own.
+        """
+        count = int(row_of.max(initial=-1)) + 1
+        nugget = np.zeros(count)
+        variance = gaussian_process.marginal_variance(sync_share)
+        for row in np.flatnonzero(np.bincount(row_of, minlength=count) >= _CONFIRMED):
+            members = np.flatnonzero(row_of == row)
+            median = np.median(residuals[members])
+            sigma = np.sqrt(gaussian_process.noise_variance(sync_share[members]))
+            near = np.abs(residuals[members] - median) < _OUTLIER_Z * sigma
+            if near.sum() >= _CONFIRMED:
+                weights[members] = np.where(near, data.weights[members], weights[members])
+                nugget[row] = max(median**2 - variance[members[0]], 0.0)
+        return nugget
+
+
+def _reference(data: Dataset, priors: Priors, compute_s: Array | None) -> Reference:
+    """The mean batch, and its compute: the engine's, or what the rows of fewest ranks suggest."""
+    if not len(data.rows):
+        return Reference(compute_s=1.0, batch=1.0)
+    batch = float(np.exp(np.log(data.rows[:, BATCH]).mean()))
+    if compute_s is not None:
+        return Reference(compute_s=float(np.exp(np.log(compute_s).mean())), batch=batch)
+    fewest = data.rows[:, RANKS] == data.rows[:, RANKS].min()
+    rows, times = data.rows[fewest], data.log_times[fewest]
+    reference_s = float(np.exp(times.mean()))
+    for _ in range(_REFERENCE_ITERATIONS):
+        reference = Reference(compute_s=reference_s, batch=batch)
+        model = evaluate_model(priors.log_medians(), rows, reference)
+        reference_s *= float(np.exp((times - model.log_step).mean()))
+    return Reference(compute_s=reference_s, batch=batch)

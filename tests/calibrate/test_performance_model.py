@@ -1,0 +1,124 @@
+"""The performance model: its limits by hand, its derivatives by finite differences."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from estimator.calibrate.performance_model import (
+    EngineTimes,
+    ModelValues,
+    Reference,
+    evaluate_model,
+)
+from estimator.calibrate.priors import PARAMETERS, WEAK_PRIORS
+from estimator.errors import WorkloadError
+
+REFERENCE = Reference(compute_s=0.3, batch=30.0)
+PLACEMENTS = ((1, 1, 1), (2, 1, 2), (4, 1, 4), (2, 2, 1), (5, 2, 3), (9, 3, 3), (64, 16, 4))
+ROWS = np.array(
+    [
+        (ranks, nodes, batch, micro, most)
+        for ranks, nodes, most in PLACEMENTS
+        for batch in (4, 300)
+        for micro in (1, 3)
+    ],
+    dtype=float,
+)
+COMPUTE_S = np.linspace(0.1, 1, len(ROWS))
+SYNC_S = np.where(ROWS[:, 0] > 1, np.linspace(1, 0.1, len(ROWS)), 0.0)
+KNOWN = [
+    EngineTimes(),
+    EngineTimes(compute_s=COMPUTE_S),
+    EngineTimes(sync_s=SYNC_S),
+    EngineTimes(compute_s=COMPUTE_S, sync_s=SYNC_S),
+]
+
+
+def parameters(**values: float) -> np.ndarray:
+    """The medians of the priors with some replaced."""
+    logs = WEAK_PRIORS.log_medians()
+    for name, value in values.items():
+        logs[PARAMETERS.index(name)] = np.log(value)
+    return logs
+
+
+@pytest.mark.parametrize("times", KNOWN)
+def test_derivatives_are_those_of_the_values(times: EngineTimes) -> None:
+    at = WEAK_PRIORS.log_medians() + 0.3 * np.cos(np.arange(len(PARAMETERS)))
+    steps = 1e-6 * np.eye(len(PARAMETERS))
+    differences = [
+        evaluate_model(at + step, ROWS, REFERENCE, times).log_step
+        - evaluate_model(at - step, ROWS, REFERENCE, times).log_step
+        for step in steps
+    ]
+    model = evaluate_model(at, ROWS, REFERENCE, times)
+    assert model.jacobian == pytest.approx(np.stack(differences, axis=1) / 2e-6, abs=1e-6)
+
+
+def test_without_overlap_a_step_is_the_sum_of_compute_and_synchronisation() -> None:
+    # overlap → 0 makes the norm a sum; no jitter or contention leaves the engine's own seconds.
+    at = parameters(
+        overlap=1e-9, jitter=1e-9, contention=1e-9, inter_node=1, intra_node=1, two_nodes=1
+    )
+    at[PARAMETERS.index("node_growth")] = np.log(1e-9)
+    model = evaluate_model(at, ROWS, REFERENCE, EngineTimes(compute_s=COMPUTE_S, sync_s=SYNC_S))
+    assert np.exp(model.log_step) == pytest.approx(ROWS[:, 3] * COMPUTE_S + SYNC_S, rel=1e-6)
+
+
+def test_a_ring_over_many_ranks_takes_twice_that_over_two() -> None:
+    at = parameters(rank_latency=1e-12, node_growth=1e-12, two_nodes=1, jitter=1e-12, overlap=1e-9)
+    rows = np.array([(1, 1, 30, 1, 1), (2, 2, 30, 1, 1), (4, 4, 30, 1, 1), (1000, 1000, 30, 1, 1)])
+    alone, two, four, many = np.exp(evaluate_model(at, rows.astype(float), REFERENCE).log_step)
+    # 2·(n − 1)/n of the gradients cross each link: 1, 1.5 and 1.998 times as much.
+    assert (four - alone) / (two - alone) == pytest.approx(1.5, rel=1e-6)
+    assert (many - alone) / (two - alone) == pytest.approx(1.998, rel=1e-6)
+
+
+def test_one_rank_has_nothing_to_synchronise() -> None:
+    model = evaluate_model(WEAK_PRIORS.log_medians(), ROWS, REFERENCE)
+    assert (model.sync_share[ROWS[:, 0] == 1] == 0).all()
+    assert (model.sync_share[ROWS[:, 0] > 1] > 0).all()
+
+
+def test_compute_and_synchronisation_of_the_model_add_up_to_its_step() -> None:
+    at = parameters(overlap=1e-9, compute=1.2, inter_node=3.0, intra_node=0.5)
+    model = evaluate_model(at, ROWS, REFERENCE, EngineTimes(compute_s=COMPUTE_S, sync_s=SYNC_S))
+    expected = ROWS[:, 3] * np.exp(model.log_compute) + np.exp(model.log_sync)
+    assert np.exp(model.log_step) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("whole", KNOWN)
+def test_a_row_alone_is_as_it_is_among_others(whole: EngineTimes) -> None:
+    # A single row is computed in floats, several in arrays.
+    at = WEAK_PRIORS.log_medians() + 0.3 * np.cos(np.arange(len(PARAMETERS)))
+    together = evaluate_model(at, ROWS, REFERENCE, whole)
+    for row in range(len(ROWS)):
+        one = slice(row, row + 1)
+        compute_s = None if whole.compute_s is None else whole.compute_s[one]
+        sync_s = None if whole.sync_s is None else whole.sync_s[one]
+        alone = evaluate_model(
+            at, ROWS[one], REFERENCE, EngineTimes(compute_s=compute_s, sync_s=sync_s)
+        )
+        for name in (item.name for item in fields(ModelValues)):
+            expected = pytest.approx(getattr(together, name)[row], rel=1e-12, abs=1e-13)
+            assert getattr(alone, name)[0] == expected, name
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_times_of_another_number_of_rows_are_refused(rows: int) -> None:
+    with pytest.raises(WorkloadError, match=f"compute_s has {rows} values for 2 rows"):
+        evaluate_model(
+            WEAK_PRIORS.log_medians(),
+            ROWS[:2],
+            REFERENCE,
+            EngineTimes(compute_s=np.ones(rows)),
+        )
+
+
+@pytest.mark.parametrize("values", [[0.1, -0.1], [0.1, np.nan], [0.1, 0.0]])
+def test_times_that_are_not_positive_are_refused(values: list[float]) -> None:
+    with pytest.raises(WorkloadError, match="compute_s"):
+        EngineTimes(compute_s=np.array(values))

@@ -1,0 +1,203 @@
+"""The regression learns from few rows, is robust to outliers, and converges to observations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from estimator.calibrate.baselines import LinearScaling, PolluxRegressor
+from estimator.calibrate.performance_model import EngineTimes, Reference, evaluate_model
+from estimator.calibrate.priors import WEAK_PRIORS, LogNormalPrior
+from estimator.calibrate.step_time_regressor import StepTimeRegressor
+from estimator.errors import WorkloadError
+
+PLACEMENTS = (
+    (1, 1, 1),
+    (2, 1, 2),
+    (4, 1, 4),
+    (2, 2, 1),
+    (4, 2, 3),
+    (6, 3, 2),
+    (8, 4, 4),
+    (16, 4, 4),
+)
+ROWS = np.array(
+    [
+        (ranks, nodes, batch, 1, most)
+        for ranks, nodes, most in PLACEMENTS
+        for batch in (8, 16, 32, 64)
+    ],
+    dtype=float,
+)
+ALONE = ROWS[:, 0] == 1
+# A T4-like job that does not follow the model: 50 ms + 10 ms a sample; gradients of 0.4 s a ring
+# across nodes and 0.1 s within one, a third of them hidden.
+RING = 2 * (1 - 1 / ROWS[:, 0])
+SYNC_S = np.where(ROWS[:, 1] > 1, 0.4, 0.1) * RING
+COMPUTE_S = 0.05 + 0.01 * ROWS[:, 2]
+MEASURED_S = COMPUTE_S + np.maximum(SYNC_S - COMPUTE_S / 3, 0)
+
+
+def rows_like(*wanted: tuple[float, ...]) -> np.ndarray:
+    """Places of rows (ranks, nodes, batch)."""
+    return np.array([np.flatnonzero((ROWS[:, :3] == want).all(axis=1))[0] for want in wanted])
+
+
+FEW = rows_like((1, 1, 8), (1, 1, 64), (4, 1, 16), (2, 2, 8), (8, 4, 32))
+
+
+def error(fitted: StepTimeRegressor | PolluxRegressor | LinearScaling) -> float:
+    """Median relative error over all rows."""
+    return float(np.median(np.abs(fitted.predict(ROWS) / MEASURED_S - 1)))
+
+
+def test_steps_of_the_model_itself_are_recovered_from_few_rows() -> None:
+    truth = np.exp(
+        evaluate_model(
+            WEAK_PRIORS.log_medians(), ROWS, Reference(compute_s=0.4, batch=22.0)
+        ).log_step
+    )
+    predicted = StepTimeRegressor().fit(ROWS[FEW], truth[FEW]).predict(ROWS)
+    assert predicted == pytest.approx(truth, rel=0.05)
+
+
+def test_few_rows_teach_more_than_they_teach_linear_scaling_and_pollux() -> None:
+    seen, times = ROWS[FEW], MEASURED_S[FEW]
+    ours = error(StepTimeRegressor().fit(seen, times))
+    assert ours < 0.5 * error(LinearScaling().fit(seen[:, :4], times))
+    assert ours < error(PolluxRegressor().fit(seen[:, :4], times))
+
+
+def test_a_row_may_leave_out_the_most_devices_of_a_node() -> None:
+    even = ROWS[np.ceil(ROWS[:, 0] / ROWS[:, 1]) == ROWS[:, 4]]
+    fitted = StepTimeRegressor().fit(ROWS[FEW], MEASURED_S[FEW])
+    assert fitted.predict(even[:, :4]) == pytest.approx(fitted.predict(even), rel=1e-12)
+
+
+def test_a_row_observed_often_is_predicted_as_it_was_observed() -> None:
+    odd = rows_like((4, 2, 16))
+    others = np.setdiff1d(np.arange(len(ROWS)), odd)
+    seen = np.concatenate([others, np.repeat(odd, 4)])
+    times = np.concatenate([MEASURED_S[others], 2 * MEASURED_S[odd] * [0.99, 1.01, 1.0, 1.0]])
+    fitted = StepTimeRegressor().fit(ROWS[seen], times)
+    assert fitted.predict(ROWS[odd]) == pytest.approx(2 * MEASURED_S[odd], rel=0.05)
+    without = StepTimeRegressor().fit(ROWS[others], MEASURED_S[others])
+    assert fitted.predict(ROWS[others]) == pytest.approx(without.predict(ROWS[others]), rel=0.05)
+
+
+def test_an_outlier_three_times_too_long_hardly_moves_other_predictions() -> None:
+    seen = np.concatenate([np.flatnonzero(ALONE), FEW, rows_like((16, 4, 64), (6, 3, 16))])
+    times = MEASURED_S[seen].copy()
+    clean = StepTimeRegressor().fit(ROWS[seen], times).predict(ROWS)
+    times[-1] *= 3
+    fitted = StepTimeRegressor().fit(ROWS[seen], times)
+    assert fitted.observation_weights_[-1] < 0.05
+    assert np.mean(np.abs(fitted.predict(ROWS) / clean - 1)) < 0.05
+
+
+def test_a_down_weighted_outlier_still_widens_the_intervals() -> None:
+    times = MEASURED_S.copy()
+    times[5] *= 3
+    fitted = StepTimeRegressor().fit(ROWS, times)
+    assert fitted.observation_weights_[5] < 0.05
+    scores, _ = fitted.posterior_.scores
+    # It is log 3 away from what its neighbours say, whose spread is some percent.
+    assert scores.argmax() == 5
+    assert scores[5] > 5
+
+
+def test_an_observation_that_counts_more_pulls_more() -> None:
+    row = np.repeat(ROWS[rows_like((2, 2, 16))], 2, axis=0)
+    first = StepTimeRegressor().fit(row, [1.0, 1.1], [4.0, 0.5]).predict(row[:1])
+    second = StepTimeRegressor().fit(row, [1.0, 1.1], [0.5, 4.0]).predict(row[:1])
+    assert 1.0 < first[0] < second[0] < 1.1
+
+
+def test_without_observations_the_engines_times_are_the_answer() -> None:
+    nothing = EngineTimes(compute_s=np.zeros(0), sync_s=np.zeros(0))
+    fitted = StepTimeRegressor().fit([], [], engine_times=nothing)
+    engine = EngineTimes(compute_s=COMPUTE_S, sync_s=SYNC_S * ~ALONE)
+    predicted = fitted.predict(ROWS, engine_times=engine)
+    # Between hiding all of the shorter part and hiding nothing, and 10 % of jitter between ranks.
+    assert (predicted >= 0.999 * np.maximum(COMPUTE_S, SYNC_S * ~ALONE)).all()
+    assert (predicted <= 1.1 * (COMPUTE_S + SYNC_S)).all()
+    assert predicted[ALONE] == pytest.approx(COMPUTE_S[ALONE], rel=1e-9)
+
+
+def test_the_engines_shape_carries_one_observation_to_other_placements() -> None:
+    # The engine sees the right shape and is 30 % short everywhere.
+    engine = EngineTimes(compute_s=COMPUTE_S / 1.3, sync_s=SYNC_S * ~ALONE / 1.3)
+    one = rows_like((8, 4, 16))
+    seen = EngineTimes(compute_s=COMPUTE_S[one] / 1.3, sync_s=SYNC_S[one] / 1.3)
+    nothing = EngineTimes(compute_s=np.zeros(0), sync_s=np.zeros(0))
+    before = StepTimeRegressor().fit([], [], engine_times=nothing)
+    after = StepTimeRegressor().fit(ROWS[one], MEASURED_S[one], engine_times=seen)
+    across = ROWS[:, 1] > 1
+    errors = [
+        np.median(np.abs(fitted.predict(ROWS, engine_times=engine) / MEASURED_S - 1)[across])
+        for fitted in (before, after)
+    ]
+    assert errors[1] < 0.6 * errors[0]
+
+
+def test_a_fit_on_one_kind_of_device_transfers_to_another() -> None:
+    # The same job on a device three times as fast, its network as before.
+    faster_s = COMPUTE_S / 3 + np.maximum(SYNC_S - COMPUTE_S / 9, 0)
+    seen = np.concatenate([np.flatnonzero(ALONE), rows_like((8, 4, 8))])
+    new = StepTimeRegressor().fit(ROWS[seen], faster_s[seen])
+    transferred = StepTimeRegressor().fit_from((ROWS, MEASURED_S), ROWS[seen], faster_s[seen])
+    errors = [
+        np.mean(np.abs(fitted.predict(ROWS) / faster_s - 1)[~ALONE])
+        for fitted in (new, transferred)
+    ]
+    assert errors[1] < errors[0]
+
+
+def test_intervals_shrink_with_observations_and_widen_far_from_them() -> None:
+    few = StepTimeRegressor().fit(ROWS[FEW], MEASURED_S[FEW])
+    many = StepTimeRegressor().fit(ROWS, MEASURED_S)
+    wide, narrow = (
+        np.log(high / low) for low, high in (f.predict_interval(ROWS) for f in (few, many))
+    )
+    assert np.median(narrow) < np.median(wide)
+    single = StepTimeRegressor().fit(ROWS[ALONE], MEASURED_S[ALONE])
+    low_s, high_s = single.predict_interval(ROWS)
+    widths = np.log(high_s / low_s)
+    assert widths[~ALONE].min() > widths[ALONE].max()
+
+
+def test_rows_far_from_all_observations_extrapolate() -> None:
+    fitted = StepTimeRegressor().fit(ROWS, MEASURED_S)
+    far = np.array([(1024, 256, 16, 1, 4), (8, 4, 4096, 1, 4)], dtype=float)
+    assert fitted.extrapolates(far).all()
+    assert not fitted.extrapolates(ROWS).any()
+    assert StepTimeRegressor().fit(ROWS[ALONE], MEASURED_S[ALONE]).extrapolates(ROWS[-4:-3]).all()
+
+
+def test_the_prior_decides_where_no_row_identifies_a_parameter() -> None:
+    slow = WEAK_PRIORS.updated(inter_node=LogNormalPrior(median=5.0, sigma=0.1))
+    rows = ROWS[rows_like((8, 4, 8))]
+    usual, slower = (
+        StepTimeRegressor(priors=p).fit(ROWS[ALONE], MEASURED_S[ALONE]).predict(rows)
+        for p in (None, slow)
+    )
+    assert slower[0] > 2 * usual[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "times", "weights"),
+    [
+        ([], [], None),
+        ([(1, 1, 8)], [1.0], None),
+        ([(0, 1, 8, 1, 1)], [1.0], None),
+        ([(1, 1, 8, 1, 1)], [-1.0], None),
+        ([(1, 1, 8, 1, 1)], [np.nan], None),
+        ([(1, 1, 8, 1, 1)], [1.0, 2.0], None),
+        ([(1, 1, 8, 1, 1)], [1.0], [0.0]),
+    ],
+)
+def test_an_invalid_table_is_refused(
+    rows: list[tuple[int, ...]], times: list[float], weights: list[float] | None
+) -> None:
+    with pytest.raises(WorkloadError):
+        StepTimeRegressor().fit(rows, times, weights)
