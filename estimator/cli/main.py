@@ -17,6 +17,7 @@ import click
 
 from estimator.cli.calibrate import calibrate
 from estimator.cli.console import print_json, print_tables, progress, remark, waiting
+from estimator.cli.memory import memory
 from estimator.cli.request import Request
 from estimator.errors import EstimatorError, ModelError, ProfileError
 from estimator.workload import OPTIMIZERS, PRECISIONS
@@ -405,6 +406,8 @@ def _workload_options(command: Command) -> Command:
         command = option(command)
     return command
 
+
+commands.add_command(_workload_options(memory))
 
 _on_option = click.option("--on", required=True, metavar="ALLOCATION", help="Such as 1x2:local.")
 

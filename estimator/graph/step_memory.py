@@ -69,14 +69,27 @@ def step_memory(
         if strategy.kind == "ps":
             return ShardedMemory.of_replica(replica)
         return _zero1_memory(bound.graph, replica, optimizer)
-    step = _ShardedStep(bound, known, optimizer, threads)
+    step = ShardedStep(bound, known, optimizer, threads)
+    played = play_step(
+        step, strategy, buckets, micro_batches=micro_batches, gradient_sync=gradient_sync
+    )
+    return step.memory(played, shards_parameters=strategy.kind == "fsdp")
+
+
+def play_step(
+    step: ShardedStep,
+    strategy: Strategy,
+    buckets: Sequence[Reduction],
+    *,
+    micro_batches: int,
+    gradient_sync: bool,
+) -> list[Played]:
+    """What each micro-batch that may have the peak holds beside activations, ZeRO-2 or FSDP."""
     passes = _micro_batches(micro_batches, gradient_sync)
     if strategy.kind == "zero2":
-        played = [play_zero2(bound.graph, buckets, step.gradients, each) for each in passes]
-    else:
-        units = _unit_bytes(bound.graph)
-        played = [play_fsdp(bound.graph, units, step.gradients, each) for each in passes]
-    return step.memory(played, shards_parameters=strategy.kind == "fsdp")
+        return [play_zero2(step.graph, buckets, step.gradients, each) for each in passes]
+    units = _unit_bytes(step.graph)
+    return [play_fsdp(step.graph, units, step.gradients, each) for each in passes]
 
 
 def _micro_batches(micro_batches: int, gradient_sync: bool) -> list[MicroBatch]:
@@ -141,7 +154,7 @@ def _unit_bytes(graph: OpGraph) -> dict[str, int]:
     return {path: size for path, size in units.items() if size}
 
 
-class _ShardedStep:
+class ShardedStep:
     """What a step holds whatever the strategy; everything in bytes."""
 
     def __init__(

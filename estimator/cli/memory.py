@@ -1,0 +1,47 @@
+"""The command that says where the memory of a step goes and what would make it fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from estimator.cli.console import print_json, print_tables, waiting
+from estimator.cli.request import Request
+
+ANSWER_IS_NO = 1
+
+
+@click.command()
+@click.option("--on", required=True, metavar="ALLOCATION", help="Such as 1x1:rtx-2080-ti.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+def memory(on: str, picture: Path | None, as_json: bool, **options: Any) -> None:
+    """Say what MODEL holds in memory over a step, by kind and module, and what is alive at the
+    peak.
+
+    Exit code 1: it does not fit into the devices' memory.
+    """
+    from estimator.advise.memory import memory_of
+
+    request = Request(**options)
+    if picture is not None:
+        from estimator.machines.profile import check_writable
+
+        check_writable(picture)
+    with waiting(f"looking at {request.model}"):
+        graph = request.graph((on,))
+    report = memory_of(request.estimate(graph, on))
+    if picture is not None:
+        from estimator.report.memory import draw_memory
+
+        draw_memory(report, picture)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        from estimator.cli.render_memory import memory_report
+
+        print_tables(memory_report(report))
+    if report.answer.fits == "no":
+        raise click.exceptions.Exit(ANSWER_IS_NO)
