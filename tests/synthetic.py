@@ -8,14 +8,7 @@ from dataclasses import dataclass, replace
 
 from estimator.graph.costs import op_cost
 from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import (
-    GraphInput,
-    Op,
-    Parameter,
-    Phase,
-    Value,
-    ValueKind,
-)
+from estimator.graph.ops import GraphInput, Op, Parameter, Phase, Value, ValueKind
 from estimator.machines.profile import (
     CollectiveCost,
     CollectiveName,

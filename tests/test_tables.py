@@ -28,12 +28,7 @@ from estimator.errors import (
 )
 from estimator.estimates import Breakdown
 from estimator.graph.op_graph import OpGraph
-from estimator.machines.profile import (
-    CollectiveCost,
-    Link,
-    MachineProfile,
-    PairMatrix,
-)
+from estimator.machines.profile import CollectiveCost, Link, MachineProfile, PairMatrix
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
 from estimator.placement.placement import place

@@ -18,12 +18,7 @@ from estimator.accuracy import error_ratio
 from estimator.errors import EstimatorError
 from estimator.graph.costs import features_of
 from estimator.machines.catalogue import load_profile
-from estimator.machines.profile import (
-    Device,
-    KernelCost,
-    KernelPoint,
-    MachineProfile,
-)
+from estimator.machines.profile import Device, KernelCost, KernelPoint, MachineProfile
 from estimator.tensors import OpCall
 from gpu.cases import Case, gpu_cases
 from gpu.predictions import load_graph, predict

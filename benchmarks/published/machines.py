@@ -7,12 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from estimator.machines.catalogue import load_profile
-from estimator.machines.profile import (
-    Link,
-    LinkKind,
-    MachineProfile,
-    Provenance,
-)
+from estimator.machines.profile import Link, LinkKind, MachineProfile, Provenance
 from published.rows import NotMapped, PublishedRow
 
 # GPU cells, in lower case and without punctuation, to machines; the first that matches counts.

@@ -18,6 +18,7 @@ from estimator.cli.check import check, validate
 from estimator.cli.console import INTERRUPTED, WRONG_INPUT, remark
 from estimator.cli.estimate import estimate, sweep
 from estimator.cli.machines import probe, profiles
+from estimator.cli.memory import memory
 from estimator.errors import EstimatorError
 
 
@@ -93,7 +94,7 @@ def commands(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (calibrate, check, estimate, probe, profiles, sweep, validate):
+for command in (calibrate, check, estimate, memory, probe, profiles, sweep, validate):
     commands.add_command(command)
 
 

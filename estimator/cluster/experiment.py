@@ -10,7 +10,7 @@ import numpy as np
 from estimator.cluster.jobs import Job
 from estimator.cluster.nodes import Nodes
 from estimator.cluster.speeds import EngineSpeeds
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 
 REQUESTS = {1: 0.30, 2: 0.20, 4: 0.20, 8: 0.15, 16: 0.10, 32: 0.05}
 MEDIAN_RUN_S = 3600.0

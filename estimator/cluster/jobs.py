@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from estimator.errors import WorkloadError
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from estimator.errors import AllocationError
-from estimator.machines.profile import load_profile
+from estimator.machines.catalogue import load_profile
 from estimator.placement.allocation import Allocation
 
 

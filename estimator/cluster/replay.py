@@ -118,8 +118,7 @@ class Replay:
     ) -> None:
         if simpy is None:
             raise WorkloadError(
-                "a replay needs SimPy, which is not installed; "
-                "install throughput-estimator[replay]"
+                "a replay needs SimPy, which is not installed; install throughput-estimator[replay]"
             )
         _check_names(jobs)
         self.jobs = sorted(jobs, key=lambda job: job.arrival_s)

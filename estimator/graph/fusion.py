@@ -19,12 +19,7 @@ from estimator.graph.fused_calls import FusedFamily, FusedKernel
 from estimator.graph.fusion_groups import Grouping, Kernel
 from estimator.graph.fusion_parts import SplitGraph, split_graph
 from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import (
-    Execution,
-    Op,
-    Parameter,
-    Value,
-)
+from estimator.graph.ops import Execution, Op, Parameter, Value
 from estimator.graph.recompute import with_recomputation
 from estimator.tensors import TensorSpec
 

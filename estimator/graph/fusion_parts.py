@@ -17,12 +17,7 @@ from estimator.graph.cost_registry import argument, formula_of
 from estimator.graph.costs import family_of, op_cost
 from estimator.graph.fused_calls import FusedFamily
 from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import (
-    Op,
-    OpCost,
-    Phase,
-    Value,
-)
+from estimator.graph.ops import Op, OpCost, Phase, Value
 from estimator.graph.storages import value_roots
 from estimator.tensors import OpCall, TensorSpec
 

@@ -71,18 +71,30 @@ def step_memory(
             return ShardedMemory.of_replica(replica)
         return _zero1_memory(bound.graph, replica, optimizer)
     dtypes = strategy.shard_dtypes(bound.graph.precision)
-    step = _ShardedStep(bound, known, optimizer, threads, dtypes)
+    step = ShardedStep(bound, known, optimizer, threads, dtypes)
+    played = play_step(
+        step, strategy, buckets, micro_batches=micro_batches, gradient_sync=gradient_sync
+    )
+    return step.memory(played, shards_parameters=strategy.kind == "fsdp")
+
+
+def play_step(
+    step: ShardedStep,
+    strategy: Strategy,
+    buckets: Sequence[Reduction],
+    *,
+    micro_batches: int,
+    gradient_sync: bool,
+) -> list[Played]:
+    """What each micro-batch that may have the peak holds beside activations, ZeRO-2 or FSDP."""
     passes = _micro_batches(micro_batches, gradient_sync)
     if strategy.kind == "zero2":
-        played = [play_zero2(bound.graph, buckets, step.gradients, each) for each in passes]
-    else:
-        units = _unit_bytes(bound.graph)
-        regathers = strategy.reshard_after_forward
-        played = [
-            play_fsdp(bound.graph, units, step.gradients, each, dtypes, regathers=regathers)
-            for each in passes
-        ]
-    return step.memory(played, shards_parameters=strategy.kind == "fsdp")
+        return [play_zero2(step.graph, buckets, step.gradients, each) for each in passes]
+    units, regathers = _unit_bytes(step.graph), strategy.reshard_after_forward
+    return [
+        play_fsdp(step.graph, units, step.gradients, each, step.dtypes, regathers=regathers)
+        for each in passes
+    ]
 
 
 def _micro_batches(micro_batches: int, gradient_sync: bool) -> list[MicroBatch]:
@@ -147,7 +159,7 @@ def _unit_bytes(graph: OpGraph) -> dict[str, int]:
     return {path: size for path, size in units.items() if size}
 
 
-class _ShardedStep:
+class ShardedStep:
     """What a step holds whatever the strategy; everything in bytes."""
 
     def __init__(
@@ -159,7 +171,7 @@ class _ShardedStep:
         dtypes: ShardDtypes,
     ) -> None:
         graph = self.graph = bound.graph
-        self.ops = len(graph.ops)
+        self.ops, self.dtypes = len(graph.ops), dtypes
         trained = [size * dtypes.stored_ratio for size in _trained_bytes(graph)]
         self.trained_bytes = sum(trained)
         self.state_bytes = OPTIMIZER_STATE_TENSORS[check_optimizer(optimizer)] * sum(trained)

@@ -11,13 +11,7 @@ import pytest
 
 from estimator.errors import ProfileError, StoreError, UnknownMachineError
 from estimator.machines.catalogue import known_machines, load_profile
-from estimator.machines.profile import (
-    Link,
-    MachineProfile,
-    Provenance,
-    UpdateCost,
-    json_schema,
-)
+from estimator.machines.profile import Link, MachineProfile, Provenance, UpdateCost, json_schema
 
 DATASHEET = Provenance(source="datasheet")
 

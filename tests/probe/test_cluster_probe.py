@@ -36,7 +36,7 @@ import sys, os, threading
 from estimator.probe.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.discovery import discover
 from estimator.probe.worker import run_worker
-from estimator.machines.profile import load_profile
+from estimator.machines.catalogue import load_profile
 
 host, version, base, out = sys.argv[1:]
 stop = threading.Event()

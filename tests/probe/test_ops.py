@@ -10,12 +10,7 @@ import torch
 
 from estimator.errors import ProbeError, StoreError
 from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import (
-    Op,
-    OpTiming,
-    Parameter,
-    Value,
-)
+from estimator.graph.ops import Op, OpTiming, Parameter, Value
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile, Provenance
 from estimator.probe import ops as ops_module

@@ -1,0 +1,112 @@
+"""Say where the memory of an estimated step goes, and what holds it at the peak."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.errors import WorkloadError
+from estimator.estimates import Estimate
+from estimator.graph.memory_curve import LiveTensor, MemoryCurve, by_module, live_tensors
+from estimator.graph.memory_curve import memory_curve as curve_of
+from estimator.graph.shard_play import Reduction
+from estimator.timeline.ranks import RankKind
+
+_MOST_LISTED = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryReport:
+    """The memory of the rank of an estimate that needs most: over its step, and at the peak.
+
+    `time_s` is when each op of a micro-batch ends, the update last. `tensors` are those alive at
+    the peak, the largest first; `peak_op` and `peak_module` name the op there ("update" for it).
+    """
+
+    answer: Estimate
+    curve: MemoryCurve
+    time_s: NDArray[np.float64]
+    tensors: tuple[LiveTensor, ...]
+    device_bytes: int
+
+    @property
+    def peak_op(self) -> str:
+        op = self._op
+        return op.call.target if op else "update"
+
+    @property
+    def peak_module(self) -> str:
+        op = self._op
+        return op.module if op else ""
+
+    @property
+    def _op(self) -> Any:
+        ops = self.answer.plan.members.table.graph.ops
+        place = self.curve.peak_at
+        return ops[place] if place < len(ops) else None
+
+    @property
+    def modules(self) -> dict[str, int]:
+        """Bytes alive at the peak by module, the most first."""
+        return by_module(self.tensors)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values in base units."""
+        return {
+            "model": self.answer.model,
+            "allocation": str(self.answer.allocation),
+            "strategy": self.answer.strategy,
+            "batch_per_gpu": self.answer.batch_per_gpu,
+            "device_bytes": self.device_bytes,
+            "fits": self.answer.fits,
+            "peak_bytes": self.curve.peak_bytes,
+            "peak_op": self.peak_op,
+            "peak_module": self.peak_module,
+            "at_peak_bytes": self.curve.at(self.curve.peak_at),
+            "modules_bytes": self.modules,
+            "tensors": [asdict(tensor) for tensor in self.tensors[:_MOST_LISTED]],
+            "end_s": self.time_s.tolist(),
+            "levels_bytes": {kind: each.tolist() for kind, each in self.curve.levels.items()},
+        }
+
+
+def memory_of(answer: Estimate) -> MemoryReport:
+    """The memory of an estimated step over time; raises WorkloadError for a summary.
+
+    >>> # memory_of(est.estimate(graph, "1x1:rtx-2080-ti")).curve.peak_bytes
+    """
+    plan = answer.plan
+    if plan.members.table.graph.is_summary:
+        raise WorkloadError(
+            f"{answer.model} is a summary, whose tensors are not known; name the model itself"
+        )
+    kind = max(plan.kinds, key=lambda each: each.program.memory.peak(plan.shards).total_bytes)
+    program = kind.program
+    curve = curve_of(
+        program.bound,
+        optimizer=answer.optimizer,
+        strategy=program.strategy,
+        merging=answer.ranks > 1,
+        shards=plan.shards,
+        buckets=[
+            Reduction(after=bucket.ready_after, size_bytes=bucket.size_bytes)
+            for bucket in program.buckets
+        ],
+        micro_batches=answer.accumulation_steps,
+    )
+    return MemoryReport(
+        answer=answer,
+        curve=curve,
+        time_s=_end_s(kind, plan.share),
+        tensors=live_tensors(program.bound, curve.peak_at),
+        device_bytes=kind.device_bytes,
+    )
+
+
+def _end_s(kind: RankKind, share: float) -> NDArray[np.float64]:
+    ends_s = kind.program.lanes.ends_s(0) * kind.slowdown_ratio
+    last_s = float(ends_s[-1]) if len(ends_s) else 0.0
+    return np.append(ends_s, last_s + kind.update.update_s(share))

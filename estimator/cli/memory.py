@@ -1,0 +1,45 @@
+"""The command that says where the memory of a step goes and what would make it fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables
+from estimator.cli.options import on_option, traced, workload_options
+from estimator.cli.request import Request
+
+
+@click.command()
+@workload_options
+@on_option
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+def memory(on: str, picture: Path | None, as_json: bool, **options: Any) -> None:
+    """Say what MODEL holds in memory over a step, by kind and module, and what is alive at the
+    peak.
+
+    Exit code 1: it does not fit into the devices' memory.
+    """
+    from estimator.advise.memory import memory_of
+
+    request = Request(**options)
+    if picture is not None:
+        from estimator.machines.files import check_writable
+
+        check_writable(picture)
+    report = memory_of(request.estimate(traced(request, (on,)), on))
+    if picture is not None:
+        from estimator.report.memory import draw_memory
+
+        draw_memory(report, picture)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        from estimator.cli.render_memory import memory_report
+
+        print_tables(memory_report(report))
+    if report.answer.fits == "no":
+        raise click.exceptions.Exit(ANSWER_IS_NO)

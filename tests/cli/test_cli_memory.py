@@ -1,0 +1,63 @@
+"""`estimator memory` prints where memory goes, draws it, and says by its exit code what fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Command = Callable[..., Any]
+
+WIDE = """
+import torch
+
+def mlp(batch=4):
+    layers = torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
+    return torch.nn.Sequential(*layers), torch.randn(batch, 32)
+
+def large(batch=4):
+    return torch.nn.Linear(60000, 60000, device="meta"), torch.randn(batch, 60000)
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> str:
+    (tmp_path / "models.py").write_text(WIDE)
+    return str(tmp_path / "models.py")
+
+
+def test_memory_prints_the_peak_by_kind_module_and_tensor(models: str, command: Command) -> None:
+    answer = command("memory", f"{models}:mlp", "--on", "1x1:rtx-2080-ti")
+    assert (answer.code, answer.err) == (0, "")
+    for word in ("peak memory", "of 11.0 GiB (fits)", "optimizer state", "By module", "held until"):
+        assert word in answer.out
+
+
+def test_memory_as_json_adds_up_to_the_peak(models: str, command: Command) -> None:
+    answer = command("memory", f"{models}:mlp", "--on", "1x1:rtx-2080-ti", "--json")
+    content = json.loads(answer.out)
+    assert sum(content["at_peak_bytes"].values()) == content["peak_bytes"]
+    # Weights of 32 x 64 and 64 x 8 and their biases, in blocks of 512 bytes; two states of each.
+    parameters = 8192 + 512 + 2048 + 512
+    assert content["at_peak_bytes"]["parameters"] == parameters
+    assert content["at_peak_bytes"]["optimizer state"] == 2 * parameters
+    assert len(content["end_s"]) == len(content["levels_bytes"]["activations"])
+
+
+def test_memory_draws_a_picture(models: str, command: Command, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "memory.svg"
+    answer = command("memory", f"{models}:mlp", "--on", "1x1:rtx-2080-ti", "--picture", str(path))
+    assert answer.code == 0
+    # The legend names every kind that is held.
+    assert "optimizer state" in path.read_text()
+
+
+def test_what_does_not_fit_ends_with_code_1(models: str, command: Command) -> None:
+    answer = command("memory", f"{models}:large", "--on", "1x1:rtx-2080-ti")
+    # 3.6e9 parameters of 4 bytes alone are more than the device has.
+    assert answer.code == 1
+    assert "does not fit" in answer.out
