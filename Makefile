@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench
+.PHONY: demo test lint bench fits
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -33,3 +33,8 @@ lint: $(INSTALLED)
 # Hours on two cores; add QUICK=1 for a subset in minutes.
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/local_accuracy.py $(if $(QUICK),--quick)
+
+# Write data/fits/kernels.json again; DATA holds the tables of operators, BANK the graphs of timm.
+fits: $(INSTALLED)
+	test -n "$(DATA)" -a -n "$(BANK)" || { echo "give DATA=FOLDER and BANK=FOLDER"; exit 2; }
+	PYTHONPATH=benchmarks $(BIN)/python tools/fit_kernels.py --data $(DATA) --bank $(BANK)

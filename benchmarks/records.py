@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from estimator.accuracy import noise_ratio
 
 Record = dict[str, Any]
 
@@ -40,6 +44,19 @@ class Records:
             for record in self.found
             if all(record.get(name) == value for name, value in wanted.items())
         ]
+
+
+def measured_fields(runs: Sequence[Record], failures: Sequence[Record]) -> Record:
+    """What the measurements of a case tell of it: median, noise, all runs, when, or why none."""
+    steps_s = [run["step_s"] for run in runs]
+    return {
+        "measured_s": statistics.median(steps_s) if steps_s else None,
+        "noise_ratio": noise_ratio(steps_s) if steps_s else None,
+        "runs_s": steps_s,
+        "measured_at": runs[0]["at"] if runs else None,
+        "status": "ok" if runs else "not_measured",
+        "reason": failures[-1]["reason"] if failures else None,
+    }
 
 
 def say(text: str) -> None:

@@ -18,13 +18,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from clocks import cpu_seconds, medians, resident_bytes, seconds
 
 QUIET: dict[str, Any] = {"check": True, "capture_output": True}
 GPT2_SMALL = "hf:gpt2"
@@ -83,30 +83,6 @@ def in_child(
     if result.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{result.stderr}")
     return json.loads(result.stdout.splitlines()[-1])
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    """Wall seconds of one call."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
-def cpu_seconds(call: Callable[[], Any]) -> float:
-    """Seconds of one call in which this thread computes."""
-    began = time.thread_time()
-    call()
-    return time.thread_time() - began
-
-
-def medians(calls: Iterable[Callable[[], Any]], groups: int = 5) -> float:
-    """The least of some medians of calls: what shares the machine slows whole stretches."""
-    times = [cpu_seconds(call) for call in calls]
-    size = max(len(times) // groups, 1)
-    return min(
-        statistics.median(times[first : first + size])
-        for first in range(0, len(times) - size + 1, size)
-    )
 
 
 # P1
@@ -169,15 +145,6 @@ def look_at_llama(_options: argparse.Namespace) -> Found:
         "P1 look at Llama-70B": (look, "s", 30),
         "P1 resident memory, Llama-70B": (resident_bytes() / 2**30, "GiB", 3),
     }
-
-
-def resident_bytes() -> int:
-    """The most memory this process has held."""
-    # getrusage's maximum begins with what the parent held.
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError("/proc/self/status has no VmHWM; run this on Linux")
 
 
 # P2, P3 and what others take

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from speed import seconds
+from clocks import seconds
 from speed_cases import BATCHES, STRATEGY, Machines, model
 
 from estimator import Calibrator, estimate

@@ -9,8 +9,8 @@ import matplotlib
 
 matplotlib.use("svg")
 
+from clocks import cpu_seconds, medians
 from matplotlib import pyplot
-from speed import cpu_seconds, medians
 from speed_cases import DEVICES, STRATEGY, Machines, model
 
 from estimator import Allocation, OpGraph, estimate, estimate_many

@@ -29,7 +29,9 @@ __all__ = [
     "format_table",
     "interval_score",
     "is_beyond",
+    "milliseconds",
     "noise_ratio",
+    "off",
     "percent",
     "summarise",
 ]
@@ -76,6 +78,18 @@ def format_table(lines: Sequence[Sequence[str]]) -> str:
     )
 
 
-def percent(ratio: float | None) -> str:
-    """A ratio for people; a dash where there is none."""
-    return "-" if ratio is None else f"{100 * ratio:.1f} %"
+def percent(ratio: float | None, sign: str = "") -> str:
+    """A ratio for people, with its sign where `sign` is ``+``; a dash where there is none."""
+    return "-" if ratio is None else f"{100 * ratio:{sign}.1f} %"
+
+
+def milliseconds(seconds: float | None, digits: int = 1) -> str:
+    """A time for people; a dash where there is none."""
+    return "-" if seconds is None else f"{1e3 * seconds:.{digits}f} ms"
+
+
+def off(predicted: float | None, measured: float | None) -> str:
+    """How far a prediction is above what was measured, for people; a dash where one is missing."""
+    if predicted is None or measured is None:
+        return "-"
+    return percent(predicted / measured - 1, "+")

@@ -43,6 +43,25 @@ class Case:
         parts += [f"a{self.accumulation_steps}"] if self.accumulation_steps > 1 else []
         return " ".join([*parts, *([f"b{self.batch}"] if self.batch else [])])
 
+    def fields(self, machine: str) -> dict[str, Any]:
+        """What an accuracy case says of it, before anything was predicted or measured."""
+        return {
+            "id": self.key,
+            "source": "testbed",
+            "bed": self.bed,
+            "title": self.title,
+            "model": self.model,
+            "machine": machine,
+            "allocation": self.allocation,
+            "ranks": self.ranks,
+            "nodes": self.nodes,
+            "strategy": self.strategy,
+            "precision": "fp32",
+            "method": self.method,
+            "k": 0,
+            "draw": 0,
+        }
+
     @property
     def ranks(self) -> int:
         return Allocation.parse(self.allocation).ranks
@@ -96,6 +115,10 @@ def beds() -> dict[str, TestbedDescription]:
         "fast": uniform(nodes=2, devices=1, uplink="10 Gbit/s"),
         **{name: uniform(nodes=2, devices=2, uplink=rate) for name, (rate, _) in _SHARDED.items()},
         **_mixed_beds(),
+        "grid": uniform(nodes=6, devices=1, uplink="400 Mbit/s"),
+        "oversubscribed": uniform(
+            nodes=8, devices=1, uplink="500 Mbit/s", racks=2, rack_uplink="500 Mbit/s"
+        ),
     }
 
 
@@ -184,3 +207,78 @@ def _sharded_cases() -> Iterator[Case]:
     for bed in ("shard500", "shard2000"):
         _, model = _SHARDED[bed]
         yield _case(bed, model, across, "fsdp:shard=2", title="groups across nodes")
+
+
+def _split(bed: str, model: str, allocation: str, even_batch: int) -> Case:
+    strategy = "ddp" if bed == "mixed_pair" else "ddp:view"
+    return Case(bed=bed, model=model, allocation=allocation, strategy=strategy, batch=even_batch)
+
+
+# Batches to be split over unlike nodes; the batch of a case is that of the even split.
+SPLITS = (
+    _split("mixed", "few_big", "n0[0]+n2[0]", 8),
+    _split("mixed", "many_small", "n0[0]+n3[0]", 12),
+    _split("mixed", "few_big", "n0[0]+n2[0]+n3[0]", 8),
+    _split("mixed", "many_small", "n0[0,1]+n3[0,1]", 10),
+    _split("mixed", "big_first", "n0[0]+n1[0]+n2[0]+n3[0]", 7),
+    _split("mixed_thin", "few_big", "n0[0]+n1[0]", 8),
+    _split("mixed_wide", "many_small", "n0[0]+n1[0]", 20),
+    _split("mixed_wide", "few_big", "n0[0,1,2]+n2[0]", 7),
+    _split("mixed_pair", "gpt2", "n0[0]+n1[0]", 6),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Rates of the links of four workers and two servers, between which strategies are compared."""
+
+    bed: str = "grid"
+    workers: str
+    servers: str
+    method: str = "paced"
+
+    @property
+    def key(self) -> str:
+        return f"workers {self.workers}, servers {self.servers}"
+
+
+# What reduces gradients and keeps parameters, on a grid of workers' and servers' links.
+STRATEGIES = (
+    "ddp:view",
+    "ddp:bucket=2000000,view",
+    "zero1:bucket=2000000,view",
+    "ps:1",
+    "ps:1,bucket=2000000",
+    "ps:2,bucket=2000000",
+)
+WORKER_RATES = ("200 Mbit/s", "300 Mbit/s", "400 Mbit/s", "600 Mbit/s", "800 Mbit/s")
+SERVER_RATES = ("200 Mbit/s", "400 Mbit/s", "800 Mbit/s", "1600 Mbit/s", "2400 Mbit/s")
+CELLS = tuple(Cell(workers=w, servers=s) for w in WORKER_RATES for s in SERVER_RATES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """An order of the hosts of two oversubscribed racks: ours, or the number of a random one."""
+
+    bed: str = "oversubscribed"
+    how: str
+    method: str = "paced"
+
+    @property
+    def key(self) -> str:
+        return f"{self.bed} {self.how}"
+
+
+OURS, PAIRS_ALONE = "ours", "ours, from the pairs alone"
+ORDERS = tuple(Order(how=how) for how in (OURS, PAIRS_ALONE, *(f"random {n}" for n in range(4))))
+# Caps of DDP's buckets, whose exposed communication is judged.
+OVERLAPS = tuple(
+    Case(
+        bed="even",
+        model=model,
+        allocation="n0[0]+n1[0]+n2[0]",
+        strategy=f"ddp:bucket={megabytes * 10**6},view",
+    )
+    for model in ("few_big", "transformer")
+    for megabytes in (1, 2, 5, 10, 25, 100)
+)

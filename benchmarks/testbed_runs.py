@@ -1,30 +1,223 @@
-"""Begin a benchmark on testbeds: its folder, its records, the probes of the host and a network."""
+"""Run a subject on one testbed: probe, write predictions down, measure, continue where it ended."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from records import Records, say
+from records import Progress, Record, Records, say
 from testbed.launch import launch
-from testbed.network import Testbed, unavailable_reason
+from testbed.measure import measure
+from testbed.network import Testbed, testbed, unavailable_reason
+from testbed.paced import paced_graph, paced_machine
+from testbed_cases import Case, beds
 
+from estimator.engine import estimate_graph
+from estimator.errors import EstimatorError
+from estimator.estimates import Estimate
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.topology import Cluster
 
 MACHINE = "testbed"
+MODELS = Path(__file__).with_name("local_models.py")
 
 
-def add_options(
-    parser: argparse.ArgumentParser, folder: str, *, probe_budget_s: float = 45.0
-) -> None:
-    """What every benchmark on testbeds takes; results are kept in `folder` of ``build/``."""
-    add = parser.add_argument
-    add("--work", type=Path, default=Path("build", folder), help="where results are kept")
-    add("--profile", type=Path, help="a profile of this machine, instead of probing it")
-    add("--probe-budget", type=float, default=probe_budget_s, help="seconds to probe a network")
-    add("--json", action="store_true", help="one JSON object on stdout instead of the tables")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Something to launch: its name among the records, and what finds the fields of a record."""
+
+    key: str
+    run: Callable[[Testbed], Record]
+
+
+class Bench(ABC):
+    """One testbed under test: the profile of its network, and the records of its cases.
+
+    A case has a `bed`, and a `key`: its name among the records.
+    """
+
+    def __init__(self, name: str, options: argparse.Namespace, records: Records) -> None:
+        self.name, self.description = name, beds()[name]
+        self.options, self.records = options, records
+        self.cases = [case for case in options.cases if case.bed == name]
+        self.network_path = options.work / f"{name}.json"
+        self.cluster_path = options.work / f"{name}.toml"
+
+    @abstractmethod
+    def predict(self, case: Any) -> Record:
+        """What is to be written down of a case; raises EstimatorError."""
+
+    @abstractmethod
+    def trials(self, case: Any, prediction: Record) -> Iterator[Trial]:
+        """What is to be launched for a case."""
+
+    @abstractmethod
+    def probe(self, bed: Testbed) -> None:
+        """Write the profile `network_path`."""
+
+    def run(self) -> None:
+        """Build, probe, predict, measure, tear down; nothing where all is there."""
+        if self.network_path.exists() and not self._is_unfinished():
+            return
+        self.cluster_path.write_text(self.description.cluster_toml(MACHINE))
+        with testbed(self.description) as bed:
+            self.prepare(bed)
+            if not self.options.predict_only:
+                self.measure(bed)
+
+    def _is_unfinished(self) -> bool:
+        predicted = all(self._prediction(case) for case in self.cases)
+        return not predicted or any(self._left(trial) for trial in self._trials())
+
+    def prepare(self, bed: Testbed) -> None:
+        """Probe the network and write predictions down, where either is missing."""
+        if not self.network_path.exists():
+            self.probe(bed)
+        for case in self.cases:
+            if self._prediction(case) and not self.options.repredict:
+                continue
+            try:
+                found = self.predict(case)
+            except EstimatorError as error:
+                self.records.add({"kind": "refusal", "key": case.key, "reason": str(error)[:500]})
+                say(f"{case.key}: {error}")
+                continue
+            self.records.add({"kind": "prediction", "key": case.key, **found})
+
+    def _prediction(self, case: Any) -> Record | None:
+        found = self.records.of("prediction", case.key)
+        return found[-1] if found else None
+
+    def _trials(self) -> list[Trial]:
+        """What is not predicted is not measured: a prediction comes first."""
+        return [
+            trial
+            for case in self.cases
+            if (prediction := self._prediction(case))
+            for trial in self.trials(case, prediction)
+        ]
+
+    def _left(self, trial: Trial) -> int:
+        if self.records.of("failure", trial.key):
+            return 0
+        return max(0, self.options.repeats - len(self.records.of("measurement", trial.key)))
+
+    def measure(self, bed: Testbed) -> None:
+        """Launch what is predicted, in turns, as often as asked for; one failure is enough."""
+        trials = self._trials()
+        progress = Progress(f"{self.name}: measured", sum(map(self._left, trials)))
+        for turn in range(self.options.repeats, 0, -1):
+            for trial in trials:
+                if self._left(trial) < turn:
+                    continue
+                try:
+                    found = trial.run(bed)
+                except EstimatorError as error:
+                    self.records.add(
+                        {"kind": "failure", "key": trial.key, "reason": str(error)[:500]}
+                    )
+                    progress.advance(f"{trial.key}: {error}")
+                    continue
+                self.records.add({"kind": "measurement", "key": trial.key, **found})
+                progress.advance(trial.key)
+
+
+class ModelBench(Bench):
+    """One testbed on which the cases of `testbed_cases` are trained."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._graphs: dict[str, OpGraph] = {}
+
+    def probe(self, bed: Testbed) -> None:
+        base = self.options.work / f"{self.name}_base.json"
+        most = max(node.devices for node in self.description.nodes)
+        with_devices(load_profile(self.options.profile), most).save(base)
+        everywhere = self.description.all_devices()
+        probe_network(
+            bed, everywhere, self.options, self.network_path, base=base, cluster=self.cluster_path
+        )
+
+    def graph(self, case: Case) -> OpGraph:
+        """The traced graph of a case's model, once."""
+        if case.model not in self._graphs:
+            self._graphs[case.model] = self.traced(case)
+        return self._graphs[case.model]
+
+    def traced(self, case: Case) -> OpGraph:
+        """The graph of a paced model, or one traced from `local_models`."""
+        if case.is_paced:
+            return paced_graph(case.model)
+        import estimator
+        from estimator.graph.models import load_model
+
+        model, batch, loss, name = load_model(f"{MODELS}:{case.model}")
+        return estimator.trace_model(model, batch, loss=loss, optimizer="adamw", name=name)
+
+    def machine(self, case: Case) -> MachineProfile:
+        """What a node of this testbed is to a case, by the probe."""
+        network = load_profile(self.network_path)
+        devices = max(node.devices for node in self.description.nodes)
+        return paced_machine(network, devices) if case.is_paced else shared_host(network)
+
+    def asked(self, case: Case) -> dict[str, Any]:
+        """What every question about a case tells the engine."""
+        return {
+            "strategy": case.strategy,
+            "cluster": Cluster.load(self.cluster_path),
+            "profile": self.machine(case),
+        }
+
+    def estimate(self, case: Case, allocation: str, **changed: Any) -> Estimate:
+        """The engine's answer about a case on an allocation; raises EstimatorError."""
+        options = {"batch_per_gpu": case.batch, "accumulation_steps": case.accumulation_steps}
+        return estimate_graph(
+            self.graph(case), allocation, **{**self.asked(case), **options, **changed}
+        )
+
+    def train(self, bed: Testbed, case: Case, **changed: Any) -> Record:
+        """One launch of a case: the slowest rank's seconds of a step; raises TrainingError."""
+        options = {"batch": case.batch, "steps": self.options.steps, **changed}
+        run = measure(
+            bed,
+            f"paced:{case.model}" if case.is_paced else f"{MODELS}:{case.model}",
+            case.allocation,
+            strategy=case.strategy,
+            optimizer="sgd" if case.is_paced else "adamw",
+            accumulation_steps=case.accumulation_steps,
+            **options,
+        )
+        return {"step_s": run.step_s}
+
+
+def shared_host(profile: MachineProfile) -> MachineProfile:
+    """The profile of a node that shares its host, and so its memory, with the other nodes.
+
+    Namespaces of one machine are not two machines: a rank on each is slowed as two ranks of one.
+    """
+    alone = [item for item in profile.contentions if item.devices_busy == 2]
+    return replace(
+        profile,
+        contentions=(*profile.contentions, *(replace(item, devices_busy=1) for item in alone)),
+    )
+
+
+def with_devices(profile: MachineProfile, count: int) -> MachineProfile:
+    """The profile of a host with at least `count` devices; further ones share the cores."""
+    devices = profile.devices
+    further = range(len(devices), count)
+    return replace(
+        profile,
+        devices=(*devices, *(replace(devices[n % len(devices)], index=n) for n in further)),
+    )
 
 
 def open_work(options: argparse.Namespace) -> Records:

@@ -4,7 +4,7 @@ Matrix products run as tiles on multiprocessors: whole waves of tiles, each tile
 edges, with the tile size and the number of pieces of the inner sum that finish first; everything
 else streams its bytes at a share of the memory's rate. A chip whose power limit does not feed its
 units at full clock runs them slower. The shares are learnt from measured operators
-(`benchmarks/fit_kernels.py`) and hold on chips that none of them was measured on.
+(`tools/fit_kernels.py`) and hold on chips that none of them was measured on.
 """
 
 from __future__ import annotations

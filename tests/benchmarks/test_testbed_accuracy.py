@@ -1,19 +1,36 @@
-"""The accuracy run on testbeds: what becomes of a case that the engine refuses."""
+"""The accuracy run on testbeds: what is predicted, launched and kept of a case."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import testbed_accuracy
+import testbed_runs
 from records import Records
 from testbed.network import Testbed
+from testbed_accuracy import SUBJECTS
 from testbed_cases import beds, cases
+from testbed_runs import Bench, Trial
+from testbed_subjects import orders, splits, steps, strategies
 
-from estimator.errors import StrategyError
+from estimator.errors import StrategyError, TrainingError
 
 BED = "shard200"
+
+
+def options_of(tmp_path: Path, **changed: Any) -> argparse.Namespace:
+    first = [case for case in cases() if case.bed == BED]
+    known = {"cases": first, "work": tmp_path, "repeats": 1, "steps": 4}
+    return argparse.Namespace(**{**known, "repredict": False, "predict_only": False, **changed})
+
+
+def bed_of(name: str) -> Testbed:
+    return Testbed(description=beds()[name], prefix="tb1x0-")
 
 
 def refuse(*_: object, **__: object) -> None:
@@ -27,20 +44,183 @@ def never(*_: object, **__: object) -> None:
 def test_a_case_that_is_refused_keeps_its_reason_and_is_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = argparse.Namespace(
-        cases=[case for case in cases() if case.bed == BED], work=tmp_path, repeats=1, steps=1
-    )
-    options.repredict = False
+    options = options_of(tmp_path)
     records = Records(tmp_path / "records.jsonl")
-    bench = testbed_accuracy.Bench(BED, options, records)
+    bench = steps.StepBench(BED, options, records)
     bench.network_path.touch()
-    monkeypatch.setattr(testbed_accuracy.Bench, "_estimate", refuse)
-    monkeypatch.setattr(testbed_accuracy, "measure", never)
-    bed = Testbed(description=beds()[BED], prefix="tb1x0-")
-    bench.prepare(bed)
-    bench.measure(bed)
-    found = testbed_accuracy.assemble(options, records)
+    monkeypatch.setattr(steps.StepBench, "estimate", refuse)
+    monkeypatch.setattr(testbed_runs, "measure", never)
+    bench.prepare(bed_of(BED))
+    bench.measure(bed_of(BED))
+    found = steps.assemble(options.cases, records)
     assert found
     assert {case["status"] for case in found} == {"no_prediction"}
     assert {case["reason"] for case in found} == {"no such strategy"}
     assert "no such strategy" in capsys.readouterr().err
+
+
+class Counting(Bench):
+    """Predicts nothing new; a case takes as many seconds as it was launched times."""
+
+    def probe(self, bed: Testbed) -> None:
+        self.network_path.touch()
+
+    def predict(self, case: Any) -> dict[str, Any]:
+        return {"predicted_s": 1.0}
+
+    def trials(self, case: Any, prediction: dict[str, Any]) -> Iterator[Trial]:
+        def launched(_bed: Testbed) -> dict[str, Any]:
+            if case is self.cases[0]:
+                raise TrainingError("rank 1 died")
+            return {"step_s": 1.0 + len(self.records.of("measurement", case.key))}
+
+        yield Trial(key=case.key, run=launched)
+
+
+def test_cases_take_turns_and_a_second_run_measures_only_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+
+    @contextmanager
+    def testbed(description: Any) -> Iterator[Testbed]:
+        built.append(description)
+        yield bed_of(BED)
+
+    monkeypatch.setattr(testbed_runs, "testbed", testbed)
+    options = options_of(tmp_path, repeats=2)
+    options.cases = options.cases[:3]
+    path = tmp_path / "records.jsonl"
+    Counting(BED, options, Records(path)).run()
+    failed, first, second = options.cases
+    measured = [record["key"] for record in Records(path).of("measurement")]
+    assert measured == [first.key, second.key] * 2
+    assert [record["reason"] for record in Records(path).of("failure", failed.key)] == [
+        "rank 1 died"
+    ]
+    options.repeats = 3
+    Counting(BED, options, Records(path)).run()
+    assert len(Records(path).of("measurement")) == 6
+    assert len(Records(path).of("prediction")) == 3
+    assert len(built) == 2
+    # All is there: nothing is built.
+    Counting(BED, options, Records(path)).run()
+    assert len(built) == 2
+
+
+# What is written down of a case before it is launched, in each subject.
+WRITTEN = {
+    "steps": {
+        **{"predicted_s": 2.0, "low_s": 1.0, "high_s": 3.0, "alone_s": 1.0},
+        **{"batch_per_gpu": 8, "global_batch": 16},
+    },
+    "splits": {
+        "best": [6, 2],
+        "even": [4, 4],
+        "global_batch": 8,
+        "splits": [
+            {"batches": [4, 4], "predicted_s": 1.5, "low_s": 1.0, "high_s": 2.0},
+            {"batches": [6, 2], "predicted_s": 1.0, "low_s": 0.5, "high_s": 2.0},
+        ],
+    },
+    "strategies": {"step_s": [3.0, 2.0, 1.0, 4.0, 5.0, 6.0]},
+    "orders": {
+        "order": "ours",
+        "hosts": ["n1", "n0"],
+        "allocation": "n1[0]+n0[0]",
+        "link": "network",
+        "all_reduce_s": 0.5,
+        "pairs_alone_s": 0.4,
+        "step_s": 2.0,
+    },
+    "overlap": {"predicted_s": 2.0, "breakdown": {"communication_exposed_s": 0.5}},
+}
+# Seconds that the one case is then found to have taken.
+FOUND = {
+    "steps": {"measured_s": 2.5},
+    "splits": {"measured_s": 2.5},
+    "strategies": {"measured_s": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]},
+    "orders": {"measured_all_reduce_s": 0.25, "measured_step_s": 2.5},
+    "overlap": {"measured_s": 1.0, "step_s": 2.5},
+}
+# What the report says of that.
+TOLD = {
+    "steps": "-20.0 %",
+    "splits": "0 of 1 with step and gain within 10 %",
+    "strategies": "right in 0 of 1 cells",
+    "orders": "+100.0 %",
+    "overlap": "0 of 1 within",
+}
+
+
+class Run:
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_every_subject_launches_what_it_predicted_and_assembles_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[dict[str, Any]] = []
+
+    def measure(_bed: Testbed, model: str, allocation: str, **asked: Any) -> Run:
+        launched.append({"model": model, "allocation": allocation, **asked})
+        return Run(2.5 if asked.get("merges_gradients", True) else 1.5)
+
+    for module in (testbed_runs, orders):
+        monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(orders, "all_reduce_seconds", lambda *_, **__: [0.25])
+    monkeypatch.setattr(strategies, "step_seconds", lambda *_, **__: [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    monkeypatch.setattr(strategies, "set_uplink", lambda *_: None)
+    subject = SUBJECTS[name]
+    case = subject.cases[0]
+    options = options_of(tmp_path, cases=[case])
+    records = Records(tmp_path / "records.jsonl")
+    records.add({"kind": "prediction", "key": case.key, **WRITTEN[name]})
+    bench = subject.bench(case.bed, options, records)
+    bench.measure(bed_of(case.bed))
+    found = subject.assemble([case], records)
+    for row in found[: 2 if name == "splits" else 1]:
+        assert {field: row[field] for field in FOUND[name]} == FOUND[name]
+    assert TOLD[name] in "\n".join(subject.report(found))
+    subject.more(found)
+    if name == "splits":
+        # n0[0]+n2[0]: one rank a group.
+        assert [each["batch"] for each in launched] == [[4, 4], [6, 2]]
+        assert [row["is_best"] for row in found] == [False, True]
+    if name == "strategies":
+        # The third was predicted fastest, and is three times the first.
+        assert found[0]["regret_ratio"] == 2.0
+    if name == "overlap":
+        # 1 s was exposed: more than 15 % away from the 0.5 s predicted.
+        assert not found[0]["is_within"]
+
+
+def test_splits_of_a_case_on_two_ranks_a_node_give_each_rank_its_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(case for case in SUBJECTS["splits"].cases if case.allocation == "n0[0,1]+n3[0,1]")
+    asked: list[Any] = []
+    bench = splits.SplitBench(
+        case.bed, options_of(tmp_path, cases=[case]), Records(tmp_path / "records.jsonl")
+    )
+    monkeypatch.setattr(
+        testbed_runs, "measure", lambda *_, **given: asked.append(given["batch"]) or Run(1.0)
+    )
+    (trial,) = bench.trials(case, {"splits": [{"batches": [15, 5]}]})
+    assert trial.run(bed_of(case.bed)) == {"step_s": 1.0}
+    assert asked == [[15, 15, 5, 5]]
+
+
+def test_the_command_of_the_committed_pages_chooses_their_cases(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = testbed_accuracy.parse_options(["--only", "paced fsdp", "--repeats", "1"])
+    assert options.subject == "steps"
+    assert options.work == Path("build/testbed_accuracy")
+    assert len(options.cases) == 18
+    assert (options.repeats, options.steps) == (1, 15)
+    with pytest.raises(SystemExit):
+        testbed_accuracy.parse_options(["splits", "--cases", "nonsense"])
+    assert "no case is left; they are mixed few_big" in capsys.readouterr().err

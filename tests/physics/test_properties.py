@@ -74,7 +74,9 @@ def test_the_breakdown_sums_to_the_step_and_has_no_negative_part(
 ) -> None:
     found = answer(graph, machine, ranks, strategy=strategy, accumulation_steps=accumulation_steps)
     parts = [getattr(found.breakdown, item.name) for item in fields(Breakdown)]
-    assert sum(parts) == pytest.approx(found.step_time_s, rel=1e-9)
+    # The spans are played one by one; the parts are what is left of the step without each.
+    end_s = max(span.start_s + span.duration_s for span in found.timeline.spans)
+    assert sum(parts) == pytest.approx(end_s, rel=1e-9)
     assert min(parts) >= 0
     assert found.low_s <= found.step_time_s <= found.high_s
     assert sum(share for _, _, share, _ in found.provenance) == pytest.approx(1, rel=1e-6)
@@ -148,3 +150,30 @@ def test_one_product_on_one_device_takes_what_the_machine_says() -> None:
     # 2 forward and 5 backward ops, one gradient handed to its parameter, one empty step.
     assert found.breakdown.host_exposed_s == pytest.approx(2 * 4e-6 + 6 * 3e-6 + 2e-5, rel=1e-6)
     assert found.breakdown.update_s == pytest.approx(1e-5 + 2e-5 + 3e-9 * 2048**2, rel=1e-6)
+    assert found.step_time_s == pytest.approx(
+        products_s + passes_s + 2 * 4e-6 + 6 * 3e-6 + 2e-5 + 3e-5 + 3e-9 * 2048**2, rel=1e-6
+    )
+    # 1.046 of 1.059 s.
+    assert found.bottleneck == "computing on the cpu device (99 % of the step)"
+
+
+@pytest.mark.parametrize(("strategy", "copies"), [("ddp:view", 1), ("ddp", 2)])
+def test_one_bucket_on_two_ranks_is_exposed_where_it_takes_the_cores(
+    strategy: str, copies: int
+) -> None:
+    # The only gradient, of 16 MiB, is ready before a product of 0.34 s, beside which it is reduced:
+    # 0.1 ms and 16.8 ms at 1 GB/s, of which the cores work for 0.8.
+    graph = perceptron([2048, 2048], batch=2048)
+    machine = Machine(rank_spread_ratio=0.0)
+    alone, found = (answer(graph, machine, ranks, strategy=strategy) for ranks in (1, 2))
+    reduced_s = 1e-4 + 4 * 2048**2 / 1e9
+    assert found.breakdown.communication_exposed_s == pytest.approx(0.8 * reduced_s, rel=5e-3)
+    # Copied into the bucket, and back unless gradients are views of it: 2 · 16 MiB at 10 GB/s.
+    copied_s = copies * (2 * 4 * 2048**2 / 1e10 + 1e-6)
+    assert found.breakdown.copies_exposed_s == pytest.approx(copied_s, rel=1e-6)
+    # DDP's own host work of a step, and of its bucket.
+    added_s = found.breakdown.host_exposed_s - alone.breakdown.host_exposed_s
+    assert added_s == pytest.approx(2e-4 + 3e-5, rel=0.02)
+    assert found.step_time_s - alone.step_time_s == pytest.approx(
+        0.8 * reduced_s + copied_s + 2.3e-4, rel=5e-3
+    )

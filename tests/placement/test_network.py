@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from estimator.engine import estimate_graph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
-from estimator.machines.typical import LINK_RATIOS
 from estimator.placement.network import network_in_cluster, network_of
 from estimator.placement.placement import place
-from estimator.placement.topology import PAYLOAD_RATIOS, Cluster, Node
+from estimator.placement.topology import Cluster, Node
 from tests.synthetic import perceptron
 
 GBIT = 1e9 / 8
+# TCP with timestamps at MTU 1500: 1448 bytes of payload in 1514 on the wire.
+TCP = 1448 / 1514
 
 
 def sent(name: str, ranks: int) -> float:
@@ -28,21 +29,21 @@ def sent(name: str, ranks: int) -> float:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "gbits"),
+    # InfiniBand gives 0.93 of a line rate, EFA 0.8 and RoCE 0.9 (sources: machines/typical.py).
     [
-        ("dgx-h100", 1, 400),  # eight cards for eight GPUs: each its own
-        ("dgx-h100", 3, 3 * 400),
-        ("dgx-h100", 8, 8 * 400),
-        ("dgx-2", 1, 100),  # eight cards for sixteen GPUs: two share one
-        ("dgx-2", 2, 100),
-        ("dgx-2", 3, 200),
-        ("h100-p5", 1, 4 * 100),  # thirty-two cards for eight GPUs: four each
-        ("gtx-1080-roce", 1, 40),  # one card for all
-        ("gtx-1080-roce", 4, 40),
+        ("dgx-h100", 1, 0.93 * 400),  # eight cards for eight GPUs: each its own
+        ("dgx-h100", 3, 0.93 * 3 * 400),
+        ("dgx-h100", 8, 0.93 * 8 * 400),
+        ("dgx-2", 1, 0.93 * 100),  # eight cards for sixteen GPUs: two share one
+        ("dgx-2", 2, 0.93 * 100),
+        ("dgx-2", 3, 0.93 * 200),
+        ("h100-p5", 1, 0.8 * 4 * 100),  # thirty-two cards for eight GPUs: four each
+        ("gtx-1080-roce", 1, 0.9 * 40),  # one card for all
+        ("gtx-1080-roce", 4, 0.9 * 40),
     ],
 )
 def test_ranks_of_a_node_use_the_cards_nearest_to_them(name: str, ranks: int, gbits: float) -> None:
-    (link,) = load_profile(name).network
-    assert sent(name, ranks) == pytest.approx(LINK_RATIOS[link.kind] * gbits * GBIT)
+    assert sent(name, ranks) == pytest.approx(gbits * GBIT)
 
 
 def on_tcp(uplink_bytes_per_s: float | None) -> Cluster:
@@ -63,7 +64,7 @@ def test_an_uplink_is_what_all_cards_give_together(uplink: int, ranks: int, gbit
     cluster = on_tcp(uplink * GBIT)
     network = network_in_cluster(load_profile("dgx-h100"), cluster, "a")
     assert network is not None
-    assert network.sent_bytes_per_s(ranks) == pytest.approx(PAYLOAD_RATIOS["tcp"] * gbits * GBIT)
+    assert network.sent_bytes_per_s(ranks) == pytest.approx(TCP * gbits * GBIT)
 
 
 def test_a_measured_flow_is_what_any_number_of_ranks_gets(small_profile: MachineProfile) -> None:
@@ -79,7 +80,7 @@ def test_a_host_that_comes_twice_shares_the_cards_of_both_its_ranks() -> None:
     cluster = on_tcp(3200 * GBIT)
     profile = load_profile("dgx-h100")
     (kind,) = place("a[0]+b[0]+a[1]+b[1]", cluster=cluster, profile=profile).kinds
-    assert kind.nic_bytes_per_s == pytest.approx(PAYLOAD_RATIOS["tcp"] * 800 * GBIT)
+    assert kind.nic_bytes_per_s == pytest.approx(TCP * 800 * GBIT)
 
 
 @given(st.sampled_from(["dgx-h100", "dgx-2", "h100-p5", "a100-p4d", "gb200"]), st.data())

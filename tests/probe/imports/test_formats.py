@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from estimator.errors import ImportedFileError
-from estimator.placement.topology import PAYLOAD_RATIOS
 from estimator.probe.imports.files import recognise
 from estimator.probe.imports.findings import Imported, join
 
@@ -141,10 +140,11 @@ def test_the_nccl_topology_gives_nvlinks_nics_and_sockets() -> None:
     assert found.numa_nodes == {0: 0, 1: 0}
     # NCCL counts 20 GB/s for one NVLink of this generation (src/graph/topo.h).
     assert found.links[0].bandwidth_bytes_per_s == 12 * 20e9
-    # 2500 Mbit/s on an Ethernet controller with a hardware address, less its headers.
+    # 2500 Mbit/s on an Ethernet controller with a hardware address, less its headers: RoCE v2
+    # carries 4096 bytes in 4168.
     (nic,) = found.network
     assert nic.kind == "roce"
-    assert nic.bandwidth_bytes_per_s == pytest.approx(2.5e9 / 8 * PAYLOAD_RATIOS["roce"])
+    assert nic.bandwidth_bytes_per_s == pytest.approx(2.5e9 / 8 * 4096 / 4168)
     assert nic.provenance.source == "datasheet"
 
 

@@ -1,6 +1,6 @@
 """Judge the kernel law on chips it was not fitted to, operator family by operator family.
 
-    python benchmarks/kernel_accuracy.py --data DIR [--bank DIR] [--json]
+    PYTHONPATH=benchmarks python tools/kernel_accuracy.py --data DIR [--bank DIR] [--json]
 
 Every die in turn is left out, with all the boards that carry it (A100 PCIe and SXM are one die),
 the law is fitted to the others, and its predictions of the left-out rows are set beside the plain

@@ -1,12 +1,13 @@
 """Fit the kernel law to published operators and write the file that ships.
 
-    python benchmarks/fit_kernels.py --data DIR --bank DIR [--without SOURCE ...] [--out FILE]
+    PYTHONPATH=benchmarks python tools/fit_kernels.py --data DIR --bank DIR
+        [--without SOURCE ...] [--out FILE]
 
 Products, attention and streams are learnt from tables of operators, convolutions and what goes
-with them from timm's steps, whose graphs are in the bank (`published/timm_bank.py`). `--without`
-leaves sources out, so that what is judged on them was not learnt from them. The error of each
-family is that on dies the law was not fitted to (`kernel_accuracy.py`), that of convolutions the
-one on models of families that were not fitted to.
+with them from timm's steps, whose graphs are in the bank (`benchmarks/published/timm_bank.py`).
+`--without` leaves sources out, so that what is judged on them was not learnt from them. The error
+of each family is that on dies the law was not fitted to (`kernel_accuracy.py`), that of
+convolutions the one on models of families that were not fitted to.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def shipped_law(sources: Sequence[str], folder: Path) -> dict[str, Any]:
             "source": "fitted",
             "at": date.today().isoformat(),
             "samples": len(tables.rows),
-            "note": f"benchmarks/fit_kernels.py on {', '.join(sources)}",
+            "note": f"tools/fit_kernels.py on {', '.join(sources)}",
         },
     }
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 from kernel_tables import OpRow, device_of
+from memory_bound_fit import FIXED_S, fit_streams, stream_key, timing_key, usual_fixed_s
 from numpy.typing import NDArray
 from scipy.optimize import brentq, least_squares
-from sklearn.linear_model import HuberRegressor
 
 from estimator.timeline.chips import Chip, chip_of
 from estimator.timeline.kernel_law import (
@@ -24,7 +24,6 @@ from estimator.timeline.kernel_law import (
     ProductLaw,
     StreamLaw,
     attention_seconds,
-    memory_class,
     product_seconds,
     sustained_ratio,
 )
@@ -64,14 +63,6 @@ AS_THEY_ARE = ("process_exponent", "long_inner", "old_tlb_long_inner")
 # Products of 4096³ in fp16, one after another, on a T4 of 65 Tflop/s and 70 W: a user's
 # measurement, explained by the power limit (NVIDIA developer forum, thread 264462).
 SUSTAINED_SIZE, SUSTAINED_FLOPS_PER_S = 4096, 24e12
-FIXED_S = {
-    "neusight_ops": 1e-5,
-    "aic_gemm": 3e-6,
-    "aic_attention": 2e-5,
-    "hpc_train_ops": 2e-5,
-    "sailor_ops": 3e-5,
-}
-FIXED_CHOICES_S = (2e-6, 5e-6, 1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5)
 ATTENTION_PRIOR: dict[str, tuple[float, float]] = {
     "forward_ratio": (0.6, 1.0),
     "backward_ratio": (0.5, 1.0),
@@ -79,30 +70,10 @@ ATTENTION_PRIOR: dict[str, tuple[float, float]] = {
     "small_head": (30.0, 1.0),
     "memory_ratio": (0.6, 1.0),
 }
-ROW_LENGTHS = (256.0, 1024.0, 1025.0, 4096.0, 8192.0, 32768.0)
-BY_ROW_LENGTH = ("softmax.forward", "normalization.forward")
-# What kernels of families that no table measures reach of a stream: those that walk rows in another
-# order than memory's, or in several passes, less.
-SHARE_PRIORS = {
-    "elementwise": 1.0,
-    "copy": 1.0,
-    "fill": 1.0,
-    "softmax.forward": 0.7,
-    "softmax.backward": 0.5,
-    "normalization.forward": 0.65,
-    "normalization.backward": 0.4,
-    "reduction": 0.8,
-    "pooling": 0.6,
-    "index": 0.5,
-    "loss": 0.6,
-    "other": 0.55,
-}
 # What the last-level cache gives over memory: 2 to 3 times on A100 and H100 (their whitepapers);
 # a kernel after another on one stream starts within 2 µs.
 CACHE_SPEEDUP = 2.5
 START_S = 2e-6
-# The first HBM2 runs its pins at 1.4 of 2 Gbit/s and reaches less of even that.
-OWN_MEMORY = ("gp100",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +100,6 @@ def fit_law(rows: Sequence[OpRow], *, seed: int = 0) -> Fitted:
         streams,
         {"matmul": products_fixed_s, "attention": attention_fixed_s, "streams": streams_fixed_s},
     )
-
-
-def timing_key(row: OpRow) -> str:
-    """Under which name a row's fixed seconds are fitted: a source times each family its own way."""
-    return f"{row.source}.{row.family}"
-
-
-def usual_fixed_s(timing: str) -> float:
-    """Where the fit of a source's fixed seconds starts."""
-    return FIXED_S[timing.split(".")[0]]
 
 
 def drawn(rows: Sequence[OpRow], seed: int) -> list[OpRow]:
@@ -272,113 +233,6 @@ def _bound(name: str, free: float) -> float:
     if name in AS_THEY_ARE:
         return max(float(free), 0.0)
     return float(1.0 / (1.0 + np.exp(-free)) if name in RATIOS else np.exp(free))
-
-
-def fit_streams(rows: Sequence[OpRow]) -> tuple[dict[str, Any], dict[str, float]]:
-    """(section "streams", fixed seconds by timing): memory ratios and shares by Huber's regression.
-
-    log(measured / seconds at the peak rate) is a sum of what the memory and what the kernel leave
-    unused; an elementwise pass forward leaves nothing. Fixed seconds are chosen one by one.
-    """
-    design = _Streams(rows)
-    fixed_s = {timing: usual_fixed_s(timing) for timing in design.timings}
-    for timing in design.timings:
-        fixed_s[timing] = min(
-            FIXED_CHOICES_S, key=lambda value: design.loss({**fixed_s, timing: value})
-        )
-    weights = design.fit(fixed_s)
-    return design.section(weights), fixed_s
-
-
-class _Streams:
-    """The regression's columns: classes of memory, then kernels by the length of their rows."""
-
-    def __init__(self, rows: Sequence[OpRow]) -> None:
-        self.rows = rows
-        self.timings = sorted({timing_key(row) for row in rows})
-        self.memories = sorted({memory_key(row) for row in rows})
-        self.kernels = sorted({stream_key(row) for row in rows} - {"elementwise.forward"})
-        self.columns = [("memory", key, 0.0) for key in self.memories]
-        for key in self.kernels:
-            lengths = ROW_LENGTHS if key in BY_ROW_LENGTH else (1.0,)
-            self.columns += [("kernel", key, length) for length in lengths]
-        self.measured = np.array([row.seconds for row in rows])
-        rates = np.array([device_of(row.machine).memory_bandwidth_bytes_per_s for row in rows])
-        self.ideal_s = np.array([row.moved_bytes for row in rows]) / rates
-        self.matrix = np.array([self._row(row) for row in rows])
-
-    def _row(self, row: OpRow) -> list[float]:
-        key, memory = stream_key(row), memory_key(row)
-        shares = dict(zip(ROW_LENGTHS, _hats(row.dims[1]), strict=True))
-        return [
-            float(name == memory)
-            if kind == "memory"
-            else float(name == key) * (shares[length] if name in BY_ROW_LENGTH else 1.0)
-            for kind, name, length in self.columns
-        ]
-
-    def _target(self, fixed_s: dict[str, float]) -> Array:
-        fixed = np.array([fixed_s[timing_key(row)] for row in self.rows])
-        return np.log(np.maximum(self.measured - fixed, 0.1 * self.measured) / self.ideal_s)
-
-    def fit(self, fixed_s: dict[str, float]) -> Array:
-        """Logs of how many times longer than at the peak rate, column by column.
-
-        Elementwise passes say what the memory gives, all others what their kernels leave of it.
-        """
-        target = self._target(fixed_s)
-        memories = len(self.memories)
-        plain = ~self.matrix[:, memories:].any(axis=1)
-        weights = np.zeros(len(self.columns))
-        weights[:memories] = _huber(self.matrix[plain, :memories], target[plain])
-        if not plain.all():
-            rest = target[~plain] - self.matrix[~plain, :memories] @ weights[:memories]
-            weights[memories:] = _huber(self.matrix[~plain, memories:], rest)
-        return weights
-
-    def loss(self, fixed_s: dict[str, float]) -> float:
-        """Mean relative error of all rows under these fixed seconds."""
-        fixed = np.array([fixed_s[timing_key(row)] for row in self.rows])
-        predicted = fixed + np.exp(self.matrix @ self.fit(fixed_s)) * self.ideal_s
-        return float(np.mean(np.abs(predicted / self.measured - 1.0)))
-
-    def section(self, weights: Array) -> dict[str, Any]:
-        ratios: dict[str, float] = {}
-        shares: dict[str, Any] = dict(SHARE_PRIORS)
-        shares.update((key, []) for key in BY_ROW_LENGTH if key in self.kernels)
-        for (kind, name, length), weight in zip(self.columns, weights, strict=True):
-            value = round(float(np.exp(-weight)), 4)
-            if kind == "memory":
-                ratios[name] = value
-            elif name in BY_ROW_LENGTH:
-                shares[name].append([length, value])
-            else:
-                shares[name] = value
-        general = [value for name, value in ratios.items() if name not in OWN_MEMORY]
-        ratios["other"] = round(float(np.mean(general)), 4)
-        return {"memory_ratios": ratios, "shares": shares}
-
-
-def _huber(matrix: Array, target: Array) -> Array:
-    regressor = HuberRegressor(alpha=1e-3, fit_intercept=False, max_iter=1000)
-    return np.asarray(regressor.fit(matrix, target).coef_)
-
-
-def _hats(length: float) -> Array:
-    """Weights of the row lengths around this one, over the logarithm."""
-    logs = np.log(ROW_LENGTHS)
-    at = float(np.clip(np.log(max(length, 1.0)), logs[0], logs[-1]))
-    return np.array([np.interp(at, logs, unit) for unit in np.eye(len(logs))])
-
-
-def memory_key(row: OpRow) -> str:
-    """Under which name the memory of a row's device is fitted."""
-    return row.die if row.die in OWN_MEMORY else memory_class(row.device)
-
-
-def stream_key(row: OpRow) -> str:
-    """Under which name a row's kernel is fitted."""
-    return f"{row.family}.{'backward' if row.is_backward else 'forward'}"
 
 
 def predict(fitted: Fitted, rows: Sequence[OpRow]) -> Array:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import balance_accuracy
 import pytest
+from testbed_subjects import splits
 
 
 def test_splits_around_the_best_one_keep_the_global_batch_and_include_the_even_one() -> None:
     ranks = (3, 1)
-    found = balance_accuracy.splits_around((8, 4), (7, 7), ranks)
+    found = splits.splits_around((8, 4), (7, 7), ranks)
     assert found[:2] == [(7, 7), (8, 4)]
     # What leaves the single slow rank goes to three fast ones: 3 samples at a time, of 28.
     assert set(found[2:]) == {(9, 1), (6, 10), (5, 13)}
-    found = balance_accuracy.splits_around((12, 8, 4), (8, 8, 8), (2, 2, 2))
+    found = splits.splits_around((12, 8, 4), (8, 8, 8), (2, 2, 2))
     assert {12 - split[0] for split in found} >= {-3, -2, -1, 0, 1, 2, 3, 4}
     assert all(sum(split) == 24 and min(split) >= 1 for split in found)
 
@@ -34,8 +34,8 @@ def record(batches: tuple[int, int], predicted_s: float, measured_s: float | Non
 
 
 def test_gain_and_loss_are_counted_at_the_predicted_best_split() -> None:
-    splits = [record((4, 4), 1.5, 1.4), record((6, 2), 1.0, 1.0), record((5, 3), 1.1, 0.98)]
-    (row,) = balance_accuracy.balances(splits)
+    rows = [record((4, 4), 1.5, 1.4), record((6, 2), 1.0, 1.0), record((5, 3), 1.1, 0.98)]
+    (row,) = splits.balances(rows)
     assert row["predicted_gain_ratio"] == pytest.approx(0.5)
     assert row["gain_ratio"] == pytest.approx(0.4)
     # 50 % instead of 40 % is a quarter too much, though the step itself is exact.
@@ -43,10 +43,10 @@ def test_gain_and_loss_are_counted_at_the_predicted_best_split() -> None:
     assert not row["is_within"]
     assert row["measured_best"] == (5, 3)
     assert row["lost_ratio"] == pytest.approx(1.0 / 0.98 - 1)
-    assert "0 of 1 with step and gain" in "\n".join(balance_accuracy.report(splits))
+    assert "0 of 1 with step and gain" in "\n".join(splits.report(rows))
 
 
 def test_a_case_with_a_split_that_failed_is_not_judged() -> None:
-    splits = [record((4, 4), 1.5, None), record((6, 2), 1.0, 1.0)]
-    assert list(balance_accuracy.balances(splits)) == []
-    assert "0 of 1" in "\n".join(balance_accuracy.report(splits))
+    rows = [record((4, 4), 1.5, None), record((6, 2), 1.0, 1.0)]
+    assert list(splits.balances(rows)) == []
+    assert "0 of 1" in "\n".join(splits.report(rows))

@@ -1,0 +1,75 @@
+"""Declare the options that several benchmarks share, and print what they found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from records import Record, now
+from summary import SummaryRow
+
+# The tables that others measured lie beside the repository.
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def parser_of(manual: str | None) -> argparse.ArgumentParser:
+    """A command line that describes itself by the first line of a module, with ``--json``."""
+    parser = argparse.ArgumentParser(description=(manual or "").splitlines()[0])
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout instead of the tables"
+    )
+    return parser
+
+
+def add_work(parser: argparse.ArgumentParser, folder: str | None) -> None:
+    """``--work``, by default `folder` of ``build/``; None: chosen later."""
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("build", folder) if folder else None,
+        help="where results are kept, and where a further run continues",
+    )
+
+
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    """``--profile``: a file, instead of a probe."""
+    parser.add_argument(
+        "--profile", type=Path, help="a profile of this machine, instead of probing it"
+    )
+
+
+def add_repeats(parser: argparse.ArgumentParser, *, repeats: int | None, steps: int | None) -> None:
+    """``--repeats`` and ``--steps``; None: chosen later."""
+    add = parser.add_argument
+    add("--repeats", type=int, default=repeats, help="fresh launches of each case")
+    add("--steps", type=int, default=steps, help="timed steps in each launch")
+
+
+def add_prediction(parser: argparse.ArgumentParser) -> None:
+    """``--repredict`` and ``--predict-only``."""
+    add = parser.add_argument
+    add("--repredict", action="store_true", help="predict again, and say so where it is too late")
+    add("--predict-only", action="store_true", help="write predictions down, measure nothing")
+
+
+def print_found(
+    options: argparse.Namespace,
+    lines: Iterable[str],
+    *,
+    machine: str | None = None,
+    cases: Sequence[Record],
+    summary: Sequence[SummaryRow] = (),
+    **more: Any,
+) -> None:
+    """The lines for people, or with ``--json`` one object: machine, time, cases, summary."""
+    if not options.json:
+        print("\n".join(lines))
+        return
+    answer = {"machine": machine, "at": now(), "cases": list(cases), **more}
+    if summary:
+        answer["summary"] = [asdict(row) for row in summary]
+    print(json.dumps(answer, allow_nan=False))

@@ -1,0 +1,1 @@
+"""What is judged on testbeds: one module a subject, each with its cases, bench and report."""

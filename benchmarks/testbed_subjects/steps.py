@@ -1,0 +1,153 @@
+"""Steps of models on testbeds: ours beside linear scaling and the forms of Optimus and Pollux.
+
+Each form is fitted to the measured steps of all *other* cases of the same model on that testbed and
+to its step on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+
+from records import Record, Records, measured_fields
+from summary import (
+    Bound,
+    format_rows,
+    format_table,
+    milliseconds,
+    off,
+    percent,
+    summarise,
+)
+from testbed_cases import Case
+from testbed_runs import MACHINE, ModelBench, Trial
+
+from estimator.calibrate.baselines import LinearScaling, OptimusRegressor, PolluxRegressor
+
+BOUNDS = {
+    "computing": Bound(median_ratio=0.08, worst_ratio=0.25),
+    "paced": Bound(median_ratio=0.03, worst_ratio=0.10),
+    "paced fsdp": Bound(median_ratio=0.03, worst_ratio=0.10),
+}
+FORMS = {"linear": LinearScaling, "optimus": OptimusRegressor, "pollux": PolluxRegressor}
+LONG_STEP_S = 1.0
+
+
+class StepBench(ModelBench):
+    """One testbed: each case predicted, and trained as often as asked for."""
+
+    def predict(self, case: Case) -> Record:
+        answer = self.estimate(case, case.allocation)
+        # One rank has nobody to share with.
+        first = case.allocation.split("[")[0] + "[0]"
+        alone = self.estimate(case, first, strategy=case.strategy.partition(":")[0])
+        return {
+            "predicted_s": answer.step_time_s,
+            "low_s": answer.low_s,
+            "high_s": answer.high_s,
+            "alone_s": alone.step_time_s,
+            "batch_per_gpu": answer.batch_per_gpu,
+            "global_batch": answer.global_batch,
+            "breakdown": asdict(answer.breakdown),
+            "bottleneck": answer.bottleneck,
+        }
+
+    def trials(self, case: Case, prediction: Record) -> Iterator[Trial]:
+        is_long = prediction["predicted_s"] >= LONG_STEP_S
+        steps = max(5, self.options.steps // 2) if is_long else self.options.steps
+        yield Trial(key=case.key, run=partial(self.train, case=case, steps=steps))
+
+
+def assemble(cases: Sequence[Case], records: Records) -> list[Record]:
+    """The cases of DESIGN, ours and the scaling forms', failed ones included."""
+    ours = [_assembled(case, records) for case in cases]
+    return [*ours, *_forms(ours)]
+
+
+def _assembled(case: Case, records: Records) -> Record:
+    predictions = records.of("prediction", case.key)
+    prediction = predictions[-1] if predictions else {}
+    failures = records.of("failure" if prediction else "refusal", case.key)
+    measured = measured_fields(records.of("measurement", case.key), failures)
+    measured_at = measured["measured_at"]
+    kept = ("predicted_s", "low_s", "high_s", "alone_s", "batch_per_gpu", "global_batch")
+    return {
+        **case.fields(MACHINE),
+        "accumulation_steps": case.accumulation_steps,
+        **{name: prediction.get(name) for name in kept},
+        "breakdown": prediction.get("breakdown"),
+        **measured,
+        "predicted_at": prediction.get("at"),
+        "predicted_beforehand": measured_at is None or prediction.get("at", "") < measured_at,
+        "status": measured["status"] if prediction else "no_prediction",
+    }
+
+
+def _forms(ours: Sequence[Record]) -> Iterator[Record]:
+    """Each form's prediction of each measured case from the other cases of its model and bed."""
+    whole = [case for case in ours if case["status"] == "ok"]
+    for case in whole:
+        others = [
+            other
+            for other in whole
+            if other is not case and (other["bed"], other["model"]) == (case["bed"], case["model"])
+        ]
+        rows = [_row(other) for other in others]
+        rows += [(1, 1, case["batch_per_gpu"], case["accumulation_steps"])]
+        times = [other["measured_s"] for other in others] + [case["alone_s"]]
+        for name, form in FORMS.items():
+            predicted_s = float(form().fit(rows, times).predict([_row(case)])[0])
+            kind = "" if case["method"] == "paced" else f" ({case['method']})"
+            yield {
+                **case,
+                "method": f"{name}{kind}",
+                "predicted_s": predicted_s,
+                "low_s": None,
+                "high_s": None,
+            }
+
+
+def _row(case: Record) -> tuple[int, int, int, int]:
+    return case["ranks"], case["nodes"], case["batch_per_gpu"], case["accumulation_steps"]
+
+
+def report(found: Sequence[Record]) -> Iterator[str]:
+    """The tables for people."""
+    lines = [["case", "predicted", "measured", "error", "noise", "linear", "optimus", "pollux", ""]]
+    for case in found:
+        if case["method"] not in BOUNDS:
+            continue
+        others = {
+            other["method"].split()[0]: other
+            for other in found
+            if other["id"] == case["id"] and other["method"] not in BOUNDS
+        }
+        remarks = [case["title"]] if case["title"] else []
+        remarks += [case["reason"]] if case["reason"] else []
+        remarks += [] if case["predicted_beforehand"] else ["predicted after measuring"]
+        lines.append(
+            [
+                case["id"],
+                milliseconds(case["predicted_s"]),
+                milliseconds(case["measured_s"]),
+                off(case["predicted_s"], case["measured_s"]),
+                percent(case["noise_ratio"]),
+                *(
+                    off(others[name]["predicted_s"], case["measured_s"]) if name in others else "-"
+                    for name in FORMS
+                ),
+                ", ".join(remarks),
+            ]
+        )
+    yield format_table(lines)
+    yield ""
+    yield format_rows(summarise(found, by=("method",), bounds=BOUNDS))
+    yield ""
+    ours = [{**case, "method": "ours"} for case in found if case["method"] in BOUNDS]
+    for by_bed in (True, False):
+        pool = [{**case, "source": case["bed"]} for case in ours] if by_bed else ours
+        row = summarise(pool, by=("method",))[0]
+        where = "allocations of one model on one testbed" if by_bed else "and across testbeds"
+        share = percent(row.pairs_right_ratio)
+        yield f"order right in {share} of {row.pairs} pairs that differ by ≥ 10 % ({where})"
