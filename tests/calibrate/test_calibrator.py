@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from estimator.calibrate.calibrator import Calibrator
+from estimator.calibrate.corrections import StepCorrections
 from estimator.coefficients import Calibration
 from estimator.engine import estimate_graph
 from estimator.estimates import Estimate
@@ -198,3 +202,57 @@ def test_the_interval_of_a_step_unlike_the_observed_one_is_wider(cluster: Cluste
     cluster.observe("1x2:synthetic", times=5)
     same, unlike = (cluster.estimate(text) for text in ("1x2:synthetic", "1x4:synthetic"))
     assert unlike.high_s / unlike.low_s > 1.1 * same.high_s / same.low_s
+
+
+def test_an_estimate_made_while_a_fit_runs_is_that_of_before(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.estimate("2x2:synthetic")
+    cluster.observe("2x2:synthetic", times=3)
+    before = cluster.estimate("2x2:synthetic").step_time_s
+    meanwhile: list[float] = []
+    fit = StepCorrections.fit
+
+    def slow_fit(self: StepCorrections, *given: Any, **more: Any) -> StepCorrections:
+        with ThreadPoolExecutor(1) as other:
+            asked = other.submit(cluster.estimate, "2x2:synthetic")
+            meanwhile.append(asked.result(timeout=60).step_time_s)
+        return fit(self, *given, **more)
+
+    cluster.calibrator.observe(JOB, "2x2:synthetic", step_time_s=0.5, batch_per_gpu=64)
+    monkeypatch.setattr(StepCorrections, "fit", slow_fit)
+    cluster.calibrator.fit()
+    monkeypatch.undo()
+    assert meanwhile == [before]
+    # And none of them is kept for afterwards.
+    after = cluster.estimate("2x2:synthetic").step_time_s
+    fresh = estimate_graph(
+        JOB, "2x2:synthetic", batch_per_gpu=64, profile=cluster.profile,
+        calibration=Calibrator(cluster.path),
+    )  # fmt: skip
+    assert after == fresh.step_time_s != before
+
+
+def test_every_answer_beside_a_fit_is_of_one_of_its_two_states(cluster: Cluster) -> None:
+    where = ("1x1:synthetic", "1x2:synthetic", "2x2:synthetic", "4x2:synthetic")
+    answers = {text: {cluster.estimate(text).step_time_s} for text in where}
+    rounds, is_over = 6, threading.Event()
+
+    def ask() -> list[tuple[str, float]]:
+        found = []
+        while not is_over.is_set():
+            found += [(text, cluster.estimate(text).step_time_s) for text in where]
+        return found
+
+    with ThreadPoolExecutor(6) as threads:
+        asking = [threads.submit(ask) for _ in range(6)]
+        try:
+            for _ in range(rounds):
+                cluster.observe("1x2:synthetic", "2x2:synthetic")
+                for text in where:
+                    answers[text].add(cluster.estimate(text).step_time_s)
+        finally:
+            is_over.set()
+        found = [pair for each in asking for pair in each.result()]
+    assert len(answers["2x2:synthetic"]) > rounds / 2
+    assert all(step_s in answers[text] for text, step_s in found)
