@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections import Counter, OrderedDict
@@ -20,7 +21,7 @@ from estimator.coefficients import (
     PredictedStep,
     StepQuestion,
 )
-from estimator.errors import EstimatorError
+from estimator.errors import EstimatorError, ObservationError
 from estimator.placement.allocation import Allocation
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # An observation this old counts half: machines, drivers and neighbours change.
 HALF_LIFE_DAYS = 30.0
+# Beyond so many half-lives older ones are alike: a millionth of an observation is as good as none.
+_MOST_HALF_LIVES = 20.0
 _MOST_ANSWERS = 100_000
 _Asked = tuple[str, int, int, str]
 
@@ -46,7 +49,7 @@ class Calibrator:
 
     `store` is an ObservationStore, a path, or None for the user's store. An observation counts half
     as much as one of the same job that is `half_life_days` younger. Raises StoreError where the
-    store cannot be used.
+    store cannot be used, ObservationError for an impossible half-life.
     """
 
     def __init__(
@@ -56,6 +59,10 @@ class Calibrator:
         half_life_days: float = HALF_LIFE_DAYS,
     ) -> None:
         self.store = store if isinstance(store, ObservationStore) else ObservationStore(store)
+        if not 0 < half_life_days < math.inf:
+            raise ObservationError(
+                f"half_life_days is a positive number of days, found {half_life_days}; leave it out"
+            )
         self.half_life_days = half_life_days
         self._learnt = _Learnt()
         self._learning = threading.Lock()
@@ -245,7 +252,7 @@ class _Seen:
             # Aged by what came later, not by the calendar: what is old and alone is all there is.
             newest = max((one.at for one, _ in observed), default=None)
             ages = [(newest - one.at).total_seconds() / 86400 for one, _ in observed if newest]
-            weights = [0.5 ** (age / half_life_days) for age in ages]
+            weights = [0.5 ** min(age / half_life_days, _MOST_HALF_LIVES) for age in ages]
             alike = [other for other in others if other.machines == machines]
             fitted[machines] = StepCorrections(machines).fit(
                 [predicted for _, predicted in observed],

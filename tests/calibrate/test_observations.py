@@ -113,6 +113,13 @@ def test_what_is_known_of_a_workload_is_filled_in_and_kept(kept: ObservationStor
         {"batch_per_gpu": 0},
         {"batch_per_gpu": 2.5},
         {"batch_per_gpu": 2**63},
+        {"batch_per_gpu": 10**5000},
+        {"batch_per_gpu": 10**9 + 1},
+        {"accumulation_steps": 10**7},
+        {"steps": 10**13},
+        {"step_time_s": 1e-10},
+        {"step_time_s": 1e10},
+        {"step_time_s": 10**400},
         {"accumulation_steps": -1},
         {"steps": 0},
         {"spread_ratio": math.nan},
@@ -124,11 +131,58 @@ def test_what_is_known_of_a_workload_is_filled_in_and_kept(kept: ObservationStor
         {"allocation": "two GPUs"},
         {"strategy": "magic"},
         {"at": datetime(2026, 1, 2)},
+        {"at": datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=1)))},
+        {"at": datetime(1969, 12, 31, tzinfo=UTC)},
+        {"at": datetime.now(UTC) + timedelta(days=1, minutes=5)},
+        {"at": datetime(2121, 1, 1, tzinfo=UTC)},
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(EstimatorError, match=r".{30}"):
         seen(**wrong)
+
+
+def test_a_workload_beyond_all_measure_is_refused() -> None:
+    for wrong in ({"parameter_bytes": 10**19}, {"tensors": 10**10}, {"flops_per_sample": 1e31}):
+        with pytest.raises(ObservationError, match=next(iter(wrong))):
+            ObservedWorkload(name="gpt2", **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "accumulation_steps = 10000000",
+        "at = '2130-01-01T00:00:00.000000+00:00'",
+        "at = '0001-01-01T00:00:00.000000+14:00'",
+        "at = 'yesterday'",
+        "allocation = 'two GPUs'",
+        "step_time_s = 'fast'",
+        "batch_per_gpu = 1e300",
+        "source = x'00ff'",
+    ],
+)
+def test_a_row_that_no_observation_can_be_keeps_none_of_the_others_out(
+    change: str, kept: ObservationStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = seen(0.4), seen(0.41)
+    kept.add_many([one, other])
+    kept.close()
+    with contextlib.closing(sqlite3.connect(kept.path)) as connection, connection:
+        connection.execute(f"UPDATE observations SET {change} WHERE number = 1")
+    assert kept.observations(workload="gpt2") == [other]
+    assert list(kept) == [other]
+    # Said once, however often the store is read.
+    assert len([line for line in caplog.messages if one.identity in line]) == 1
+
+
+def test_a_store_without_its_state_is_read_and_written(kept: ObservationStore) -> None:
+    kept.add_many([seen(), seen()])
+    kept.close()
+    with contextlib.closing(sqlite3.connect(kept.path)) as connection, connection:
+        connection.execute("DELETE FROM state")
+    assert (kept.revision, len(kept)) == (1, 2)
+    kept.add(seen())
+    assert (kept.revision, len(kept)) == (2, 3)
 
 
 def test_numbers_of_numpy_are_numbers(kept: ObservationStore) -> None:
