@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from estimator.errors import ProfileError, StoreError, UnknownMachineError
+from estimator.files import write_file
 
 SCHEMA_VERSION = 1
 
@@ -487,6 +487,11 @@ def check_writable(path: Path) -> None:
     """Refuse a place that cannot be written before the work starts, not after it."""
     if path.is_dir():
         raise StoreError(f"{path} is a folder; name a file in it")
+    if path.exists() and not path.is_file():  # a device or a pipe is written to as it is
+        if not os.access(path, os.W_OK):
+            raise StoreError(f"{path} cannot be written to; choose another place")
+        return
+    path = Path(os.path.realpath(path))
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise StoreError(f"{folder} is no folder that can be written to; choose another place")
@@ -502,34 +507,20 @@ def check_machine_name(name: str) -> str:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` through a temporary file beside it; raises StoreError."""
+    """Write `text` to `path`, whole or not at all; raises StoreError."""
     write_bytes_atomically(path, text.encode("utf-8"))
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` through a temporary file beside it; raises StoreError."""
+    """Write `content` to `path`, whole or not at all; raises StoreError."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        write_file(path, content)
     except OSError as error:
         raise StoreError(
             f"cannot write {path} ({error.strerror}); choose another place with --out or "
             "ESTIMATOR_HOME"
         ) from None
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-        _fresh.clear()
-    except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
-        raise StoreError(
-            f"cannot write {path} ({error.strerror}); choose another place with --out or "
-            "ESTIMATOR_HOME"
-        ) from None
+    _fresh.clear()
 
 
 def home() -> Path:
