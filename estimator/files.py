@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
+import io
+import json
 import os
 import secrets
 import stat
 import time
+import zlib
 from pathlib import Path
+from typing import Any
 
 from estimator.units import MIB
 
 # No file of ours or of other tools that people name is as large.
 MOST_BYTES = 64 * MIB
+# A value of a JSON file takes some 100 bytes once read, and as few as 2 in the file.
+MOST_ITEMS = 4_000_000
 _PARTIAL = ".partial"
 # A write takes seconds; what is older was left by a process that was killed.
 _ABANDONED_S = 3600.0
@@ -47,6 +54,41 @@ def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> 
         return read_file(path, most_bytes=most_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise OSError(errno.EILSEQ, f"it is no UTF-8 text at byte {error.start}") from None
+
+
+def unpack(content: bytes, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """What gzip has packed; raises ValueError where it is damaged or unpacks to too much."""
+    try:
+        with gzip.open(io.BytesIO(content)) as stream:
+            unpacked = stream.read(most_bytes + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"cannot be unpacked: {error}") from None
+    if len(unpacked) > most_bytes:
+        raise ValueError(f"unpacks to more than {most_bytes // MIB} MiB")
+    return unpacked
+
+
+def parse_json(content: str | bytes, *, most_items: int = MOST_ITEMS) -> Any:
+    """The values of a JSON text; raises ValueError, in words for people, where there are none.
+
+    >>> parse_json("[1")
+    Traceback (most recent call last):
+    ...
+    ValueError: not JSON at line 1
+    """
+    if isinstance(content, bytes):
+        content = content.decode("utf-8-sig")
+    items = content.count(",") + content.count("[") + content.count("{")
+    if items > most_items:
+        raise ValueError(f"more than {most_items} values")
+    try:
+        return json.loads(content)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON at line {error.lineno}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except ValueError:
+        raise ValueError("a number of more than 4300 digits") from None
 
 
 def write_file(path: Path, content: bytes) -> None:

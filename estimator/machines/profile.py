@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 import threading
@@ -21,8 +20,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from estimator.errors import ProfileError, StoreError, UnknownMachineError
-from estimator.files import write_file
+from estimator.errors import ProfileError, StoreError, UnknownMachineError, printable, quoted
+from estimator.files import parse_json, read_text, write_file
+from estimator.tensors import OpCall
 
 SCHEMA_VERSION = 1
 
@@ -46,18 +46,28 @@ CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcas
 Reach = Literal["device_switch", "socket", "node", "rack", "cluster"]
 
 
+# Beyond any quantity of a machine, and few enough digits that products stay finite.
+_LEAST, _MOST = 1e-30, 1e30
+
+
 def _check_positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{type(owner).__name__}.{name} must be positive, found {value}")
+        if value is not None and not _LEAST <= value <= _MOST:
+            raise ValueError(
+                f"{type(owner).__name__}.{name} must be positive, at most {_MOST:g}, found "
+                f"{quoted(value)}"
+            )
 
 
 def _check_not_negative(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{type(owner).__name__}.{name} must not be negative, found {value}")
+        if value is not None and not 0 <= value <= _MOST:
+            raise ValueError(
+                f"{type(owner).__name__}.{name} must be 0 or more, at most {_MOST:g}, found "
+                f"{quoted(value)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +105,17 @@ class Device:
     def __post_init__(self) -> None:
         _check_positive(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
         for dtype, rate in self.peak_flops_per_s.items():
-            if not (math.isfinite(rate) and rate > 0):
-                raise ValueError(f"Device.peak_flops_per_s[{dtype}] must be positive, found {rate}")
+            if not _LEAST <= rate <= _MOST:
+                raise ValueError(
+                    f"Device.peak_flops_per_s[{quoted(dtype)}] must be positive, found {rate}"
+                )
 
     @property
     def compute_capability(self) -> float | None:
         """NVIDIA's number for what a chip can do, such as 8.0; None where it is not known."""
         text = str(self.details.get("compute_capability", ""))
         # AMD's are names, such as gfx90a.
-        return float(text) if text.replace(".", "", 1).isdigit() else None
+        return float(text) if re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3})?", text) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +149,7 @@ class Link:
 
 def _check_points(owner: object, points: Iterable[tuple[float, float]]) -> None:
     for size, seconds in points:
-        if not (math.isfinite(size) and size >= 0 and math.isfinite(seconds) and seconds > 0):
+        if not (0 <= size <= _MOST and _LEAST <= seconds <= _MOST):
             raise ValueError(
                 f"{type(owner).__name__}.points must be (bytes >= 0, seconds > 0), "
                 f"found ({size}, {seconds})"
@@ -204,7 +216,7 @@ class PairMatrix:
             if len(rows) != len(self.hosts) or any(len(row) != len(self.hosts) for row in rows):
                 raise ValueError(f"PairMatrix.{name} must be square, one row per host")
             for value in (cell for row in rows for cell in row if cell is not None):
-                if not (math.isfinite(value) and value > 0):
+                if not _LEAST <= value <= _MOST:
                     raise ValueError(f"PairMatrix.{name} must be positive, found {value}")
 
 
@@ -250,6 +262,10 @@ class KernelPoint:
     def __post_init__(self) -> None:
         _check_positive(self, "warm_s", "cold_s")
         _check_not_negative(self, "spread_ratio")
+        try:
+            OpCall.decode(dict(self.call))
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"KernelPoint.call is no call of an operator: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,8 +387,10 @@ class UpdateCost:
             self, "launch_s", "per_tensor_s", "per_parameter_s", "per_idle_parameter_s"
         )
         for tensors, parameters, seconds in self.points:
-            if not (tensors > 0 and parameters > 0 and seconds > 0):
+            if not all(_LEAST <= value <= _MOST for value in (tensors, parameters, seconds)):
                 raise ValueError("UpdateCost.points must be (tensors, parameters, seconds) > 0")
+        if not all(0 <= value <= _MOST for lane in self.lanes for value in lane):
+            raise ValueError("UpdateCost.lanes must be numbers from 0 on")
 
     def update_time_s(self, *, tensors: int, parameters: int, idle: float = 0.0) -> float:
         """Seconds of a step; `idle` of the `parameters` elements in `tensors` tensors are idle."""
@@ -440,16 +458,24 @@ class MachineProfile:
         try:
             return _adapter().validate_python(_of_this_version(data))  # type: ignore[no-any-return]
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "top level"
+            first = error.errors(include_url=False, include_context=False)[0]
+            where = printable(".".join(str(part) for part in first["loc"])) or "top level"
             raise ProfileError(
-                f"{origin} is not a machine profile ({where}: {first['msg']}); "
+                f"{origin} is not a machine profile ({where}: {printable(_reason(first))}); "
                 "run 'estimator probe' to write a new one"
             ) from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON, whole or not at all."""
         write_text_atomically(Path(path), json.dumps(self.to_dict(), indent=1, allow_nan=False))
+
+
+def _reason(error: Mapping[str, Any]) -> str:
+    """What pydantic found wrong, in the words of a file rather than of Python."""
+    text = str(error["msg"]).removeprefix("Value error, ")
+    for name, meant in (("valid tuple", "list"), ("valid dictionary", "table of names and values")):
+        text = text.replace(f"should be a {name}", f"should be a {meant}")
+    return text
 
 
 @lru_cache(maxsize=1)
@@ -655,22 +681,18 @@ def _file_state(path: str) -> _FileState | None:
 
 def _read_profile(path: Path) -> MachineProfile:
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read_text(path)
     except FileNotFoundError:
         raise UnknownMachineError(
             f"there is no profile file {path}; run 'estimator probe --out {path}'"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read profile {path} ({error}); check the file") from None
+    except OSError as error:
+        raise ProfileError(f"cannot read profile {path} ({error.strerror}); check the file, or run "
+            "'estimator probe' to write a new one") from None
     try:
-        data = json.loads(content)
-    except json.JSONDecodeError as error:
+        data = parse_json(content)
+    except ValueError as error:
         raise ProfileError(
-            f"{path} is damaged (not JSON at line {error.lineno}); run 'estimator probe' to write "
-            "a new one"
-        ) from None
-    except RecursionError:
-        raise ProfileError(
-            f"{path} is no profile (nested too deeply); run 'estimator probe' to write a new one"
+            f"{path} is damaged ({error}); run 'estimator probe' to write a new one"
         ) from None
     return MachineProfile.from_dict(data, origin=str(path))
