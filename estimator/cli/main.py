@@ -17,8 +17,9 @@ import click
 
 from estimator.cli.calibrate import calibrate
 from estimator.cli.console import print_json, print_tables, progress, remark, waiting
+from estimator.cli.options import Amount, Count
 from estimator.cli.request import Request
-from estimator.errors import EstimatorError, ModelError, ProfileError
+from estimator.errors import EstimatorError, ModelError, ProfileError, UnknownMachineError
 from estimator.workload import OPTIMIZERS, PRECISIONS
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; wrong input ends with one sentence on stderr and exit code 2."""
+    if sys.stdout is None:
+        sys.exit(_refuse("stdout is closed, so nothing can be printed; redirect it to a file"))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # A terminal or pipe without Unicode gets '?' rather than a traceback.
@@ -60,6 +63,10 @@ def _run(arguments: Sequence[str] | None) -> int | None:
         code = _refuse(error.format_message())
     except EstimatorError as error:
         code = _refuse(str(error))
+    except (ArithmeticError, MemoryError, RecursionError) as error:
+        # What no check has met; the input is none that can be computed with.
+        reason = f"{type(error).__name__}: {error}".rstrip(": ")
+        code = _refuse(f"the input leads to what cannot be computed ({reason}); correct its numbers")
     except (click.Abort, KeyboardInterrupt):
         click.echo("estimator: interrupted", err=True)
         code = INTERRUPTED
@@ -124,10 +131,10 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str | N
 @commands.command()
 @click.option("--name", default="local", callback=_machine_name, help="What to call this machine.")
 @click.option(
-    "--devices", type=click.IntRange(min=1), help="Core groups of the CPU, or ranks per node."
+    "--devices", type=Count(), help="Core groups of the CPU, or ranks per node."
 )
 @click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
-@click.option("--budget", type=click.FloatRange(min=1), default=60.0, help="Seconds to spend.")
+@click.option("--budget", type=Amount(most=1e6), default=60.0, help="Seconds to spend.")
 @click.option("--thorough", is_flag=True, help="Measure more sizes; takes several budgets.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 @click.option(
@@ -135,7 +142,7 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str | N
     type=click.Choice(["slurm", "mpi", "k8s"]),
     help="Print what starts a probe of several nodes instead.",
 )
-@click.option("--nodes", type=click.IntRange(min=1), help="Nodes, each with --devices ranks.")
+@click.option("--nodes", type=Count(), help="Nodes, each with --devices ranks.")
 def probe(
     name: str,
     devices: int | None,
@@ -225,7 +232,7 @@ def list_machines() -> None:
     for name, path in known_machines().items():
         try:
             machines[name] = (path, load_profile(path))
-        except ProfileError:
+        except (ProfileError, UnknownMachineError):  # damaged, or a link that leads nowhere
             machines[name] = (path, None)
     print_tables(machines_report(machines, store=home()))
     if not any(path.is_relative_to(home()) for path, _ in machines.values()):
@@ -363,7 +370,7 @@ def _calibration(
 
 def _workload_options(command: Command) -> Command:
     """Give a command MODEL and the options that make a Request."""
-    positive = click.IntRange(min=1)
+    positive = Count()
     for option in (
         click.option("--measure", is_flag=True, help="Time this model's own operators first."),
         click.option(
@@ -412,8 +419,8 @@ _on_option = click.option("--on", required=True, metavar="ALLOCATION", help="Suc
 @commands.command()
 @_workload_options
 @_on_option
-@click.option("--samples", type=click.FloatRange(min=1), help="Also say how long these take.")
-@click.option("--tokens", type=click.FloatRange(min=1), help="Also say how long these take.")
+@click.option("--samples", type=Amount(), help="Also say how long these take.")
+@click.option("--tokens", type=Amount(), help="Also say how long these take.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Perfetto timeline here.")
 def estimate(
@@ -548,9 +555,9 @@ def _compare_strategies(
 @click.option(
     "--on", required=True, multiple=True, metavar="ALLOCATION", help="Such as 1x2:local; repeat."
 )
-@click.option("--repeats", type=click.IntRange(min=3), default=5, help="Fresh runs of each.")
-@click.option("--steps", type=click.IntRange(min=1), default=15, help="Steps timed in a run.")
-@click.option("--warmup", type=click.IntRange(min=2), default=3, help="Steps before those.")
+@click.option("--repeats", type=Count(3), default=5, help="Fresh runs of each.")
+@click.option("--steps", type=Count(), default=15, help="Steps timed in a run.")
+@click.option("--warmup", type=Count(2), default=3, help="Steps before those.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 def validate(
     on: tuple[str, ...], repeats: int, steps: int, warmup: int, as_json: bool, **options: Any

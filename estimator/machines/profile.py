@@ -20,7 +20,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from estimator.errors import ProfileError, StoreError, UnknownMachineError, printable, quoted
+from estimator.errors import (
+    MOST_QUOTED,
+    ProfileError,
+    StoreError,
+    UnknownMachineError,
+    printable,
+    quoted,
+)
 from estimator.files import parse_json, read_text, write_file
 from estimator.tensors import OpCall
 
@@ -455,6 +462,12 @@ class MachineProfile:
         """Check and build a profile from plain JSON values; raises ProfileError naming `origin`."""
         from pydantic import ValidationError
 
+        text = _unprintable(data)
+        if text is not None:
+            raise ProfileError(
+                f"{origin} is not a machine profile ({quoted(text)} has unprintable characters); "
+                "run 'estimator probe' to write a new one"
+            )
         try:
             return _adapter().validate_python(_of_this_version(data))  # type: ignore[no-any-return]
         except ValidationError as error:
@@ -468,6 +481,21 @@ class MachineProfile:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON, whole or not at all."""
         write_text_atomically(Path(path), json.dumps(self.to_dict(), indent=1, allow_nan=False))
+
+
+def _unprintable(data: Any) -> str | None:
+    """A text in JSON values that would move a terminal's cursor, or None."""
+    left = [data]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            if not value.isprintable():
+                return value
+        elif isinstance(value, Mapping):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            left += value
+    return None
 
 
 def _reason(error: Mapping[str, Any]) -> str:
@@ -527,7 +555,7 @@ def check_machine_name(name: str) -> str:
     """The name of a machine type, if it can stand in an allocation; raises ProfileError."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name):
         raise ProfileError(
-            f"'{name}' cannot stand in an allocation; use letters, digits, '.', '_' and '-'"
+            f"{quoted(name)} cannot stand in an allocation; use letters, digits, '.', '_' and '-'"
         )
     return name
 
@@ -654,15 +682,21 @@ def _find_profile(text: str) -> tuple[str, _FileState | None]:
                 return path, state
     if text.endswith(".json") or os.sep in text:
         return text, _file_state(text)
-    hint = "run 'estimator probe' first" if text.startswith("local") else _close_to(text)
-    raise UnknownMachineError(f"no machine profile is called '{text}'; {hint}")
+    if text.startswith("local"):
+        store = home()
+        hint = "run 'estimator probe' first"
+        if store.exists() and not store.is_dir():
+            hint = f"ESTIMATOR_HOME is {store}, no folder: name one, then run 'estimator probe'"
+    else:
+        hint = _close_to(text)
+    raise UnknownMachineError(f"no machine profile is called {quoted(text)}; {hint}")
 
 
 def _close_to(text: str) -> str:
     """What to do about a name that no machine has: those it may have meant, at most five."""
     from difflib import get_close_matches
 
-    known, asked = list(known_machines()), text.lower()
+    known, asked = list(known_machines()), text[:MOST_QUOTED].lower()
     within = [name for name in known if asked and asked in name]
     within.sort(key=lambda name: (not name.startswith(asked), len(name)))
     alike = get_close_matches(asked, known, n=_MOST_NAMED)

@@ -202,7 +202,7 @@ class Cluster:
 
 def _node(entry: Mapping[str, Any]) -> Node:
     machine = entry.get("machine")
-    if not isinstance(machine, str):
+    if not isinstance(machine, str) or not machine.isprintable():
         raise TopologyError('a node has no machine; write machine = "h100-sxm"')
     slowdown = entry.get("slowdown", 1.0)
     if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)):
