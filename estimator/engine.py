@@ -40,7 +40,7 @@ from estimator.timeline.plan import (
 from estimator.timeline.ranks import StepShape
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import Groups
-from estimator.workload import Strategy
+from estimator.workload import MOST_ACCUMULATION, MOST_GLOBAL_BATCH, Strategy, check_count
 
 # Compiled programs of some thousand (graph, machine, batch) and what their estimates share.
 CACHE_BYTES = 512 << 20
@@ -117,10 +117,9 @@ class Engine:
     ) -> _Asked:
         """Check what is asked of a placement and compile its ranks; raises WorkloadError."""
         parsed = Strategy.parse(strategy)
-        if accumulation_steps < 1:
-            raise WorkloadError(
-                f"accumulation steps must be at least 1, found {accumulation_steps}"
-            )
+        accumulation_steps = check_count(
+            accumulation_steps, "accumulation steps", most=MOST_ACCUMULATION
+        )
         batches = _batches(graph, placement, batch_per_gpu, global_batch, accumulation_steps)
         mesh = Mesh.data_parallel(placement, parsed, micro_batches=accumulation_steps)
         shape = StepShape(parsed, accumulation_steps)
@@ -230,10 +229,11 @@ def _batches(
     if batch_per_gpu is not None and global_batch is not None:
         raise WorkloadError("give either the batch per device or the global batch, not both")
     if global_batch is not None:
+        global_batch = check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
         return (_even_batch(placement, global_batch, accumulation_steps),) * groups
     if batch_per_gpu is None:
         return None if graph.batch is None else (graph.batch,) * groups
-    if isinstance(batch_per_gpu, Sequence):
+    if isinstance(batch_per_gpu, Sequence) and not isinstance(batch_per_gpu, str):
         given = tuple(batch_per_gpu)
     else:
         given = (batch_per_gpu,) * groups
@@ -242,15 +242,13 @@ def _batches(
             f"{len(given)} batches were given for '{placement.allocation}', whose groups are "
             f"{groups}; give one for each group, or one number for all"
         )
-    if min(given) < 1:
-        raise WorkloadError(f"batch size must be at least 1, found {min(given)}")
-    return given
+    return tuple(map(check_count, given))
 
 
 def _even_batch(placement: Placement, global_batch: int, accumulation_steps: int) -> int:
     ranks = placement.ranks
     shares = ranks * accumulation_steps
-    if global_batch < 1 or global_batch % shares:
+    if global_batch % shares:
         by_speed = ""
         if placement.is_mixed and global_batch >= shares:
             by_speed = ", or ask 'estimate', which splits by speed"
@@ -258,7 +256,7 @@ def _even_batch(placement: Placement, global_batch: int, accumulation_steps: int
             f"global batch {global_batch} cannot be split evenly over {ranks} ranks and "
             f"{accumulation_steps} accumulation steps; use a multiple of {shares}{by_speed}"
         )
-    return global_batch // shares
+    return check_count(global_batch // shares)
 
 
 def _answered(plan: StepPlan, asked: _Asked) -> Estimate:

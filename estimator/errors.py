@@ -19,6 +19,9 @@ EstimatorError
 
 from __future__ import annotations
 
+# An error quotes so much of what it found; the rest is cut.
+MOST_QUOTED = 100
+
 
 class EstimatorError(Exception):
     """Root of every error that the package raises on purpose."""
@@ -78,3 +81,29 @@ class TrainingError(EstimatorError, RuntimeError):
 
 class StoreError(EstimatorError, OSError):
     """A file of the user's store cannot be read or written."""
+
+
+def quoted(value: object) -> str:
+    """What was found, as an error quotes it: printable, in one line, and not long.
+
+    >>> quoted("two\\nlines"), quoted(10**5000)
+    ("'two\\\\nlines'", 'a number of more than 4300 digits')
+    """
+    if isinstance(value, str):
+        value = value[: MOST_QUOTED + 1]
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no longer integers
+        return "a number of more than 4300 digits"
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """A text without what would move a terminal's cursor, in one line, and not long.
+
+    >>> printable("a\\x1b[31mb")
+    'a\\\\x1b[31mb'
+    """
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= MOST_QUOTED else f"{text[:MOST_QUOTED]}..."

@@ -31,6 +31,8 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
+# torch counts elements in 64 bits; its tensors have at most 64 dimensions.
+MOST_EXTENT, MOST_DIMENSIONS = 2**63 - 1, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +119,19 @@ class OpCall:
     @classmethod
     def decode(cls, data: dict[str, Any]) -> OpCall:
         """The inverse of `encode`; raises KeyError, TypeError or ValueError on anything else."""
-        keywords = data.get("keywords", {})
+        target, keywords = data["target"], data.get("keywords", {})
+        if not isinstance(target, str) or not target or not isinstance(keywords, dict):
+            raise ValueError("an operator has no name, or keywords that are none")
+        arguments, outputs = decode_tree(data["arguments"]), decode_tree(data["outputs"])
+        if not isinstance(arguments, tuple) or not isinstance(outputs, tuple):
+            raise ValueError(f"the arguments or outputs of {target[:60]} are no list")
+        if not all(isinstance(spec, TensorSpec) for spec in outputs):
+            raise ValueError(f"an output of {target[:60]} is no tensor")
         return cls(
-            target=str(data["target"]),
-            arguments=decode_tree(data["arguments"]),
+            target=target,
+            arguments=arguments,
             keywords=tuple((name, decode_tree(value)) for name, value in keywords.items()),
-            outputs=decode_tree(data["outputs"]),
+            outputs=outputs,
         )
 
 
@@ -141,16 +150,34 @@ def encode_tree(tree: Any) -> Any:
 
 
 def decode_tree(data: Any) -> Any:
-    """The inverse of `encode_tree`; lists come back as tuples."""
+    """The inverse of `encode_tree`; lists come back as tuples. Raises KeyError, ValueError."""
     if isinstance(data, dict):
         if "f" in data:
             return float(data["f"])
         strides = data.get("s")
-        return TensorSpec(
-            shape=tuple(int(size) for size in data["t"]),
-            dtype=str(data["d"]),
-            strides=None if strides is None else tuple(int(stride) for stride in strides),
+        spec = TensorSpec(
+            shape=_extents(data["t"]),
+            dtype=data["d"],
+            strides=None if strides is None else _extents(strides),
         )
+        if not isinstance(spec.dtype, str):
+            raise ValueError("the type of a tensor's elements is no text")
+        if strides is not None and len(strides) != len(spec.shape):
+            raise ValueError("a tensor has not as many strides as dimensions")
+        if spec.numel > MOST_EXTENT:
+            raise ValueError("a tensor has more than 2^63 elements")
+        return spec
     if isinstance(data, list):
         return tuple(decode_tree(item) for item in data)
+    if type(data) is int and abs(data) > 2 * MOST_EXTENT + 1:
+        raise ValueError("an argument is a number of more than 64 bits")
     return data
+
+
+def _extents(sizes: Any) -> tuple[int, ...]:
+    """Sizes or strides as they stand in JSON."""
+    if not isinstance(sizes, list | tuple) or len(sizes) > MOST_DIMENSIONS:
+        raise ValueError(f"a tensor has no list of at most {MOST_DIMENSIONS} sizes")
+    if any(type(size) is not int or not 0 <= size <= MOST_EXTENT for size in sizes):
+        raise ValueError("a size of a tensor is no whole number from 0 to 2^63")
+    return tuple(sizes)

@@ -9,6 +9,8 @@ import math
 import re
 from collections.abc import Sequence
 
+from estimator.errors import quoted
+
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
@@ -25,7 +27,9 @@ _SIZE_FACTORS = {
     "gib": GIB,
     "tib": 1 << 40,
 }
-_SIZE_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+# Digits enough for any quantity, and few enough that it stays finite.
+_NUMBER = r"([0-9]{1,24}(?:\.[0-9]{1,24})?)"
+_SIZE_PATTERN = re.compile(rf"\s*{_NUMBER}\s*([A-Za-z]*)\s*")
 
 
 def parse_size_bytes(text: str) -> int:
@@ -36,7 +40,7 @@ def parse_size_bytes(text: str) -> int:
     """
     match = _SIZE_PATTERN.fullmatch(text)
     if match is None or match.group(2).lower() not in _SIZE_FACTORS:
-        raise ValueError(f"'{text}' is not a size; write a number and a unit such as 25MiB")
+        raise ValueError(f"{quoted(text)} is not a size; write a number and a unit such as 25MiB")
     return round(float(match.group(1)) * _SIZE_FACTORS[match.group(2).lower()])
 
 
@@ -51,7 +55,7 @@ _RATE_FACTORS = {
     "mb/s": 1e6,
     "gb/s": 1e9,
 }
-_RATE_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+/s)\s*")
+_RATE_PATTERN = re.compile(rf"\s*{_NUMBER}\s*([A-Za-z]+/s)\s*")
 
 
 def parse_bandwidth_bytes_per_s(text: str) -> float:
@@ -62,7 +66,9 @@ def parse_bandwidth_bytes_per_s(text: str) -> float:
     """
     match = _RATE_PATTERN.fullmatch(text)
     if match is None or match.group(2).lower() not in _RATE_FACTORS:
-        raise ValueError(f"'{text}' is not a rate; write a number and a unit such as 10 Gbit/s")
+        raise ValueError(
+            f"{quoted(text)} is not a rate; write a number and a unit such as 10 Gbit/s"
+        )
     return float(match.group(1)) * _RATE_FACTORS[match.group(2).lower()]
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import reprlib
+import operator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, SupportsIndex
 
-from estimator.errors import StrategyError
+from estimator.errors import StrategyError, WorkloadError, quoted
 from estimator.units import MIB, parse_bandwidth_bytes_per_s, parse_size_bytes
 
 Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw"]
@@ -23,6 +22,7 @@ OPTIMIZER_STATE_TENSORS = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
 # bucket_cap_mb defaults to 25 MiB with a first bucket of kDefaultFirstBucketBytes = 1 MiB.
 DEFAULT_BUCKET_CAP_BYTES = 25 * MIB
 DEFAULT_FIRST_BUCKET_BYTES = MIB
+_MOST_BUCKET_BYTES, _MOST_RATE = 10**15, 1e15
 
 
 def check_optimizer(optimizer: Any) -> str:
@@ -34,15 +34,13 @@ def check_optimizer(optimizer: Any) -> str:
     'adamw'
     """
     groups = getattr(optimizer, "param_groups", None)
-    found = reprlib.repr(optimizer).strip("'") if groups is None else type(optimizer).__name__
-    name = found.lower()
-    if groups is None and not isinstance(optimizer, str):
-        name = ""
+    found = optimizer if groups is None else type(optimizer).__name__
+    name = found.lower() if isinstance(found, str) else ""
     if name == "sgd" and any(group.get("momentum") for group in groups or ()):
         name = "sgd-momentum"
     if name not in OPTIMIZERS:
         raise StrategyError(
-            f"optimizer '{found}' is unknown; choose one of {', '.join(OPTIMIZERS)}"
+            f"optimizer {quoted(found)} is unknown; choose one of {', '.join(OPTIMIZERS)}"
         )
     return name
 
@@ -50,8 +48,34 @@ def check_optimizer(optimizer: Any) -> str:
 def check_precision(text: str) -> str:
     """The precision's name, or StrategyError."""
     if text not in PRECISIONS:
-        raise StrategyError(f"precision '{text}' is unknown; choose one of {', '.join(PRECISIONS)}")
+        raise StrategyError(
+            f"precision {quoted(text)} is unknown; choose one of {', '.join(PRECISIONS)}"
+        )
     return text
+
+
+# More samples than any training set has in a step, and more micro-batches than any step.
+MOST_BATCH, MOST_GLOBAL_BATCH, MOST_ACCUMULATION = 10**9, 10**15, 10**6
+
+
+def check_count(value: object, what: str = "batch size", *, most: int = MOST_BATCH) -> int:
+    """A number of samples or of micro-batches, or WorkloadError.
+
+    >>> check_count(8)
+    8
+    """
+    number = None
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        number = operator.index(value)
+    if number is None:
+        found = "a whole number"
+    elif number < 1:
+        found = "at least 1"
+    elif number > most:
+        found = f"at most {most:g}"
+    else:
+        return number
+    raise WorkloadError(f"{what} must be {found}, found {quoted(value)}; correct it")
 
 
 def peak_dtype(precision: str) -> str:
@@ -141,13 +165,17 @@ class Strategy:
                 f"a model is sharded over at least 1 rank, found {self.shard}; write fsdp:shard=8"
             )
         for value in (self.bucket_cap_bytes, self.first_bucket_bytes):
-            if value is not None and value < 1:
-                raise StrategyError("a bucket holds at least 1 byte; write a size such as 25MiB")
+            if value is not None and not 1 <= value <= _MOST_BUCKET_BYTES:
+                raise StrategyError(
+                    f"a bucket holds 1 to {_MOST_BUCKET_BYTES:g} bytes; write a size such as 25MiB"
+                )
         if self.kind == "ps" and self.servers < 1:
             raise StrategyError("a parameter-server job has at least 1 server; write ps:1")
         rate = self.server_bytes_per_s
-        if rate is not None and not (math.isfinite(rate) and rate > 0):
-            raise StrategyError(f"a server's link has a positive rate, found {rate}; write 1Gbit/s")
+        if rate is not None and not 1 / _MOST_RATE <= rate <= _MOST_RATE:
+            raise StrategyError(
+                f"a server's link has a positive rate, found {rate:g} B/s; write 1Gbit/s"
+            )
 
     @property
     def first_cap_bytes(self) -> int:
@@ -243,7 +271,7 @@ def _read(text: str) -> Strategy:
     kind = _ALIASES.get(name, name)
     if kind not in _KINDS:
         raise StrategyError(
-            f"strategy '{text}' is unknown; write one of {', '.join(_KINDS)}, or with knobs as "
+            f"strategy {quoted(text)} is unknown; write one of {', '.join(_KINDS)}, or with knobs as "
             "in ddp:bucket=5MiB,view"
         )
     options: dict[str, object] = {"kind": kind}
@@ -251,11 +279,11 @@ def _read(text: str) -> Strategy:
         try:
             options |= _read_knob(kind, knob)
         except ValueError as error:
-            raise StrategyError(f"strategy '{text}': {error}") from None
+            raise StrategyError(f"strategy {quoted(text)}: {error}") from None
     try:
         return Strategy(**options)  # type: ignore[arg-type]
     except StrategyError as error:
-        raise StrategyError(f"strategy '{text}': {error}") from None
+        raise StrategyError(f"strategy {quoted(text)}: {error}") from None
 
 
 def _read_knob(kind: str, knob: str) -> dict[str, object]:
@@ -287,7 +315,7 @@ def _read_knob(kind: str, knob: str) -> dict[str, object]:
         return {"asynchronous": True}
     if kind == "ps" and name == "link":
         return {"server_bytes_per_s": parse_bandwidth_bytes_per_s(value)}
-    if kind == "ps" and knob.isdigit() and len(knob) < 7:
+    if kind == "ps" and knob.isascii() and knob.isdigit() and len(knob) < 7:
         return {"servers": int(knob)}
     known = {
         "ddp": "bucket=, first=, view, unbucketed",
@@ -296,7 +324,7 @@ def _read_knob(kind: str, knob: str) -> dict[str, object]:
         "fsdp": "shard= a number of ranks, no_sync, no_reshard, param= and reduce= a dtype",
         "ps": "a number of servers, async, link=, bucket=, first=, unbucketed",
     }[kind]
-    raise ValueError(f"'{knob}' is no knob of {kind}; its knobs are {known}")
+    raise ValueError(f"{quoted(knob)} is no knob of {kind}; its knobs are {known}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -486,6 +487,20 @@ def test_a_place_that_cannot_be_written_is_refused_before_probing(
     assert (
         str(file if place == "under_a_file" else path) in command("probe", "--out", path).sentence
     )
+
+
+def test_a_trace_goes_through_what_is_no_file(
+    command: Command, given_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = f"{given_file('model.py', TINY)}:mlp"
+    link = tmp_path / "link"
+    link.symlink_to("/dev/null")
+    for place in ("/dev/null", link):
+        answer = command("estimate", model, "--on", "1x1:local", "--trace", place)
+        assert (answer.code, answer.err) == (0, "")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    assert link.is_symlink()
+    link.unlink()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind root")

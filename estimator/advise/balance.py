@@ -24,7 +24,7 @@ from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.placement import Placement
 from estimator.placement.topology import Cluster
-from estimator.workload import Strategy
+from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
 
 Array = NDArray[np.float64]
 Split = tuple[int, ...]
@@ -90,6 +90,7 @@ def balance(
         even = answer_of(None)
         return Balance(answer=even, even=even)
     ranks = tuple(group.ranks for group in placement.allocation.groups)
+    global_batch = check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
     needed = sum(ranks) * accumulation_steps
     if global_batch < needed:
         raise WorkloadError(

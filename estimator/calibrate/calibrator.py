@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from estimator.calibrate.database import PATIENCE_S
@@ -19,7 +21,7 @@ from estimator.coefficients import (
     PredictedStep,
     StepQuestion,
 )
-from estimator.errors import EstimatorError
+from estimator.errors import EstimatorError, ObservationError
 from estimator.placement.allocation import Allocation
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # An observation this old counts half: machines, drivers and neighbours change.
 HALF_LIFE_DAYS = 30.0
+# Beyond so many half-lives older ones are alike: a millionth of an observation is as good as none.
+_MOST_HALF_LIVES = 20.0
 _MOST_ANSWERS = 100_000
 _Asked = tuple[str, int, int, str]
 
@@ -40,11 +44,12 @@ class Calibrator:
     ``estimate(graph, allocation, calibration=calibrator)`` gives the calibrated answer. Nothing is
     learnt of a workload before it is asked for with its graph; `fit` takes in what any process has
     observed since. Without observations an estimate is the engine's own. One calibrator goes with
-    one cluster; after its machines were probed again, make a new one.
+    one cluster; after its machines were probed again, make a new one. Any number of threads may
+    estimate while one fits: each answer is that of before the fit or of after it.
 
     `store` is an ObservationStore, a path, or None for the user's store. An observation counts half
     as much as one of the same job that is `half_life_days` younger. Raises StoreError where the
-    store cannot be used.
+    store cannot be used, ObservationError for an impossible half-life.
     """
 
     def __init__(
@@ -54,9 +59,13 @@ class Calibrator:
         half_life_days: float = HALF_LIFE_DAYS,
     ) -> None:
         self.store = store if isinstance(store, ObservationStore) else ObservationStore(store)
+        if not 0 < half_life_days < math.inf:
+            raise ObservationError(
+                f"half_life_days is a positive number of days, found {half_life_days}; leave it out"
+            )
         self.half_life_days = half_life_days
-        self._seen: dict[str, _Seen] = {}
-        self._answers: OrderedDict[StepQuestion, Coefficients] = OrderedDict()
+        self._learnt = _Learnt()
+        self._learning = threading.Lock()
 
     def observe(
         self,
@@ -93,13 +102,18 @@ class Calibrator:
 
     def fit(self) -> Calibrator:
         """Learn from what was observed since the last fit, of every workload asked for so far."""
-        self._answers.clear()
-        changed = [seen.read(self.store) for seen in self._seen.values()]
-        if any(changed):
-            # What one workload teaches of the machines changes the answers for all; those seen most
-            # teach first.
-            for seen in sorted(self._seen.values(), key=lambda each: -len(each.observations)):
-                seen.fit(self.half_life_days, self._others(seen))
+        with self._learning:
+            seen, is_changed = {}, False
+            for workload, known in self._learnt.seen.items():
+                seen[workload], is_new = known.read(self.store)
+                is_changed |= is_new
+            if is_changed:
+                # What one workload teaches of the machines changes the answers for all; those seen
+                # most teach first.
+                for known in sorted(seen.values(), key=lambda each: -len(each.observations)):
+                    others = _others(seen, known.workload)
+                    seen[known.workload] = known.fit(self.half_life_days, others)
+            self._learnt = _Learnt(seen)
         return self
 
     def coefficients_for(
@@ -110,70 +124,97 @@ class Calibrator:
     ) -> list[Coefficients]:
         """The factors for each step; see `coefficients.Calibration`."""
         workload = questions[0].workload if questions else ""
-        seen = self._seen.get(workload)
-        if seen is None or seen.engine.key != engine.key:
-            seen = self._learn(workload, engine)
-        answers = self._answers
+        # Read once: a fit that ends meanwhile puts another in its place.
+        learnt = self._learnt
+        if not learnt.knows(workload, engine):
+            learnt = self._learn(workload, engine)
+        return learnt.coefficients_for(workload, questions, allocations)
+
+    def _learn(self, workload: str, engine: Engine) -> _Learnt:
+        with self._learning:
+            if not self._learnt.knows(workload, engine):
+                seen = dict(self._learnt.seen)
+                known, _ = _Seen(workload=workload, engine=engine).read(self.store)
+                seen[workload] = known.fit(self.half_life_days, _others(seen, workload))
+                self._learnt = _Learnt(seen)
+            return self._learnt
+
+
+def _others(seen: Mapping[str, _Seen], workload: str) -> list[StepCorrections]:
+    """What was learnt of other workloads by their own observations."""
+    return [
+        fitted
+        for other in seen.values()
+        if other.workload != workload
+        for fitted in other.fitted.values()
+        if len(fitted.rows_)
+    ]
+
+
+class _Learnt:
+    """What all workloads have taught by some moment, and the answers given by that."""
+
+    def __init__(self, seen: Mapping[str, _Seen] | None = None) -> None:
+        self.seen: Mapping[str, _Seen] = seen or {}
+        self._answers: OrderedDict[StepQuestion, Coefficients] = OrderedDict()
+        self._writing = threading.Lock()
+
+    def knows(self, workload: str, engine: Engine) -> bool:
+        """Whether the workload was learnt of with an engine that answers like this one."""
+        seen = self.seen.get(workload)
+        return seen is not None and seen.engine.key == engine.key
+
+    def coefficients_for(
+        self, workload: str, questions: Sequence[StepQuestion], allocations: Sequence[Allocation]
+    ) -> list[Coefficients]:
+        """The factors for steps of a workload that is known."""
+        found = {question: self._answers.get(question) for question in questions}
         new = {
-            q: where for q, where in zip(questions, allocations, strict=True) if q not in answers
+            question: where
+            for question, where in zip(questions, allocations, strict=True)
+            if found[question] is None
         }
-        answers.update(seen.answers(new))
-        found = [answers[question] for question in questions]
-        while len(answers) > _MOST_ANSWERS:
-            answers.popitem(last=False)
-        return found
-
-    def _learn(self, workload: str, engine: Engine) -> _Seen:
-        # What was answered by another graph, cluster or profile holds no more.
-        self._answers.clear()
-        seen = self._seen[workload] = _Seen(workload=workload, engine=engine)
-        seen.read(self.store)
-        seen.fit(self.half_life_days, self._others(seen))
-        return seen
-
-    def _others(self, seen: _Seen) -> list[StepCorrections]:
-        """What was learnt of other workloads by their own observations."""
-        return [
-            fitted
-            for other in self._seen.values()
-            if other is not seen
-            for fitted in other.fitted.values()
-            if len(fitted.rows_)
-        ]
+        answers = dict(self.seen[workload].answers(new))
+        with self._writing:
+            self._answers.update(answers)
+            while len(self._answers) > _MOST_ANSWERS:
+                self._answers.popitem(last=False)
+        return [found[question] or answers[question] for question in questions]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Seen:
     """The observations of one workload beside what an engine predicts of them."""
 
     workload: str
     engine: Engine
     revision: int = -1
-    observations: list[tuple[Observation, PredictedStep]] = field(default_factory=list)
+    observations: tuple[tuple[Observation, PredictedStep], ...] = ()
+    # Shared by every reading of a workload: what the engine says of a step does not change.
     predicted: dict[_Asked, PredictedStep | str] = field(default_factory=dict)
-    fitted: dict[str, StepCorrections] = field(default_factory=dict)
+    fitted: Mapping[str, StepCorrections] = field(default_factory=dict)
 
-    def read(self, store: ObservationStore) -> bool:
-        """Take in what was observed, if anything is new; whether it was."""
+    def read(self, store: ObservationStore) -> tuple[_Seen, bool]:
+        """With what was observed since, and whether that is more or less than before."""
         # Read first: what comes in between is read again rather than missed.
         revision = store.revision
         if revision == self.revision:
-            return False
-        self.revision = revision
-        before = len(self.observations)
-        self.observations, refused = [], Counter[str]()
+            return self, False
+        observations: list[tuple[Observation, PredictedStep]] = []
+        refused = Counter[str]()
         for observation in store.observations(workload=self.workload):
             # A later observation may show an earlier one to be an outlier, or none.
             if observation.outlier_reason is not None:
                 continue
             predicted = self._predict(observation)
             if isinstance(predicted, PredictedStep):
-                self.observations.append((observation, predicted))
+                observations.append((observation, predicted))
             else:
                 refused[predicted] += 1
         for reason, count in refused.items():
             logger.warning("%d observations of %s are left out: %s", count, self.workload, reason)
-        return len(self.observations) != before
+        read = replace(self, revision=revision, observations=tuple(observations))
+        return read, len(observations) != len(self.observations)
 
     def _predict(self, observation: Observation) -> PredictedStep | str:
         """The engine's prediction of an observed step, cached, or why there is none."""
@@ -196,8 +237,8 @@ class _Seen:
                 self.predicted[asked] = str(error)
         return self.predicted[asked]
 
-    def fit(self, half_life_days: float, others: Sequence[StepCorrections]) -> None:
-        """Learn the corrections of every set of machine types that was observed."""
+    def fit(self, half_life_days: float, others: Sequence[StepCorrections]) -> _Seen:
+        """With the corrections of every set of machine types that was observed."""
         from estimator.calibrate.corrections import StepCorrections
 
         by_machines: dict[str, list[tuple[Observation, PredictedStep]]] = {
@@ -206,20 +247,21 @@ class _Seen:
         for observation, predicted in self.observations:
             key = predicted.question.machines
             by_machines.setdefault(key, []).append((observation, predicted))
-        self.fitted = {}
+        fitted: dict[str, StepCorrections] = {}
         for machines, observed in by_machines.items():
             # Age counts from the newest observation, not from today: without newer ones, old
             # observations keep their full weight.
             newest = max((one.at for one, _ in observed), default=None)
             ages = [(newest - one.at).total_seconds() / 86400 for one, _ in observed if newest]
-            weights = [0.5 ** (age / half_life_days) for age in ages]
+            weights = [0.5 ** min(age / half_life_days, _MOST_HALF_LIVES) for age in ages]
             alike = [other for other in others if other.machines == machines]
-            self.fitted[machines] = StepCorrections(machines).fit(
+            fitted[machines] = StepCorrections(machines).fit(
                 [predicted for _, predicted in observed],
                 [one.step_time_s for one, _ in observed],
                 weights=weights,
                 others=alike,
             )
+        return replace(self, fitted=fitted)
 
     def answers(
         self, asked: Mapping[StepQuestion, Allocation]

@@ -8,20 +8,22 @@ import logging
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
+from estimator.calibrate import store_files
 from estimator.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 PATIENCE_S = 30.0
-_MAGIC = b"SQLite format 3\0"
-_SUFFIXES = (".db", ".sqlite", ".sqlite3")
+# After so long a wait for another process it is said that there is one.
+_MOMENT_S = 1.0
 # A file that is moved aside while it is written is written again; more than that is no accident.
 _MOST_ATTEMPTS = 4
 
@@ -33,20 +35,27 @@ class _Opened:
     file: tuple[int, int] | None
     # SQLite forbids to carry a connection over a fork.
     pid: int
+    # Cannot be written, and may not see what others write from now on: is used once.
+    is_fixed: bool
 
 
 class _DamagedError(sqlite3.DatabaseError):
     sqlite_errorcode = sqlite3.SQLITE_CORRUPT
 
 
+class _UnreadableStoreError(StoreError):
+    """The file is damaged, and nothing was to be written."""
+
+
 class Database:
     """One file in WAL mode whose schema is `migrations`, each a list of statements.
 
-    `PRAGMA user_version` counts the migrations that a file has seen. A damaged file is moved to
-    NAME.corrupt-DATE with a warning, and a new one takes its place; a file of a newer schema or of
-    another program is refused. A write that returned survives the death of the process at any time
-    (`synchronous = NORMAL`; a power failure may cost the last moments, but does no damage). WAL
-    needs shared memory: all writers run on one machine.
+    `PRAGMA user_version` counts the migrations that a file has seen. A damaged file with our
+    `application_id` is moved to NAME.corrupt-DATE with a warning once something is to be written,
+    and a new one takes its place; reading moves and makes nothing. A file of a newer schema or of
+    another program is refused before SQLite touches it. A write that returned survives the death of
+    the process at any time (`synchronous = NORMAL`; a power failure may cost the last moments, but
+    does no damage). WAL needs shared memory: all writers run on one machine.
     """
 
     def __init__(
@@ -57,12 +66,14 @@ class Database:
         self._lock = threading.RLock()
         self._opened: _Opened | None = None
         self._left_to_parent: list[_Opened] = []
-        if path.exists():
-            self._attempt(lambda _: None)
+        # Damage can be told when it matters: the first write may mend it.
+        with contextlib.suppress(_UnreadableStoreError):
+            self.read(lambda _: None, None)
 
     def read(self, query: Callable[[sqlite3.Connection], Result], default: Result) -> Result:
         """What the query finds, or the default where there is no file; raises StoreError."""
-        return self._attempt(query) if self.path.exists() else default
+        is_there = store_files.size_of(self.path) > 0
+        return self._attempt(query, PATIENCE_S, is_writing=False) if is_there else default
 
     def write(
         self, change: Callable[[sqlite3.Connection], Result], *, patience_s: float = PATIENCE_S
@@ -74,11 +85,10 @@ class Database:
         """
 
         def transaction(connection: sqlite3.Connection) -> Result:
-            connection.execute(f"PRAGMA busy_timeout = {int(1000 * patience_s)}")
             with _transaction(connection):
                 return change(connection)
 
-        return self._attempt(transaction)
+        return self._attempt(transaction, patience_s, is_writing=True)
 
     def close(self) -> None:
         """Let go of the file; the next use opens it again."""
@@ -90,53 +100,109 @@ class Database:
                 # Closing would drop the parent's files; so would losing the last reference.
                 self._left_to_parent.append(opened)
 
-    def _attempt(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+    def _attempt(
+        self,
+        work: Callable[[sqlite3.Connection], Result],
+        patience_s: float,
+        *,
+        is_writing: bool,
+    ) -> Result:
+        until = time.monotonic() + patience_s
+        attempts, has_told = 0, False
         with self._lock:
-            for _ in range(_MOST_ATTEMPTS):
-                file = _file_at(self.path)
+            while attempts < _MOST_ATTEMPTS:
+                file = store_files.file_at(self.path)
                 try:
-                    opened = self._current()
+                    opened = self._current(until, is_writing=is_writing)
                     file = opened.file
                     result = work(opened.connection)
+                    if opened.is_fixed:
+                        self.close()
                     # Another process may have moved the file aside, and our change with it.
-                    if opened.file == _file_at(self.path):
+                    if opened.file == store_files.file_at(self.path):
                         return result
                 except UnicodeDecodeError as error:
                     # A damaged schema whose damage SQLite quotes.
-                    self._recover(_DamagedError(str(error)), file)
+                    self._recover(_DamagedError(str(error)), file, is_writing=is_writing)
                 except (sqlite3.Error, OSError) as error:
-                    self._recover(error, file)
+                    if _is_busy(error) and time.monotonic() < until:
+                        if not has_told:
+                            logger.warning(
+                                "waiting for %s, which another process holds (at most %.0f s)",
+                                self.path,
+                                patience_s,
+                            )
+                        has_told = True
+                        continue
+                    self._recover(error, file, is_writing=is_writing)
+                attempts += 1
         raise StoreError(
             f"{self.path} keeps being moved or found damaged; check the disk, or choose another "
             "place"
         )
 
-    def _current(self) -> _Opened:
+    def _current(self, until: float, *, is_writing: bool) -> _Opened:
         opened = self._opened
-        if opened is not None and opened.pid == os.getpid() and opened.file == _file_at(self.path):
-            return opened
-        self.close()
+        file = store_files.file_at(self.path)
+        if opened is None or opened.pid != os.getpid() or opened.file != file:
+            self.close()
+            opened = self._opened = self._open(is_writing=is_writing)
+        moment_s = min(max(until - time.monotonic(), 0.0), _MOMENT_S)
+        opened.connection.execute(f"PRAGMA busy_timeout = {int(1000 * moment_s)}")
+        return opened
+
+    def _open(self, *, is_writing: bool) -> _Opened:
+        store_files.check_owner(self.path, self._application_id)
+        if not is_writing and not store_files.may_be_written(self.path):
+            return self._open_fixed()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _locked_folder(self.path.parent):
+            is_new = store_files.size_of(self.path) == 0
             connection = sqlite3.connect(
-                self.path, timeout=PATIENCE_S, isolation_level=None, check_same_thread=False
+                self.path, timeout=_MOMENT_S, isolation_level=None, check_same_thread=False
             )
             try:
                 self._prepare(connection)
             except BaseException:
                 connection.close()
+                # What a full disk left of a new file is none.
+                if is_new and store_files.size_of(self.path) == 0:
+                    self.path.unlink(missing_ok=True)
                 raise
-            self._opened = _Opened(connection, _file_at(self.path), os.getpid())
-        return self._opened
+            file = store_files.file_at(self.path)
+            return _Opened(connection, file, os.getpid(), is_fixed=False)
 
-    def _prepare(self, connection: sqlite3.Connection) -> None:
-        """Check the file and bring its schema up to date."""
+    def _open_fixed(self) -> _Opened:
+        """Read a file that may not be written, in a folder where SQLite may make none."""
+        # Where a writer's log is, its index is too; else the file is whole as it is.
+        how = "mode=ro" if store_files.log_bytes(self.path) else "mode=ro&immutable=1"
+        connection = sqlite3.connect(
+            f"{self.path.absolute().as_uri()}?{how}",
+            uri=True,
+            timeout=_MOMENT_S,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        try:
+            self._check(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return _Opened(connection, store_files.file_at(self.path), os.getpid(), is_fixed=True)
+
+    def _check(self, connection: sqlite3.Connection) -> int:
+        """The version of a file that is sound and ours; raises StoreError, sqlite3.Error."""
         version = _pragma(connection, "user_version")
         owner = _pragma(connection, "application_id")
-        tables = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
-        if tables and (owner != self._application_id or version < 1):
+        kinds = {kind for (kind,) in connection.execute("SELECT type FROM sqlite_master")}
+        if kinds and (owner != self._application_id or version < 1):
             raise StoreError(
                 f"{self.path} holds the tables of another program; choose another place"
+            )
+        # Ours have none, and SQLite would run what they say.
+        if not kinds <= {"table", "index"}:
+            raise StoreError(
+                f"{self.path} has views or triggers, which no store has; choose another place"
             )
         if version > len(self._migrations):
             raise StoreError(
@@ -146,49 +212,60 @@ class Database:
         found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
             raise _DamagedError(found)
+        # One text that is none must not keep all others from being read.
+        connection.text_factory = _readable
+        return version
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        """Check the file and bring its schema up to date."""
+        version = self._check(connection)
         connection.execute("PRAGMA synchronous = NORMAL")
         if version < len(self._migrations):
+            # First, so that the file says whose it is however early its writer is killed.
+            connection.execute(f"PRAGMA application_id = {self._application_id}")
             connection.execute("PRAGMA journal_mode = WAL")
             with _transaction(connection):
                 for statements in self._migrations[version:]:
                     for statement in statements:
                         connection.execute(statement)
-                connection.execute(f"PRAGMA application_id = {self._application_id}")
                 connection.execute(f"PRAGMA user_version = {len(self._migrations)}")
 
-    def _recover(self, error: sqlite3.Error | OSError, file: tuple[int, int] | None) -> None:
+    def _recover(
+        self, error: sqlite3.Error | OSError, file: tuple[int, int] | None, *, is_writing: bool
+    ) -> None:
         """Move a damaged file out of the way; raises StoreError for all that this cannot mend."""
         if isinstance(error, StoreError):
             raise error
-        if file is not None and file != _file_at(self.path):
+        if file is not None and file != store_files.file_at(self.path):
             return  # it was moved meanwhile; the next attempt opens what took its place
-        code = getattr(error, "sqlite_errorcode", None)
-        kind = None if code is None else code & 0xFF
-        if kind in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) and self._may_be_ours():
+        is_damaged = _kind(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+        if is_damaged and not store_files.is_owned(self.path, self._application_id):
+            raise StoreError(
+                f"{self.path} is no store ({error}); choose another place with --store or "
+                "ESTIMATOR_HOME"
+            ) from None
+        if is_damaged and is_writing:
             self.close()
             self._move_aside(file, str(error))
-        elif kind in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        elif is_damaged:
+            raise _UnreadableStoreError(
+                f"{self.path} is damaged ({error}); the next observation moves it aside and begins "
+                "a new one"
+            ) from None
+        elif _is_busy(error):
             raise StoreError(
                 f"{self.path} is busy (another process holds it); end that process or try again"
             ) from None
         else:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise StoreError(
-                f"cannot use the store {self.path} ({error}); choose another place with --store "
+                f"cannot use the store {self.path} ({reason}); choose another place with --store "
                 "or ESTIMATOR_HOME"
             ) from None
 
-    def _may_be_ours(self) -> bool:
-        """Whether this was a database, rather than someone's text named by mistake."""
-        try:
-            with self.path.open("rb") as stream:
-                start = stream.read(len(_MAGIC))
-        except FileNotFoundError:
-            return True  # another process has moved it
-        return start == _MAGIC or self.path.suffix in _SUFFIXES
-
     def _move_aside(self, file: tuple[int, int] | None, reason: str) -> None:
         with _locked_folder(self.path.parent):
-            if file != _file_at(self.path):
+            if file != store_files.file_at(self.path):
                 return  # another process was faster
             date = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%S.%fZ")
             aside = self.path.with_name(f"{self.path.name}.corrupt-{date}")
@@ -208,12 +285,17 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
     return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
 
 
-def _file_at(path: Path) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
+def _kind(error: BaseException) -> int | None:
+    code = getattr(error, "sqlite_errorcode", None)
+    return None if code is None else code & 0xFF
+
+
+def _is_busy(error: BaseException) -> bool:
+    return _kind(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def _readable(text: bytes) -> str:
+    return text.decode("utf-8", errors="replace")
 
 
 @contextlib.contextmanager

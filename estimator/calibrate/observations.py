@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, fields, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,10 +16,12 @@ from typing import Any
 from estimator.calibrate.database import PATIENCE_S, Database
 from estimator.calibrate.observed import Observation, ObservedWorkload, placement_of
 from estimator.calibrate.outliers import OUTLIER_RATIO, outliers
-from estimator.errors import StoreError
+from estimator.errors import quoted
 from estimator.machines.files import home
 
 __all__ = ["Observation", "ObservationStore", "ObservedWorkload"]
+
+logger = logging.getLogger(__name__)
 
 # Marks the file as ours ("Thru" in ASCII).
 _APPLICATION_ID = 0x54687275
@@ -55,6 +59,11 @@ _MIGRATIONS = (
         "INSERT INTO state VALUES (0)",
     ),
 )
+# Of the observations too: a file whose state was deleted is still of use.
+_REVISION = """SELECT MAX(
+    COALESCE((SELECT MAX(CAST(revision AS INTEGER)) FROM state), 0),
+    COALESCE((SELECT MAX(CAST(revision AS INTEGER)) FROM observations), 0)
+)"""
 _COLUMNS = (
     "identity, at, workload, allocation, strategy, batch_per_gpu, accumulation_steps, "
     "step_time_s, steps, spread_ratio, source"
@@ -137,7 +146,7 @@ class ObservationStore:
     @property
     def revision(self) -> int:
         """A number that rises whenever something is added: whether a refit is due."""
-        return self._number("SELECT revision FROM state")
+        return self._number(_REVISION)
 
     def workloads(self) -> dict[str, ObservedWorkload]:
         """Every workload observed or described, by name."""
@@ -148,7 +157,13 @@ class ObservationStore:
         none: list[Any] = []
         rows = self._database.read(lambda connection: connection.execute(query).fetchall(), none)
         names = tuple(item.name for item in fields(ObservedWorkload))
-        return {row[0]: ObservedWorkload(**dict(zip(names, row, strict=True))) for row in rows}
+        found: dict[str, ObservedWorkload] = {}
+        for row in rows:
+            try:
+                found[row[0]] = ObservedWorkload(**dict(zip(names, row, strict=True)))
+            except (ValueError, TypeError) as error:
+                _tell_left_out(quoted(row[0]), str(error))
+        return found
 
     def close(self) -> None:
         """Let go of the file; the next use opens it again."""
@@ -176,7 +191,7 @@ def _insert(
     observations: Iterable[Observation],
     summaries: Iterable[ObservedWorkload],
 ) -> int:
-    revision = connection.execute("SELECT revision FROM state").fetchone()[0] + 1
+    revision = connection.execute(_REVISION).fetchone()[0] + 1
     before = connection.total_changes
     connection.executemany(
         # Unknown fields keep what is known; a description that says nothing new changes nothing.
@@ -205,7 +220,8 @@ def _insert(
     )
     added = connection.total_changes - described
     if connection.total_changes > before:
-        connection.execute("UPDATE state SET revision = ?", (revision,))
+        connection.execute("DELETE FROM state")
+        connection.execute("INSERT INTO state VALUES (?)", (revision,))
     return added
 
 
@@ -230,7 +246,8 @@ def _select(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> li
     reasons: dict[str, str] = {}
     for workload in {one.workload for one in found}:
         shortest_s, longest_s = connection.execute(
-            "SELECT MIN(step_time_s), MAX(step_time_s) FROM observations WHERE workload = ?",
+            "SELECT MIN(CAST(step_time_s AS REAL)), MAX(CAST(step_time_s AS REAL)) "
+            "FROM observations WHERE workload = ?",
             (workload,),
         ).fetchone()
         # Only then can there be an outlier; the rule needs to see the whole workload.
@@ -247,10 +264,14 @@ def _rows(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> list
         f"SELECT {_COLUMNS} FROM observations WHERE {where} ORDER BY number",
         tuple(conditions.values()),
     )
-    return [_read(row) for row in rows]
+    return [one for one in map(_read, rows) if one is not None]
 
 
-def _read(row: Sequence[Any]) -> Observation:
+def _read(row: Sequence[Any]) -> Observation | None:
+    """The observation of a row, or None, said in the log, where it is none: altered or absurd.
+
+    One such row must not keep all others from being used.
+    """
     try:
         return Observation(
             identity=row[0],
@@ -265,11 +286,17 @@ def _read(row: Sequence[Any]) -> Observation:
             spread_ratio=row[9],
             source=row[10],
         )
-    except (ValueError, TypeError) as error:
-        raise StoreError(
-            f"the store holds an observation that was altered ({error}); delete the one whose "
-            f"identity is {row[0]!r}"
-        ) from None
+    except (ValueError, TypeError, OverflowError) as error:
+        _tell_left_out(quoted(row[0]), str(error))
+        return None
+
+
+@lru_cache(maxsize=1024)
+def _tell_left_out(identity: str, reason: str) -> None:
+    """Once in a process: a store is read again and again."""
+    logger.warning(
+        "the store's observation %s is left out (%s); delete it from the store", identity, reason
+    )
 
 
 def _time_text(at: datetime) -> str:

@@ -6,21 +6,31 @@ import math
 import operator
 from collections import Counter
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from estimator.errors import ObservationError
+from estimator.errors import ObservationError, quoted
 from estimator.placement.allocation import Allocation
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
     from estimator.graph.op_graph import OpGraph
 
-# SQLite keeps integers in 64 bits.
-_MOST = 2**63 - 1
+# More than any training has; what lies beyond is another unit or a slip of the pen.
+_MOST = {
+    "batch_per_gpu": 10**9,
+    "accumulation_steps": 10**6,
+    "steps": 10**12,
+    "parameter_bytes": 10**18,
+    "tensors": 10**9,
+}
+_SHORTEST_S, _LONGEST_S, _MOST_FLOPS = 1e-9, 1e9, 1e30
 _LONGEST_TEXT = 500
+# A clock that runs ahead is none the less a clock; what comes later than this is no observation.
+_AHEAD = timedelta(days=1)
+_EARLIEST = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +65,7 @@ class Observation:
     def __post_init__(self) -> None:
         for name in ("workload", "source", "identity"):
             _check_text(name, getattr(self, name))
-        object.__setattr__(self, "step_time_s", _positive("step_time_s", self.step_time_s))
+        object.__setattr__(self, "step_time_s", _step_time_s(self.step_time_s))
         for name in ("batch_per_gpu", "accumulation_steps", "steps"):
             object.__setattr__(self, name, _count(name, getattr(self, name)))
         if self.spread_ratio is not None:
@@ -92,7 +102,7 @@ class ObservedWorkload:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _count(name, value))
         if self.flops_per_sample is not None:
-            flops = _positive("flops_per_sample", self.flops_per_sample)
+            flops = _positive("flops_per_sample", self.flops_per_sample, most=_MOST_FLOPS)
             object.__setattr__(self, "flops_per_sample", flops)
         for name in ("optimizer", "precision"):
             if (text := getattr(self, name)) is not None:
@@ -133,38 +143,62 @@ def placement_of(allocation: str) -> tuple[str, int, int, int]:
 def _check_text(name: str, value: Any) -> None:
     if not isinstance(value, str) or not value.strip() or len(value) > _LONGEST_TEXT:
         raise ObservationError(
-            f"{name} must be a text of 1 to {_LONGEST_TEXT} characters, found {str(value)[:40]!r}; "
+            f"{name} must be a text of 1 to {_LONGEST_TEXT} characters, found {quoted(value)}; "
             "give it a name"
         )
     if not value.isprintable():
         raise ObservationError(f"{name} {value[:40]!r} has unprintable characters; leave them out")
 
 
-def _positive(name: str, value: Any, least: float = math.ulp(0.0)) -> float:
+def _positive(
+    name: str, value: Any, *, least: float = math.ulp(0.0), most: float = math.inf
+) -> float:
     try:
         number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not least <= number < math.inf:
+    if not (least <= number <= most and number < math.inf):
         kind = "a positive number" if least else "0 or more"
-        raise ObservationError(f"{name} must be {kind}, found {value!r}; leave out what is unknown")
+        bound = "" if most == math.inf else f" up to {most:g}"
+        raise ObservationError(
+            f"{name} must be {kind}{bound}, found {quoted(value)}; leave out what is unknown"
+        )
     return number
+
+
+def _step_time_s(value: Any) -> float:
+    seconds = _positive("step_time_s", value)
+    if not _SHORTEST_S <= seconds <= _LONGEST_S:
+        raise ObservationError(
+            f"step_time_s must be {_SHORTEST_S:g} to {_LONGEST_S:g}, found {seconds:g}; give "
+            "seconds"
+        )
+    return seconds
 
 
 def _in_utc(at: datetime) -> datetime:
     if at.tzinfo is None:
         raise ObservationError(f"the time {at} has no time zone; give it one, such as UTC")
     try:
-        return at.astimezone(UTC)
+        utc = at.astimezone(UTC)
     except OverflowError:
-        raise ObservationError(f"the time {at} is before the year 1; correct it") from None
+        utc = None
+    if utc is None or utc < _EARLIEST:
+        raise ObservationError(f"the time {at} is before 1970; correct it")
+    if utc > datetime.now(UTC) + _AHEAD:
+        raise ObservationError(f"the time {at} is more than a day ahead; correct it or the clock")
+    return utc
 
 
 def _count(name: str, value: Any) -> int:
     try:
         count = operator.index(value)
     except TypeError:
-        raise ObservationError(f"{name} must be a whole number, found {value!r}") from None
-    if not 1 <= count <= _MOST:
-        raise ObservationError(f"{name} must be at least 1 and below 2^63, found {count}")
+        raise ObservationError(
+            f"{name} must be a whole number, found {quoted(value)}; correct it"
+        ) from None
+    if not 1 <= count <= _MOST[name]:
+        raise ObservationError(
+            f"{name} must be 1 to {_MOST[name]:g}, found {quoted(count)}; correct it"
+        )
     return count

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from estimator.cli.console import print_json, print_json_list, print_tables, progress, remark
+from estimator.cli.numbers import Count
 from estimator.workload import OPTIMIZERS, PRECISIONS
 
 PROTOCOLS = ("k-shot", "online", "few-shot", "cv", "pairs", "batch", "workers", "transfer")
@@ -28,13 +29,8 @@ def _counts(
 ) -> tuple[int, ...] | None:
     if text is None:
         return None
-    try:
-        ks = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        ks = (-1,)
-    if min(ks) < 0:
-        raise click.BadParameter(f"'{text}' is no list of counts; write it as 1,3,5")
-    return ks
+    count = Count(0, 10**9)
+    return tuple(dict.fromkeys(count.convert(part, option, context) for part in text.split(",")))
 
 
 @calibrate.command()
@@ -165,7 +161,7 @@ _store_option = click.option(
 @click.argument("model")
 @_store_option
 @click.option("--cluster", metavar="FILE", help="Nodes and the switches between them (TOML).")
-@click.option("--seq-len", type=click.IntRange(min=1), help="Tokens per sample.")
+@click.option("--seq-len", type=Count(), help="Tokens per sample.")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Default adamw.")
 @click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")

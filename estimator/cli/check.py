@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress
+from estimator.cli.numbers import Count
 from estimator.cli.options import on_option, traced, workload_options
 from estimator.cli.request import Request
 from estimator.errors import ModelError
@@ -25,9 +26,9 @@ TOLERATED_UNMEASURED_RATIO = 0.1
 @click.option(
     "--on", required=True, multiple=True, metavar="ALLOCATION", help="Such as 1x2:local; repeat."
 )
-@click.option("--repeats", type=click.IntRange(min=3), default=5, help="Fresh runs of each.")
-@click.option("--steps", type=click.IntRange(min=1), default=15, help="Steps timed in a run.")
-@click.option("--warmup", type=click.IntRange(min=2), default=3, help="Steps before those.")
+@click.option("--repeats", type=Count(3), default=5, help="Fresh runs of each.")
+@click.option("--steps", type=Count(), default=15, help="Steps timed in a run.")
+@click.option("--warmup", type=Count(2), default=3, help="Steps before those.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 def validate(
     on: tuple[str, ...], repeats: int, steps: int, warmup: int, as_json: bool, **options: Any

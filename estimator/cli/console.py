@@ -20,6 +20,8 @@ ANSWER_IS_NO, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 WIDTH_OF_FILES = 110
 # What a person waits for without wondering.
 _MOMENT_S = 1.0
+# Of an error that quotes a long path or a long name.
+_MOST_SAID = 1000
 
 
 def print_tables(tables: RenderableType) -> None:
@@ -33,7 +35,7 @@ def print_tables(tables: RenderableType) -> None:
         console.print(tables)
     text = printed.get()
     if is_file:
-        text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+        text = "\n".join(shown(line.rstrip()) for line in text.splitlines()) + "\n"
     click.echo(text, nl=False, color=not is_file)
 
 
@@ -90,4 +92,12 @@ def print_json_list(about: Mapping[str, Any], name: str, items: Iterable[Any]) -
 
 def remark(message: str) -> None:
     """Say one line to the person on stderr."""
-    click.echo(f"estimator: {' '.join(message.split())}", err=True)
+    line = shown(" ".join(message.split()))
+    click.echo(f"estimator: {line[:_MOST_SAID]}", err=True)
+
+
+def shown(text: str) -> str:
+    """A line as a terminal may get it: what would move its cursor is spelt out."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

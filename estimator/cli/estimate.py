@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables
+from estimator.cli.numbers import Amount
 from estimator.cli.options import on_option, traced, workload_options
 from estimator.cli.request import Request
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 @click.command()
 @workload_options
 @on_option
-@click.option("--samples", type=click.FloatRange(min=1), help="Also say how long these take.")
-@click.option("--tokens", type=click.FloatRange(min=1), help="Also say how long these take.")
+@click.option("--samples", type=Amount(), help="Also say how long these take.")
+@click.option("--tokens", type=Amount(), help="Also say how long these take.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Perfetto timeline here.")
 def estimate(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from estimator.cli.console import print_json, print_tables, progress
-from estimator.errors import ProfileError
+from estimator.cli.numbers import Amount, Count
+from estimator.errors import ProfileError, UnknownMachineError
 
 if TYPE_CHECKING:
     from estimator.machines.profile import MachineProfile
@@ -22,11 +23,9 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str | N
 
 @click.command()
 @click.option("--name", default="local", callback=_machine_name, help="What to call this machine.")
-@click.option(
-    "--devices", type=click.IntRange(min=1), help="Core groups of the CPU, or ranks per node."
-)
+@click.option("--devices", type=Count(), help="Core groups of the CPU, or ranks per node.")
 @click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
-@click.option("--budget", type=click.FloatRange(min=1), default=60.0, help="Seconds to spend.")
+@click.option("--budget", type=Amount(most=1e6), default=60.0, help="Seconds to spend.")
 @click.option("--thorough", is_flag=True, help="Measure more sizes; takes several budgets.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 @click.option(
@@ -34,7 +33,7 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str | N
     type=click.Choice(["slurm", "mpi", "k8s"]),
     help="Print what starts a probe of several nodes instead.",
 )
-@click.option("--nodes", type=click.IntRange(min=1), help="Nodes, each with --devices ranks.")
+@click.option("--nodes", type=Count(), help="Nodes, each with --devices ranks.")
 def probe(
     name: str,
     devices: int | None,
@@ -125,7 +124,7 @@ def list_machines() -> None:
     for name, path in known_machines().items():
         try:
             machines[name] = (path, load_profile(path))
-        except ProfileError:
+        except (ProfileError, UnknownMachineError):  # damaged, or a link that leads nowhere
             machines[name] = (path, None)
     print_tables(machines_report(machines, store=home()))
     if not any(path.is_relative_to(home()) for path, _ in machines.values()):

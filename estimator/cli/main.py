@@ -24,6 +24,8 @@ from estimator.errors import EstimatorError
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; wrong input ends with one sentence on stderr and exit code 2."""
+    if sys.stdout is None:
+        sys.exit(_refuse("stdout is closed, so nothing can be printed; redirect it to a file"))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # A terminal or pipe without Unicode gets '?' rather than a traceback.
@@ -45,6 +47,12 @@ def _run(arguments: Sequence[str] | None) -> int | None:
         code = _refuse(error.format_message())
     except EstimatorError as error:
         code = _refuse(str(error))
+    except (ArithmeticError, MemoryError, RecursionError) as error:
+        # What no check has met; the input is none that can be computed with.
+        reason = f"{type(error).__name__}: {error}".rstrip(": ")
+        code = _refuse(
+            f"the input leads to what cannot be computed ({reason}); correct its numbers"
+        )
     except (click.Abort, KeyboardInterrupt):
         click.echo("estimator: interrupted", err=True)
         code = INTERRUPTED

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from estimator.cli.console import progress, waiting
+from estimator.cli.numbers import Count
 from estimator.cli.request import Request
 from estimator.workload import OPTIMIZERS, PRECISIONS
 
@@ -40,7 +41,7 @@ def _calibration(
 
 def workload_options(command: Command) -> Command:
     """Give a command MODEL and the options that make a Request."""
-    positive = click.IntRange(min=1)
+    positive = Count()
     for option in (
         click.option("--measure", is_flag=True, help="Time this model's own operators first."),
         click.option(

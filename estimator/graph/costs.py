@@ -8,6 +8,7 @@ kernels fused by a compiler is in `fused_calls`, that of parts of a step known b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from estimator.graph import (
@@ -63,6 +64,21 @@ def family_of(target: str) -> Family:
     """
     formula = formula_of(target)
     return "other" if formula is None else formula.family
+
+
+def check_cost(call: OpCall) -> None:
+    """Raise ValueError where a call that comes from a file is none that its formula can read."""
+    try:
+        found = features_of(call)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"[:80]
+        raise ValueError(
+            f"the arguments of {call.target[:60]} are none of its own ({reason})"
+        ) from None
+    if found is not None and not all(
+        0 <= value < math.inf for value in (found.cost.flops, found.cost.moved_bytes, *found.dims)
+    ):
+        raise ValueError(f"the work of {call.target[:60]} is not a number from 0 on")
 
 
 def op_cost(call: OpCall) -> OpCost | None:

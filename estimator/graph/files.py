@@ -5,13 +5,21 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from estimator.errors import GraphFileError, ModelError, StrategyError, WorkloadError
+from estimator.errors import (
+    GraphFileError,
+    ModelError,
+    StrategyError,
+    WorkloadError,
+    printable,
+    quoted,
+)
+from estimator.files import parse_json, read_file, read_text, unpack
+from estimator.graph.costs import check_cost
 from estimator.graph.fused_calls import FUSED, FusedKernel
 from estimator.graph.ops import (
     Execution,
@@ -28,12 +36,13 @@ from estimator.graph.step_parts import STEP_PART, StepPart
 from estimator.graph.summary import WorkloadSummary
 from estimator.machines.files import write_bytes_atomically
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree, tensor_leaves
+from estimator.units import MIB
+from estimator.workload import check_optimizer, check_precision
 
 FORMAT = "estimator-graph"
 VERSION = 1
-# Llama-70B takes 20 MiB unpacked; a file that unpacks to more than this is not one of ours.
-MOST_BYTES = 1 << 30
-
+# Llama-70B, 18,800 operators, takes 3 MiB unpacked; far more than that is not one of ours.
+MOST_BYTES = 64 * MIB
 _GZIP_MAGIC = b"\x1f\x8b"
 _PLAIN_FIELDS = (
     "name",
@@ -55,12 +64,17 @@ _LATER_FIELDS: dict[str, str | bool] = {
     "channels_last": False,
     "grad_scaler": False,
 }
-_DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError)
+_DAMAGE = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
+# More of one thing than any model has: they bound what an estimate of a graph takes.
+_MOST_BATCH, _MOST_BYTES_HELD, _MOST_COUNT = 10**9, 10**18, 10**9
+_LONGEST_S = 1e9
 
 
 def is_saved_graph(path: str | os.PathLike[str]) -> bool:
     """Whether a path is an existing file that begins as a saved graph does."""
     try:
+        if not os.path.isfile(path):  # opening a named pipe would wait
+            return False
         with open(path, "rb") as stream:
             return stream.read(2) == _GZIP_MAGIC
     except (OSError, ValueError):
@@ -83,22 +97,25 @@ def read_graph(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises GraphFileError if it is missing, damaged or of another version.
     """
     try:
-        with gzip.open(path, "rb") as stream:
-            content = stream.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise ValueError("unpacks to more than 1 GiB")
-        data = json.loads(content)
+        content = unpack(read_file(path), most_bytes=MOST_BYTES)
+        if not content.isascii():  # a character of another kind can take four times the memory
+            raise ValueError("not ASCII")
+        data = parse_json(content)
     except FileNotFoundError:
         raise GraphFileError(
             f"there is no saved graph {path}; trace the model and save it"
         ) from None
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise GraphFileError(
+            f"cannot read the saved graph {path} ({error.strerror}); trace the model and save it"
+        ) from None
+    except ValueError as error:
         raise GraphFileError(_damaged(path, error)) from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise GraphFileError(f"{path} is not a saved graph; trace the model and save it")
     if data.get("version") != VERSION:
         raise GraphFileError(
-            f"{path} has graph format {data.get('version')!r}, this package reads {VERSION}; trace "
+            f"{path} has graph format {quoted(data.get('version'))}, this package reads {VERSION}; trace "
             "the model again"
         )
     try:
@@ -120,18 +137,18 @@ def load_summary(path: str | os.PathLike[str]) -> WorkloadSummary:
     """
     known = [item.name for item in fields(WorkloadSummary)]
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = parse_json(read_text(path))
     except FileNotFoundError:
         raise ModelError(f"there is no file {path}; check the path of the summary") from None
-    except (OSError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:120]
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"{path} cannot be read as JSON ({reason}); correct the summary") from None
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds no JSON object; write one with {', '.join(known)}")
     unknown = [key for key in data if key not in known]
     if unknown:
         raise WorkloadError(
-            f"{path} has '{unknown[0]}', which is no part of a summary; its parts are "
+            f"{path} has {quoted(unknown[0])}, which is no part of a summary; its parts are "
             f"{', '.join(known)}"
         )
     try:
@@ -142,7 +159,7 @@ def load_summary(path: str | os.PathLike[str]) -> WorkloadSummary:
 
 
 def _damaged(path: str | os.PathLike[str], error: BaseException) -> str:
-    reason = " ".join(str(error).split())[:120] or type(error).__name__
+    reason = printable(" ".join(str(error).split())) or type(error).__name__
     return f"{path} is damaged ({reason}); trace the model again and save it"
 
 
@@ -210,20 +227,22 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
         for spec, other, kind, base in data["values"]
     )
     ops = tuple(_decode_op(row, calls, len(values)) for row in data["ops"])
+    for one, two in {(op.call, op.other_call) for op in ops}:
+        _check_alike(one, two)
     if data.get("execution", "eager") == "eager" and any(len(row) == 8 for row in data["ops"]):
         # Written before the package told them apart.
         ops = with_repeated(ops, values)
     graph: dict[str, Any] = {
         **{name: data[name] for name in _PLAIN_FIELDS},
         **{name: data.get(name, default) for name, default in _LATER_FIELDS.items()},
-        "assumptions": tuple(map(str, data["assumptions"])),
-        "unknown_ops": tuple(map(str, data["unknown_ops"])),
-        "versions": {str(name): str(text) for name, text in data["versions"].items()},
+        "assumptions": tuple(map(_text, data["assumptions"])),
+        "unknown_ops": tuple(map(_text, data["unknown_ops"])),
+        "versions": {_text(name): _text(text) for name, text in data["versions"].items()},
         "ops": ops,
         "values": values,
         "parameters": tuple(
             Parameter(
-                name=str(name),
+                name=_text(name),
                 spec=_at(specs, spec),
                 gradient=_index(gradient, len(values), optional=True),
                 ready_after=_index(ready_after, len(ops), optional=True),
@@ -231,7 +250,7 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
             for name, spec, gradient, ready_after in data["parameters"]
         ),
         "inputs": tuple(
-            GraphInput(name=str(name), value=_required(value, len(values)), low=low, high=high)
+            GraphInput(name=_text(name), value=_required(value, len(values)), low=low, high=high)
             for name, value, low, high in data["inputs"]
         ),
         "timings": {
@@ -246,11 +265,11 @@ def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:
     name, call, other, phase, module, inputs, outputs, is_view, *later = row
     (is_repeated,) = later or (False,)
     op = Op(
-        name=str(name),
+        name=_text(name),
         call=_at(calls, call),
         other_call=_at(calls, other),
         phase=_one_of(Phase, phase),
-        module=str(module),
+        module=_text(module),
         inputs=tuple(_required(index, values) for index in inputs),
         outputs=tuple(_required(index, values) for index in outputs),
         is_view=bool(is_view),
@@ -261,11 +280,34 @@ def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:
     return op
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError(f"{quoted(value)} is no printable text")
+    return value
+
+
+def _check_alike(one: Any, two: Any) -> None:
+    """Raise ValueError where a call or an argument at two batch sizes differs in more than size."""
+    if isinstance(one, OpCall) and isinstance(two, OpCall):
+        if one.target != two.target or len(one.keywords) != len(two.keywords):
+            raise ValueError(f"{one.target[:60]} is another operator at the second batch")
+        for name in ("arguments", "keywords", "outputs"):
+            _check_alike(getattr(one, name), getattr(two, name))
+    elif isinstance(one, TensorSpec) and isinstance(two, TensorSpec):
+        if len(one.shape) != len(two.shape) or (one.strides is None) != (two.strides is None):
+            raise ValueError("a tensor has other dimensions at the second batch")
+    elif isinstance(one, tuple) and isinstance(two, tuple):
+        for first, second in zip(one, two, strict=True):
+            _check_alike(first, second)
+    elif type(one) is not type(two):
+        raise ValueError("an argument is of another kind at the second batch")
+
+
 def _index(value: Any, size: int, *, optional: bool = False) -> int | None:
     if value is None and optional:
         return None
     if type(value) is not int or not 0 <= value < size:
-        raise ValueError(f"index {value!r} is outside a table of {size}")
+        raise ValueError(f"index {quoted(value)} is outside a table of {size}")
     return value
 
 
@@ -282,7 +324,7 @@ def _at(table: list[Any], index: Any) -> Any:
 
 def _one_of(kinds: Any, found: Any) -> Any:
     if found not in get_args(kinds):
-        raise ValueError(f"{found!r} is none of {', '.join(get_args(kinds))}")
+        raise ValueError(f"{quoted(found)} is none of {', '.join(get_args(kinds))}")
     return found
 
 
@@ -297,6 +339,7 @@ def _checked_spec(spec: Any) -> TensorSpec:
 def _checked_call(call: OpCall) -> OpCall:
     for spec in tensor_leaves((call.arguments, call.outputs)):
         _checked_spec(spec)
+    check_cost(call)
     if call.target == STEP_PART:
         StepPart.of(call)
     elif call.target.startswith(FUSED):
@@ -305,26 +348,36 @@ def _checked_call(call: OpCall) -> OpCall:
 
 
 def _timing(seconds: Any, spread: Any) -> OpTiming:
-    if not (0 <= float(seconds) < float("inf") and 0 <= float(spread) < float("inf")):
-        raise ValueError(f"an operator takes {seconds!r} seconds")
+    if not (0 <= float(seconds) <= _LONGEST_S and 0 <= float(spread) <= _LONGEST_S):
+        raise ValueError(f"an operator takes {quoted(seconds)} seconds")
     return OpTiming(seconds=float(seconds), spread_ratio=float(spread))
 
 
 def _check_plain_fields(graph: Mapping[str, Any]) -> None:
     for name in ("name", "target", "precision", "optimizer"):
-        if not isinstance(graph[name], str):
-            raise ValueError(f"'{name}' is not text")
+        _text(graph[name])
+    if graph["timed_on"] is not None:
+        _text(graph["timed_on"])
+    check_optimizer(graph["optimizer"])
+    check_precision(graph["precision"])
     for name in ("batch", "other_batch", "tokens_per_sample"):
         value = graph[name]
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"'{name}' is {value!r}")
-    for name in ("frozen_parameter_bytes", "buffer_bytes", "buffers", "module_calls"):
+        if value is not None and (type(value) is not int or not 1 <= value <= _MOST_BATCH):
+            raise ValueError(f"'{name}' is {quoted(value)}")
+    if graph["other_batch"] is not None and graph["other_batch"] == graph["batch"]:
+        raise ValueError("the second batch is the first")
+    for name, most in (
+        ("frozen_parameter_bytes", _MOST_BYTES_HELD),
+        ("buffer_bytes", _MOST_BYTES_HELD),
+        ("buffers", _MOST_COUNT),
+        ("module_calls", _MOST_COUNT),
+    ):
         value = graph[name]
-        if type(value) is not int or value < 0:
-            raise ValueError(f"'{name}' is {value!r}")
+        if type(value) is not int or not 0 <= value <= most:
+            raise ValueError(f"'{name}' is {quoted(value)}")
     if graph["target"] not in ("cpu", "cuda"):
-        raise ValueError(f"target is {graph['target']!r}")
+        raise ValueError(f"target is {quoted(graph['target'])}")
     _one_of(Execution, graph["execution"])
     for name in ("channels_last", "grad_scaler"):
         if type(graph[name]) is not bool:
-            raise ValueError(f"'{name}' is {graph[name]!r}")
+            raise ValueError(f"'{name}' is {quoted(graph[name])}")

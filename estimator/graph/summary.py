@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from estimator.errors import WorkloadError
+from estimator.errors import WorkloadError, quoted
 from estimator.graph.ops import Op, Parameter, Phase, Value, ValueKind
 from estimator.graph.step_parts import StepLine, StepPart, fit_step_line, known_peak
 from estimator.machines.catalogue import load_profile
@@ -27,6 +27,15 @@ _FORWARD_RATIO = 1 / 3
 BLOCK_TENSORS = 12
 _PARAMETER_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _PRODUCT_DTYPES = _PARAMETER_DTYPES | {"bf16-amp": "bfloat16", "fp16-amp": "float16"}
+# More than any job has; a graph has some operators for each tensor.
+_MOST_COUNTED = {
+    "parameter_bytes": 10**18,
+    "tensor_bytes": 10**18,
+    "activation_bytes_per_sample": 10**18,
+    "tensors": 100_000,
+}
+_MOST_BATCH, _MOST_FLOPS = 10**9, 1e30
+_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +72,10 @@ class WorkloadSummary:
         object.__setattr__(self, "optimizer", check_optimizer(self.optimizer))
         check_precision(self.precision)
         for field, text in (("name", self.name), ("machine", self.machine or "local")):
-            if not isinstance(text, str) or not text:
-                raise WorkloadError(f"a summary's {field} must be text, found {text!r}; correct it")
+            if not isinstance(text, str) or not text or not text.isprintable():
+                raise WorkloadError(
+                    f"a summary's {field} must be text, found {quoted(text)}; correct it"
+                )
         for field in (
             *("parameter_bytes", "tensors", "activation_bytes_per_sample", "tokens_per_sample"),
             "batch",
@@ -72,7 +83,7 @@ class WorkloadSummary:
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, _count(field, getattr(self, field)))
         if self.flops_per_sample is not None:
-            _check_positive("flops_per_sample", self.flops_per_sample)
+            _check_positive("flops_per_sample", self.flops_per_sample, _MOST_FLOPS)
         sizes = tuple(_count("tensor_bytes", size) for size in _listed(self, "tensor_bytes"))
         object.__setattr__(self, "tensor_bytes", sizes)
         object.__setattr__(self, "ready_ratios", tuple(_listed(self, "ready_ratios")))
@@ -91,6 +102,11 @@ class WorkloadSummary:
         self._check_ready_ratios()
 
     def _check_sizes(self) -> None:
+        if len(self.tensor_bytes) > _MOST_COUNTED["tensors"]:
+            raise WorkloadError(
+                f"tensor_bytes has {len(self.tensor_bytes)} entries, more than any model has "
+                f"tensors ({_MOST_COUNTED['tensors']}); give parameter_bytes and tensors"
+            )
         if self.tensor_bytes:
             for field, found in (
                 ("parameter_bytes", sum(self.tensor_bytes)),
@@ -130,7 +146,7 @@ class WorkloadSummary:
         for ratio in self.ready_ratios:
             if not _is_number(ratio) or not 0 < ratio <= 1:
                 raise WorkloadError(
-                    f"ready_ratios must be above 0 and at most 1, found {ratio!r}; give shares of "
+                    f"ready_ratios must be above 0 and at most 1, found {quoted(ratio)}; give shares of "
                     "the backward pass"
                 )
 
@@ -149,16 +165,17 @@ class WorkloadSummary:
 
 
 def _count(field: str, value: Any) -> int:
-    _check_positive(field, value)
+    _check_positive(field, value, _MOST_COUNTED.get(field, _MOST_BATCH))
     if value != int(value):
         raise WorkloadError(f"{field} must be a whole number, found {value!r}; correct it")
     return int(value)
 
 
-def _check_positive(field: str, value: Any) -> None:
-    if not _is_number(value) or not 0 < value < math.inf:
+def _check_positive(field: str, value: Any, most: float) -> None:
+    if not _is_number(value) or not 0 < value <= most:
+        what = f"at most {most:g}" if _is_number(value) and value > most else "a positive number"
         raise WorkloadError(
-            f"{field} must be a positive number, found {value!r}; correct it or leave it out"
+            f"{field} must be {what}, found {quoted(value)}; correct it or leave it out"
         )
 
 
@@ -169,7 +186,9 @@ def _is_number(value: Any) -> bool:
 def _listed(summary: WorkloadSummary, field: str) -> Sequence[Any]:
     found = getattr(summary, field)
     if isinstance(found, str) or not isinstance(found, Sequence):
-        raise WorkloadError(f"{field} must be a list, found {found!r}; give one entry for each")
+        raise WorkloadError(
+            f"{field} must be a list, found {quoted(found)}; give one entry for each"
+        )
     return found
 
 
@@ -178,11 +197,16 @@ def _checked_times(points: Iterable[Any]) -> tuple[tuple[int, float], ...]:
     for point in points:
         if isinstance(point, str) or not isinstance(point, Sequence) or len(point) != 2:
             raise WorkloadError(
-                f"step_times must be pairs of samples and seconds, found {point!r}; write "
+                f"step_times must be pairs of samples and seconds, found {quoted(point)}; write "
                 "[32, 0.110]"
             )
         batch = _count("the samples of a step time", point[0])
-        _check_positive(f"the step time at batch {batch}", point[1])
+        _check_positive(f"the step time at batch {batch}", point[1], _LONGEST_S)
+        if float(point[1]) < _SHORTEST_S:
+            raise WorkloadError(
+                f"the step time at batch {batch} is {point[1]:g} s, less than a nanosecond; give "
+                "seconds"
+            )
         checked.append((batch, float(point[1])))
     return tuple(checked)
 

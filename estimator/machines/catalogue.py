@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
 
-from estimator.errors import ProfileError, UnknownMachineError
+from estimator.errors import MOST_QUOTED, ProfileError, UnknownMachineError, quoted
+from estimator.files import parse_json, read_text
 from estimator.machines import files
 from estimator.machines.files import home, shipped_data
 from estimator.machines.profile import MachineProfile
@@ -96,15 +96,21 @@ def _find_profile(text: str) -> tuple[str, _FileState | None]:
                 return path, state
     if text.endswith(".json") or os.sep in text:
         return text, _file_state(text)
-    hint = "run 'estimator probe' first" if text.startswith("local") else _close_to(text)
-    raise UnknownMachineError(f"no machine profile is called '{text}'; {hint}")
+    if text.startswith("local"):
+        store = home()
+        hint = "run 'estimator probe' first"
+        if store.exists() and not store.is_dir():
+            hint = f"ESTIMATOR_HOME is {store}, no folder: name one, then run 'estimator probe'"
+    else:
+        hint = _close_to(text)
+    raise UnknownMachineError(f"no machine profile is called {quoted(text)}; {hint}")
 
 
 def _close_to(text: str) -> str:
     """What to do about a name that no machine has: those it may have meant, at most five."""
     from difflib import get_close_matches
 
-    known, asked = list(known_machines()), text.lower()
+    known, asked = list(known_machines()), text[:MOST_QUOTED].lower()
     within = [name for name in known if asked and asked in name]
     within.sort(key=lambda name: (not name.startswith(asked), len(name)))
     alike = get_close_matches(asked, known, n=_MOST_NAMED)
@@ -123,22 +129,20 @@ def _file_state(path: str) -> _FileState | None:
 
 def _read_profile(path: Path) -> MachineProfile:
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read_text(path)
     except FileNotFoundError:
         raise UnknownMachineError(
             f"there is no profile file {path}; run 'estimator probe --out {path}'"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read profile {path} ({error}); check the file") from None
-    try:
-        data = json.loads(content)
-    except json.JSONDecodeError as error:
+    except OSError as error:
         raise ProfileError(
-            f"{path} is damaged (not JSON at line {error.lineno}); run 'estimator probe' to write "
-            "a new one"
+            f"cannot read profile {path} ({error.strerror}); check the file, or run "
+            "'estimator probe' to write a new one"
         ) from None
-    except RecursionError:
+    try:
+        data = parse_json(content)
+    except ValueError as error:
         raise ProfileError(
-            f"{path} is no profile (nested too deeply); run 'estimator probe' to write a new one"
+            f"{path} is damaged ({error}); run 'estimator probe' to write a new one"
         ) from None
     return MachineProfile.from_dict(data, origin=str(path))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from estimator.machines.provenance import Provenance, check_not_negative, check_positive
+from estimator.errors import quoted
+from estimator.machines.provenance import (
+    LEAST,
+    MOST,
+    Provenance,
+    check_not_negative,
+    check_positive,
+)
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -33,15 +40,17 @@ class Device:
     def __post_init__(self) -> None:
         check_positive(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
         for dtype, rate in self.peak_flops_per_s.items():
-            if not (math.isfinite(rate) and rate > 0):
-                raise ValueError(f"Device.peak_flops_per_s[{dtype}] must be positive, found {rate}")
+            if not LEAST <= rate <= MOST:
+                raise ValueError(
+                    f"Device.peak_flops_per_s[{quoted(dtype)}] must be positive, found {rate}"
+                )
 
     @property
     def compute_capability(self) -> float | None:
         """NVIDIA's number for what a chip can do, such as 8.0; None where it is not known."""
         text = str(self.details.get("compute_capability", ""))
         # AMD's are names, such as gfx90a.
-        return float(text) if text.replace(".", "", 1).isdigit() else None
+        return float(text) if re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3})?", text) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

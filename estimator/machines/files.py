@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 
 from estimator.errors import StoreError
+from estimator.files import write_file
 
 # How many files this process has written: what was read before may have changed since.
 written = 0
@@ -18,41 +18,32 @@ def check_writable(path: Path) -> None:
     """Refuse a place that cannot be written before the work starts, not after it."""
     if path.is_dir():
         raise StoreError(f"{path} is a folder; name a file in it")
+    if path.exists() and not path.is_file():  # a device or a pipe is written to as it is
+        if not os.access(path, os.W_OK):
+            raise StoreError(f"{path} cannot be written to; choose another place")
+        return
+    path = Path(os.path.realpath(path))
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise StoreError(f"{folder} is no folder that can be written to; choose another place")
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` through a temporary file beside it; raises StoreError."""
+    """Write `text` to `path`, whole or not at all; raises StoreError."""
     write_bytes_atomically(path, text.encode("utf-8"))
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` through a temporary file beside it; raises StoreError."""
+    """Write `content` to `path`, whole or not at all; raises StoreError."""
     global written
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        write_file(path, content)
     except OSError as error:
         raise StoreError(
             f"cannot write {path} ({error.strerror}); choose another place with --out or "
             "ESTIMATOR_HOME"
         ) from None
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-        written += 1
-    except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
-        raise StoreError(
-            f"cannot write {path} ({error.strerror}); choose another place with --out or "
-            "ESTIMATOR_HOME"
-        ) from None
+    written += 1
 
 
 def home() -> Path:

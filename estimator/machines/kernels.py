@@ -9,11 +9,14 @@ from typing import Any, Literal
 
 from estimator.machines.devices import DeviceKind
 from estimator.machines.provenance import (
+    LEAST,
+    MOST,
     Provenance,
     check_not_negative,
     check_points,
     check_positive,
 )
+from estimator.tensors import OpCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,10 @@ class KernelPoint:
     def __post_init__(self) -> None:
         check_positive(self, "warm_s", "cold_s")
         check_not_negative(self, "spread_ratio")
+        try:
+            OpCall.decode(dict(self.call))
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"KernelPoint.call is no call of an operator: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +132,10 @@ class UpdateCost:
             self, "launch_s", "per_tensor_s", "per_parameter_s", "per_idle_parameter_s"
         )
         for tensors, parameters, seconds in self.points:
-            if not (tensors > 0 and parameters > 0 and seconds > 0):
+            if not all(LEAST <= value <= MOST for value in (tensors, parameters, seconds)):
                 raise ValueError("UpdateCost.points must be (tensors, parameters, seconds) > 0")
+        if not all(0 <= value <= MOST for lane in self.lanes for value in lane):
+            raise ValueError("UpdateCost.lanes must be numbers from 0 on")
 
     def update_time_s(self, *, tensors: int, parameters: float, idle: float = 0.0) -> float:
         """Seconds of a step; `idle` of the `parameters` elements in `tensors` tensors are idle."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from estimator.machines.provenance import (
+    LEAST,
+    MOST,
     Provenance,
     check_not_negative,
     check_points,
@@ -120,7 +121,7 @@ class PairMatrix:
             if len(rows) != len(self.hosts) or any(len(row) != len(self.hosts) for row in rows):
                 raise ValueError(f"PairMatrix.{name} must be square, one row per host")
             for value in (cell for row in rows for cell in row if cell is not None):
-                if not (math.isfinite(value) and value > 0):
+                if not LEAST <= value <= MOST:
                     raise ValueError(f"PairMatrix.{name} must be positive, found {value}")
 
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from estimator.errors import ProfileError
+from estimator.errors import ProfileError, printable, quoted
 from estimator.machines.devices import Device, DeviceKind, MemoryCost
 from estimator.machines.files import write_text_atomically
 from estimator.machines.kernels import (
@@ -127,19 +127,48 @@ class MachineProfile:
         """Check and build a profile from plain JSON values; raises ProfileError naming `origin`."""
         from pydantic import ValidationError
 
+        text = _unprintable(data)
+        if text is not None:
+            raise ProfileError(
+                f"{origin} is not a machine profile ({quoted(text)} has unprintable characters); "
+                "run 'estimator probe' to write a new one"
+            )
         try:
             return _adapter().validate_python(_of_this_version(data))  # type: ignore[no-any-return]
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "top level"
+            first = error.errors(include_url=False, include_context=False)[0]
+            where = printable(".".join(str(part) for part in first["loc"])) or "top level"
             raise ProfileError(
-                f"{origin} is not a machine profile ({where}: {first['msg']}); "
+                f"{origin} is not a machine profile ({where}: {printable(_reason(first))}); "
                 "run 'estimator probe' to write a new one"
             ) from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON, whole or not at all."""
         write_text_atomically(Path(path), json.dumps(self.to_dict(), indent=1, allow_nan=False))
+
+
+def _unprintable(data: Any) -> str | None:
+    """A text in JSON values that would move a terminal's cursor, or None."""
+    left = [data]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            if not value.isprintable():
+                return value
+        elif isinstance(value, Mapping):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            left += value
+    return None
+
+
+def _reason(error: Mapping[str, Any]) -> str:
+    """What pydantic found wrong, in the words of a file rather than of Python."""
+    text = str(error["msg"]).removeprefix("Value error, ")
+    for name, meant in (("valid tuple", "list"), ("valid dictionary", "table of names and values")):
+        text = text.replace(f"should be a {name}", f"should be a {meant}")
+    return text
 
 
 @lru_cache(maxsize=1)
@@ -177,6 +206,6 @@ def check_machine_name(name: str) -> str:
     """The name of a machine type, if it can stand in an allocation; raises ProfileError."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name):
         raise ProfileError(
-            f"'{name}' cannot stand in an allocation; use letters, digits, '.', '_' and '-'"
+            f"{quoted(name)} cannot stand in an allocation; use letters, digits, '.', '_' and '-'"
         )
     return name

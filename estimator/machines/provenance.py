@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from estimator.errors import quoted
+
 Source = Literal["measured", "imported", "fitted", "datasheet"]
+
+
+# Beyond any quantity of a machine, and few enough digits that products stay finite.
+LEAST, MOST = 1e-30, 1e30
 
 
 def check_positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{type(owner).__name__}.{name} must be positive, found {value}")
+        if value is not None and not LEAST <= value <= MOST:
+            raise ValueError(
+                f"{type(owner).__name__}.{name} must be positive, at most {MOST:g}, found "
+                f"{quoted(value)}"
+            )
 
 
 def check_not_negative(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{type(owner).__name__}.{name} must not be negative, found {value}")
+        if value is not None and not 0 <= value <= MOST:
+            raise ValueError(
+                f"{type(owner).__name__}.{name} must be 0 or more, at most {MOST:g}, found "
+                f"{quoted(value)}"
+            )
 
 
 def check_points(owner: object, points: Iterable[tuple[float, float]]) -> None:
     for size, seconds in points:
-        if not (math.isfinite(size) and size >= 0 and math.isfinite(seconds) and seconds > 0):
+        if not (0 <= size <= MOST and LEAST <= seconds <= MOST):
             raise ValueError(
                 f"{type(owner).__name__}.points must be (bytes >= 0, seconds > 0), "
                 f"found ({size}, {seconds})"

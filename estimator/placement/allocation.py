@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from estimator.errors import AllocationError
+from estimator.errors import AllocationError, quoted
 
-_COUNTED = re.compile(r"\s*(\d+)x(\d+):([A-Za-z0-9][\w.\-]*)\s*")
-_EXPLICIT = re.compile(r"\s*([A-Za-z0-9][\w.\-]*)\[(\d+(?:,\d+)*)\]\s*")
+_COUNTED = re.compile(r"\s*([0-9]+)x([0-9]+):([A-Za-z0-9][\w.\-]*)\s*")
+_EXPLICIT = re.compile(r"\s*([A-Za-z0-9][\w.\-]*)\[([0-9]+(?:,[0-9]+)*)\]\s*")
+# The number of the last device on any node has not more digits.
+_MOST_DIGITS = 6
 MOST_RANKS = 1 << 20
 
 
@@ -99,24 +101,36 @@ class Allocation:
         """Read an allocation; parse and str are inverse. Raises AllocationError."""
         if isinstance(text, Allocation):
             return text
+        if not isinstance(text, str):
+            raise AllocationError(
+                f"an allocation is text such as 1x2:local, found {quoted(text)}; write one"
+            )
         groups = []
         for part in text.split("+"):
             if counted := _COUNTED.fullmatch(part):
                 nodes, devices, machine = counted.groups()
                 if len(nodes) + len(devices) > 12:
-                    raise AllocationError(f"'{part.strip()}' asks for an absurd number of devices")
+                    raise AllocationError(
+                        f"{quoted(part.strip())} asks for an absurd number of devices; at most "
+                        f"{MOST_RANKS} ranks are supported"
+                    )
                 groups.append(
                     DeviceGroup(nodes=int(nodes), devices_per_node=int(devices), machine=machine)
                 )
             elif explicit := _EXPLICIT.fullmatch(part):
                 host, listed = explicit.groups()
+                if max(map(len, listed.split(","))) > _MOST_DIGITS:
+                    raise AllocationError(
+                        f"{quoted(part.strip())} names a device of more than {_MOST_DIGITS} digits; "
+                        "write HOST[0,1]"
+                    )
                 indices = tuple(int(index) for index in listed.split(","))
                 groups.append(
                     DeviceGroup(nodes=1, devices_per_node=len(indices), host=host, devices=indices)
                 )
             else:
                 raise AllocationError(
-                    f"'{part.strip() or text}' is not an allocation; write NODESxDEVICES:MACHINE, "
+                    f"{quoted(part.strip() or text)} is not an allocation; write NODESxDEVICES:MACHINE, "
                     "as in 1x2:local, or HOST[0,1], joined by +"
                 )
         return cls(tuple(groups))

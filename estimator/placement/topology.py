@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
-from estimator.errors import TopologyError
-from estimator.units import parse_bandwidth_bytes_per_s
+from estimator.errors import TopologyError, printable, quoted
+from estimator.files import read_text
+from estimator.units import MIB, parse_bandwidth_bytes_per_s
 
 Transport = Literal["tcp", "roce", "infiniband"]
 
@@ -30,6 +30,12 @@ PAYLOAD_RATIOS: dict[Transport, float] = {
 _RANGE = re.compile(r"\[([\d,\-]+)\]")
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
 MOST_NODES = 1 << 20
+# Fat trees have three or four.
+MOST_LEVELS = 32
+# A line for each of some ten thousand nodes, where host lists say the same in one.
+_MOST_BYTES = 4 * MIB
+# What people give in Gbit/s, and how many times slower a node may be.
+_MOST_RATE, _MOST_SLOWDOWN = 1e15, 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +64,19 @@ class Node:
 
     def __post_init__(self) -> None:
         _check_rate(self.uplink_bytes_per_s, "a node's uplink")
-        if not (math.isfinite(self.slowdown_ratio) and self.slowdown_ratio > 0):
+        if not 1 / _MOST_SLOWDOWN <= self.slowdown_ratio <= _MOST_SLOWDOWN:
             raise TopologyError(
-                f"a node's slowdown must be a positive number, found {self.slowdown_ratio}; "
-                "1.0 is the speed of its profile"
+                f"a node's slowdown must be a positive number, from {1 / _MOST_SLOWDOWN:g} to "
+                f"{_MOST_SLOWDOWN:g}, found {self.slowdown_ratio:g}; 1.0 is the speed of its "
+                "profile"
             )
 
 
 def _check_rate(rate: float | None, what: str) -> None:
-    if rate is not None and not (math.isfinite(rate) and rate > 0):
-        raise TopologyError(f"{what} must have a positive rate, found {rate}; write '10 Gbit/s'")
+    if rate is not None and not 1 / _MOST_RATE <= rate <= _MOST_RATE:
+        raise TopologyError(
+            f"{what} must have a positive rate, found {rate:g} B/s; write '10 Gbit/s'"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +110,10 @@ class Cluster:
                 )
         for name in self.switches:
             self._ancestors(name)
+        if len(self.nodes) > MOST_NODES:
+            raise TopologyError(
+                f"the cluster has {len(self.nodes)} nodes; at most {MOST_NODES} are supported"
+            )
 
     def hosts_of(self, machine: str) -> tuple[str, ...]:
         """Names of the nodes of one machine type, in the order of the file."""
@@ -137,6 +150,11 @@ class Cluster:
                     "tree"
                 )
             path.append(parent)
+            if len(path) > MOST_LEVELS:
+                raise TopologyError(
+                    f"switch '{name}' is more than {MOST_LEVELS} levels below the root; no network "
+                    "is as deep, correct the parents"
+                )
         return tuple(path)
 
     @classmethod
@@ -146,9 +164,9 @@ class Cluster:
             raise TopologyError(f"{origin} is not a table; write [nodes.a1] and [switches.r1]")
         _check_keys(data, {"nodes", "switches", "transport"}, origin, "the top level")
         transport = data.get("transport", "tcp")
-        if transport not in PAYLOAD_RATIOS:
+        if not isinstance(transport, str) or transport not in PAYLOAD_RATIOS:
             raise TopologyError(
-                f"{origin}: transport '{transport}' is unknown; use {', '.join(PAYLOAD_RATIOS)}"
+                f"{origin}: transport {quoted(transport)} is unknown; use {', '.join(PAYLOAD_RATIOS)}"
             )
         try:
             switches = {
@@ -169,25 +187,28 @@ class Cluster:
         `uplink` (as in "25 Gbit/s") and `slowdown`, of a switch `parent` and `uplink`.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(path, most_bytes=_MOST_BYTES)
+        except OSError as error:
             raise TopologyError(
-                f"cannot read cluster file {path} ({error}); check --cluster"
+                f"cannot read cluster file {path} ({error.strerror}); check --cluster"
             ) from None
         try:
             data = tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise TopologyError(f"{path} is not TOML ({error}); correct that line") from None
+        except (ValueError, RecursionError) as error:
+            reason = printable(str(error) or "nested too deeply")
+            raise TopologyError(f"{path} is not TOML ({reason}); correct that line") from None
         return cls.from_dict(data, origin=str(path))
 
 
 def _node(entry: Mapping[str, Any]) -> Node:
     machine = entry.get("machine")
-    if not isinstance(machine, str):
+    if not isinstance(machine, str) or not machine.isprintable():
         raise TopologyError('a node has no machine; write machine = "h100-sxm"')
     slowdown = entry.get("slowdown", 1.0)
     if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)):
-        raise TopologyError(f"a node's slowdown must be a number, found {slowdown!r}")
+        raise TopologyError(f"a node's slowdown must be a number, found {quoted(slowdown)}")
+    if isinstance(slowdown, int):
+        slowdown = min(slowdown, 2**63)
     return Node(
         machine=machine,
         switch=entry.get("switch"),
@@ -201,7 +222,7 @@ def _rate(entry: Mapping[str, Any]) -> float | None:
     if text is None:
         return None
     try:
-        return parse_bandwidth_bytes_per_s(str(text))
+        return parse_bandwidth_bytes_per_s(text if isinstance(text, str) else quoted(text))
     except ValueError as error:
         raise TopologyError(str(error)) from None
 
@@ -215,11 +236,17 @@ def _entries(
     seen: set[str] = set()
     for pattern, entry in table.items():
         if not isinstance(entry, Mapping):
-            raise TopologyError(f"'{section}.{pattern}' is not a table; write [{section}.NAME]")
+            raise TopologyError(
+                f"{quoted(f'{section}.{pattern}')} is not a table; write [{section}.NAME]"
+            )
         _check_keys(entry, known, origin, f"{section}.{pattern}")
         for key in ("machine", "switch", "parent"):
             if key in entry and not isinstance(entry[key], str):
-                raise TopologyError(f"{key} of '{pattern}' must be text, found {entry[key]!r}")
+                raise TopologyError(
+                    f"{key} of {quoted(pattern)} must be text, found {quoted(entry[key])}"
+                )
+        if len(seen) > MOST_NODES:
+            raise TopologyError(f"there are more than {MOST_NODES} of them in '{section}'")
         for name in expand_hosts(pattern):
             if name in seen:
                 raise TopologyError(f"'{name}' is described twice; describe each once")
@@ -231,7 +258,7 @@ def _check_keys(entry: Mapping[str, Any], known: set[str], origin: str, where: s
     unknown = sorted(set(entry) - known)
     if unknown:
         raise TopologyError(
-            f"{origin}: '{unknown[0]}' is no key of {where}; use {', '.join(sorted(known))}"
+            f"{origin}: {quoted(unknown[0])} is no key of {where}; use {', '.join(sorted(known))}"
         )
 
 
@@ -242,30 +269,47 @@ def expand_hosts(pattern: str) -> Iterator[str]:
     ['a1', 'a2', 'a3', 'a7']
     """
     pieces = _RANGE.split(pattern)
-    choices: list[list[str]] = []
-    count = 1
-    for number, piece in enumerate(pieces):
-        choices.append(list(_range(piece, pattern)) if number % 2 else [piece])
-        count *= len(choices[-1])
+    ranges = [list(_ranges(piece, pattern)) for piece in pieces[1::2]]
+    # Counted before they are listed.
+    count = math.prod(sum(end - first + 1 for first, end, _ in parts) for parts in ranges)
     if count > MOST_NODES:
-        raise TopologyError(f"'{pattern}' names {count} nodes; at most {MOST_NODES} are supported")
+        raise TopologyError(
+            f"{quoted(pattern)} names more nodes than are supported ({MOST_NODES}); write a[1-4]"
+        )
+    choices: list[list[str]] = []
+    for number, piece in enumerate(pieces):
+        choices.append(_numbers(ranges[number // 2]) if number % 2 else [piece])
     for parts in product(*choices):
         name = "".join(parts)
         if not _NAME.fullmatch(name):
-            raise TopologyError(f"'{name}' is no node name; use letters, digits, '.', '-', '_'")
+            raise TopologyError(
+                f"{quoted(name)} is no node name; use letters, digits, '.', '-', '_'"
+            )
         yield name
 
 
-def _range(text: str, pattern: str) -> Iterator[str]:
+def _ranges(text: str, pattern: str) -> Iterator[tuple[int, int, int]]:
+    """(first, last, digits) of every part of what stands in brackets."""
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or len(first + last) > 14:
-            raise TopologyError(f"'{pattern}' is no host list; write a[1-4] or a[1,3]")
+        if not _is_count(first) or (dash and not _is_count(last)):
+            raise TopologyError(f"{quoted(pattern)} is no host list; write a[1-4] or a[1,3]")
         end = int(last) if dash else int(first)
-        if end < int(first) or end - int(first) > MOST_NODES:
-            raise TopologyError(f"'{pattern}' counts from {first} to {end}; write a[1-4]")
-        for number in range(int(first), end + 1):
-            yield str(number).zfill(len(first))
+        if end < int(first):
+            raise TopologyError(f"{quoted(pattern)} counts from {first} to {end}; write a[1-4]")
+        yield int(first), end, len(first)
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 7
+
+
+def _numbers(parts: list[tuple[int, int, int]]) -> list[str]:
+    return [
+        str(number).zfill(digits)
+        for first, end, digits in parts
+        for number in range(first, end + 1)
+    ]
 
 
 def cluster_toml(cluster: Cluster) -> str:

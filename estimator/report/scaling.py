@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 from estimator.advise.sweeps import SweepRow
 from estimator.errors import StoreError
 from estimator.estimates import Estimate
+from estimator.machines.files import write_bytes_atomically
 
 _MOST_NAMED = 10
 _MOST_LARGE_MARKERS = 20
@@ -64,10 +66,12 @@ def draw_scaling(rows: Sequence[SweepRow], path: Path) -> None:
     efficiency.axhline(100, color="grey", linewidth=0.8, linestyle=":")
     if lines:
         figure.legend(loc="outside right upper", title="80 % interval shaded")
+    drawn = io.BytesIO()
     try:
-        figure.savefig(path)
+        figure.savefig(drawn, format=path.suffix.removeprefix("."))
     except (OSError, ValueError) as error:
         raise StoreError(f"cannot draw {path} ({error}); name a .png or .svg file") from None
+    write_bytes_atomically(path, drawn.getvalue())
 
 
 def lines_of(rows: Sequence[SweepRow]) -> dict[str, list[_Point]]:

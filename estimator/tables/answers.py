@@ -30,7 +30,7 @@ from estimator.timeline.ranks import StepShape
 from estimator.timeline.step import UNCALIBRATED_RATIOS, Ratios
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import Groups
-from estimator.workload import Strategy
+from estimator.workload import MOST_ACCUMULATION, MOST_BATCH, Strategy, check_count
 
 Array = NDArray[np.float64]
 Integers = NDArray[np.integer]
@@ -104,8 +104,9 @@ class RowAnswers:
 
     def fill(self, question: Question, columns: Columns) -> None:
         """Write every row's estimate into `columns`; raises for the first row that has none."""
-        if question.accumulation_steps < 1 and len(question.allocations):
-            question.answer(0)
+        if len(question.allocations):
+            steps = question.accumulation_steps
+            check_count(steps, "accumulation steps", most=MOST_ACCUMULATION)
         for start, part in self._parts(question):
             answer_rows = _rows_at_once(part, question.cluster, self._segments)
             for first in range(0, len(part), answer_rows):
@@ -174,12 +175,13 @@ class RowAnswers:
             whole = whole[rows].astype(np.int64) if isinstance(whole, np.ndarray) else whole
             shares = np.maximum(placed.ranks, 1) * self._accumulation_steps
             wrong = (whole % shares != 0) | (np.asarray(whole) < 1) | (batch is not None)
+            wrong |= whole // shares > MOST_BATCH
             return np.asarray(whole // shares, dtype=np.intp), wrong
         if batch is None:
             return 0, False
         if isinstance(batch, np.ndarray):
-            return batch[rows].astype(np.intp), batch[rows] < 1
-        return batch, np.full(len(placed.ranks), batch < 1)
+            return batch[rows].astype(np.intp), (batch[rows] < 1) | (batch[rows] > MOST_BATCH)
+        return batch, np.full(len(placed.ranks), not 1 <= batch <= MOST_BATCH)
 
     def _learnt(
         self, question: Question, placed: PlacedColumns, batch: Indices | int, start: int

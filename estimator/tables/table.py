@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
@@ -24,7 +24,7 @@ from estimator.placement.columns import AllocationColumns
 from estimator.placement.topology import Cluster
 from estimator.tables.answers import Allocations, Integers, Question, RowAnswers
 from estimator.timeline.step import BOTTLENECKS
-from estimator.workload import Strategy
+from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
 
 Array = NDArray[np.float64]
 
@@ -261,8 +261,12 @@ def _pieces(
 
 
 def _checked_batches(batches: int | Integers | None, allocations: int) -> int | Integers | None:
-    if batches is None or isinstance(batches, int):
-        return batches
+    if batches is None:
+        return None
+    if not isinstance(batches, np.ndarray | Sequence) or isinstance(batches, str):
+        # One that is too small is told with its row.
+        is_small = isinstance(batches, int) and batches < 1
+        return batches if is_small else check_count(batches, most=MOST_GLOBAL_BATCH)
     column = np.asarray(batches)
     if column.shape != (allocations,) or column.dtype.kind not in "iu":
         raise WorkloadError(

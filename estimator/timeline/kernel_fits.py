@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.errors import ProfileError, printable
 from estimator.graph.costs import Features, features_of
 from estimator.machines.profile import Device, KernelPoint, MachineProfile
 from estimator.tensors import ITEM_BYTES, OpCall
@@ -200,7 +201,14 @@ class ProbedKernels:
         self._lock = threading.Lock()
         for kernel in profile.kernels:
             for point in kernel.points:
-                self._add(point, is_tf32=kernel.dtype == _TF32)
+                try:
+                    self._add(point, is_tf32=kernel.dtype == _TF32)
+                except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+                    raise ProfileError(
+                        f"the profile of '{profile.name}' has a probed call of "
+                        f"{printable(kernel.target)} with arguments that it cannot have; run "
+                        "'estimator probe' to write a new one"
+                    ) from None
 
     def _add(self, point: KernelPoint, *, is_tf32: bool) -> None:
         call = OpCall.decode(dict(point.call))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from estimator.calibrate.calibrator import Calibrator
+from estimator.calibrate.corrections import StepCorrections
 from estimator.coefficients import Calibration
 from estimator.engine import estimate_graph
+from estimator.errors import ObservationError
 from estimator.estimates import Estimate
 from estimator.graph.op_graph import OpGraph
 from estimator.tables import estimate_many
@@ -184,6 +189,24 @@ def test_old_observations_count_less(tmp_path: Path) -> None:
     assert np.isfinite(found)
 
 
+def test_an_observation_of_half_a_century_ago_leaves_its_job_estimable(tmp_path: Path) -> None:
+    from datetime import UTC, datetime
+
+    calibrator, cold = Calibrator(tmp_path / "o.db"), answer("2x2:synthetic").step_time_s
+    # 0.5 ** (20,000 days / 30) is 1e-203; of several such it was 0, which no fit takes.
+    for at in (datetime(1970, 1, 2, tzinfo=UTC), datetime(1971, 1, 1, tzinfo=UTC)):
+        calibrator.observe(JOB, "2x2:synthetic", step_time_s=3 * cold, batch_per_gpu=64, at=at)
+    calibrator.observe(JOB, "2x2:synthetic", step_time_s=1.2 * cold, batch_per_gpu=64)
+    found = answer("2x2:synthetic", calibration=calibrator).step_time_s / cold
+    assert 1.0 < found < 1.3
+
+
+@pytest.mark.parametrize("days", [0.0, -1.0, float("nan"), float("inf")])
+def test_an_impossible_half_life_is_refused(days: float, tmp_path: Path) -> None:
+    with pytest.raises(ObservationError, match="half_life_days"):
+        Calibrator(tmp_path / "o.db", half_life_days=days)
+
+
 def test_another_precision_is_another_job(cluster: Cluster) -> None:
     half = replace(JOB, precision="bf16-amp")
     cluster.observe("1x1:synthetic", "2x4:synthetic", times=3)
@@ -199,3 +222,57 @@ def test_the_interval_of_an_unobserved_step_is_wider(cluster: Cluster) -> None:
     cluster.observe("1x2:synthetic", times=5)
     same, unlike = (cluster.estimate(text) for text in ("1x2:synthetic", "1x4:synthetic"))
     assert unlike.high_s / unlike.low_s > 1.1 * same.high_s / same.low_s
+
+
+def test_an_estimate_made_while_a_fit_runs_is_that_of_before(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.estimate("2x2:synthetic")
+    cluster.observe("2x2:synthetic", times=3)
+    before = cluster.estimate("2x2:synthetic").step_time_s
+    meanwhile: list[float] = []
+    fit = StepCorrections.fit
+
+    def slow_fit(self: StepCorrections, *given: Any, **more: Any) -> StepCorrections:
+        with ThreadPoolExecutor(1) as other:
+            asked = other.submit(cluster.estimate, "2x2:synthetic")
+            meanwhile.append(asked.result(timeout=60).step_time_s)
+        return fit(self, *given, **more)
+
+    cluster.calibrator.observe(JOB, "2x2:synthetic", step_time_s=0.5, batch_per_gpu=64)
+    monkeypatch.setattr(StepCorrections, "fit", slow_fit)
+    cluster.calibrator.fit()
+    monkeypatch.undo()
+    assert meanwhile == [before]
+    # And none of them is kept for afterwards.
+    after = cluster.estimate("2x2:synthetic").step_time_s
+    fresh = estimate_graph(
+        JOB, "2x2:synthetic", batch_per_gpu=64, profile=cluster.profile,
+        calibration=Calibrator(cluster.path),
+    )  # fmt: skip
+    assert after == fresh.step_time_s != before
+
+
+def test_every_answer_beside_a_fit_is_of_one_of_its_two_states(cluster: Cluster) -> None:
+    where = ("1x1:synthetic", "1x2:synthetic", "2x2:synthetic", "4x2:synthetic")
+    answers = {text: {cluster.estimate(text).step_time_s} for text in where}
+    rounds, is_over = 6, threading.Event()
+
+    def ask() -> list[tuple[str, float]]:
+        found = []
+        while not is_over.is_set():
+            found += [(text, cluster.estimate(text).step_time_s) for text in where]
+        return found
+
+    with ThreadPoolExecutor(6) as threads:
+        asking = [threads.submit(ask) for _ in range(6)]
+        try:
+            for _ in range(rounds):
+                cluster.observe("1x2:synthetic", "2x2:synthetic")
+                for text in where:
+                    answers[text].add(cluster.estimate(text).step_time_s)
+        finally:
+            is_over.set()
+        found = [pair for each in asking for pair in each.result()]
+    assert len(answers["2x2:synthetic"]) > rounds / 2
+    assert all(step_s in answers[text] for text, step_s in found)

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import sqlite3
+import threading
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,13 @@ def test_what_is_known_of_a_workload_is_filled_in_and_kept(kept: ObservationStor
         {"batch_per_gpu": 0},
         {"batch_per_gpu": 2.5},
         {"batch_per_gpu": 2**63},
+        {"batch_per_gpu": 10**5000},
+        {"batch_per_gpu": 10**9 + 1},
+        {"accumulation_steps": 10**7},
+        {"steps": 10**13},
+        {"step_time_s": 1e-10},
+        {"step_time_s": 1e10},
+        {"step_time_s": 10**400},
         {"accumulation_steps": -1},
         {"steps": 0},
         {"spread_ratio": math.nan},
@@ -124,11 +132,58 @@ def test_what_is_known_of_a_workload_is_filled_in_and_kept(kept: ObservationStor
         {"allocation": "two GPUs"},
         {"strategy": "magic"},
         {"at": datetime(2026, 1, 2)},
+        {"at": datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=1)))},
+        {"at": datetime(1969, 12, 31, tzinfo=UTC)},
+        {"at": datetime.now(UTC) + timedelta(days=1, minutes=5)},
+        {"at": datetime(2121, 1, 1, tzinfo=UTC)},
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(EstimatorError, match=r".{30}"):
         seen(**wrong)
+
+
+def test_a_workload_beyond_all_measure_is_refused() -> None:
+    for wrong in ({"parameter_bytes": 10**19}, {"tensors": 10**10}, {"flops_per_sample": 1e31}):
+        with pytest.raises(ObservationError, match=next(iter(wrong))):
+            ObservedWorkload(name="gpt2", **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "accumulation_steps = 10000000",
+        "at = '2130-01-01T00:00:00.000000+00:00'",
+        "at = '0001-01-01T00:00:00.000000+14:00'",
+        "at = 'yesterday'",
+        "allocation = 'two GPUs'",
+        "step_time_s = 'fast'",
+        "batch_per_gpu = 1e300",
+        "source = x'00ff'",
+    ],
+)
+def test_a_row_that_no_observation_can_be_keeps_none_of_the_others_out(
+    change: str, kept: ObservationStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = seen(0.4), seen(0.41)
+    kept.add_many([one, other])
+    kept.close()
+    with contextlib.closing(sqlite3.connect(kept.path)) as connection, connection:
+        connection.execute(f"UPDATE observations SET {change} WHERE number = 1")
+    assert kept.observations(workload="gpt2") == [other]
+    assert list(kept) == [other]
+    # Said once, however often the store is read.
+    assert len([line for line in caplog.messages if one.identity in line]) == 1
+
+
+def test_a_store_without_its_state_is_read_and_written(kept: ObservationStore) -> None:
+    kept.add_many([seen(), seen()])
+    kept.close()
+    with contextlib.closing(sqlite3.connect(kept.path)) as connection, connection:
+        connection.execute("DELETE FROM state")
+    assert (kept.revision, len(kept)) == (1, 2)
+    kept.add(seen())
+    assert (kept.revision, len(kept)) == (2, 3)
 
 
 def test_numbers_of_numpy_are_numbers(kept: ObservationStore) -> None:
@@ -147,7 +202,7 @@ def damaged(path: Path, how: str) -> bytes:
     whole = path.read_bytes()
     middle = len(whole) // 2
     content = {
-        "not a database": b"garbage" * 100,
+        "garbage": whole[:100] + b"garbage" * 1000,
         "cut off": whole[:middle],
         "zeroed": whole[:4096] + bytes(len(whole) - 4096),
         "overwritten": whole[:middle] + os.urandom(8192) + whole[middle + 8192 :],
@@ -156,7 +211,7 @@ def damaged(path: Path, how: str) -> bytes:
     return content
 
 
-@pytest.mark.parametrize("how", ["not a database", "cut off", "zeroed", "overwritten"])
+@pytest.mark.parametrize("how", ["garbage", "cut off", "zeroed", "overwritten"])
 def test_a_damaged_file_is_moved_aside_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
@@ -168,6 +223,15 @@ def test_a_damaged_file_is_moved_aside_with_a_warning(
     (aside,) = tmp_path.glob("observations.db.corrupt-*Z")
     assert aside.read_bytes() == content
     assert aside.name in caplog.text
+
+
+@pytest.mark.parametrize("how", ["garbage", "cut off", "zeroed", "overwritten"])
+def test_a_damaged_file_that_is_only_read_stays_where_it_is(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "observations.db"
+    content = damaged(path, how)
+    with pytest.raises(StoreError, match="is damaged"):
+        list(ObservationStore(path))
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {path.name: content}
 
 
 def test_whatever_bytes_are_altered_only_errors_of_the_package_are_raised(tmp_path: Path) -> None:
@@ -192,8 +256,9 @@ def test_damage_while_the_file_is_in_use_loses_no_later_observation(
 ) -> None:
     kept.add(seen(0.1))
     other = ObservationStore(kept.path)
-    for suffix in ("", "-wal"):
-        Path(f"{kept.path}{suffix}").write_bytes(b"garbage" * 1000)
+    start = kept.path.read_bytes()[:100]
+    for suffix, left in (("", start), ("-wal", b"")):
+        Path(f"{kept.path}{suffix}").write_bytes(left + b"garbage" * 1000)
     kept.close()  # as a process that starts now
     assert kept.add(seen(0.2))
     assert other.add(seen(0.3))
@@ -233,6 +298,86 @@ def test_the_database_of_another_program_is_refused(tmp_path: Path) -> None:
         connection.execute("CREATE TABLE timings (seconds REAL)")
     connection.close()
     assert "another program" in refused_unchanged(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.db"]
+
+
+@pytest.mark.parametrize("owner", [0, 7])
+def test_reading_the_damaged_database_of_another_program_changes_nothing(
+    owner: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "notes.db"
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"PRAGMA application_id = {owner}")
+        connection.execute("CREATE TABLE notes (text TEXT)")
+        connection.executemany("INSERT INTO notes VALUES (?)", [("note" * 100,)] * 100)
+    content = path.read_bytes()
+    content = content[:5000] + b"garbage" * 1000 + content[12000:]
+    path.write_bytes(content)
+    for use in (list, len, lambda store: store.add(seen())):
+        with pytest.raises(StoreError, match="choose another place"):
+            use(ObservationStore(path))
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {path.name: content}
+
+
+def test_a_store_with_a_trigger_is_refused(kept: ObservationStore) -> None:
+    kept.add(seen())
+    kept.close()
+    with contextlib.closing(sqlite3.connect(kept.path)) as connection, connection:
+        connection.execute(
+            "CREATE TRIGGER gone AFTER INSERT ON observations BEGIN DELETE FROM observations; END"
+        )
+    assert "views or triggers" in refused_unchanged(kept.path)
+
+
+def test_a_store_in_a_place_that_cannot_be_written_is_read(
+    kept: ObservationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept.add(seen(0.1))
+    with monkeypatch.context() as patch:
+        # Root may write anywhere.
+        patch.setattr("estimator.calibrate.store_files.may_be_written", lambda _: False)
+        beside_a_writer = ObservationStore(kept.path)
+        assert [one.step_time_s for one in beside_a_writer] == [0.1]
+        kept.close()
+        before = {file.name for file in kept.path.parent.iterdir()}
+        reader = ObservationStore(kept.path)
+        assert ([one.step_time_s for one in reader], reader.revision) == ([0.1], 1)
+        # Nothing that SQLite keeps beside a store was made.
+        assert {file.name for file in kept.path.parent.iterdir()} == before == {kept.path.name}
+    kept.add(seen(0.2))
+    assert [one.step_time_s for one in reader] == [0.1, 0.2]
+
+
+def test_reading_an_empty_or_missing_store_makes_none(tmp_path: Path) -> None:
+    (tmp_path / "empty.db").touch()
+    for name in ("empty.db", "missing.db"):
+        store = ObservationStore(tmp_path / name)
+        assert (list(store), store.revision, store.workloads()) == ([], 0, {})
+    assert [(file.name, file.stat().st_size) for file in tmp_path.iterdir()] == [("empty.db", 0)]
+    assert ObservationStore(tmp_path / "empty.db").add(seen())
+
+
+def test_a_store_that_cannot_be_begun_leaves_no_file(
+    kept: ObservationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("estimator.calibrate.database.Database._prepare", full)
+        with pytest.raises(StoreError, match="disk is full"):
+            kept.add(seen())
+    assert list(kept.path.parent.iterdir()) == []
+    assert kept.add(seen())
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_regular_file_is_no_store(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "pipe" if kind == "pipe" else Path("/dev/zero")
+    if kind == "pipe":
+        os.mkfifo(path)
+    with pytest.raises(StoreError, match="no regular file"):
+        ObservationStore(path)
 
 
 def test_a_text_file_named_by_mistake_stays_where_it_is(tmp_path: Path) -> None:
@@ -244,6 +389,21 @@ def test_a_text_file_named_by_mistake_stays_where_it_is(tmp_path: Path) -> None:
 def test_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="choose another place"):
         ObservationStore(tmp_path)
+
+
+def test_a_wait_for_another_writer_is_said(
+    kept: ObservationStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("estimator.calibrate.database._MOMENT_S", 0.01)
+    kept.add(seen(0.1))
+    holder = sqlite3.connect(kept.path, isolation_level=None, check_same_thread=False)
+    holder.execute("BEGIN IMMEDIATE")
+    end = threading.Timer(0.3, holder.close)
+    end.start()
+    assert kept.add(seen(0.2))
+    end.join()
+    (line,) = [line for line in caplog.messages if "waiting for" in line]
+    assert "another process holds (at most 30 s)" in line
 
 
 def test_a_busy_store_is_given_up_after_the_patience_allowed(kept: ObservationStore) -> None:

@@ -320,7 +320,7 @@ def test_what_a_summary_cannot_answer_is_said(
         ("[1]", "holds no JSON object"),
         ('{"flops": 1}', "has 'flops', which is no part of a summary"),
         ('{"flops_per_sample": NaN}', "job.json: flops_per_sample must be a positive number"),
-        ('{"optimizer": []}', "job.json: optimizer '[]' is unknown"),
+        ('{"optimizer": []}', "job.json: optimizer [] is unknown"),
     ],
 )
 def test_a_wrong_summary_file_is_refused(

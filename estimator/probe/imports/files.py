@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from estimator.errors import ImportedFileError, StoreError
+from estimator.errors import ImportedFileError, StoreError, printable
+from estimator.files import parse_json, read_file
 from estimator.probe.imports import nccl_tests, nccl_topology, perftest, slurm, smi_topology
 from estimator.probe.imports.findings import Imported, join
 from estimator.probe.imports.nvbandwidth import read_nvbandwidth
+from estimator.units import MIB
 
 # The longest of these outputs are some hundred kilobytes.
-_MOST_BYTES = 64 << 20
+_MOST_BYTES = 4 * MIB
+# What names and numbers are found in a file that its tool never wrote so.
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _KNOWN = (
     "nvbandwidth --json, nccl-tests (text or -J), perftest, NCCL_TOPO_DUMP_FILE, nvidia-smi topo "
     "-m, Slurm topology.conf or topology.yaml"
@@ -32,9 +35,7 @@ def read_imports(paths: Sequence[Path], *, machine: str) -> Imported:
 
 def _read(path: Path, machine: str) -> Imported:
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ImportedFileError(f"{path} is larger than 64 MiB; give the output of one tool")
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_file(path, most_bytes=_MOST_BYTES).decode("utf-8", errors="replace")
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(path.stat().st_mtime))
     except OSError as error:
         raise StoreError(f"cannot read {path} ({error.strerror}); check its name") from None
@@ -42,6 +43,12 @@ def _read(path: Path, machine: str) -> Imported:
         return recognise(text, at=at, machine=machine)
     except ImportedFileError as error:
         raise ImportedFileError(f"{path}: {error}") from None
+    except _DAMAGE as error:
+        # What a tool never writes: its numbers and lists where others belong.
+        reason = printable(f"{type(error).__name__}: {error}")
+        raise ImportedFileError(
+            f"{path} is damaged ({reason}); let the tool write it again"
+        ) from None
 
 
 def recognise(text: str, *, at: str, machine: str = "local") -> Imported:
@@ -66,8 +73,8 @@ def recognise(text: str, *, at: str, machine: str = "local") -> Imported:
 
 def _read_json(text: str, at: str) -> Imported:
     try:
-        report: Any = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        report: Any = parse_json(text)
+    except ValueError as error:
         raise ImportedFileError(
             f"the JSON is cut off or damaged ({error}); write it again"
         ) from None

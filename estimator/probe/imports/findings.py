@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from estimator.errors import ImportedFileError
+from estimator.errors import ImportedFileError, quoted
 from estimator.machines.profile import CollectiveCost, Link, LinkKind, Provenance, Reach
 from estimator.placement.topology import Cluster
 
@@ -30,6 +30,16 @@ class Imported:
     collectives: tuple[CollectiveCost, ...] = ()
     hardware: Mapping[str, Fact] = field(default_factory=dict)
     cluster: Cluster | None = None
+
+    def __post_init__(self) -> None:
+        hosts = (host for cost in self.collectives for host in cost.hosts)
+        facts = (fact for each in self.device_facts.values() for fact in each.values())
+        for text in (*self.device_names.values(), *hosts, *facts):
+            if isinstance(text, str) and not text.isprintable():
+                raise ImportedFileError(
+                    f"{quoted(text)} has unprintable characters, which no device or host has; let "
+                    "the tool write the file again"
+                )
 
 
 @dataclass(frozen=True, slots=True)

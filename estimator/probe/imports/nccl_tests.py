@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from estimator.errors import ImportedFileError
+from estimator.errors import ImportedFileError, printable, quoted
 from estimator.machines.profile import CollectiveCost, CollectiveName
 from estimator.probe.imports.findings import Imported, imported
 from estimator.probe.line_fit import fit_line
 
 FORMAT = "nccl-tests"
 BANNER = re.compile(r"^#\s*nThread\s", re.M)
+_MOST_RANKS = 1 << 20
 _RANK = re.compile(
     r"^#\s+Rank\s+(\d+)(?:\s+Group\s+(\d+))?\s+Pid\s+\d+ on\s+(\S+) device\s+(\d+) "
     r"\[[^\]]*\] (.+?)\s*$",
@@ -67,9 +68,9 @@ def read_nccl_tests_json(report: Mapping[str, Any], *, at: str) -> Imported:
         points = [_reported_point(result) for result in report["results"]]
         finished = "out_of_bounds" in report
         wrong = finished and int(report["out_of_bounds"]["count"]) > 0
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ImportedFileError(
-            f"the JSON of nccl-tests lacks or garbles {error}; run the test with -J again"
+            f"the JSON of nccl-tests lacks or garbles {printable(str(error))}; run the test with -J again"
         ) from None
     _check_complete(finished, wrong)
     found = _PROGRAM.search(program)
@@ -102,9 +103,13 @@ def _printed_ranks(run: str) -> list[_Rank]:
 def _reported_ranks(config: Mapping[str, Any]) -> list[_Rank]:
     # The writer lists the first device of each process only (parseRankInfo in src/util.cu).
     per_process = int(config["nthreads"]) * int(config["ngpus"])
+    devices = config["devices"]
+    # Counted before they are listed.
+    if not 1 <= per_process <= _MOST_RANKS or len(devices) * per_process > _MOST_RANKS:
+        raise ValueError(f"the number of ranks, {quoted(per_process)} a process")
     return [
         _Rank(str(entry["hostname"]), int(entry["device"]) + number, str(entry["device_info"]))
-        for entry in config["devices"]
+        for entry in devices
         for number in range(per_process)
     ]
 

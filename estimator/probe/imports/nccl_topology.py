@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from estimator.errors import ImportedFileError
+from estimator.errors import ImportedFileError, printable, quoted
 from estimator.machines.profile import Link, Provenance
 from estimator.placement.topology import PAYLOAD_RATIOS, Transport
 from estimator.probe.imports.findings import Fact, Imported, Route, routes_fact
@@ -23,6 +23,9 @@ _NVLINK_BYTES_PER_S = {60: 18e9, 70: 20e9, 80: 20e9, 86: 12e9, 90: 20.6e9, 100: 
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 # PCI class codes: bridge of another kind (an NVSwitch), InfiniBand controller.
 _SWITCH_CLASS, _INFINIBAND_CLASS = "0x0680", "0x0207"
+# A system, its CPUs, PCIe switches below each other, their devices: a dozen at most.
+_MOST_LEVELS = 64
+_MOST_DEVICES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +46,38 @@ class _Part:
 
 def read_nccl_topology(text: str) -> Imported:
     """Facts and line rates of one node; raises ImportedFileError if the XML is cut off."""
+    if "<!" in text.replace("<!--", ""):
+        raise ImportedFileError(
+            "the XML defines entities or types of its own, which NCCL never does; let NCCL write "
+            "it again"
+        )
     try:
         root = ElementTree.fromstring(text)
         parts = list(_parts(root, ()))
         gpus = [part for part in parts if part.element.tag == "gpu"]
         nets = [part for part in parts if part.element.tag == "net"]
         _check_one_node(root, gpus)
+        if not all(part.above for part in parts):
+            raise ValueError("a device stands on top")
         facts = {gpu.index: _facts(gpu, gpus, nets) for gpu in gpus}
+        numa_nodes = {
+            gpu.index: int(gpu.above[1].get("numaid", "0"), 0)
+            for gpu in gpus
+            if len(gpu.above) > 1 and gpu.above[1].tag == "cpu"
+        }
         links = (*_nvlinks(gpus),)
         network = (*_network(nets),)
-    except (ElementTree.ParseError, ValueError) as error:
+    except (ElementTree.ParseError, ValueError, LookupError, OverflowError) as error:
         if isinstance(error, ImportedFileError):
             raise
         raise ImportedFileError(
-            f"the NCCL topology is cut off or damaged ({error}); let NCCL write it again"
+            f"the NCCL topology is cut off or damaged ({printable(str(error))}); let NCCL write it "
+            "again"
         ) from None
     return Imported(
         formats=(FORMAT,),
         device_facts=facts,
-        numa_nodes={
-            gpu.index: int(gpu.above[1].get("numaid", "0"), 0)
-            for gpu in gpus
-            if gpu.above[1].tag == "cpu"
-        },
+        numa_nodes=numa_nodes,
         links=links,
         network=network,
         hardware={"network_cards": len({net.element.get("name") for net in nets})} if nets else {},
@@ -73,6 +85,8 @@ def read_nccl_topology(text: str) -> Imported:
 
 
 def _parts(element: Element, above: tuple[Element, ...]) -> Iterator[_Part]:
+    if len(above) > _MOST_LEVELS:
+        raise ValueError(f"more than {_MOST_LEVELS} levels")
     if element.tag in ("gpu", "net"):
         yield _Part(element, above)
     for child in element:
@@ -82,8 +96,10 @@ def _parts(element: Element, above: tuple[Element, ...]) -> Iterator[_Part]:
 def _check_one_node(root: Element, gpus: Sequence[_Part]) -> None:
     if root.tag != "system" or not gpus:
         raise ImportedFileError(
-            f"the XML describes no GPU ('{root.tag}' on top); give what NCCL_TOPO_DUMP_FILE wrote"
+            f"the XML describes no GPU ({quoted(root.tag)} on top); give what NCCL_TOPO_DUMP_FILE wrote"
         )
+    if len(gpus) > _MOST_DEVICES:
+        raise ValueError(f"more than {_MOST_DEVICES} devices")
     hosts = {cpu.get("host_hash") for cpu in root.iter("cpu")}
     if len(hosts) > 1 or len({gpu.index for gpu in gpus}) < len(gpus):
         raise ImportedFileError(

@@ -11,13 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from estimator.errors import ImportedFileError, TopologyError
-from estimator.placement.topology import Cluster, Node, Switch, expand_hosts
+from estimator.errors import ImportedFileError, TopologyError, printable, quoted
+from estimator.placement.topology import MOST_NODES, Cluster, Node, Switch, expand_hosts
 from estimator.probe.imports.findings import Imported
 
 CONF_FORMAT, YAML_FORMAT = "Slurm topology.conf", "Slurm topology.yaml"
 CONF_LINE = re.compile(r"^\s*(SwitchName|BlockName|RingName)\s*=\s*\S+", re.M | re.I)
 YAML_LINE = re.compile(r"^\s*-\s+topology:\s*\S+", re.M)
+_YES = ("true", "yes", "on", "y")
+# A list of topologies, each with a tree, its switches, their entries.
+_MOST_LEVELS = 16
 _ASSIGNMENT = re.compile(r"(\w+)\s*=\s*(\S+)")
 _BETWEEN_HOSTS = re.compile(r",(?![^\[]*\])")
 
@@ -49,12 +52,12 @@ def read_topology_conf(text: str, *, machine: str) -> Imported:
             if "blocksizes" in values:
                 continue
             raise ImportedFileError(
-                f"line {number} of the topology names no switch ('{content}'); write "
+                f"line {number} of the topology names no switch ({quoted(content)}); write "
                 "SwitchName=s0 Nodes=n[0-5]"
             )
         if "nodes" not in values and "switches" not in values:
             raise ImportedFileError(
-                f"line {number} of the topology is cut off: '{name}' has neither Nodes nor "
+                f"line {number} of the topology is cut off: {quoted(name)} has neither Nodes nor "
                 "Switches; give the whole file"
             )
         entries.append(_entry(name, values.get("nodes"), values.get("switches")))
@@ -63,33 +66,53 @@ def read_topology_conf(text: str, *, machine: str) -> Imported:
 
 def read_topology_yaml(text: str, *, machine: str) -> Imported:
     """The cluster of the default topology in a ``topology.yaml``, or else of the first."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ImportedFileError(
-            f"the topology is not YAML ({' '.join(str(error).split())[:120]}); give the whole file"
-        ) from None
-    chosen = _chosen(content)
+    chosen = _chosen(_yaml(text))
     if isinstance(chosen.get("tree"), Mapping):
         listed, key = chosen["tree"].get("switches"), "switch"
     elif isinstance(chosen.get("block"), Mapping):
         listed, key = chosen["block"].get("blocks"), "block"
     else:
         raise ImportedFileError(
-            f"the topology '{chosen.get('topology')}' has neither a tree nor blocks, so it says "
+            f"the topology {quoted(chosen.get('topology'))} has neither a tree nor blocks, so it says "
             "nothing of switches; write a cluster file by hand"
         )
     entries = list(_listed(listed, key))
     return Imported(formats=(YAML_FORMAT,), cluster=_cluster(entries, machine))
 
 
+def _yaml(text: str) -> Any:
+    """The values of a YAML text, all of them as text; raises ImportedFileError."""
+    import yaml
+
+    # libyaml's, where it is there: the one in Python takes seconds for what a cluster has.
+    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=loader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ImportedFileError(
+                    "the topology has aliases, which may stand for any amount; write each entry out"
+                )
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MOST_LEVELS:
+                raise ImportedFileError("the topology is nested too deeply; give the whole file")
+        return yaml.load(text, Loader=loader)
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, ImportedFileError):
+            raise
+        reason = printable(" ".join(str(error).split()))
+        raise ImportedFileError(
+            f"the topology is not YAML ({reason}); give the whole file"
+        ) from None
+
+
 def _chosen(content: Any) -> Mapping[str, Any]:
-    topologies = [entry for entry in content or () if isinstance(entry, Mapping)]
+    listed = content if isinstance(content, list) else []
+    topologies = [entry for entry in listed if isinstance(entry, Mapping)]
     if not topologies:
         raise ImportedFileError("the YAML lists no topology; give the whole topology.yaml")
-    defaults = [entry for entry in topologies if entry.get("cluster_default") is True]
+    defaults = [entry for entry in topologies if str(entry.get("cluster_default")).lower() in _YES]
     return (defaults or topologies)[0]
 
 
@@ -99,11 +122,11 @@ def _listed(listed: Any, key: str) -> Iterator[_Entry]:
             f"the topology has no list of {key} entries; give the whole topology.yaml"
         )
     for entry in listed:
-        if not isinstance(entry, Mapping) or key not in entry:
+        if not isinstance(entry, Mapping) or not isinstance(entry.get(key), str):
             raise ImportedFileError(
                 f"an entry of the topology has no '{key}'; give the whole topology.yaml"
             )
-        yield _entry(str(entry[key]), entry.get("nodes"), entry.get("children"))
+        yield _entry(entry[key], entry.get("nodes"), entry.get("children"))
 
 
 def _entry(name: str, nodes: Any, switches: Any) -> _Entry:
@@ -112,9 +135,18 @@ def _entry(name: str, nodes: Any, switches: Any) -> _Entry:
 
 def _hosts(listed: Any) -> Iterator[str]:
     """Names of a host list such as ``a[1-3],b7``."""
+    if not isinstance(listed, str | None):
+        raise ImportedFileError(
+            f"a host list must be text such as a[1-3], found {quoted(listed)}; give the whole file"
+        )
+    count = 0
     try:
-        for pattern in filter(None, _BETWEEN_HOSTS.split(str(listed or ""))):
-            yield from expand_hosts(pattern)
+        for pattern in filter(None, _BETWEEN_HOSTS.split(listed or "")):
+            for name in expand_hosts(pattern):
+                count += 1
+                if count > MOST_NODES:
+                    raise TopologyError(f"there are more than {MOST_NODES} nodes")
+                yield name
     except TopologyError as error:
         raise ImportedFileError(f"the topology cannot be read: {error}") from None
 
@@ -127,7 +159,7 @@ def _cluster(entries: Sequence[_Entry], machine: str) -> Cluster:
             for name in child:
                 if name in above:
                     raise ImportedFileError(
-                        f"'{name}' hangs on both '{above[name]}' and '{entry.name}', and only "
+                        f"{quoted(name)} hangs on both {quoted(above[name])} and {quoted(entry.name)}, and only "
                         "trees of switches are supported; write a cluster file by hand"
                     )
                 above[name] = entry.name
@@ -135,7 +167,7 @@ def _cluster(entries: Sequence[_Entry], machine: str) -> Cluster:
     lacking = sorted(set(parents) - known)
     if lacking:
         raise ImportedFileError(
-            f"the topology is cut off: switch '{lacking[0]}' is used and not described; give the "
+            f"the topology is cut off: switch {quoted(lacking[0])} is used and not described; give the "
             "whole file"
         )
     try:

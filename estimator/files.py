@@ -1,0 +1,160 @@
+"""Read regular files up to a size, and write files whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gzip
+import io
+import json
+import os
+import secrets
+import stat
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+from estimator.units import MIB
+
+# No file of ours or of other tools that people name is as large.
+MOST_BYTES = 64 * MIB
+# A value of a JSON file takes some 100 bytes once read, and as few as 2 in the file.
+MOST_ITEMS = 4_000_000
+_PARTIAL = ".partial"
+# A write takes seconds; what is older was left by a process that was killed.
+_ABANDONED_S = 3600.0
+
+
+def read_file(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> bytes:
+    """What a file holds; raises OSError, also for what is no regular file and for one too large.
+
+    Named pipes and devices never end, or never begin.
+    """
+    try:
+        # Opening a named pipe would wait for its writer.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError:  # a null character in its name
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
+    with os.fdopen(handle, "rb") as stream:
+        mode = os.fstat(stream.fileno()).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        content = stream.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes // MIB} MiB")
+    return content
+
+
+def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> str:
+    """What a UTF-8 file holds; raises OSError, also where it is no text."""
+    try:
+        return read_file(path, most_bytes=most_bytes).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OSError(errno.EILSEQ, f"it is no UTF-8 text at byte {error.start}") from None
+
+
+def unpack(content: bytes, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """What gzip has packed; raises ValueError where it is damaged or unpacks to too much."""
+    try:
+        with gzip.open(io.BytesIO(content)) as stream:
+            unpacked = stream.read(most_bytes + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"cannot be unpacked: {error}") from None
+    if len(unpacked) > most_bytes:
+        raise ValueError(f"unpacks to more than {most_bytes // MIB} MiB")
+    return unpacked
+
+
+def parse_json(content: str | bytes, *, most_items: int = MOST_ITEMS) -> Any:
+    """The values of a JSON text; raises ValueError, in words for people, where there are none.
+
+    >>> parse_json("[1")
+    Traceback (most recent call last):
+    ...
+    ValueError: not JSON at line 1
+    """
+    if isinstance(content, bytes):
+        content = content.decode("utf-8-sig")
+    items = content.count(",") + content.count("[") + content.count("{")
+    if items > most_items:
+        raise ValueError(f"more than {most_items} values")
+    try:
+        return json.loads(content)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON at line {error.lineno}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except ValueError:
+        raise ValueError("a number of more than 4300 digits") from None
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file through a temporary one beside it, so that it is whole whenever it is there.
+
+    A symbolic link is followed, the mode and owner of a file that was there are kept, a new one
+    obeys the umask, and what is no regular file (a device, a pipe) is written to as it is. Raises
+    OSError.
+    """
+    if _is_written_through(path):
+        _write_through(path, content)
+        return
+    target = Path(os.path.realpath(path))
+    if target.exists() and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _clear_abandoned(target)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_PARTIAL}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            _keep_mode_and_owner(stream.fileno(), target)
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _is_written_through(path: Path) -> bool:
+    # What /dev/stdout leads to is open already: another file in its place would not be seen.
+    if path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",)):
+        return True
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _write_through(path: Path, content: bytes) -> None:
+    # Without a reader a pipe refuses at once, rather than wait for one.
+    handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "wb") as stream:
+        os.set_blocking(stream.fileno(), True)
+        stream.write(content)
+
+
+def _keep_mode_and_owner(handle: int, target: Path) -> None:
+    try:
+        known = target.stat()
+    except FileNotFoundError:
+        return
+    # Only root may give a file away.
+    with contextlib.suppress(PermissionError):
+        os.fchown(handle, known.st_uid, known.st_gid)
+    os.fchmod(handle, stat.S_IMODE(known.st_mode))
+
+
+def _clear_abandoned(target: Path) -> None:
+    """Remove what writers of the same file that were killed have left."""
+    oldest = time.time() - _ABANDONED_S
+    start = f".{target.name}."
+    for name in os.listdir(target.parent):
+        if name.startswith(start) and name.endswith(_PARTIAL):
+            with contextlib.suppress(OSError):
+                if os.lstat(target.parent / name).st_mtime < oldest:
+                    os.unlink(target.parent / name)
