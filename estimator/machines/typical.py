@@ -19,18 +19,29 @@ from estimator.machines.profile import (
 )
 
 # What collectives get of a link's line rate. NVLink: nccl-tests on 8 A100 reach 235 of 300 GB/s
-# each way (NVIDIA/nccl-tests, issues). PCIe: 24 bytes of header to 256 of payload, and flow control
-# (peer copies of 12 to 13 GB/s over 3.0 x16). InfiniBand and RoCE: headers at MTU 4096 and one
-# queue's pauses. EFA and TCP: nccl-tests over aws-ofi-nccl and over sockets.
+# each way; multiprocessors send 128 bytes at a time, which leaves 20 of each link's 25 GB/s
+# (NVIDIA/nccl-tests, issue 149). PCIe: headers and flow control; NCCL takes 12 GB/s of 3.0 x16
+# (PCI_BW in its src/graph/topo.h). InfiniBand and RoCE: headers at MTU 4096 and one queue's pauses.
+# EFA and TCP: nccl-tests over aws-ofi-nccl and over sockets.
 LINK_RATIOS: dict[LinkKind, float] = {
     "nvlink": 0.78,
     "infinity_fabric": 0.70,
-    "pcie": 0.80,
+    "pcie": 0.76,
     "infiniband": 0.93,
     "roce": 0.90,
     "efa": 0.80,
     "tcp": 0.75,
 }
+# Without peer-to-peer every hop goes through host memory, written and read again, which all devices
+# share: nccl-tests over 4 and 8 RTX 5090 reach 35 and 28 of 63 GB/s (NVIDIA/nccl, issue 1639).
+# Older hosts give less; it is one share for all sizes of box, so that no more devices get more.
+HOST_STAGED_RATIO = 0.40
+# What NCCL's proxy thread and its flags add to each hop over a network: hwLat of the LL protocol in
+# NVIDIA/nccl, src/graph/tuning.cc. EFA acknowledges in software: 2 nodes with EFA take 51 µs for 8
+# bytes where InfiniBand takes 39 (dstackai/dstack, pull request 3961: 14 µs a hop; p4d.24xlarge
+# with NCCL 2.7 takes several times that).
+NETWORK_HOP_S = 5e-6
+_SLOWER_HOPS_S: dict[LinkKind, float] = {"efa": 25e-6}
 # What a byte streamed by one kernel costs, as a share of the memory's peak (BabelStream on V100 and
 # A100: 0.85 to 0.92 for arrays far larger than the caches; optimizers walk many smaller tensors).
 STREAMED_RATIO = 0.80
@@ -67,7 +78,15 @@ def achieved_bytes_per_s(link: Link) -> float:
     """What collectives get of a link: its measured rate, or the usual share of a line rate."""
     if link.provenance.source != "datasheet":
         return link.bandwidth_bytes_per_s
-    return link.bandwidth_bytes_per_s * LINK_RATIOS.get(link.kind, 1.0)
+    usual = LINK_RATIOS.get(link.kind, 1.0) if link.peer_to_peer else HOST_STAGED_RATIO
+    return link.bandwidth_bytes_per_s * (link.achieved_ratio or usual)
+
+
+def achieved_latency_s(link: Link, kind: DeviceKind) -> float:
+    """Seconds of a hop of a collective between nodes whose devices are of a kind."""
+    if link.provenance.source != "datasheet" or kind == "cpu":
+        return link.latency_s
+    return link.latency_s + _SLOWER_HOPS_S.get(link.kind, NETWORK_HOP_S)
 
 
 def is_known_by_datasheet(profile: MachineProfile) -> bool:

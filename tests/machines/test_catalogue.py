@@ -14,6 +14,8 @@ from rich.console import Console
 from estimator.cli.render_profiles import machines_report
 from estimator.engine import estimate_graph
 from estimator.machines.profile import Device, MachineProfile, load_profile
+from estimator.machines.typical import achieved_bytes_per_s
+from estimator.timeline.inner_links import widest_link
 from tests.synthetic import perceptron
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -82,12 +84,14 @@ FLOPS_PER_CLOCK = {
     },
 }
 # Links of a GPU times GB/s of each, one way (NVIDIA's NVLink page).
-NVLINK_BYTES_PER_S = {
-    "gp100": 4 * 20e9,
-    "gv100": 6 * 25e9,
-    "ga100": 12 * 25e9,
-    "gh100": 18 * 25e9,
-    "gb100": 18 * 50e9,
+NVLINKS = {
+    "gp100": (4, 20e9),
+    "gv100": (6, 25e9),
+    "ga100": (12, 25e9),
+    "ga102": (4, 14.0625e9),
+    "ga102-geforce": (4, 14.0625e9),
+    "gh100": (18, 25e9),
+    "gb100": (18, 50e9),
 }
 # 16 lanes of 8, 16 and 32 GT/s at 128 bits in 130.
 PCIE_BYTES_PER_S = [16 * rate * 1e9 * 128 / 130 / 8 for rate in (8, 16, 32)]
@@ -156,12 +160,29 @@ def test_links_are_one_way_rates_of_their_generation(profile: MachineProfile) ->
     for link in profile.links:
         rate = link.bandwidth_bytes_per_s
         if link.kind == "nvlink":
-            assert rate == NVLINK_BYTES_PER_S[architecture]
-        elif link.kind == "pcie":
+            links, each = NVLINKS[architecture]
+            assert (rate / each).is_integer()
+            assert rate <= links * each
+        elif link.kind == "pcie" and link.achieved_ratio is None:
             assert any(rate == pytest.approx(known, rel=1e-3) for known in PCIE_BYTES_PER_S)
-    # Several devices reach each other somehow.
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=NAMES)
+def test_every_number_of_devices_reaches_each_other_somehow(profile: MachineProfile) -> None:
     inner = [link for link in profile.links if link.kind not in ("h2d", "d2h")]
-    assert len(inner) == (len(profile.devices) > 1)
+    count = len(profile.devices)
+    joined = [link.ring_devices or count for link in inner]
+    assert max(joined, default=1) == count
+    # One link for each number of devices, so that none stands twice.
+    assert len(set(joined)) == len(joined)
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=NAMES)
+def test_over_pcie_more_devices_are_never_faster(profile: MachineProfile) -> None:
+    count = len(profile.devices)
+    known = [widest_link(profile, devices) for devices in range(2, count + 1)]
+    rates = [achieved_bytes_per_s(link) for link in known if link and link.kind == "pcie"]
+    assert rates == sorted(rates, reverse=True)
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=NAMES)
