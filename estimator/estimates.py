@@ -169,19 +169,26 @@ def _provenance(
 
 
 def relative_error(
-    parts: Breakdown, lane: LaneCosts, compute_ratio: Any, communication_error: Any, step_s: Any
+    parts: Breakdown,
+    lane: LaneCosts,
+    compute_ratio: Any,
+    communication_error: Any,
+    slower_s: Any,
+    step_s: Any,
 ) -> Any:
     """One standard deviation of log(measured / predicted): parts err independently.
 
     `lane` is that of the slowest rank, `communication_error` the relative error of what reduces
-    gradients, 0 where nothing does. Of one step, or a row for each.
+    gradients, 0 where nothing does, and `slower_s` what the step adds if that is slower by as
+    much. Of one step, or a row for each.
     """
     waiting_error = maximum(communication_error, OVERLAP_ERROR)
+    waiting_error_s = maximum(waiting_error * parts.waiting_s, slower_s)
     squares = (
         (lane.host_error * parts.host_exposed_s) ** 2
         + (lane.update_error * parts.update_s) ** 2
         + (COPIES_ERROR * parts.copies_exposed_s) ** 2
-        + (waiting_error * parts.waiting_s) ** 2
+        + waiting_error_s**2
     )
     variance_s2 = lane.kernels_variance_s2 * compute_ratio**2 + MEDIAN_TO_SIGMA**2 * squares
     return sqrt(variance_s2 / step_s**2 + MODEL_ERROR**2)

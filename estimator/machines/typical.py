@@ -14,6 +14,7 @@ from estimator.machines.profile import (
     Link,
     LinkKind,
     MachineProfile,
+    OverlapCost,
     Provenance,
     UpdateCost,
 )
@@ -53,6 +54,15 @@ _FOREACH_BYTES = {"sgd": 12.0, "sgd-momentum": 32.0, "adam": 72.0, "adamw": 80.0
 # probe` on an EPYC server: 0.9, 3.4, 10.6 and 12.3 µs a tensor, 16 to 45 µs a step).
 _FOREACH_TENSOR_S = {"sgd": 1e-6, "sgd-momentum": 3e-6, "adam": 1e-5, "adamw": 1e-5}
 _FOREACH_LAUNCH_S = 5e-5
+# One standard deviation of equal GPUs' compute. On four clusters of some hundred GPUs and more, the
+# fastest and the slowest are 8 % apart on average (Sinha et al.: Not All GPUs Are Created Equal,
+# SC22): six standard deviations of so many draws.
+RANK_SPREAD_RATIO = 0.013
+# What a second of NCCL's collectives takes from compute beside it, on one node and on several: its
+# kernel holds up to 24 of 108 to 132 multiprocessors, one for each channel, and a share of the
+# memory's rate, so between nothing and 0.22; over a network it has fewer channels.
+_EXPOSED_RATIOS = {1: 0.08, 2: 0.05}
+_BESIDE_COMPUTE_RATIO = 1.1
 _HOST_ERROR = 0.4
 _UPDATE_ERROR = 0.4
 # Eager training issues some 100,000 operators a second from Python and 150,000 from autograd's C++,
@@ -102,8 +112,31 @@ def with_typical_costs(profile: MachineProfile) -> MachineProfile:
 
 
 def _complete(profile: MachineProfile) -> MachineProfile:
+    spread_ratio = profile.rank_spread_ratio
     return replace(
-        profile, host=profile.host or _HOST, updates=profile.updates or _updates(profile)
+        profile,
+        host=profile.host or _HOST,
+        updates=profile.updates or _updates(profile),
+        rank_spread_ratio=RANK_SPREAD_RATIO if spread_ratio is None else spread_ratio,
+    )
+
+
+def typical_overlaps(profile: MachineProfile) -> tuple[OverlapCost, ...]:
+    """How compute and collectives slow each other on a machine known by its datasheet only."""
+    if not is_known_by_datasheet(profile):
+        return ()
+    return tuple(
+        OverlapCost(
+            compute="compute_bound",
+            backend="nccl",
+            group_size=2,
+            nodes=nodes,
+            size_bytes=1 << 26,
+            exposed_ratio=exposed_ratio,
+            collective_slowdown_ratio=_BESIDE_COMPUTE_RATIO,
+            provenance=Provenance(source="datasheet", relative_error=1.0, note="typical of NCCL"),
+        )
+        for nodes, exposed_ratio in _EXPOSED_RATIOS.items()
     )
 
 

@@ -69,6 +69,10 @@ RING_ROUNDS: dict[str, Callable[[Any], Any]] = {
 # measured group and the one asked for.
 FORMULA_ERROR = 0.3
 ERROR_PER_E = 0.2
+# NCCL's formula was judged on up to four nodes; beyond, congestion and stragglers of the fabric add
+# to what it misses, for each factor of e.
+JUDGED_NODES = 4
+ERROR_PER_E_OF_NODES = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +149,17 @@ class CollectiveCosts:
             lines=lines_of(self.op, group, links, self.kind),
             reference=where(known, reference, len(self.references)),
             unlike=unlike,
-            relative_error=self._errors[reference] + ERROR_PER_E * farther,
+            relative_error=self._errors[reference] + self._doubt(group, known, farther),
             unknown=(group.nodes == 1) & unlinked,
         )
+
+    def _doubt(self, group: ProcessGroup, known: Any, farther: Any) -> Any:
+        """What is missed far from the measured groups, or by a formula that none of them backs."""
+        from_known = ERROR_PER_E * farther
+        if self.kind == "cpu":
+            return from_known
+        beyond = log(maximum(group.nodes / JUDGED_NODES, 1.0))
+        return where(known, from_known, ERROR_PER_E_OF_NODES * beyond)
 
     def source(self, group: ProcessGroup) -> str:
         """Where the numbers of one group's model come from."""
