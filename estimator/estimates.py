@@ -12,6 +12,7 @@ from estimator.accuracy import Z_80
 from estimator.elementwise import exp, maximum, sqrt, where
 from estimator.errors import WorkloadError
 from estimator.graph.memory import PeakMemory
+from estimator.machines.device_memory import DeviceMemory
 from estimator.machines.typical import is_known_by_datasheet
 from estimator.placement.allocation import Allocation
 from estimator.timeline.assumptions import plan_assumptions, split_assumptions
@@ -81,6 +82,17 @@ class Estimate:
         return _bottleneck(self)
 
     @property
+    def device_memory(self) -> DeviceMemory:
+        """What the driver and libraries keep of the memory of the devices that are fullest."""
+        return self.plan.fullest_device()[0]
+
+    @property
+    def spare_memory_bytes(self) -> int:
+        """How much more live tensors could take on these devices; negative where they lack it."""
+        device, held = self.plan.fullest_device()
+        return device.usable_bytes - held
+
+    @property
     def mode(self) -> str:
         """How the step is run, in words: precision, compiled or not, layout of images."""
         return self.plan.members.table.graph.mode
@@ -126,6 +138,8 @@ class Estimate:
         plain["mode"] = self.mode
         plain["bottleneck"] = self.bottleneck
         plain["memory"] = asdict(self.memory)
+        plain["device_memory"] = asdict(self.device_memory)
+        plain["spare_memory_bytes"] = self.spare_memory_bytes
         plain["provenance"] = [
             {"part": part, "source": source, "share_ratio": share, "relative_error": error}
             for part, source, share, error in self.provenance
@@ -200,7 +214,7 @@ def interval_ratio(error: Any) -> Any:
 
 
 def fits_code(used_ratio: Any, knows_all: bool) -> Any:
-    """Index into `FITS` by the largest share of a device's memory in use.
+    """Index into `FITS` by the largest share in use of what tensors can have of a device.
 
     It is never that of "yes" where not all memory is known.
     """
