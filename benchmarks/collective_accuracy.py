@@ -3,67 +3,36 @@
 ``python benchmarks/collective_accuracy.py [--data DIR] [--json]`` reads ``collectives.csv`` in DIR
 (by default ``shared/data`` beside the checkout). Splits: ``sizes`` fits every other size of a group
 and predicts the rest; ``devices`` predicts a group from groups with fewer devices on each of as
-many nodes; ``nodes`` predicts a group from groups on fewer nodes that span at least two.
+many nodes; ``nodes`` predicts a group from groups on fewer nodes that span at least two;
+``catalogue`` and ``ends`` predict every system by a fit to the others (`collective_systems`).
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from collective_groups import Group, read_groups
+from collective_systems import GOALS as COLD_GOALS
+from collective_systems import by_size, cases_of_systems, fitted_to_all
 from records import now, say
 from summary import SummaryRow, format_table, summarise
 
-from estimator.machines.profile import (
-    CollectiveCost,
-    CollectiveName,
-    Device,
-    Link,
-    MachineProfile,
-    Provenance,
-)
+from estimator.machines.profile import CollectiveCost, Device, Link, MachineProfile, Provenance
 from estimator.placement.process_groups import ring_between
 from estimator.probe.line_fit import fit_line
-from estimator.timeline.collectives import GroupCollective, rounds_of
+from estimator.timeline.collectives import GroupCollective
 from estimator.timeline.rings import RING_SHARE
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 # Goals for the median error of a system.
 GOALS = {"sizes": 0.15, "devices": 0.30, "nodes": 0.30}
-# The same cluster goes by a name for each of its groups.
-_GROUP_IN_NAME = re.compile(r"^\d+x (?=DGX A100$|AWS)|^\d+ node x \d+ GPU | \(\d+ GPUs\)$")
+ALL_GOALS = GOALS | COLD_GOALS
 IMPORTED = Provenance(source="imported", relative_error=0.05)
-
-Points = dict[int, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """What was published of one collective over one group shape: seconds by bytes."""
-
-    source: str
-    system: str
-    op: CollectiveName
-    dtype: str
-    nodes: int
-    ranks: int
-    points: Points
-
-    @property
-    def per_node(self) -> int:
-        return -(-self.ranks // self.nodes)
-
-    @property
-    def name(self) -> str:
-        return f"{self.system}, {self.op} {self.dtype}, {self.nodes}x{self.per_node}"
 
 
 def main() -> None:
@@ -77,13 +46,19 @@ def main() -> None:
         sys.exit(f"collective_accuracy: there is no {path}; say --data DIR")
     groups = read_groups(path)
     cases = [case for split in GOALS for case in cases_of(split, groups)]
+    cold = list(cases_of_systems(groups))
+    cases += cold
     say(f"{len(groups)} groups, {len(cases)} predictions")
     rows = summarise(cases, by=("split", "system"))
     if options.json:
         print(json.dumps({"machine": "published", "at": now(), "cases": cases}, allow_nan=False))
     else:
         print(table(rows))
-    if any(row.median_ratio > GOALS[row.group["split"]] for row in rows):
+        print("\npredicted / measured from the catalogue, k fitted to the other systems\n")
+        print(format_table(by_size(cold)))
+        for kind, pipelining in fitted_to_all(groups).items():
+            print(f"k fitted to all systems, {kind}: {pipelining:.1f}")
+    if any(row.median_ratio > ALL_GOALS[row.group["split"]] for row in rows):
         sys.exit(1)
 
 
@@ -92,7 +67,7 @@ def table(rows: Sequence[SummaryRow]) -> str:
     lines = [["system", "split", "cases", "median", "p90", "worst", "bias", "goal"]]
     for row in rows:
         ratios = (row.median_ratio, row.p90_ratio, row.worst_ratio, row.bias_ratio or 0.0)
-        goal = GOALS[row.group["split"]]
+        goal = ALL_GOALS[row.group["split"]]
         lines.append(
             [
                 row.group["system"],
@@ -103,19 +78,6 @@ def table(rows: Sequence[SummaryRow]) -> str:
             ]
         )
     return format_table(lines)
-
-
-def read_groups(path: Path) -> list[Group]:
-    """Every group of the table whose collective a profile can hold."""
-    points: dict[tuple[str, str, str, str, int, int], Points] = defaultdict(dict)
-    with path.open(encoding="utf-8", newline="") as stream:
-        for row in csv.DictReader(stream):
-            if row["collective"] in RING_SHARE and float(row["time_us"]) > 0:
-                system = _GROUP_IN_NAME.sub("", row["system"])
-                shape = int(row["nodes"]), int(row["ranks"])
-                key = (row["source"], system, row["collective"], row["dtype"], *shape)
-                points[key][int(row["size_bytes"])] = float(row["time_us"]) * 1e-6
-    return [Group(*key, found) for key, found in points.items()]  # type: ignore[arg-type]
 
 
 def cases_of(split: str, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
@@ -187,7 +149,7 @@ def profile_of(known: Sequence[Group]) -> MachineProfile:
             Link(
                 kind="tcp",
                 reach="rack",
-                latency_s=slim.latency_s / rounds_of(slim.op, slim.group_size, slim.nodes, "cuda"),
+                latency_s=slim.latency_s / (2 * slim.group_size),
                 bandwidth_bytes_per_s=slim.bandwidth_bytes_per_s
                 * RING_SHARE[slim.op](slim.group_size),
                 provenance=IMPORTED,

@@ -269,7 +269,8 @@ def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
     if error is None:
         communication_error = waited.relative_error if waited else 0.0
         compute = coefficients.compute_ratio
-        error = relative_error(parts, slowest.lane, compute, communication_error, step_s)
+        slower_s = waited.slower_s if waited else 0.0
+        error = relative_error(parts, slowest.lane, compute, communication_error, slower_s, step_s)
     spread = interval_ratio(error)
     even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
     global_batch = mesh.global_batch(batches) if batches is not None else None

@@ -12,6 +12,7 @@ from estimator.accuracy import Z_80
 from estimator.elementwise import exp, maximum, sqrt, where
 from estimator.errors import WorkloadError
 from estimator.graph.memory import PeakMemory
+from estimator.machines.device_memory import DeviceMemory
 from estimator.machines.typical import is_known_by_datasheet
 from estimator.placement.allocation import Allocation
 from estimator.timeline.assumptions import plan_assumptions, split_assumptions
@@ -81,6 +82,17 @@ class Estimate:
         return _bottleneck(self)
 
     @property
+    def device_memory(self) -> DeviceMemory:
+        """What the driver and libraries keep of the memory of the devices that are fullest."""
+        return self.plan.fullest_device()[0]
+
+    @property
+    def spare_memory_bytes(self) -> int:
+        """How much more live tensors could take on these devices; negative where they lack it."""
+        device, held = self.plan.fullest_device()
+        return device.usable_bytes - held
+
+    @property
     def mode(self) -> str:
         """How the step is run, in words: precision, compiled or not, layout of images."""
         return self.plan.members.table.graph.mode
@@ -126,6 +138,8 @@ class Estimate:
         plain["mode"] = self.mode
         plain["bottleneck"] = self.bottleneck
         plain["memory"] = asdict(self.memory)
+        plain["device_memory"] = asdict(self.device_memory)
+        plain["spare_memory_bytes"] = self.spare_memory_bytes
         plain["provenance"] = [
             {"part": part, "source": source, "share_ratio": share, "relative_error": error}
             for part, source, share, error in self.provenance
@@ -169,19 +183,26 @@ def _provenance(
 
 
 def relative_error(
-    parts: Breakdown, lane: LaneCosts, compute_ratio: Any, communication_error: Any, step_s: Any
+    parts: Breakdown,
+    lane: LaneCosts,
+    compute_ratio: Any,
+    communication_error: Any,
+    slower_s: Any,
+    step_s: Any,
 ) -> Any:
     """One standard deviation of log(measured / predicted): parts err independently.
 
     `lane` is that of the slowest rank, `communication_error` the relative error of what reduces
-    gradients, 0 where nothing does. Of one step, or a row for each.
+    gradients, 0 where nothing does, and `slower_s` what the step adds if that is slower by as
+    much. Of one step, or a row for each.
     """
     waiting_error = maximum(communication_error, OVERLAP_ERROR)
+    waiting_error_s = maximum(waiting_error * parts.waiting_s, slower_s)
     squares = (
         (lane.host_error * parts.host_exposed_s) ** 2
         + (lane.update_error * parts.update_s) ** 2
         + (COPIES_ERROR * parts.copies_exposed_s) ** 2
-        + (waiting_error * parts.waiting_s) ** 2
+        + waiting_error_s**2
     )
     variance_s2 = lane.kernels_variance_s2 * compute_ratio**2 + MEDIAN_TO_SIGMA**2 * squares
     return sqrt(variance_s2 / step_s**2 + MODEL_ERROR**2)
@@ -193,7 +214,7 @@ def interval_ratio(error: Any) -> Any:
 
 
 def fits_code(used_ratio: Any, knows_all: bool) -> Any:
-    """Index into `FITS` by the largest share of a device's memory in use.
+    """Index into `FITS` by the largest share in use of what tensors can have of a device.
 
     It is never that of "yes" where not all memory is known.
     """

@@ -55,7 +55,7 @@ def check_precision(text: str) -> str:
 
 
 # More samples than any training set has in a step, and more micro-batches than any step.
-MOST_BATCH, MOST_GLOBAL_BATCH, MOST_ACCUMULATION = 10**9, 10**15, 10**6
+MOST_BATCH, MOST_GLOBAL_BATCH, MOST_ACCUMULATION = 10**9, 10**15, 10**8
 
 
 def check_count(value: object, what: str = "batch size", *, most: int = MOST_BATCH) -> int:

@@ -170,12 +170,11 @@ class _Search:
         lane_s, memory_ratio = np.zeros(answer.ranks), np.zeros(answer.ranks)
         for each in answer.plan.classes:
             members = list(each.ranks)
-            device = each.program.profile.devices[0]
             program, shards = each.program, answer.plan.shards
             needed = program.memory.total_bytes(shards)
             alone_s = program.lane_s + program.sharded_lane_s / shards
             lane_s[members] = alone_s * each.slowdown_ratio
-            memory_ratio[members] = needed / device.memory_bytes
+            memory_ratio[members] = needed / each.usable_bytes
         loads = (np.maximum.reduceat(values, self._starts) for values in (lane_s, memory_ratio))
         return list(zip(*(values.tolist() for values in loads), strict=True))
 

@@ -102,7 +102,7 @@ def memory_of(answer: Estimate) -> MemoryReport:
         curve=curve,
         time_s=_end_s(kind, plan.share),
         tensors=live_tensors(program.bound, curve.peak_at),
-        device_bytes=kind.device_bytes,
+        device_bytes=kind.device.usable_bytes,
     )
 
 

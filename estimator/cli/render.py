@@ -86,6 +86,26 @@ def part_name(field_name: str) -> str:
     return field_name.removesuffix("_s").replace("_", " ")
 
 
+def fits_words(answer: Estimate) -> str:
+    """Whether a step fits, and by how much."""
+    spare = answer.spare_memory_bytes
+    how = f"{format_bytes(spare)} to spare" if spare >= 0 else f"{format_bytes(-spare)} too much"
+    return f"{FITS_WORDS[answer.fits]}, {how}"
+
+
+def _kept_memory(answer: Estimate) -> list[tuple[str, str]]:
+    """What a device keeps of its memory from tensors, part by part; nothing on CPUs."""
+    device = answer.device_memory
+    if not device.context_bytes:
+        return []
+    parts = [f"of {format_bytes(device.capacity_bytes)}: CUDA {format_bytes(device.context_bytes)}"]
+    if device.communicators_bytes:
+        parts.append(f"NCCL {format_bytes(device.communicators_bytes)}")
+    parts.append(f"workspaces {format_bytes(device.workspaces_bytes)}")
+    parts.append(f"fragmentation {format_ratio(device.fragmentation_ratio)} of tensors")
+    return [("kept from tensors", ", ".join(parts))]
+
+
 def estimate_report(
     answer: Estimate,
     *,
@@ -106,7 +126,8 @@ def estimate_report(
         rows.append(("balance", _balance_words(balance)))
     rows += [
         ("bottleneck", answer.bottleneck),
-        ("peak memory", f"{format_bytes(answer.peak_memory_bytes)} ({FITS_WORDS[answer.fits]})"),
+        ("peak memory", f"{format_bytes(answer.peak_memory_bytes)} ({fits_words(answer)})"),
+        *_kept_memory(answer),
     ]
     if answer.mfu_ratio is not None and answer.hfu_ratio is not None:
         hfu = f"HFU {format_ratio(answer.hfu_ratio)}, with what is computed again"
@@ -246,7 +267,7 @@ def check_report(answer: Estimate, *, unmeasured_ratio: float) -> Group:
     rows = [
         ("time that nothing measured backs", format_ratio(unmeasured_ratio)),
         ("kernel time of shapes in the probe's grid", in_grid),
-        ("memory", FITS_WORDS[answer.fits]),
+        ("memory", fits_words(answer)),
     ]
     return stacked(
         Group(Text(heading, style="bold"), facts(rows)),

@@ -40,6 +40,13 @@ class Link:
     in nodes of one rack, in other racks. `streams` such links were in use at once when it was
     measured (between nodes: flows through one NIC), and the rate is what one of them got. `points`
     are the measured (bytes, seconds), kept beside the fit.
+
+    Between devices of a node, the rate is what one device of a ring sends over all its links of the
+    kind where the ring joins at most `ring_devices` devices in the order of their indices, None for
+    all: a bridge joins 2, a socket's switches half of a node. Without `peer_to_peer` devices reach
+    each other through host memory alone. `reduces` says that the switch between them adds and
+    multicasts (NVLS). `achieved_ratio` is the share of a datasheet's rate that collectives get, if
+    it is not the usual one of the kind.
     """
 
     kind: LinkKind
@@ -49,11 +56,15 @@ class Link:
     pinned: bool = False
     streams: int = 1
     points: tuple[tuple[float, float], ...] = ()
+    ring_devices: int | None = None
+    peer_to_peer: bool = True
+    reduces: bool = False
+    achieved_ratio: float | None = None
     provenance: Provenance
 
     def __post_init__(self) -> None:
         check_not_negative(self, "latency_s")
-        check_positive(self, "bandwidth_bytes_per_s", "streams")
+        check_positive(self, "bandwidth_bytes_per_s", "streams", "ring_devices", "achieved_ratio")
         check_points(self, self.points)
 
     def transfer_time_s(self, size_bytes: float) -> float:

@@ -14,23 +14,35 @@ from estimator.machines.profile import (
     Link,
     LinkKind,
     MachineProfile,
+    OverlapCost,
     Provenance,
     UpdateCost,
 )
 
 # What collectives get of a link's line rate. NVLink: nccl-tests on 8 A100 reach 235 of 300 GB/s
-# each way (NVIDIA/nccl-tests, issues). PCIe: 24 bytes of header to 256 of payload, and flow control
-# (peer copies of 12 to 13 GB/s over 3.0 x16). InfiniBand and RoCE: headers at MTU 4096 and one
-# queue's pauses. EFA and TCP: nccl-tests over aws-ofi-nccl and over sockets.
+# each way; multiprocessors send 128 bytes at a time, which leaves 20 of each link's 25 GB/s
+# (NVIDIA/nccl-tests, issue 149). PCIe: headers and flow control; NCCL takes 12 GB/s of 3.0 x16
+# (PCI_BW in its src/graph/topo.h). InfiniBand and RoCE: headers at MTU 4096 and one queue's pauses.
+# EFA and TCP: nccl-tests over aws-ofi-nccl and over sockets.
 LINK_RATIOS: dict[LinkKind, float] = {
     "nvlink": 0.78,
     "infinity_fabric": 0.70,
-    "pcie": 0.80,
+    "pcie": 0.76,
     "infiniband": 0.93,
     "roce": 0.90,
     "efa": 0.80,
     "tcp": 0.75,
 }
+# Without peer-to-peer every hop goes through host memory, written and read again, which all devices
+# share: nccl-tests over 4 and 8 RTX 5090 reach 35 and 28 of 63 GB/s (NVIDIA/nccl, issue 1639).
+# Older hosts give less; it is one share for all sizes of box, so that no more devices get more.
+HOST_STAGED_RATIO = 0.40
+# What NCCL's proxy thread and its flags add to each hop over a network: hwLat of the LL protocol in
+# NVIDIA/nccl, src/graph/tuning.cc. EFA acknowledges in software: 2 nodes with EFA take 51 µs for 8
+# bytes where InfiniBand takes 39 (dstackai/dstack, pull request 3961: 14 µs a hop; p4d.24xlarge
+# with NCCL 2.7 takes several times that).
+NETWORK_HOP_S = 5e-6
+_SLOWER_HOPS_S: dict[LinkKind, float] = {"efa": 25e-6}
 # What a byte streamed by one kernel costs, as a share of the memory's peak (BabelStream on V100 and
 # A100: 0.85 to 0.92 for arrays far larger than the caches; optimizers walk many smaller tensors).
 STREAMED_RATIO = 0.80
@@ -42,6 +54,15 @@ _FOREACH_BYTES = {"sgd": 12.0, "sgd-momentum": 32.0, "adam": 72.0, "adamw": 80.0
 # probe` on an EPYC server: 0.9, 3.4, 10.6 and 12.3 µs a tensor, 16 to 45 µs a step).
 _FOREACH_TENSOR_S = {"sgd": 1e-6, "sgd-momentum": 3e-6, "adam": 1e-5, "adamw": 1e-5}
 _FOREACH_LAUNCH_S = 5e-5
+# One standard deviation of equal GPUs' compute. On four clusters of some hundred GPUs and more, the
+# fastest and the slowest are 8 % apart on average (Sinha et al.: Not All GPUs Are Created Equal,
+# SC22): six standard deviations of so many draws.
+RANK_SPREAD_RATIO = 0.013
+# What a second of NCCL's collectives takes from compute beside it, on one node and on several: its
+# kernel holds up to 24 of 108 to 132 multiprocessors, one for each channel, and a share of the
+# memory's rate, so between nothing and 0.22; over a network it has fewer channels.
+_EXPOSED_RATIOS = {1: 0.08, 2: 0.05}
+_BESIDE_COMPUTE_RATIO = 1.1
 _HOST_ERROR = 0.4
 _UPDATE_ERROR = 0.4
 # Eager training issues some 100,000 operators a second from Python and 150,000 from autograd's C++,
@@ -67,7 +88,15 @@ def achieved_bytes_per_s(link: Link) -> float:
     """What collectives get of a link: its measured rate, or the usual share of a line rate."""
     if link.provenance.source != "datasheet":
         return link.bandwidth_bytes_per_s
-    return link.bandwidth_bytes_per_s * LINK_RATIOS.get(link.kind, 1.0)
+    usual = LINK_RATIOS.get(link.kind, 1.0) if link.peer_to_peer else HOST_STAGED_RATIO
+    return link.bandwidth_bytes_per_s * (link.achieved_ratio or usual)
+
+
+def achieved_latency_s(link: Link, kind: DeviceKind) -> float:
+    """Seconds of a hop of a collective between nodes whose devices are of a kind."""
+    if link.provenance.source != "datasheet" or kind == "cpu":
+        return link.latency_s
+    return link.latency_s + _SLOWER_HOPS_S.get(link.kind, NETWORK_HOP_S)
 
 
 def is_known_by_datasheet(profile: MachineProfile) -> bool:
@@ -83,8 +112,31 @@ def with_typical_costs(profile: MachineProfile) -> MachineProfile:
 
 
 def _complete(profile: MachineProfile) -> MachineProfile:
+    spread_ratio = profile.rank_spread_ratio
     return replace(
-        profile, host=profile.host or _HOST, updates=profile.updates or _updates(profile)
+        profile,
+        host=profile.host or _HOST,
+        updates=profile.updates or _updates(profile),
+        rank_spread_ratio=RANK_SPREAD_RATIO if spread_ratio is None else spread_ratio,
+    )
+
+
+def typical_overlaps(profile: MachineProfile) -> tuple[OverlapCost, ...]:
+    """How compute and collectives slow each other on a machine known by its datasheet only."""
+    if not is_known_by_datasheet(profile):
+        return ()
+    return tuple(
+        OverlapCost(
+            compute="compute_bound",
+            backend="nccl",
+            group_size=2,
+            nodes=nodes,
+            size_bytes=1 << 26,
+            exposed_ratio=exposed_ratio,
+            collective_slowdown_ratio=_BESIDE_COMPUTE_RATIO,
+            provenance=Provenance(source="datasheet", relative_error=1.0, note="typical of NCCL"),
+        )
+        for nodes, exposed_ratio in _EXPOSED_RATIOS.items()
     )
 
 

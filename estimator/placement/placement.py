@@ -11,6 +11,7 @@ from estimator.cache import Cache
 from estimator.errors import AllocationError
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
+from estimator.machines.typical import achieved_latency_s
 from estimator.placement.allocation import Allocation, DeviceGroup
 from estimator.placement.network import NodeNetwork, network_in_cluster, network_of
 from estimator.placement.topology import Cluster
@@ -270,8 +271,8 @@ def hop_reach(cluster: Cluster | None) -> str:
 def hop_latency_s(profile: MachineProfile, reach: str) -> float:
     """One-way seconds of a hop between nodes; that of any reach where this one is unknown."""
     singles = [link for link in profile.network if link.streams == 1]
-    exact = [link.latency_s for link in singles if link.reach == reach]
-    return max(exact or [link.latency_s for link in singles], default=0.0)
+    near = [link for link in singles if link.reach == reach] or singles
+    return max((achieved_latency_s(link, profile.kind) for link in near), default=0.0)
 
 
 def nic_of(profile: MachineProfile, ranks: int) -> float | None:

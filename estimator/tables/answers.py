@@ -240,7 +240,9 @@ class RowAnswers:
     ) -> dict[str, Any]:
         parts, lane = step.parts, step.lane
         step_s = parts.total_s
-        error = relative_error(parts, lane, ratios.compute, step.communication_error, step_s)
+        error = relative_error(
+            parts, lane, ratios.compute, step.communication_error, step.slower_s, step_s
+        )
         if learnt_error is not None:
             error = np.where(np.isnan(learnt_error), error, learnt_error)
         spread = interval_ratio(error)

@@ -38,7 +38,8 @@ Flags = NDArray[np.bool_]
 class StepColumns:
     """The steps of many rows: their parts, the slowest ranks' lanes, errors and memory.
 
-    `communication_error` is the relative error of what reduces gradients, 0 for single ranks;
+    `communication_error` is the relative error of what reduces gradients, 0 for single ranks, and
+    `slower_s` what a step adds if that is slower by as much;
     `memory_ratio` the largest share of a device's memory in use. `unknown` marks rows over whose
     network nothing says what a collective that they need costs.
     """
@@ -46,6 +47,7 @@ class StepColumns:
     parts: Breakdown
     lane: LaneCosts
     communication_error: Array
+    slower_s: Any
     memory_bytes: Array
     memory_ratio: Array
     unknown: Flags
@@ -93,6 +95,7 @@ class StepRows:
         several = ranks > 1
         waiting_s: Any = 0.0
         unknown, error = np.zeros_like(several), np.zeros(len(several))
+        slower_s: Any = 0.0
         if several.any():
             groups = self._groups(placed, groups_of)
             brought = _ranks(kinds, numbers, slowest, lane_s, groups, ratios)
@@ -100,6 +103,7 @@ class StepRows:
             waiting_s = np.where(several, found.exposed_s, 0.0)
             unknown = found.unknown & several
             error = np.where(several, found.relative_error, 0.0)
+            slower_s = np.where(several, found.slower_s, 0.0)
         memory_bytes, memory_ratio = kinds.memory(numbers, shards)
         return StepColumns(
             parts=breakdown_of(
@@ -114,6 +118,7 @@ class StepRows:
             ),
             lane=lane,
             communication_error=error,
+            slower_s=slower_s,
             memory_bytes=memory_bytes,
             memory_ratio=memory_ratio,
             unknown=unknown,

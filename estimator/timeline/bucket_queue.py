@@ -19,7 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.elementwise import maximum
-from estimator.timeline.collectives import CollectiveModel, Corrections, SizedCollective
+from estimator.timeline.collectives import CollectiveModel, SizedCollective
+from estimator.timeline.corrections import Corrections
+from estimator.timeline.lines import fastest_s
 from estimator.timeline.overlaps import Overlap
 
 Array = NDArray[np.float64]
@@ -48,8 +50,8 @@ class Ready(Protocol):
 class BucketQueue:
     """The collectives of buckets of some sizes, sent in order as they get ready.
 
-    Seconds of each bucket are linear in α and β of the collective, by its reference: `sized` holds
-    the factors.
+    Seconds of each bucket by one algorithm are linear in the terms of its line, by the reference of
+    the collective: `sized` holds the factors.
     """
 
     def __init__(self, corrections: Sequence[Corrections], sizes_bytes: Array) -> None:
@@ -58,8 +60,8 @@ class BucketQueue:
         sizes = np.where(sizes_bytes > 0, sizes_bytes, 1.0)
         ratios = np.array([each.latency_at(sizes) for each in corrections])
         self.latency_ratio = ratios.reshape(len(corrections), len(sizes_bytes))
-        # For bucket k, the factors of α and of β in what the link has to do for k and all after
-        # it, and in the part of the bucket's own time before that: (references, buckets, 2).
+        # For bucket k, the factors of a line's terms in what the link has to do for k and all after
+        # it, and in the part of the bucket's own time before that: (references, buckets, 3).
         factors, ratio = self.sized.factors, self.latency_ratio[:, :, None]
         self._behind = np.cumsum((factors * (1.0 - ratio))[:, ::-1], axis=1)[:, ::-1]
         self._latency = factors * ratio
@@ -72,20 +74,20 @@ class BucketQueue:
         """
         if not len(self.sizes_bytes):
             return 0.0
-        line = model.line(ratio)
+        lines = model.coefficients(ratio)
         if isinstance(model.reference, int):
-            return float(self._exposed_s(model.reference, ready.slack_s(None), line, overlap))
+            return float(self._exposed_s(model.reference, ready.slack_s(None), lines, overlap))
         exposed = np.broadcast_to(overlap.exposed_ratio, len(model.reference))
         slowdown = np.broadcast_to(overlap.slowdown, len(model.reference))
         found = np.zeros(len(model.reference))
         for reference, rows in _alike(model.reference, ready.alike):
             some = Overlap(exposed[rows], slowdown[rows])
-            found[rows] = self._exposed_s(reference, ready.slack_s(rows), line[:, rows], some)
+            found[rows] = self._exposed_s(reference, ready.slack_s(rows), lines[..., rows], some)
         return found
 
-    def _exposed_s(self, reference: int, slack_s: Array, line: Array, overlap: Overlap) -> Any:
+    def _exposed_s(self, reference: int, slack_s: Array, lines: Array, overlap: Overlap) -> Any:
         """The closed form of the module's docstring; `slack_s` is what is left of the lane."""
-        behind_s = self._behind[reference] @ line
+        behind_s = self._behind_s(reference, lines)
         drain = maximum(overlap.drain, _NO_DRAIN)
         sent_s = 1.0 * behind_s[0]
         if not self._has_latency[reference]:
@@ -94,12 +96,19 @@ class BucketQueue:
             backlog_s = maximum(np.maximum.reduce(behind_s), 0.0)
             return overlap.exposed_ratio * (sent_s - backlog_s) + backlog_s
         # A bucket that can be sent only after the lane's end has negative slack.
-        slack_s -= self._latency[reference] @ line
+        slack_s -= self._latency[reference] @ lines[0]
         beside_s = np.maximum(slack_s, 0.0)
         behind_s -= beside_s / drain
         backlog_s = maximum(np.maximum.reduce(behind_s), 0.0)
         after_s = maximum(np.maximum.reduce(behind_s + (beside_s - slack_s)), 0.0)
         return overlap.exposed_ratio * (sent_s - backlog_s) + after_s
+
+    def _behind_s(self, reference: int, lines: Array) -> Array:
+        """What the link has to do for each bucket and all after it, each by its fastest line."""
+        if len(lines) == 1 or self._has_latency[reference]:
+            return np.asarray(self._behind[reference] @ lines[0])
+        each_s = fastest_s(self.sized.factors[reference], lines)
+        return np.cumsum(each_s[::-1], axis=0)[::-1]
 
 
 def _alike(reference: Indices, others: Indices | None) -> Iterator[tuple[int, Indices]]:

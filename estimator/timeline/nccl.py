@@ -1,44 +1,155 @@
-"""Count the rounds of latency that NCCL's collectives cost, the start of the kernel included.
+"""Cost NCCL's collectives: the algorithms that it has, each a line, of which it takes the fastest.
 
-NCCL's own cost table (NVIDIA/nccl, src/graph/tuning.cc) gives a collective a fixed start (baseLat:
-6.6 µs with the LL protocol) on top of its hops (hwLat: 0.6 µs over NVLink); all-reduce across nodes
-takes the cheaper of a ring through every rank and a double tree over the nodes with a chain in
-each.
+Latencies are those of NCCL's own cost table (NVIDIA/nccl, src/graph/tuning.cc): a collective has a
+start (baseLat: 6.6 µs with the LL protocol), and hops on top (hwLat: 0.6 µs over NVLink). A new
+algorithm is one entry of `ALGORITHMS`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from estimator.elementwise import minimum
+from estimator.elementwise import maximum, where
 from estimator.machines.profile import CollectiveName
+from estimator.placement.process_groups import ProcessGroup
+from estimator.timeline.inner_links import START_S, InnerLinks
+from estimator.timeline.lines import Line
 
-# The start in hops: published all-reduce, all-gather and reduce-scatter of 512 bytes over 2, 4 and
-# 8 A100 (aiconfigurator's tables) lie on 7.9 µs + 1.05 µs per hop.
-START_ROUNDS = 7.5
+# k of α + βS + k·√(α·βS) between nodes: see `inner_links.PIPELINING`.
+NETWORK_PIPELINING = 2.2
+# A hop over NVLink, beside which `START_S` was measured.
+USUAL_HOP_S = 1.05e-6
+# What a tree gets of the links that a ring fills: 2 nodes of p4d.24xlarge all-reduce 1 GiB in
+# 35.2 ms (NVIDIA/nccl, issue 527), 26.8 ms at 0.8 of four 100 Gbit/s cards.
+TREE_RATIO = 0.76
+# 8 H100 all-reduce at a bus bandwidth of 475 GB/s in the switch (H100_NVLS_BW of
+# aliyun/SimAI's astra-sim), each sending 9/8 of its buffer: 0.87 of what a ring gets of NVLink.
+IN_SWITCH_RATIO = 0.87
 
 
-def nccl_rounds(op: CollectiveName, ranks: Any, nodes: Any) -> Any:
-    """Hops of latency in a row for `ranks` ranks spread evenly over `nodes` nodes.
+class Shape(NamedTuple):
+    """How many ranks a group has, on how many nodes, and on the node with most: numbers or rows."""
 
-    Both are whole numbers or arrays of them.
+    ranks: Any
+    nodes: Any
+    per_node: Any
 
-    >>> nccl_rounds("all_reduce", 8, 1)  # 7.5 to start, 2 · 7 around the ring
-    21.5
-    >>> nccl_rounds("all_reduce", 64, 8)  # up and down: 7 in a node, 3 between nodes
-    27.5
+
+class Cost(NamedTuple):
+    """Of one algorithm: inside nodes and between them."""
+
+    inside: Any
+    across: Any
+
+
+class Algorithm(NamedTuple):
+    """How a collective is carried out.
+
+    `rounds` are hops of latency in a row; `share` is what one device sends over its links inside a
+    node, and what one node sends over its network, as a share of the buffer; `ratio` is what it
+    gets of the rates that a ring gets, inside and across. `runs` says where NCCL has it.
     """
-    hops: Any = ranks - 1
-    if op == "all_reduce":
-        tree = 2 * (levels(nodes) + ranks / nodes - 1)
-        hops = minimum(2 * hops, tree)
-    elif op == "broadcast":
-        hops = levels(ranks)
-    return START_ROUNDS + hops
+
+    rounds: Callable[[Shape], Cost]
+    share: Callable[[Shape], Cost]
+    ratio: Cost = Cost(1.0, 1.0)
+    runs: Callable[[Shape, InnerLinks], Any] = lambda shape, links: True
 
 
 def levels(count: Any) -> Any:
     """The logarithm to base 2, rounded up, of one number or of an array of them."""
     return np.frexp(count - 1)[1] if isinstance(count, np.ndarray) else (count - 1).bit_length()
+
+
+def _around(times: int) -> Algorithm:
+    """A ring through every rank, node by node, `times` around."""
+    return Algorithm(
+        rounds=lambda g: Cost(times * (g.ranks - g.nodes), times * (g.nodes - 1)),
+        share=lambda g: Cost(times * (g.ranks - 1) / g.ranks, times * (g.ranks - 1) / g.ranks),
+    )
+
+
+# A chain in each node, a tree over the nodes: up and down. Of two trees, each with half of the
+# data, a node is inside one and a leaf of the other (Sanders, Speck, Träff: Two-tree algorithms
+# for full bandwidth broadcast, reduction and scan, 2009).
+_TREE = Algorithm(
+    rounds=lambda g: Cost(2 * (g.per_node - 1), 2 * levels(g.nodes)),
+    share=lambda g: Cost(2.0, 2 * (g.nodes - 1) / g.nodes),
+    ratio=Cost(0.9, TREE_RATIO),  # busBw · .9, tuning.cc
+    runs=lambda g, links: g.nodes > 1,
+)
+# The switch adds what devices send, and sends each sum to all of them (NVLS, NCCL 2.17); between
+# nodes as the tree.
+_IN_SWITCH = Algorithm(
+    rounds=lambda g: Cost(2, 2 * levels(g.nodes)),
+    share=lambda g: Cost((g.per_node + 1) / g.per_node, 2 * (g.nodes - 1) / g.nodes),
+    ratio=Cost(IN_SWITCH_RATIO, TREE_RATIO),
+    runs=lambda g, links: links.reduces & (g.per_node > 2),
+)
+_BROADCAST = Algorithm(
+    rounds=lambda g: Cost(levels(g.ranks) - levels(g.nodes), levels(g.nodes)),
+    share=lambda g: Cost(1.0, 1.0),
+)
+# Every rank sends its part to each of the others, those on other nodes over the node's network.
+_ALL_TO_ALL = Algorithm(
+    rounds=lambda g: Cost(g.ranks - g.nodes, g.nodes - 1),
+    share=lambda g: Cost((g.ranks - 1) / g.ranks, g.per_node * (g.ranks - g.per_node) / g.ranks),
+)
+ALGORITHMS: dict[CollectiveName, tuple[Algorithm, ...]] = {
+    "all_reduce": (_around(2), _TREE, _IN_SWITCH),
+    "all_gather": (_around(1),),
+    "reduce_scatter": (_around(1),),
+    "broadcast": (_BROADCAST,),
+    "all_to_all": (_ALL_TO_ALL,),
+}
+
+
+def nccl_lines(
+    op: CollectiveName,
+    group: ProcessGroup,
+    links: InnerLinks,
+    *,
+    network_pipelining: float = NETWORK_PIPELINING,
+) -> tuple[Line, ...]:
+    """What each algorithm takes over one group, or over that of each row.
+
+    Where NCCL does not have one, in some rows, those have the first's. `network_pipelining` is k
+    between nodes.
+    """
+    shape = Shape(group.ranks, group.nodes, group.per_node)
+    lines: list[Line] = []
+    for algorithm in ALGORITHMS[op]:
+        runs = algorithm.runs(shape, links)
+        if not np.any(runs):
+            continue
+        found = _line(algorithm, group, links, network_pipelining)
+        if lines:
+            found = Line(*(where(runs, *both) for both in zip(found, lines[0], strict=True)))
+        lines.append(found)
+    return tuple(lines)
+
+
+def _line(algorithm: Algorithm, group: ProcessGroup, links: InnerLinks, across_k: float) -> Line:
+    shape = Shape(group.ranks, group.nodes, group.per_node)
+    rounds, share, ratio = algorithm.rounds(shape), algorithm.share(shape), algorithm.ratio
+    inside, across = group.per_node > 1, group.nodes > 1
+    alpha_s = links.start_s + where(inside, rounds.inside * links.latency_s, 0.0)
+    alpha_s = alpha_s + where(across, rounds.across * group.latency_s, 0.0)
+    beta = maximum(
+        where(inside, share.inside / (links.bytes_per_s * ratio.inside), 0.0),
+        where(across, share.across / (group.bytes_per_s * ratio.across), 0.0),
+    )
+    pipelining = where(across, across_k, links.pipelining)
+    return Line.pipelined(alpha_s, beta, pipelining)
+
+
+def hop_latency_s(op: CollectiveName, ranks: int, latency_s: float) -> float:
+    """Seconds of a hop where a small collective over one node takes `latency_s`.
+
+    Its start and its hops are in the same proportion as usual.
+    """
+    hops = ALGORITHMS[op][0].rounds(Shape(ranks, 1, ranks)).inside
+    return latency_s / float(hops + START_S / USUAL_HOP_S)

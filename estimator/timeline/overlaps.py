@@ -13,10 +13,9 @@ import numpy as np
 from estimator.cache import Cache
 from estimator.elementwise import maximum, minimum
 from estimator.machines.profile import MachineProfile
+from estimator.machines.typical import typical_overlaps
 from estimator.placement.process_groups import ProcessGroup
-from estimator.timeline.collectives import (
-    GroupCollective,
-)
+from estimator.timeline.collectives import GroupCollective
 from estimator.timeline.nearest import Lookup, Nearest, pool_of
 
 
@@ -85,8 +84,9 @@ def group_overlaps(
 
 
 def _grouped(profile: MachineProfile, cache: Cache, across: bool) -> tuple[GroupOverlap, ...]:
-    measured = [item for item in profile.overlaps if (item.nodes > 1) == across]
-    found = measured or profile.overlaps
+    known = profile.overlaps or typical_overlaps(profile)
+    measured = [item for item in known if (item.nodes > 1) == across]
+    found = measured or known
     groups = []
     for size in sorted({item.group_size for item in found}):
         near = [item for item in found if item.group_size == size]

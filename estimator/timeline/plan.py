@@ -14,6 +14,7 @@ from estimator.cache import Cache
 from estimator.coefficients import UNCALIBRATED, Coefficients
 from estimator.graph.memory import PeakMemory
 from estimator.graph.op_graph import OpGraph
+from estimator.machines.device_memory import DeviceMemory
 from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import Mesh
 from estimator.placement.placement import NodeKind, Placement
@@ -45,9 +46,13 @@ Indices = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankClass:
-    """Ranks that run the same program; their lane takes `slowdown_ratio` times as long."""
+    """Ranks that run the same program; their lane takes `slowdown_ratio` times as long.
+
+    Tensors can have `usable_bytes` of the memory of a device.
+    """
 
     program: StepProgram
+    usable_bytes: int
     slowdown_ratio: float = 1.0
     ranks: tuple[int, ...] = (0,)
 
@@ -159,7 +164,12 @@ class StepPlan(NamedTuple):
             ranks_of[self.kinds[number]].extend(range(first, first + site.ranks))
             first += site.ranks
         return tuple(
-            RankClass(program=kind.program, slowdown_ratio=kind.slowdown_ratio, ranks=tuple(ranks))
+            RankClass(
+                program=kind.program,
+                usable_bytes=kind.device.usable_bytes,
+                slowdown_ratio=kind.slowdown_ratio,
+                ranks=tuple(ranks),
+            )
             for kind, ranks in ranks_of.items()
         )
 
@@ -177,16 +187,24 @@ class StepPlan(NamedTuple):
         )
 
     def memory(self) -> tuple[PeakMemory, float]:
-        """(what the ranks that need most need, largest share of a device's memory in use)."""
+        """(what the ranks that need most need, largest share in use of what tensors can have)."""
         kinds, shards = self.kinds, self.shards
         if shards == 1:
             fullest = max(kinds, key=_WHOLE_BYTES)
             return fullest.whole_memory, max([kind.whole_ratio for kind in kinds])
         needed = [kind.program.memory.peak(shards) for kind in kinds]
         used = [
-            peak.total_bytes / kind.device_bytes for peak, kind in zip(needed, kinds, strict=True)
+            peak.total_bytes / kind.device.usable_bytes
+            for peak, kind in zip(needed, kinds, strict=True)
         ]
         return max(needed, key=attrgetter("total_bytes")), max(used)
+
+    def fullest_device(self) -> tuple[DeviceMemory, int]:
+        """(the memory of the devices with the largest share in use, what tensors take of it)."""
+        held = [kind.program.memory.total_bytes(self.shards) for kind in self.kinds]
+        pairs = zip(self.kinds, held, strict=True)
+        kind, most = max(pairs, key=lambda pair: pair[1] / pair[0].device.usable_bytes)
+        return kind.device, most
 
 
 _WHOLE_BYTES = attrgetter("whole_memory.total_bytes")

@@ -15,6 +15,7 @@ from estimator.errors import WorkloadError
 from estimator.graph.memory import PeakMemory
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.sharded_memory import Envelope, held_bytes
+from estimator.machines.device_memory import DeviceMemory, device_memory
 from estimator.machines.profile import MachineProfile
 from estimator.placement.placement import NodeKind
 from estimator.timeline.ability import why_not_on
@@ -71,7 +72,7 @@ class RankKind:
     """Ranks that run the same program at the same speed: times are longer by `slowdown_ratio`.
 
     `ready_s` is when each bucket is; for `segments_s` see `program`. `whole_memory` is the peak of
-    a rank that shards nothing, `whole_ratio` its share of the device's memory.
+    a rank that shards nothing, `whole_ratio` its share of what tensors can have of the device.
     """
 
     program: StepProgram
@@ -81,15 +82,16 @@ class RankKind:
     whole_memory: PeakMemory
     whole_ratio: float
     spread_ratio: float
-    device_bytes: int
+    device: DeviceMemory
     ready_s: Array
     segments_s: Array
 
     @classmethod
-    def of(cls, program: StepProgram, slowdown_ratio: float) -> RankKind:
+    def of(cls, program: StepProgram, slowdown_ratio: float, communicators: int) -> RankKind:
         profile, slow = program.profile, slowdown_ratio
         peak = program.peak_flops_per_s or math.nan
         host, whole = profile.host, program.memory.peak(1)
+        device = device_memory(profile, communicators)
         lane = LaneCosts(
             lane_s=program.lane_s * slow,
             sharded_lane_s=program.sharded_lane_s * slow,
@@ -113,9 +115,9 @@ class RankKind:
                 shared_s=(program.update_s - program.update_launch_s) * slow,
             ),
             whole_memory=whole,
-            whole_ratio=whole.total_bytes / profile.devices[0].memory_bytes,
+            whole_ratio=whole.total_bytes / device.usable_bytes,
             spread_ratio=profile.rank_spread_ratio or 0.0,
-            device_bytes=profile.devices[0].memory_bytes,
+            device=device,
             ready_s=program.ready_s * slow,
             segments_s=program.segments_s * slow,
         )
@@ -147,6 +149,9 @@ class RankTable:
         self.graph, self.shape = graph, shape
         self.strategy_text = str(shape.strategy)
         self._batch, self._merging, self._cache = batch, merging, cache
+        # Under HSDP a rank shards in one group and replicates in another.
+        replicates = shape.strategy.kind == "fsdp" and shape.strategy.shard is not None
+        self._communicators = (1 + replicates) if merging else 0
         self._of_node: dict[NodeKind, RankKind] = {}
         self._shared: dict[tuple[int, int, float], RankKind] = {}
 
@@ -178,7 +183,7 @@ class RankTable:
                 accumulation_steps=self.shape.accumulation_steps,
                 cache=self._cache,
             )
-            found = RankKind.of(program, slowdown_ratio)
+            found = RankKind.of(program, slowdown_ratio, self._communicators)
             # The table keeps it, also when the cache forgets the program as such.
             owners, details = step_key(self.graph, self.shape, self._batch, self._merging)
             self._cache.grown(program, STEP, owners, *details)
@@ -215,9 +220,9 @@ class RankColumns:
         self._update = UpdateCosts(
             *_columns([kind.update for kind in kinds], len(UpdateCosts._fields))
         )
-        own = [(kind.spread_ratio, float(kind.device_bytes)) for kind in kinds]
-        self.spread_ratio, self.device_bytes = _columns(own, 2)
-        self.device_bytes[0] = 1.0
+        own = [(kind.spread_ratio, float(kind.device.usable_bytes)) for kind in kinds]
+        self.spread_ratio, self.usable_bytes = _columns(own, 2)
+        self.usable_bytes[0] = 1.0
         count = len(kinds) + 1
         buckets = max((len(kind.ready_s) for kind in kinds), default=0)
         self.ready_s = np.full((count, buckets), -math.inf)
@@ -260,12 +265,12 @@ class RankColumns:
         """
         if self._whole_bytes is not None:
             held: Array = self._whole_bytes
-            return largest(held, numbers), largest(held / self.device_bytes, numbers)
+            return largest(held, numbers), largest(held / self.usable_bytes, numbers)
         each = [
             held_bytes(fixed[numbers], sharded[numbers], shards) for fixed, sharded in self._lines
         ]
         held = np.where(numbers > 0, np.maximum.reduce(each), -math.inf)
-        return held.max(axis=0), (held / self.device_bytes[numbers]).max(axis=0)
+        return held.max(axis=0), (held / self.usable_bytes[numbers]).max(axis=0)
 
     def _covers(self) -> NDArray[np.bool_]:
         count = len(self.ready_s)

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from estimator.cache import Cache
+from estimator.elementwise import maximum, where
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.shards import UnitRun, frozen_unit_bytes, parameter_unit, unit_runs
 from estimator.machines.profile import MachineProfile
+from estimator.placement.process_groups import ProcessGroup
+from estimator.timeline.collectives import CollectiveCosts, SizedCollective
 from estimator.timeline.lanes import MicroBatches
 from estimator.timeline.passes import copies_s
 from estimator.workload import ShardDtypes, Strategy
@@ -145,3 +149,28 @@ def unit_copies_s(
 
     copied_in = (passes.gradient_bytes + passes.reduced_bytes) / 2
     return seconds(passes.gathered_bytes), seconds(copied_in)
+
+
+class SlowestGroup(NamedTuple):
+    """A collective of each unit over the slowest of some groups; the largest error of any."""
+
+    times_s: Any
+    relative_error: Any
+    unknown: Any
+
+
+def slowest_of(
+    sized: tuple[CollectiveCosts, SizedCollective], groups: Sequence[ProcessGroup], ratio: Any
+) -> SlowestGroup:
+    """A collective over the slowest of some groups; `ratio` scales its seconds."""
+    costs, sizes = sized
+    found: Any = np.zeros(len(sizes.factors[0]))
+    relative_error: Any = 0.0
+    unknown: Any = False
+    for group in groups:
+        model, several = costs.model(group), np.greater(group.ranks, 1)
+        times_s = np.where(several, sizes.times_s(model), 0.0)
+        found = np.maximum(found if times_s.ndim == 1 else found.reshape(len(found), -1), times_s)
+        relative_error = maximum(relative_error, where(several, model.relative_error, 0.0))
+        unknown = unknown | (model.unknown & several)
+    return SlowestGroup(found * ratio if groups else found, relative_error, unknown)

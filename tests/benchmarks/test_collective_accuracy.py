@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from collective_accuracy import Group, cases_of, read_groups, teaches
+from collective_accuracy import cases_of, teaches
+from collective_groups import Group, read_groups
 
 GROUP = Group("s", "cluster", "all_reduce", "fp16", 2, 4, {1024: 1e-4, 2048: 2e-4, 4096: 4e-4})
 

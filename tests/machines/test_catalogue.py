@@ -16,6 +16,8 @@ from estimator.engine import estimate_graph
 from estimator.machines.architectures import architectures
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, MachineProfile
+from estimator.machines.typical import achieved_bytes_per_s
+from estimator.timeline.inner_links import widest_link
 from tests.synthetic import perceptron
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -99,12 +101,28 @@ def test_links_are_one_way_rates_of_their_generation(profile: MachineProfile) ->
     for link in profile.links:
         rate = link.bandwidth_bytes_per_s
         if link.kind == "nvlink":
-            assert rate == architecture.nvlinks * architecture.nvlink_bytes_per_s
-        elif link.kind == "pcie":
+            assert (rate / architecture.nvlink_bytes_per_s).is_integer()
+            assert rate <= architecture.nvlinks * architecture.nvlink_bytes_per_s
+        elif link.kind == "pcie" and link.achieved_ratio is None:
             assert any(rate == pytest.approx(known, rel=1e-3) for known in PCIE_BYTES_PER_S)
-    # Several devices reach each other somehow.
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=NAMES)
+def test_every_number_of_devices_reaches_each_other_somehow(profile: MachineProfile) -> None:
     inner = [link for link in profile.links if link.kind not in ("h2d", "d2h")]
-    assert len(inner) == (len(profile.devices) > 1)
+    count = len(profile.devices)
+    joined = [link.ring_devices or count for link in inner]
+    assert max(joined, default=1) == count
+    # One link for each number of devices, so that none stands twice.
+    assert len(set(joined)) == len(joined)
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=NAMES)
+def test_over_pcie_more_devices_are_never_faster(profile: MachineProfile) -> None:
+    count = len(profile.devices)
+    known = [widest_link(profile, devices) for devices in range(2, count + 1)]
+    rates = [achieved_bytes_per_s(link) for link in known if link and link.kind == "pcie"]
+    assert rates == sorted(rates, reverse=True)
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=NAMES)

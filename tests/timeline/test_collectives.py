@@ -10,7 +10,8 @@ import pytest
 
 from estimator.machines.profile import CollectiveCost, Device, MachineProfile, Provenance
 from estimator.placement.process_groups import ProcessGroup
-from estimator.timeline.collectives import GroupCollective, monotone
+from estimator.timeline.collectives import GroupCollective
+from estimator.timeline.corrections import monotone
 
 MEASURED = Provenance(source="measured", relative_error=0.05)
 

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from estimator.timeline.bucket_queue import BucketQueue
-from estimator.timeline.collectives import CollectiveModel, Corrections
+from estimator.timeline.collectives import CollectiveModel
+from estimator.timeline.corrections import Corrections
+from estimator.timeline.lines import Line
 from estimator.timeline.overlaps import Overlap
 from estimator.timeline.simulation import Played, simulate
 from estimator.timeline.tasks import COMPUTE, NETWORK, Task, TaskList
@@ -162,8 +164,10 @@ def test_the_closed_form_equals_the_event_simulation(
     )
     played = simulate(tasks, overlap, slots=slots)
     lane_s = float(ready[-1] + tail) * max(speeds)
-    corrections = Corrections(np.zeros(1), np.zeros(1), line=(0.0, 1.0), latency_s=latency_s)
-    model = CollectiveModel(0.0, 1.0, 0, 1.0, 0.0, False)
+    corrections = Corrections(
+        np.zeros(1), np.zeros(1), lines=(Line(0.0, 1.0),), latency_s=latency_s
+    )
+    model = CollectiveModel((Line(0.0, 1.0),), 0, 1.0, 0.0, False)
     slack = Slack((lane_s - ready * max(speeds)).tolist())
     exposed_s = BucketQueue((corrections,), costs).exposed_s(slack, model, 1.0, overlap)
     assert lane_s + exposed_s == pytest.approx(played.step_s, rel=1e-9)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.elementwise import where
+from estimator.elementwise import exp, where
 from estimator.errors import ProfileError
 from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import CollectiveName, MachineProfile
@@ -127,7 +127,17 @@ class BucketedNetwork(Network):
             relative_error=reduce.relative_error,
             overlap=overlap,
             unknown=reduce.unknown | unknown,
+            slower_s=self._slower_s(ranks, reduce, overlap, queued_s),
         )
+
+    def _slower_s(
+        self, ranks: Ranks, reduce: CollectiveModel, overlap: Overlap, queued_s: Any
+    ) -> Any:
+        """What the queue adds if its collectives are off; with gloo what is exposed is measured."""
+        if self._rules.graph.target == "cpu":
+            return 0.0
+        ratio = ranks.ratio * exp(reduce.relative_error)
+        return self.queue.exposed_s(ranks.ready, reduce, ratio, overlap) - queued_s
 
     def alone_s(self, ranks: Ranks) -> Any:
         reduce = self.reduce.model(ranks.groups[DP][0])

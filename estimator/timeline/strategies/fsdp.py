@@ -11,13 +11,13 @@ collectives block the rank. The compute of a micro-batch ends when all its gradi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.elementwise import maximum, minimum, where
+from estimator.elementwise import exp, maximum, minimum
 from estimator.errors import ProfileError
 from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import CollectiveName, MachineProfile
@@ -27,7 +27,7 @@ from estimator.timeline.collectives import CollectiveCosts, SizedCollective
 from estimator.timeline.evaluator import play
 from estimator.timeline.overlaps import NO_OVERLAP, Overlap, OverlapCosts
 from estimator.timeline.ranks import RankKind, StepShape
-from estimator.timeline.shard_costs import ShardedPasses, sharded_passes
+from estimator.timeline.shard_costs import ShardedPasses, sharded_passes, slowest_of
 from estimator.timeline.spans import Label
 from estimator.timeline.strategies.fsdp_micro_batch import SEGMENTS, MicroBatch, UnitCosts
 from estimator.timeline.strategies.registry import (
@@ -155,7 +155,19 @@ class ShardedNetwork(Network):
             relative_error=relative_error,
             overlap=overlap,
             unknown=unknown,
+            slower_s=self._slower_s(ranks, costs, overlap, once_s, relative_error),
         )
+
+    def _slower_s(
+        self, ranks: Ranks, costs: UnitCosts, overlap: Overlap, once_s: Any, relative_error: Any
+    ) -> Any:
+        """What all micro-batches add if their collectives are off; gloo hides nothing."""
+        if self._blocks:
+            return 0.0
+        ratio = exp(relative_error)
+        slower = UnitCosts(*(_of_rows(each_s, ratio) * ratio for each_s in costs))
+        more_s = self._micro_batch_s(ranks, slower, overlap, reducing=True) - once_s
+        return more_s * self._rules.shape.accumulation_steps
 
     def alone_s(self, ranks: Ranks) -> Any:
         costs, _, _ = self._costs(ranks)
@@ -181,9 +193,9 @@ class ShardedNetwork(Network):
         whether nothing tells one of them).
         """
         shards, replicates = ranks.groups[DP_SHARD], ranks.groups[DP_REPLICATE]
-        gather = _slowest(self._gather, shards, ranks.ratio)
-        scatter = _slowest(self._scatter, shards, ranks.ratio)
-        reduce = _slowest(self._reduce, replicates, ranks.ratio)
+        gather = slowest_of(self._gather, shards, ranks.ratio)
+        scatter = slowest_of(self._scatter, shards, ranks.ratio)
+        reduce = slowest_of(self._reduce, replicates, ranks.ratio)
         return (
             UnitCosts(gather.times_s, scatter.times_s, reduce.times_s),
             maximum(scatter.relative_error, reduce.relative_error),
@@ -265,25 +277,6 @@ class ShardedNetwork(Network):
         pass
 
 
-class _Slowest(NamedTuple):
-    """A collective of each unit over the slowest of some groups; the largest error of any."""
-
-    times_s: Any
-    relative_error: Any
-    unknown: Any
-
-
-def _slowest(
-    sized: tuple[CollectiveCosts, SizedCollective], groups: Sequence[ProcessGroup], ratio: Any
-) -> _Slowest:
-    costs, sizes = sized
-    found: Any = np.zeros(len(sizes.factors[0]))
-    relative_error: Any = 0.0
-    unknown: Any = False
-    for group in groups:
-        model, several = costs.model(group), np.greater(group.ranks, 1)
-        times_s = np.where(several, sizes.times_s(model), 0.0)
-        found = np.maximum(found if times_s.ndim == 1 else found.reshape(len(found), -1), times_s)
-        relative_error = maximum(relative_error, where(several, model.relative_error, 0.0))
-        unknown = unknown | (model.unknown & several)
-    return _Slowest(found * ratio if groups else found, relative_error, unknown)
+def _of_rows(seconds: Array, ratio: Any) -> Array:
+    """Seconds of each unit, in a column where `ratio` has a number for each row."""
+    return seconds[:, None] if np.ndim(ratio) and seconds.ndim == 1 else seconds

@@ -50,13 +50,16 @@ class Communication(NamedTuple):
     """What ranks wait for in one step, or in a step of each row.
 
     `exposed_s` is what the step is longer than the slowest rank's compute; `relative_error` is that
-    of what reduces gradients. `unknown` says that nothing tells what one of the collectives costs.
+    of what reduces gradients, and `slower_s` how much longer it is if that is slower by as much:
+    what hides behind compute may not, where it takes longer. `unknown` says that nothing tells
+    what one of the collectives costs.
     """
 
     exposed_s: Any
     relative_error: Any
     overlap: Overlap
     unknown: Any
+    slower_s: Any = 0.0
 
 
 class Network(ABC):

@@ -16,11 +16,12 @@ from estimator.placement.process_groups import ProcessGroup
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives import (
     FORMULA_ERROR,
-    NO_CORRECTIONS,
     CollectiveModel,
     SizedCollective,
     network_latency_s,
 )
+from estimator.timeline.corrections import NO_CORRECTIONS
+from estimator.timeline.lines import Line
 from estimator.timeline.nearest import Lookup
 from estimator.timeline.strategies.ddp import BucketedNetwork, DistributedDataParallel
 from estimator.timeline.strategies.registry import DP, Groups, Ranks, strategy
@@ -56,8 +57,7 @@ class ServerCosts:
         together = where(self._strategy.asynchronous, 1, group.ranks)
         server_rate = self._strategy.servers * (self._strategy.server_bytes_per_s or rate)
         return CollectiveModel(
-            alpha_s=2 * latency_s,
-            beta_s_per_byte=maximum(group.per_node / rate, together / server_rate),
+            lines=(Line(2 * latency_s, maximum(group.per_node / rate, together / server_rate)),),
             reference=0 if isinstance(group.ranks, int) else np.zeros(len(group.ranks), np.intp),
             unlike=1.0,
             relative_error=FORMULA_ERROR,

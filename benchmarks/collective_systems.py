@@ -1,0 +1,224 @@
+"""Predict published collectives from the catalogue alone, each system by a fit to the others.
+
+A system is asked for as the machine of the catalogue that it is. What the formula takes from
+measurements is one k for each kind of link (`timeline.nccl`): it is fitted to all other systems of
+the kind and judged on buckets of 1 to 64 MiB of the one left out. Between nodes a second split,
+``ends``, takes the latency of the network from the system's smallest messages and its rate from
+the largest, as a probe would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from collective_groups import Group
+
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.placement import place
+from estimator.placement.process_groups import ProcessGroup, whole_group
+from estimator.timeline.inner_links import InnerLinks, links_over, pace_of, widest_link
+from estimator.timeline.lines import as_array, fastest_s, powers
+from estimator.timeline.nccl import ALGORITHMS, Shape, nccl_lines
+
+SMALLEST, LARGEST = 1 << 20, 64 << 20
+# What each published system is in the catalogue; boards of four NVLink GPUs are not there.
+MACHINES = {
+    "DGX A100": "dgx-a100",
+    "2x DGX-1 V100-32GB RoCE": "dgx-1-32gb",
+    "AWS p4d.24xlarge": "a100-p4d",
+    "Bessemer 4x V100 PCIe (CUDA 11.1 build)": "v100-pcie-32gb",
+    "Bessemer 4x V100 PCIe (CUDA 11.0 build)": "v100-pcie-32gb",
+    "Bessemer 4x V100 PCIe (CUDA 10.1 build)": "v100-pcie-32gb",
+    "1x 8-GPU A100 node": "dgx-a100",
+    "1x 8-GPU V100 node": "dgx-1",
+    "DGX A100-style node (a100_dgx)": "dgx-a100-80gb",
+    "GCP a2 (A100-40GB)": "a100-a2",
+    "MIT 8x TITAN RTX": "titan-rtx",
+    "1x 8x RTX 4090, P2P disabled (stock driver)": "rtx-4090",
+    "a100_sxm": "a100-sxm-80gb",
+}
+# Aceso's profiler times whole calls of torch.distributed, copies of lists included: 81 µs for 1 MiB
+# between two A100 where kernels take 44 (vTrain, same machine type). No k is learnt from it.
+TIMES_CALLS = "Sailor (Aceso profiler)"
+# The same cluster under several builds is one system to leave out.
+CLUSTERS = {system: system.partition(" (CUDA")[0] for system in MACHINES}
+# Between nodes: the fabric is not stated.
+UNSTATED = "DGX A100-style node (a100_dgx)"
+# NCCL 2.7 and 2.8, with which the logs of two and four nodes were made, expect 0.53 of the bus of a
+# ring and 0.45 of a tree, so that buckets went around the ring (tuning.cc of 2020).
+NO_TREE = ("DGX A100", "2x DGX-1 V100-32GB RoCE", "AWS p4d.24xlarge")
+# With the best chunks k is 2; what is far above is no pipeline.
+GRID = np.arange(0.0, 3.01, 0.1)
+# Messages so small tell latency.
+_LATENCY_BYTES = 1 << 16
+GOALS = {
+    "catalogue, quick": 0.15,
+    "catalogue, slow": 0.30,
+    "catalogue, network": 0.25,
+    "ends": 0.25,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One group of a system on its machine: what it communicates over, and the sizes judged."""
+
+    group: Group
+    links: InnerLinks
+    ring: ProcessGroup
+    locality: str
+
+    def seconds(self, pipelining: float) -> np.ndarray[Any, Any]:
+        """What the formula says for each of the sizes, with some k."""
+        group = self.group
+        links = self.links._replace(pipelining=pipelining)
+        lines = nccl_lines(group.op, self.ring, links, network_pipelining=pipelining)
+        lines = lines[:1] if group.system in NO_TREE else lines
+        return fastest_s(powers(np.array(self.sizes, dtype=np.float64)), as_array(lines))
+
+    @property
+    def sizes(self) -> list[int]:
+        return [size for size in sorted(self.group.points) if SMALLEST <= size <= LARGEST]
+
+    @property
+    def measured_s(self) -> np.ndarray[Any, Any]:
+        return np.array([self.group.points[size] for size in self.sizes])
+
+
+@lru_cache
+def machine(system: str) -> MachineProfile:
+    """The catalogue's machine of a system, with the network that the system has."""
+    profile = load_profile(MACHINES[system])
+    if "RoCE" not in system:
+        return profile
+    (network,) = profile.network
+    slower = replace(network, kind="roce", latency_s=3e-6, bandwidth_bytes_per_s=25e9)
+    hardware = {**profile.hardware, "nic_count": 2, "nic_bit_per_s": 100_000_000_000}
+    return replace(profile, network=(slower,), hardware=hardware)
+
+
+def asked_of(groups: Sequence[Group]) -> Iterator[Asked]:
+    """The groups of systems that the catalogue has, with some size that is judged."""
+    for group in groups:
+        if group.system not in MACHINES or (group.nodes > 1 and group.system == UNSTATED):
+            continue
+        profile = machine(group.system)
+        link = widest_link(profile, group.per_node)
+        if link is None:
+            continue
+        where = f"{group.nodes}x{group.per_node}:{profile.name}"
+        ring = whole_group(place(where, profile=profile))
+        locality = "network" if group.nodes > 1 else pace_of(profile, link)
+        locality = f"catalogue, {locality}"
+        asked = Asked(group, links_over(profile, link), ring, locality)
+        if asked.sizes:
+            yield asked
+            if group.nodes > 1 and min(group.points) < _LATENCY_BYTES:
+                yield replace(asked, ring=by_its_ends(asked), locality="ends")
+
+
+def by_its_ends(asked: Asked) -> ProcessGroup:
+    """The ring with what the smallest messages say of latency, and the largest of the rate."""
+    points, ring = asked.group.points, asked.ring
+    ends = replace(ring, latency_s=0.0)
+    (free, *_) = nccl_lines(asked.group.op, ends, asked.links, network_pipelining=0.0)
+    rounds, share = ring_cost(asked.group)
+    latency_s = max(min(points.values()) - free.alpha_s, 0.0) / rounds
+    rate = share * max(points) / points[max(points)]
+    return replace(ring, latency_s=latency_s, bytes_per_s=rate)
+
+
+def ring_cost(group: Group) -> tuple[float, float]:
+    """(hops between nodes in a row, share of the buffer over the network) of a ring."""
+    ring = ALGORITHMS[group.op][0]
+    shape = Shape(group.ranks, group.nodes, group.per_node)
+    return ring.rounds(shape).across, ring.share(shape).across
+
+
+def fitted(asked: Sequence[Asked]) -> float:
+    """The k by least squares of logarithms; every system counts the same."""
+    systems: dict[str, list[Asked]] = {}
+    for each in asked:
+        if each.group.source != TIMES_CALLS:
+            systems.setdefault(CLUSTERS[each.group.system], []).append(each)
+
+    def error(pipelining: float) -> float:
+        return fmean(
+            fmean(
+                error**2
+                for each in some
+                for error in np.log(each.seconds(pipelining) / each.measured_s).tolist()
+            )
+            for some in systems.values()
+        )
+
+    return float(min(GRID, key=error))
+
+
+def cases_of_systems(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """Every size of every system beside what the catalogue and a fit to the others say."""
+    asked = list(asked_of(groups))
+    for locality in GOALS:
+        some = [each for each in asked if each.locality == locality]
+        for cluster in dict.fromkeys(CLUSTERS[each.group.system] for each in some):
+            others = [each for each in some if CLUSTERS[each.group.system] != cluster]
+            pipelining = fitted(others)
+            for each in some:
+                if CLUSTERS[each.group.system] == cluster:
+                    yield from _cases(each, pipelining)
+
+
+def fitted_to_all(groups: Sequence[Group]) -> dict[str, float]:
+    """The k of each kind of link by all systems: what `inner_links` and `nccl` hold."""
+    asked = list(asked_of(groups))
+    return {name: fitted([each for each in asked if each.locality == name]) for name in GOALS}
+
+
+def _cases(asked: Asked, pipelining: float) -> Iterator[dict[str, Any]]:
+    group = asked.group
+    predicted_s = asked.seconds(pipelining).tolist()
+    for size, seconds in zip(asked.sizes, predicted_s, strict=True):
+        yield {
+            "id": f"{asked.locality}: {group.name}, {size} B",
+            "split": asked.locality,
+            "system": group.system,
+            "source": group.source,
+            "model": group.op,
+            "ranks": group.ranks,
+            "nodes": group.nodes,
+            "size_bytes": size,
+            "pipelining": pipelining,
+            "method": "cold",
+            "predicted_s": seconds,
+            "measured_s": group.points[size],
+            "noise_ratio": None,
+            "global_batch": None,
+            "low_s": None,
+            "high_s": None,
+            "status": "ok" if math.isfinite(seconds) else "no_prediction",
+        }
+
+
+def by_size(cases: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Predicted over measured by system and size: a median of all its groups."""
+    sizes = [1 << power for power in range(20, 27)]
+    rows = [["system", "split", "k", *(f"{size >> 20} MiB" for size in sizes)]]
+    for key in dict.fromkeys((case["split"], case["system"]) for case in cases):
+        own = [case for case in cases if (case["split"], case["system"]) == key]
+        row = [key[1], key[0], f"{own[0]['pipelining']:.1f}"]
+        for size in sizes:
+            near = [
+                case["predicted_s"] / case["measured_s"]
+                for case in own
+                if abs(math.log2(case["size_bytes"] / size)) < 0.5
+            ]
+            row.append(f"{median(near):.2f}" if near else "")
+        rows.append(row)
+    return rows
