@@ -29,6 +29,8 @@ from estimator.timeline.rings import RING_ROUNDS, RING_SHARE
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
+# What a measured group is taken to be off by where the profile does not say, as of one size alone.
+_UNSTATED_ERROR = 0.1
 # What a formula misses by where nothing of its kind was measured, and per factor of e between the
 # measured group and the one asked for.
 FORMULA_ERROR = 0.3
@@ -355,7 +357,7 @@ def _reference(
         line=(alpha_s, beta),
         latency_s=_latency_s(cost, profile.kind),
     )
-    return Reference(cost, corrections, cost.provenance.relative_error or 0.1)
+    return Reference(cost, corrections, cost.provenance.relative_error or _UNSTATED_ERROR)
 
 
 def _latency_s(cost: CollectiveCost, kind: DeviceKind) -> float:
