@@ -33,8 +33,6 @@ _MOST_ROUNDS = 8
 _MOST_EXCHANGES = 16
 # A sum of such powers is least where the largest term is: what levels lanes with one table of sums.
 _POWER = 32
-# Capped, so that its power stays finite.
-_MOST_RATIO = 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +248,8 @@ def levelled(lines: Sequence[Line], ranks: Split, total: int, most: Array) -> Sp
         reach = min(2 * max(ranks) + 1, int(most[group]) - int(low[group]))
         for more in range(min(reach, left // count) + 1):
             time = at_zero[group] + per_sample[group] * (low[group] + more)
-            ratio = min(max(time / level, 0.0), _MOST_RATIO)
+            # Capped, so that its power stays finite.
+            ratio = min(max(time / level, 0.0), 1e3)
             cost = costs[: left + 1 - more * count] + count * ratio**_POWER
             part, picks = following[more * count :], chosen[more * count :]
             better = cost < part

@@ -25,8 +25,6 @@ _CENTRES = np.log([1.0, 1 / 15, 0.003, 3.0, 0.7])
 _WIDTHS = np.array([3.0, 1.5, 1.0, 0.7, 0.3])
 # Two runs of the same setting, in log seconds.
 _RUN_RATIO = 0.04
-# Step of a difference quotient in log parameters: its own error and rounding are alike there.
-_DIFFERENCE = 1e-5
 
 
 class AsynchronousForm:
@@ -63,9 +61,9 @@ class AsynchronousForm:
     ) -> tuple[Array, Array]:
         """Seconds between which the given share of measured ones should lie."""
         rows = _rows(X)
-        step = _DIFFERENCE * np.eye(len(self.deviations_))
+        step = 1e-5 * np.eye(len(self.deviations_))
         ahead = np.stack([self._log_s(self.deviations_ + each, rows) for each in step], axis=1)
-        slopes = (ahead - self._log_s(self.deviations_, rows)[:, None]) / _DIFFERENCE
+        slopes = (ahead - self._log_s(self.deviations_, rows)[:, None]) / 1e-5
         spread = np.sqrt(np.einsum("ij,jk,ik->i", slopes, self.covariance_, slopes) + _RUN_RATIO**2)
         none = np.empty(0)
         knots = intervals.knot_factors(none, none, coverage_ratio)
