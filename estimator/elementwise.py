@@ -167,6 +167,8 @@ def expected_maximum(count: Any, /) -> Any:
     return _largest_of(count)
 
 
+# Blom, Statistical Estimates and Transformed Beta-Variables, 1958: quantile (n − a) / (n + 1 − 2a).
+_BLOM = 0.375
 # Counts of which all are worked out together, in some milliseconds.
 _MOST_TABLED = 1 << 14
 
@@ -178,7 +180,7 @@ def _tabled() -> Array:
 
 @lru_cache(maxsize=1 << 16)
 def _largest_of(count: float) -> float:
-    return _STANDARD_NORMAL.inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+    return _STANDARD_NORMAL.inv_cdf((count - _BLOM) / (count + 1 - 2 * _BLOM)) if count > 1 else 0.0
 
 
 _STANDARD_NORMAL = NormalDist()

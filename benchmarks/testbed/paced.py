@@ -336,7 +336,7 @@ def paced_graph(name: str, batch: int = 8, other_batches: Iterable[int] = ()) ->
     model, inputs = function(batch)
     graph = trace_graph(model, inputs, optimizer="sgd")
     timings = {
-        call: OpTiming(_seconds_argument(call) * samples)
+        call: OpTiming(seconds=_seconds_argument(call) * samples)
         for samples in {batch, *other_batches}
         for call in graph.at(samples).calls
         if call.target.startswith(_TIMED)

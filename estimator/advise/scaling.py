@@ -15,6 +15,8 @@ from estimator.timeline.plan import answer_of, at_link_rate
 # The usual target when a network is sized (Goyal et al. 2017 report about 90 %).
 WANTED_EFFICIENCY_RATIO = 0.9
 _FASTEST_FACTOR = 2.0**40
+# The rate found is within this ratio of the one that is needed.
+_CLOSE_RATIO = 1.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +126,7 @@ def _needed_bytes_per_s(answer: Estimate, step_s: float) -> float | None:
     if not is_reached(_FASTEST_FACTOR):
         return None
     low, high = 1.0 / _FASTEST_FACTOR, _FASTEST_FACTOR
-    while high / low > 1.001:
+    while high / low > _CLOSE_RATIO:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if is_reached(middle) else (middle, high)
     return float(rate * high)

@@ -30,7 +30,9 @@ def named(names: str) -> tuple[str, ...]:
 
 
 # Pointwise operators by rough instructions per element: the order of the vectorised kernels'
-# polynomials (Sleef, at::vec), good to a factor of two.
+# polynomials (Sleef, at::vec), good to a factor of two. What follows counts likewise.
+_EXPONENTIAL = 12
+_RANDOM_NUMBER = 20
 _POINTWISE = {
     1: "abs add bitwise_and bitwise_not bitwise_or bitwise_xor __and __or __xor ceil clamp "
     "__and__ __or__ __xor__ __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift "
@@ -43,7 +45,8 @@ _POINTWISE = {
     "hardshrink hardshrink_backward softshrink softshrink_backward",
     2: "addcmul lerp hardsigmoid hardsigmoid_backward hardswish hardswish_backward",
     4: "div true_divide addcdiv reciprocal sqrt rsqrt floor_divide remainder fmod hypot",
-    12: "exp exp2 expm1 log log2 log10 log1p sigmoid sigmoid_backward silu logaddexp logaddexp2 "
+    _EXPONENTIAL: "exp exp2 expm1 log log2 log10 log1p sigmoid sigmoid_backward silu logaddexp "
+    "logaddexp2 "
     "elu elu_backward celu selu logit logit_backward xlogy special_xlog1py special_entr glu "
     "log_sigmoid_backward softplus_backward glu_backward glu_jvp tanh_backward",
     20: "tanh silu_backward softplus log_sigmoid_forward sin cos tan sinh cosh asin acos atan "
@@ -78,7 +81,8 @@ for _flops, _names in _POINTWISE.items():
 
 @cost_of("aten.native_dropout", "aten._fused_dropout", family="elementwise")
 def _dropout(call: OpCall) -> OpCost:
-    return streamed(call, 10)
+    """Half of a random number alone, since one call of Philox gives several."""
+    return streamed(call, _RANDOM_NUMBER / 2)
 
 
 def _reduced_dims(call: OpCall) -> tuple[float, ...]:
@@ -99,12 +103,14 @@ def _reduction(call: OpCall) -> OpCost:
 
 @cost_of(*named("var std var_mean std_mean"), family="reduction", dims=_reduced_dims)
 def _moments(call: OpCall) -> OpCost:
+    """The sum, then the difference, square and sum of each element."""
     return OpCost(4.0 * call.inputs[0].numel, bytes_of(call.inputs), written(call))
 
 
 @cost_of("aten.logsumexp", family="reduction", dims=_reduced_dims)
 def _logsumexp(call: OpCall) -> OpCost:
-    return OpCost(14.0 * call.inputs[0].numel, bytes_of(call.inputs), written(call))
+    """Maximum, exponential and sum of each element."""
+    return OpCost((_EXPONENTIAL + 2.0) * call.inputs[0].numel, bytes_of(call.inputs), written(call))
 
 
 def _along(position: int) -> Any:
@@ -131,7 +137,7 @@ def _scan(call: OpCall) -> OpCost:
 )
 def _softmax(call: OpCall) -> OpCost:
     """Maximum, exponential, sum and quotient of each element."""
-    return streamed(call, 15)
+    return streamed(call, _EXPONENTIAL + 3)
 
 
 @cost_of(
@@ -140,7 +146,8 @@ def _softmax(call: OpCall) -> OpCost:
     dims=_along(2),
 )
 def _softmax_backward(call: OpCall) -> OpCost:
-    return streamed(call, 15 if "log" in call.target else 4)
+    """Product, sum, difference and product; of logarithms with an exponential for one product."""
+    return streamed(call, _EXPONENTIAL + 3 if "log" in call.target else 4)
 
 
 def _normalized(call: OpCall) -> tuple[float, ...]:
@@ -184,6 +191,7 @@ def _normalization(call: OpCall) -> OpCost:
     dims=_normalized,
 )
 def _normalization_backward(call: OpCall) -> OpCost:
+    """The two sums' products, then the normalised value again and three terms of each element."""
     return streamed(call, 14)
 
 
@@ -253,9 +261,11 @@ def _fill(call: OpCall) -> OpCost:
     family="fill",
 )
 def _random(call: OpCall) -> OpCost:
-    """About 20 operations a number (Mersenne twister or Philox); `bernoulli(p)` reads p."""
+    """Mersenne twister or Philox; `bernoulli(p)` reads p."""
     reads = call.target in ("aten.bernoulli.default", "aten.bernoulli_.Tensor")
-    return OpCost(20 * elements(call), bytes_of(call.inputs) if reads else 0.0, written(call))
+    return OpCost(
+        _RANDOM_NUMBER * elements(call), bytes_of(call.inputs) if reads else 0.0, written(call)
+    )
 
 
 @cost_of(
@@ -303,14 +313,16 @@ def _nll_backward(call: OpCall) -> OpCost:
     family="loss",
 )
 def _loss(call: OpCall) -> OpCost:
-    return streamed(call, 24 if "cross_entropy" in call.target or "soft" in call.target else 3)
+    """Difference, function and product of each element; of entropies two logarithms."""
+    has_logarithms = "cross_entropy" in call.target or "soft" in call.target
+    return streamed(call, 2 * _EXPONENTIAL if has_logarithms else 3)
 
 
 @cost_of("aten._ctc_loss", "aten._ctc_loss_backward", family="loss")
 def _ctc(call: OpCall) -> OpCost:
     """Three exponentials and a logarithm for each state of the lattice, log_alpha or log_beta."""
     lattice = call.outputs[1] if len(call.outputs) > 1 else call.outputs[0]
-    return OpCost(50.0 * lattice.numel, bytes_of(call.inputs), written(call))
+    return OpCost((4.0 * _EXPONENTIAL + 2.0) * lattice.numel, bytes_of(call.inputs), written(call))
 
 
 @cost_of(

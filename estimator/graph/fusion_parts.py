@@ -24,6 +24,8 @@ from estimator.tensors import OpCall, TensorSpec
 PartKind = Literal["pointwise", "row", "across", "whole"]
 Sizes = tuple[int, int]
 
+# Of the work of an operator that sums before it applies its sums: half is summing.
+_SUMMED_RATIO = 0.5
 _LOOKUPS = ("embedding", "index", "index_select", "gather", "take", "take_along_dim")
 _RANDOM = (
     *("bernoulli", "exponential", "normal", "rand", "rand_like", "randint", "randn"),
@@ -266,7 +268,9 @@ def _summed_and_applied(
     """The part that sums (into a new value, if it has none), and what uses sums and values."""
     rows = _rows(op)
     sums = summed.writes or (split.new_value(((rows[0], 2), (rows[1], 2))),)
-    summed = replace(summed, writes=sums, elements=_most(op), rows=rows, flops=_flops(op, 0.5))
+    summed = replace(
+        summed, writes=sums, elements=_most(op), rows=rows, flops=_flops(op, _SUMMED_RATIO)
+    )
     pointwise = Part(
         op=summed.op,
         phase=summed.phase,

@@ -95,7 +95,7 @@ class GraphInput:
     high: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpTiming:
     """Measured seconds of one exact call on one machine, memory already touched."""
 

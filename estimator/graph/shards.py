@@ -9,7 +9,7 @@ from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Parameter, Phase
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardUnit:
     """Parameters gathered together: everything below one module path ("" is the rest).
 
@@ -112,7 +112,13 @@ def shard_units(graph: OpGraph) -> tuple[ShardUnit, ...]:
     for index, op in enumerate(graph.ops):
         first.setdefault((unit_path(op.module), op.phase), index)
     units = [
-        ShardUnit(path, held, tensors, first.get((path, "forward")), first.get((path, "backward")))
+        ShardUnit(
+            path=path,
+            parameter_bytes=held,
+            tensors=tensors,
+            forward=first.get((path, "forward")),
+            backward=first.get((path, "backward")),
+        )
         for path, (held, tensors) in sizes.items()
         if tensors
     ]

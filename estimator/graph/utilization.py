@@ -19,7 +19,7 @@ from estimator.tensors import OpCall
 _COUNTED = ("matmul", "convolution", "recurrent", "step")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepFlops:
     """FLOPs of one micro-batch, forward and backward.
 
@@ -44,7 +44,7 @@ def step_flops(bound: BoundGraph) -> StepFlops:
         needed, executed = known[id(call)]
         model += 0.0 if op.is_repeated else needed
         hardware += executed
-    return StepFlops(model, hardware)
+    return StepFlops(model=model, hardware=hardware)
 
 
 def _flops(call: OpCall) -> tuple[float, float]:

@@ -64,7 +64,7 @@ class NodeKind:
         return self.by_network[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """An allocation on its machines: sites in rank order; one host may come more than once.
 
@@ -87,7 +87,7 @@ class Placement:
             return self.hosted
         kinds = [self.kinds[number] for number in self.kind_of]
         return tuple(
-            Site(kind.profile, group.nodes, group.devices_per_node)
+            Site(profile=kind.profile, nodes=group.nodes, per_node=group.devices_per_node)
             for group, kind in zip(self.allocation.groups, kinds, strict=True)
         )
 
@@ -160,7 +160,14 @@ def _on_machines(
         for kind in kinds:
             if kind.nic_bytes_per_s is None:
                 raise _no_network(allocation, kind.profile.name)
-    return Placement(allocation, None, tuple(kinds), tuple(kind_of), ranks, nodes)
+    return Placement(
+        allocation=allocation,
+        cluster=None,
+        kinds=tuple(kinds),
+        kind_of=tuple(kind_of),
+        ranks=ranks,
+        nodes=nodes,
+    )
 
 
 def _machine_name(group: DeviceGroup) -> str:
@@ -199,7 +206,13 @@ def _on_hosts(
     kind_of = tuple(numbers[kind] for kind in kinds)
     ranks = sum(on_host.values())
     return Placement(
-        allocation, cluster, tuple(numbers), kind_of, ranks, len(on_host), tuple(sites)
+        allocation=allocation,
+        cluster=cluster,
+        kinds=tuple(numbers),
+        kind_of=kind_of,
+        ranks=ranks,
+        nodes=len(on_host),
+        hosted=tuple(sites),
     )
 
 
@@ -328,4 +341,11 @@ def site_of(
         raise AllocationError(
             f"node '{host}' has no device {unknown}; it has {len(machine.devices)}, counted from 0"
         )
-    return Site(machine, 1, len(devices), host, devices, node.slowdown_ratio)
+    return Site(
+        profile=machine,
+        nodes=1,
+        per_node=len(devices),
+        host=host,
+        devices=devices,
+        slowdown_ratio=node.slowdown_ratio,
+    )

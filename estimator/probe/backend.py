@@ -24,6 +24,10 @@ _TOUCH_BLOCK_BYTES = 64 << 20
 _CALLS_PER_FLIGHT = 64
 _HIGHEST_CLOCK_HZ = 2.5e9
 _LONGEST_SPIN_S = 0.2
+# Some launches long, so that the first call is queued before the spin ends.
+_LEAST_SPIN_S = 50e-6
+# What is kept of a sequence's host time from one flight to the next.
+_REMEMBERED_RATIO = 0.5
 _SPARE_SPIN = 2.0
 # Host time of one operator of a replayed graph, Python included, until one flight has told.
 _HOST_ALLOWANCE_S = 60e-6
@@ -199,7 +203,7 @@ class CudaBackend:
             flown, host_s = self._fly(call, flight, self._sequence_host_s, after=after)
             seconds += flown
             # One slow flight (memory from the driver, modules loaded) is forgotten by halves.
-            self._sequence_host_s = max(host_s, 0.5 * self._sequence_host_s)
+            self._sequence_host_s = max(host_s, _REMEMBERED_RATIO * self._sequence_host_s)
         return seconds
 
     def _fly(
@@ -212,7 +216,7 @@ class CudaBackend:
         after: Callable[[int], object] = _nothing,
     ) -> tuple[list[float], float]:
         """(device seconds of each call, host seconds per call), queued behind a spinning kernel."""
-        spin_s = min(_LONGEST_SPIN_S, _SPARE_SPIN * host_s * len(flight) + 50e-6)
+        spin_s = min(_LONGEST_SPIN_S, _SPARE_SPIN * host_s * len(flight) + _LEAST_SPIN_S)
         self._cuda._sleep(int(spin_s * _HIGHEST_CLOCK_HZ))
         spans = []
         begin = self._clock()

@@ -19,6 +19,10 @@ _ADDED_FIRST = 3
 _UPDATED_PARAMETERS = 4_000_000
 _PRODUCT_SIDE = 512
 _LEAST_CALLS = 3
+# Of a normal distribution, over the median of absolute deviations.
+_SIGMA_OF_MEDIAN_DEVIATION = 1.4826
+# Windows of several timer ticks and kernels, and no longer than a rank can wait for the others.
+_SHORTEST_WINDOW_S, _LONGEST_WINDOW_S = 0.004, 0.08
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,11 @@ def _rank_spread_ratio(results: Sequence[Sequence[Mapping[str, Any]]]) -> float:
     if len(windows) <= 2:
         return 0.0
     middle = statistics.median(windows)
-    return 1.4826 * statistics.median(abs(value - middle) for value in windows) / middle
+    return (
+        _SIGMA_OF_MEDIAN_DEVIATION
+        * statistics.median(abs(value - middle) for value in windows)
+        / middle
+    )
 
 
 def measure_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -99,7 +107,7 @@ def measure_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> li
         keep_memory_resident()
     rounds, count = 3, 2 + len(_ADDED_BYTES)
     window_s = arguments["budget_s"] / (count * rounds * (world_size + 1))
-    window_s = min(0.08, max(0.004, window_s))
+    window_s = min(_LONGEST_WINDOW_S, max(_SHORTEST_WINDOW_S, window_s))
     found: list[dict[str, Any]] = []
     end = time.monotonic() + arguments["budget_s"]
     for bound, size, call in _cases(backend.device):

@@ -21,6 +21,8 @@ from estimator.probe.jobs import Emit
 from estimator.probe.source import TensorSource
 from estimator.tensors import OpCall, TensorSpec
 
+# Until a GPU's clocks are those of work; cores need only threads and caches.
+_WARM_UP_S = {"cpu": 0.1, "cuda": 1.0}
 # Calls of a CUDA device are timed in flights of 64, and disturbed far less.
 _LEAST_REPEATS, _MOST_REPEATS = 5, {"cpu": 300, "cuda": 64}
 # A long call is long compared with what disturbs it: fewer repeats agree as well.
@@ -53,7 +55,8 @@ def prepare(backend: Backend, emit: Emit, *, budget_s: float) -> None:
         resident = keep_memory_resident()
         touch_memory(_TOUCHED_BYTES)
         emit({"memory_resident": resident})
-    backend.warm_up(min(1.0, budget_s) if backend.kind == "cuda" else 0.1)
+    warm_up_s = _WARM_UP_S[backend.kind]
+    backend.warm_up(min(warm_up_s, budget_s) if backend.kind == "cuda" else warm_up_s)
 
 
 def measure_canary(backend: Backend, emit: Emit, *, budget_s: float) -> None:

@@ -127,7 +127,7 @@ def _replay(
         if "fraction" in message:
             say("timing the model's operators", message["fraction"])
         for number, seconds, spread_ratio in message.get("timings", ()):
-            timings[wanted[number]] = OpTiming(seconds, spread_ratio)
+            timings[wanted[number]] = OpTiming(seconds=seconds, spread_ratio=spread_ratio)
         skipped.extend((wanted[n].target, reason) for n, reason in message.get("skipped", ()))
 
     jobs = [

@@ -41,7 +41,7 @@ class TimingStore:
                     (self.machine, _key(call)),
                 ).fetchone()
                 if row is not None:
-                    found[call] = OpTiming(*row)
+                    found[call] = OpTiming(seconds=row[0], spread_ratio=row[1])
         return found
 
     def write(self, timings: Mapping[OpCall, OpTiming]) -> None:

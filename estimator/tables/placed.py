@@ -86,7 +86,7 @@ class SiteTable:
             site = site_of(name, (0,), self.cluster, self.profile)
             return site, network_in_cluster(site.profile, self.cluster, name)
         machine = self.profile or load_profile(name)
-        return Site(machine, 1, 1), network_of(machine)
+        return Site(profile=machine, nodes=1, per_node=1), network_of(machine)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -14,7 +14,7 @@ from estimator.graph.op_graph import OpGraph
 from estimator.workload import Strategy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
     """Gradients that one all-reduce carries; ready once op `ready_after` has run."""
 
@@ -34,11 +34,11 @@ def gradient_buckets(
     for parameter in graph.parameters:
         dtype = tensor_dtype or parameter.spec.dtype
         ready = last_op if parameter.ready_after is None else parameter.ready_after
-        grown = open_buckets.pop(dtype, Bucket(0, 0, -1))
+        grown = open_buckets.pop(dtype, Bucket(size_bytes=0, tensors=0, ready_after=-1))
         grown = Bucket(
-            grown.size_bytes + parameter.spec.nbytes,
-            grown.tensors + 1,
-            max(grown.ready_after, ready),
+            size_bytes=grown.size_bytes + parameter.spec.nbytes,
+            tensors=grown.tensors + 1,
+            ready_after=max(grown.ready_after, ready),
         )
         cap = strategy.bucket_cap_bytes if dtype in first_done else strategy.first_cap_bytes
         if not strategy.bucketed or grown.size_bytes >= cap:
@@ -51,5 +51,7 @@ def gradient_buckets(
     launched, ready = [], -1
     for bucket in closed:
         ready = max(ready, bucket.ready_after)
-        launched.append(Bucket(bucket.size_bytes, bucket.tensors, ready))
+        launched.append(
+            Bucket(size_bytes=bucket.size_bytes, tensors=bucket.tensors, ready_after=ready)
+        )
     return tuple(launched)

@@ -11,6 +11,7 @@ from estimator.errors import ProfileError
 from estimator.machines.architectures import architecture_of
 from estimator.machines.profile import Device
 
+# The process for which the law quotes its headrooms.
 _REFERENCE_NM = 12.0
 # What is taken of a device that does not say it, in base units: V100 SXM2's 80 multiprocessors, 300
 # W and 1.53 GHz, rounded (NVIDIA V100 datasheet, 2020), the middle of the shipped catalogue.

@@ -48,6 +48,8 @@ from estimator.timeline.rings import RING_ROUNDS, RING_SHARE
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
+# What a measured group is taken to be off by where the profile does not say, as of one size alone.
+_UNSTATED_ERROR = 0.1
 # What a formula misses by where nothing of its kind was measured, and per factor of e between the
 # measured group and the one asked for.
 FORMULA_ERROR = 0.3
@@ -337,7 +339,7 @@ def _reference(
     links = inner[min(ring.per_node, len(inner) - 1)] or NO_LINKS
     lines = lines_of(cost.op, ring, links, profile.kind)
     corrections = Corrections.of(cost, lines, profile.kind)
-    return Reference(cost, corrections, cost.provenance.relative_error or 0.1)
+    return Reference(cost, corrections, cost.provenance.relative_error or _UNSTATED_ERROR)
 
 
 def network_latency_s(profile: MachineProfile) -> float:

@@ -36,7 +36,14 @@ _SLOW_MEMORY_BYTES_PER_S = 5e9
 _FLOPS_ERROR = 0.44
 # What an op without any formula or probed relative is assumed to miss by.
 _UNKNOWN_ERROR = 1.0
-_NO_KERNEL = Prediction(0.0, 0.0, 0.0, "view")
+# Of the error of a fit, what is left at another batch once the call was measured at the traced one:
+# the machine's share goes with the ratio measured over fitted, the share of the size stays.
+_CARRIED_ERROR_RATIO = 0.5
+# The backward pass of a view is a view made from C++, without Python's half of the call.
+_BACKWARD_VIEW_RATIO = 0.5
+# Bytes read and written for each fp32 element of a copy.
+_COPIED_BYTES = 8
+_NO_KERNEL = Prediction(warm_s=0.0, cold_s=0.0, relative_error=0.0, source="view")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +222,14 @@ def _timed(
         timing = graph.timings.get(call) if graph.timings else None
         if timing is not None:
             seconds = timing.seconds
-            found.append(Prediction(seconds, seconds, timing.spread_ratio, "measured"))
+            found.append(
+                Prediction(
+                    warm_s=seconds,
+                    cold_s=seconds,
+                    relative_error=timing.spread_ratio,
+                    source="measured",
+                )
+            )
         elif predicted is None and not runs:
             found.append(_NO_KERNEL)
         else:
@@ -225,14 +239,16 @@ def _timed(
 
 def _as_copy(call: OpCall, fits: KernelFits | Roofline, profile: MachineProfile) -> Prediction:
     """An op without a formula, charged as an elementwise pass over all its bytes."""
-    elements = max(_moved_bytes(call) // 8, 1)
+    elements = max(_moved_bytes(call) // _COPIED_BYTES, 1)
     spec = TensorSpec((elements,))
     copied = fits.predict(OpCall("aten.clone.default", (spec,), (), (spec,)))
     if copied is not None:
         return replace(copied, relative_error=_UNKNOWN_ERROR, source="assumed")
     rate = profile.devices[0].memory_bandwidth_bytes_per_s
-    seconds = 8.0 * elements / (rate or _SLOW_MEMORY_BYTES_PER_S)
-    return Prediction(seconds, seconds, _UNKNOWN_ERROR, "assumed")
+    seconds = float(_COPIED_BYTES) * elements / (rate or _SLOW_MEMORY_BYTES_PER_S)
+    return Prediction(
+        warm_s=seconds, cold_s=seconds, relative_error=_UNKNOWN_ERROR, source="assumed"
+    )
 
 
 def _measured_ratios(
@@ -242,10 +258,10 @@ def _measured_ratios(
     fits: KernelFits | Roofline,
     cold: Array,
 ) -> tuple[Array, Array]:
-    """For each op measured at the traced batch: measured over fitted there, and half the error."""
+    """For each op measured at the traced batch: measured over fitted, and the error left of it."""
     graph = structure.graph
     traced: list[Prediction] = []
-    measured_s, halves = np.ones(len(timed)), np.ones(len(timed))
+    measured_s, left = np.ones(len(timed)), np.ones(len(timed))
     for number, op in enumerate(structure.first_op):
         call = graph.ops[op].call
         fitted = None
@@ -254,12 +270,12 @@ def _measured_ratios(
             and costs.calls[number] not in graph.timings
             and timed[number].source not in ("assumed", "view")
         ):
-            halves[number] = 0.5
+            left[number] = _CARRIED_ERROR_RATIO
             fitted = fits.predict(call)
         measured_s[number] = graph.timings[call].seconds if fitted else 1.0
-        traced.append(fitted or Prediction(1.0, 1.0, 0.0, ""))
+        traced.append(fitted or Prediction(warm_s=1.0, cold_s=1.0, relative_error=0.0, source=""))
     of = structure.call_of
-    return measured_s[of] / _blend(traced, of, cold), halves[of]
+    return measured_s[of] / _blend(traced, of, cold), left[of]
 
 
 def _host_seconds(structure: GraphStructure, host: HostCost) -> Array:
@@ -273,7 +289,9 @@ def _host_seconds(structure: GraphStructure, host: HostCost) -> Array:
         return compiled_host_seconds(graph, host)
     launch = host.bare_op_s if graph.target == "cuda" else 0.0
     forward_s = np.where(structure.is_view, host.forward_view_s, host.forward_op_s + launch)
-    backward_s = np.where(structure.is_view, 0.5 * host.forward_view_s, host.backward_op_s + launch)
+    backward_s = np.where(
+        structure.is_view, _BACKWARD_VIEW_RATIO * host.forward_view_s, host.backward_op_s + launch
+    )
     per_op = np.where(structure.is_forward, forward_s, backward_s)
     for parameter in graph.parameters:
         if parameter.ready_after is not None:  # autograd hands the gradient to the parameter

@@ -83,6 +83,7 @@ def sustained_ratio(law: ProductLaw, chip: Chip) -> Array:
     """The share of its boost clock that a chip holds within its power limit, units fully busy.
 
     >>> from estimator.machines.catalogue import load_profile
+    >>> from estimator.timeline.chips import chip_of
     >>> chip = chip_of(load_profile("t4").devices[0], "float16")  # 70 W
     >>> bool(sustained_ratio(load_law().products.sustained, chip) < 0.6)
     True

@@ -8,6 +8,12 @@ from estimator.graph.costs import Features
 from estimator.graph.workspace import BLOCK, WIDEST_DEPTHWISE
 from estimator.tensors import OpCall
 
+# What a kernel that is bound by memory takes goes by the bytes that it moves; between calls of as
+# many bytes, row lengths and runs of neighbouring elements count for half their logarithm.
+_SHAPE_WEIGHT = 0.5
+# Elements read one after the other beyond a page (4 KiB of int8, 16 KiB of fp32) gain no more.
+_LONGEST_RUN = 4096
+
 
 def terms(features: Features, kind: str = "") -> tuple[float, ...]:
     """The physical terms whose non-negative combination is the time of a call of variant `kind`."""
@@ -66,8 +72,9 @@ def coordinates(features: Features) -> tuple[float, ...]:
     if features.family in ("matmul", "convolution", "attention"):
         return tuple(dims)
     moved = math.log(max(features.cost.moved_bytes, 1.0))
-    run = 0.5 * math.log(min(max(features.innermost_run, 1), 4096))
-    return (moved, 0.5 * (dims[-1] if len(dims) > 1 else 0.0), run)
+    row = dims[-1] if len(dims) > 1 else 0.0
+    run = math.log(min(max(features.innermost_run, 1), _LONGEST_RUN))
+    return (moved, _SHAPE_WEIGHT * row, _SHAPE_WEIGHT * run)
 
 
 def variant(call: OpCall, features: Features, threads: int) -> str:

@@ -22,6 +22,8 @@ Array = NDArray[np.float64]
 
 # Scale the loss, find infinities, read that, update the scale, its tracker, the inverse scale.
 _SCALER_OPS = 6
+# An elementwise pass reads and writes each fp32 element.
+FP32_PASS_BYTES = 8.0
 
 
 def streams_s(
@@ -35,7 +37,7 @@ def streams_s(
         lambda: _streams_alone_s(kernel_fits(profile, cache=cache), target, sizes),
         *(target, sizes),
     )
-    moved_bytes = 8.0 * np.array(sizes, dtype=np.float64)
+    moved_bytes = FP32_PASS_BYTES * np.array(sizes, dtype=np.float64)
     return np.asarray(alone_s * slowdown_curve(profile, "memory", busy).at(moved_bytes))
 
 
@@ -74,5 +76,5 @@ def unscale_s(
     prediction = kernel_fits(profile, graph.precision, cache=cache).predict(call)
     if prediction is None or profile.host is None:
         return 0.0
-    slowdown = slowdown_ratio(profile, "memory", busy, 8.0 * trained.elements)
+    slowdown = slowdown_ratio(profile, "memory", busy, FP32_PASS_BYTES * trained.elements)
     return prediction.cold_s * slowdown + _SCALER_OPS * profile.host.bare_op_s

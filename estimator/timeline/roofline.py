@@ -81,7 +81,9 @@ class Roofline:
             )
             error = errors.get(family, errors["other"])
             for number, warm, cold in zip(numbers, warm_s, cold_s, strict=True):
-                found[number] = Prediction(warm, max(cold, warm), error, "datasheet")
+                found[number] = Prediction(
+                    warm_s=warm, cold_s=max(cold, warm), relative_error=error, source="datasheet"
+                )
         return found
 
     def _computed_in(self, features: Features) -> str:

@@ -13,7 +13,7 @@ Lane = Literal["host", "compute", "network", "h2d", "d2h"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """One thing on one lane of one rank, seconds from the start of the step."""
 
@@ -77,7 +77,15 @@ class SpanColumns(Sequence[Span]):
             *(column.tolist() for column in columns), strict=True
         ):
             name, module, phase = self.labels[label]
-            yield Span(name, rank, LANES[lane], start_s, duration_s, module, phase)
+            yield Span(
+                name=name,
+                rank=rank,
+                lane=LANES[lane],
+                start_s=start_s,
+                duration_s=duration_s,
+                module=module,
+                phase=phase,
+            )
 
 
 @dataclass(frozen=True, slots=True)

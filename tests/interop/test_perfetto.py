@@ -33,14 +33,21 @@ def test_any_spans_become_a_sound_trace(listed):
 
 
 def test_two_all_reduces_at_once_stand_on_two_tracks_of_the_network_lane():
-    listed = (Span("bucket 0", 0, "network", 0.0, 3.0), Span("bucket 1", 0, "network", 1.0, 3.0))
+    listed = (
+        Span(name="bucket 0", rank=0, lane="network", start_s=0.0, duration_s=3.0),
+        Span(name="bucket 1", rank=0, lane="network", start_s=1.0, duration_s=3.0),
+    )
     events = trace_events(Timeline(4.0, listed, ranks_like=(0,)))
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert names == ["network", "network 2"]
 
 
 def test_a_rank_like_another_shows_the_others_spans():
-    step = Timeline(1.0, (Span("mm", 0, "compute", 0.25, 0.5),), ranks_like=(0, 0))
+    step = Timeline(
+        1.0,
+        (Span(name="mm", rank=0, lane="compute", start_s=0.25, duration_s=0.5),),
+        ranks_like=(0, 0),
+    )
     shown = [(event["pid"], event["ts"], event["dur"]) for event in complete(trace_events(step))]
     assert shown == [(0, 250_000.0, 500_000.0), (1, 250_000.0, 500_000.0)]
 
@@ -56,6 +63,11 @@ def test_the_checker_finds_time_going_back_and_events_that_outlast_their_parent(
 
 
 def test_the_file_is_json_with_microseconds(tmp_path: Path):
-    write_trace(Timeline(1.0, (Span("mm", 0, "compute", 0.0, 1.5e-6),), (0,)), tmp_path / "t.json")
+    write_trace(
+        Timeline(
+            1.0, (Span(name="mm", rank=0, lane="compute", start_s=0.0, duration_s=1.5e-6),), (0,)
+        ),
+        tmp_path / "t.json",
+    )
     content = json.loads((tmp_path / "t.json").read_text())
     assert complete(content["traceEvents"])[0]["dur"] == 1.5
