@@ -462,13 +462,15 @@ def test_a_timeline_on_a_cluster_plays_what_was_computed(
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "ps:2"])
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_a_model_without_parameters_merges_nothing(strategy: str, target: Any) -> None:
+def test_a_model_without_parameters_synchronises_nothing(strategy: str, target: Any) -> None:
     graph = replace(perceptron([32, 64], batch=8), parameters=(), target=target)
     texts = [of_kind(text, graph) for text in ("1x1:slow", "2x2:slow+1x3:fast")]
     assert_equal(estimate_many(graph, texts, strategy=strategy))
 
 
-def test_classes_too_many_to_compare_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_of_ranks_too_many_to_compare_give_the_same_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     graph, texts = perceptron([256] * 5, batch=8), ["3x4:slow+2x8:fast+1x2:jammed", "9x2:slow"]
     compared = estimate_many(graph, texts, strategy="ddp:unbucketed").to_dict()
     monkeypatch.setattr(ranks, "_MOST_COMPARED", 1)
@@ -545,7 +547,7 @@ def test_chunks_of_an_iterator_are_pieces_of_the_whole_table() -> None:
     assert joined.tolist() == whole.step_time_s.tolist()
 
 
-def test_a_machine_written_anew_between_chunks_stays_the_one_that_was_numbered(
+def test_a_machine_written_anew_between_chunks_stays_the_one_that_was_indexed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
@@ -590,7 +592,7 @@ HYBRID = {"strategy": "fsdp:shard=2"}
         ("1x1:slow", HYBRID, StrategyError, "row 2: 'fsdp:shard=2' .* do not divide 1"),
     ],
 )
-def test_the_first_wrong_row_is_named(
+def test_the_first_invalid_row_is_named(
     wrong: str, options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=f"^{said}"):

@@ -216,11 +216,11 @@ class _Search:
 
     def _moved(self, split: Split, donor: int, receiver: int) -> Split | None:
         """The smallest move of samples between two groups; None if a rank would have none left."""
-        gives, takes = self._ranks[donor], self._ranks[receiver]
-        shared = math.gcd(gives, takes)
+        donors, receivers = self._ranks[donor], self._ranks[receiver]
+        divisor = math.gcd(donors, receivers)
         moved = list(split)
-        moved[donor] -= takes // shared
-        moved[receiver] += gives // shared
+        moved[donor] -= receivers // divisor
+        moved[receiver] += donors // divisor
         return tuple(moved) if moved[donor] >= 1 else None
 
 

@@ -40,7 +40,7 @@ WORKER_REGRESSORS = {
     "linear": "estimator.calibrate.baselines:IndependentWorkers",
     "optimus": "estimator.calibrate.baselines:AsynchronousOptimusRegressor",
 }
-# The outlier that predictions have to be robust to (TARGETS A6), and from how many observations.
+# Robustness is tested by one outlier of this factor, from so many observations on.
 OUTLIER_FACTOR, OUTLIER_LEAST_K = 3.0, 5
 # Splits of one job and method that are fitted in one task of the executor.
 _SPLITS_AT_ONCE = 8
@@ -102,10 +102,10 @@ class Evaluation:
 
 def methods_of(protocol: str) -> dict[str, Callable[[], Regressor]]:
     """The regressors that a protocol compares, by method."""
-    places = WORKER_REGRESSORS if protocol == "workers" else REGRESSORS
+    paths = WORKER_REGRESSORS if protocol == "workers" else REGRESSORS
     regressors: dict[str, Callable[[], Regressor]] = {}
-    for method, place in places.items():
-        module, name = place.split(":")
+    for method, path in paths.items():
+        module, name = path.split(":")
         regressors[method] = getattr(import_module(module), name)
     return regressors
 

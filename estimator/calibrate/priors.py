@@ -20,22 +20,22 @@ from estimator.errors import WorkloadError
 
 Array = NDArray[np.float64]
 
-# `performance_model` says what each parameter multiplies.
+# The parameters of `performance_model`, all positive; times are relative to compute.
 PARAMETERS = (
-    "compute",
-    "fixed_odds",
-    "knee",
-    "batch_exponent",
-    "single_rank",
-    "inter_node",
-    "intra_node",
-    "link_contention",
-    "two_nodes",
-    "node_growth",
-    "rank_latency",
-    "jitter",
-    "contention",
-    "overlap",
+    "compute",  # factor on compute
+    "fixed_odds",  # odds of the fixed share of compute: launches, small kernels
+    "knee",  # p − 1 of the norm of fixed and batch-proportional compute
+    "batch_exponent",  # exponent of the batch in the latter
+    "single_rank",  # factor on compute without other ranks
+    "inter_node",  # time of a ring's network links
+    "intra_node",  # time of a ring's links inside a node
+    "link_contention",  # slowdown of the latter by many ranks on a node
+    "two_nodes",  # factor on inter_node for exactly two nodes
+    "node_growth",  # growth of inter_node with each node beyond two
+    "rank_latency",  # latency of each rank beyond two, as a share of the link's time
+    "jitter",  # standard deviation of compute between ranks
+    "contention",  # slowdown of compute by other ranks on the node
+    "overlap",  # p − 1 of the norm of compute and synchronisation
 )
 
 

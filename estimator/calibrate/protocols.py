@@ -18,9 +18,9 @@ SHOTS = (1, 3, 5, 10, 20)
 ONLINE_SHOTS = (0, *SHOTS)
 DRAWS = 8
 FOLDS, FOLD_DRAWS = 5, 3
-# Placements of the multi-device rows of few-shot (TARGETS A4).
+# Placements of the multi-device training rows of few-shot.
 FEW_PLACEMENTS = ((2,), (1, 1), (4,))
-# Numbers of workers in the training rows of asynchronous training (TARGETS A14).
+# Numbers of workers in the training rows of asynchronous training.
 WORKERS_SEEN = (1, 2, 4, 8)
 
 
@@ -74,14 +74,14 @@ def online(job: Job[Any], ks: Sequence[int] = ONLINE_SHOTS) -> list[Split]:
 
 
 def few_shot(job: Job[MeasuredStep]) -> list[Split]:
-    """All single-device rows, and 2, 1+1 and 4 devices at the smallest and largest batch (A4)."""
+    """All single-device rows, and 2, 1+1 and 4 devices at the smallest and largest batch."""
     train = _few_shot_rows(job)
     test = np.setdiff1d(np.arange(len(job.steps)), train)
     return [_split(None, 0, train, test)] if len(train) and len(test) else []
 
 
 def pairs(job: Job[MeasuredStep]) -> list[Split]:
-    """Trains as few-shot, and predicts all rows, to compare these with each other (A5)."""
+    """Trains as few-shot, and predicts all rows, to compare these with each other."""
     train = _few_shot_rows(job)
     several = (job.X()[:, RANKS] > 1).any()
     return [_split(None, 0, train, np.arange(len(job.steps)))] if len(train) and several else []
@@ -113,7 +113,7 @@ def cross_validation(job: Job[MeasuredStep]) -> list[Split]:
 
 
 def leave_batch_out(job: Job[MeasuredStep]) -> list[Split]:
-    """Leave one group out: each batch size of a rank is predicted from the others (A13)."""
+    """Leave one group out: each batch size of a rank is predicted from the others."""
     batches = job.X()[:, BATCH]
     sizes = np.unique(batches)
     return [
@@ -123,7 +123,7 @@ def leave_batch_out(job: Job[MeasuredStep]) -> list[Split]:
 
 
 def workers(job: Job[Any]) -> list[Split]:
-    """Train on 1, 2, 4 and 8 asynchronous workers, test on the numbers between (A14)."""
+    """Train on 1, 2, 4 and 8 asynchronous workers, test on the numbers between."""
     seen = np.isin(job.X()[:, RANKS], WORKERS_SEEN)
     if seen.all() or not seen.any():
         return []

@@ -17,7 +17,8 @@ Array = NDArray[np.float64]
 
 # The method under evaluation, and the baselines that it is compared with.
 OURS, BASELINES = "calibrated", ("pollux", "linear")
-# Pairs of placements to be ordered (TARGETS A5): these two, and close ones, by ranks and rate.
+# Pairs of placements that a scheduler has to order: these two, and any with nearly equal ranks on
+# different numbers of nodes whose rates differ by at least the gap.
 FEWER_DEVICES, MORE_NODES = (2, 1), (3, 2)
 CLOSE_RANKS, CLOSE_GAP_RATIO = 1, 0.05
 # Rows of one batch that are compared pairwise; of more, every second, third and so on.
@@ -114,7 +115,7 @@ class Wins:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairScore:
-    """How many pairs of placements a method puts in the right order (TARGETS A5).
+    """How many pairs of placements a method puts in the right order.
 
     `few` compares 2 devices of one node with 3 over two nodes; `close` every two rows of one batch
     on different numbers of nodes, devices differing by at most one, rates by at least 5 %.
@@ -248,7 +249,7 @@ def wins(scores: Sequence[Score]) -> list[Wins]:
 
 
 def pair_scores(evaluation: Evaluation) -> list[PairScore]:
-    """Both comparisons of TARGETS A5 for each job and method of the protocol ``pairs``."""
+    """Both comparisons for each job and method of the protocol ``pairs``."""
     found = []
     for run in evaluation.runs:
         job = evaluation.jobs[run.job]

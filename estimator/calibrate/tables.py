@@ -95,7 +95,7 @@ class MeasuredStep:
         return (self.ranks, nodes, self.batch_per_gpu, self.accumulation_steps, most)
 
     def about(self) -> dict[str, Any]:
-        """The fields of a case that name the row (DESIGN)."""
+        """The fields of an accuracy case that identify the row (see `estimator.accuracy`)."""
         return {
             "source": self.source,
             "model": self.model,
@@ -125,7 +125,7 @@ class Step(Protocol):
         ...
 
     def about(self) -> dict[str, Any]:
-        """The fields of a case that name the row (DESIGN)."""
+        """The fields of an accuracy case that identify the row (see `estimator.accuracy`)."""
         ...
 
 

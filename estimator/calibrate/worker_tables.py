@@ -33,7 +33,7 @@ class WorkerStep:
         return (self.workers, self.parameter_servers)
 
     def about(self) -> dict[str, Any]:
-        """The fields of a case that name the row (DESIGN)."""
+        """The fields of an accuracy case that identify the row (see `estimator.accuracy`)."""
         return {
             "source": self.source,
             "model": self.model,

@@ -88,9 +88,9 @@ def _intervals_line(row: IntervalScore, *, of_many: bool) -> str:
     together = "all k: " if of_many else ""
     return (
         f"{together if row.k is None else f'k = {row.k}: '}80 % intervals of {row.method}: "
-        f"{_percent(row.coverage_ratio)} % of {row.intervals} inside, score "
-        f"{_percent(row.score_ratio)} %, {_percent(saved_ratio)} % below ± "
-        f"{_percent(row.constant_width_ratio)} % for all"
+        f"{_percent(row.coverage_ratio)} % of {row.intervals} steps covered, mean interval score "
+        f"{_percent(row.score_ratio)} % of the step time, {_percent(saved_ratio)} % below that of "
+        f"± {_percent(row.constant_width_ratio)} % for every step"
     )
 
 

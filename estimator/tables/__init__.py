@@ -1,4 +1,4 @@
-"""Many estimates at once, as columns."""
+"""Estimate many allocations at once: vectorised over rows, one array a column."""
 
 from estimator.tables.table import COLUMNS, EstimateTable, estimate_chunks, estimate_many
 

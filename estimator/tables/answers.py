@@ -1,4 +1,4 @@
-"""Fill the columns of a table of estimates, some thousand allocations at a time."""
+"""Fill the columns of a table of estimates in chunks that fit into the caches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns, TextReader
 from estimator.placement.topology import Cluster
-from estimator.tables.placed import PlacedColumns, SiteTable, place_columns
+from estimator.tables.placed import NodeGroupTable, PlacedColumns, place_columns
 from estimator.tables.steps import StepColumns, StepRows
 from estimator.timeline.ranks import StepShape
 from estimator.timeline.step import UNCALIBRATED_RATIOS, Ratios
@@ -38,10 +38,10 @@ Indices = NDArray[np.intp]
 Allocations = Sequence[str | Allocation] | AllocationColumns
 Columns = Mapping[str, NDArray[np.generic]]
 
-# Rows, and nodes of all of them, worked on at once: their arrays stay in the caches.
+# Rows of a chunk, and nodes of all of its rows: their arrays stay in the caches.
 _ROWS_AT_ONCE = 16384
 _CELLS_AT_ONCE = 1 << 18
-# Numbers at once of what FSDP computes between its collectives.
+# Elements of a chunk in FSDP's table of compute between collectives.
 _SEGMENTS_AT_ONCE = 1 << 22
 
 
@@ -90,17 +90,17 @@ def _of_row(value: int | Integers | None, row: int) -> int | None:
 
 
 class RowAnswers:
-    """Answers questions that differ in their allocations and batches, compiling each class once."""
+    """Answers questions that differ in allocations and batches; compiles a kind of rank once."""
 
     def __init__(self, question: Question) -> None:
         self._graph, self._strategy = question.graph, question.strategy
         self._accumulation_steps = max(question.accumulation_steps, 1)
         self._shape = StepShape(self._strategy, self._accumulation_steps)
-        self._sites = SiteTable(question.cluster, question.profile)
+        self._node_groups = NodeGroupTable(question.cluster, question.profile)
         self._reader = TextReader()
         self._engine = question.engine
         self._steps: StepRows | None = None
-        self._known_sites = 0
+        self._indexed_groups = 0
 
     def fill(self, question: Question, columns: Columns) -> None:
         """Write every row's estimate into `columns`; raises for the first row that has none."""
@@ -124,13 +124,13 @@ class RowAnswers:
     def _answer(
         self, question: Question, part: AllocationColumns, rows: slice
     ) -> dict[str, NDArray[np.generic] | float]:
-        placed = place_columns(part, self._sites)
+        placed = place_columns(part, self._node_groups)
         steps = self._tables()
-        placed.wrong |= ~steps.runs[placed.site].all(axis=0)
-        batch, wrong = self._batches(question, rows, placed)
-        wrong |= ~np.asarray(self._strategy.divides(placed.ranks))
-        _raise_first(placed.wrong | wrong, rows.start, question)
-        ratios, errors = self._learnt(question, placed, batch, rows.start)
+        placed.invalid |= ~steps.runs[placed.node_group].all(axis=0)
+        batch, invalid = self._batches(question, rows, placed)
+        invalid |= ~np.asarray(self._strategy.divides(placed.ranks))
+        _raise_first(placed.invalid | invalid, rows.start, question)
+        ratios, errors = self._calibrated(question, placed, batch, rows.start)
         groups_of = self._groups_of(question, rows.start, steps)
         with np.errstate(divide="ignore", invalid="ignore"):
             step = steps.columns(placed, batch, ratios, groups_of)
@@ -140,7 +140,7 @@ class RowAnswers:
     def _groups_of(
         self, question: Question, start: int, steps: StepRows
     ) -> Callable[[int], Groups]:
-        """What tells the process groups of one row, their profiles by the numbers of the rows."""
+        """A function for the process groups of one row, with profiles by the indices of `steps`."""
 
         def groups_of(row: int) -> Groups:
             return self._engine.groups(
@@ -156,39 +156,39 @@ class RowAnswers:
 
     @property
     def _segments(self) -> int:
-        """How many numbers a row has for each of its sites, beside those of the buckets."""
+        """How many elements a row has for each of its node groups, beside those of the buckets."""
         return rules_of(self._graph, self._shape, self._engine.cache).segments
 
     def _tables(self) -> StepRows:
-        """The tables of the sites met so far, laid out anew whenever there are more."""
-        if self._steps is None or self._known_sites != len(self._sites.sites):
-            self._known_sites = len(self._sites.sites)
-            self._steps = StepRows(self._graph, self._sites, self._shape, self._engine.cache)
+        """The steps on the node groups indexed so far, rebuilt whenever there are more."""
+        if self._steps is None or self._indexed_groups != len(self._node_groups.groups):
+            self._indexed_groups = len(self._node_groups.groups)
+            self._steps = StepRows(self._graph, self._node_groups, self._shape, self._engine.cache)
         return self._steps
 
     def _batches(
         self, question: Question, rows: slice, placed: PlacedColumns
     ) -> tuple[Indices | int, NDArray[np.bool_] | bool]:
-        """(batch of all rows or of each, 0 as traced; rows that have none)."""
+        """(batch of all rows or of each, 0 as traced; rows without a valid batch)."""
         batch, whole = question.batch_per_gpu, question.global_batch
         if whole is not None:
             whole = whole[rows].astype(np.int64) if isinstance(whole, np.ndarray) else whole
             shares = np.maximum(placed.ranks, 1) * self._accumulation_steps
-            wrong = (whole % shares != 0) | (np.asarray(whole) < 1) | (batch is not None)
-            wrong |= whole // shares > MOST_BATCH
-            return np.asarray(whole // shares, dtype=np.intp), wrong
+            invalid = (whole % shares != 0) | (np.asarray(whole) < 1) | (batch is not None)
+            invalid |= whole // shares > MOST_BATCH
+            return np.asarray(whole // shares, dtype=np.intp), invalid
         if batch is None:
             return 0, False
         if isinstance(batch, np.ndarray):
             return batch[rows].astype(np.intp), (batch[rows] < 1) | (batch[rows] > MOST_BATCH)
         return batch, np.full(len(placed.ranks), not 1 <= batch <= MOST_BATCH)
 
-    def _learnt(
+    def _calibrated(
         self, question: Question, placed: PlacedColumns, batch: Indices | int, start: int
     ) -> tuple[Ratios, Array | None]:
-        """What calibration has learnt of each row: its factors, and its relative errors (or NaN).
+        """The calibrated factors of each row, and their relative errors (NaN where uncalibrated).
 
-        Rows that calibration does not tell apart are asked for once.
+        Rows that calibration does not distinguish are asked for once.
         """
         if question.calibration is None:
             return UNCALIBRATED_RATIOS, None
@@ -198,37 +198,39 @@ class RowAnswers:
             cluster=question.cluster,
             profile=question.profile,
         )
-        names = sorted({site.profile.name for site in self._sites.sites})
-        number_of = [names.index(site.profile.name) for site in self._sites.sites]
+        names = sorted({group.profile.name for group in self._node_groups.groups})
+        number_of = [names.index(group.profile.name) for group in self._node_groups.groups]
         has = np.zeros((len(names) + 1, len(placed.ranks)), dtype=np.bool_)
-        for site in np.array([*number_of, len(names)])[placed.site]:
-            has[site, np.arange(len(site))] = True
+        for machine in np.array([*number_of, len(names)])[placed.node_group]:
+            has[machine, np.arange(len(machine))] = True
         sizes = np.where(np.equal(batch, 0), self._graph.batch or 0, batch)
         sizes = np.broadcast_to(sizes, placed.ranks.shape)
-        columns = np.vstack([placed.ranks, placed.nodes, placed.busy.max(axis=0), sizes, has[:-1]])
-        unlike, first, place = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+        columns = np.vstack(
+            [placed.ranks, placed.nodes, placed.ranks_on_node.max(axis=0), sizes, has[:-1]]
+        )
+        distinct, first, index = np.unique(columns, axis=1, return_index=True, return_inverse=True)
         questions = [
             StepQuestion(
                 workload=self._graph.workload,
                 machines="+".join(n for n, one in zip(names, machines, strict=True) if one),
                 ranks=ranks,
                 nodes=nodes,
-                most_on_node=most_on_node,
+                most_on_node=most,
                 batch=float(size),
                 accumulation_steps=self._accumulation_steps,
                 strategy=self._strategy,
             )
-            for ranks, nodes, most_on_node, size, *machines in unlike.T.tolist()
+            for ranks, nodes, most, size, *machines in distinct.T.tolist()
         ]
         allocations = [question.allocation(start + row) for row in first.tolist()]
         found = question.calibration.coefficients_for(questions, allocations, engine)
-        place = place.reshape(-1)
+        index = index.reshape(-1)
         ratios = Ratios(
-            compute=np.array([each.compute_ratio for each in found])[place],
-            update=np.array([each.update_ratio for each in found])[place],
-            communication=np.array([each.communication_ratio for each in found])[place],
+            compute=np.array([each.compute_ratio for each in found])[index],
+            update=np.array([each.update_ratio for each in found])[index],
+            communication=np.array([each.communication_ratio for each in found])[index],
         )
-        return ratios, np.array([each.relative_error or np.nan for each in found])[place]
+        return ratios, np.array([each.relative_error or np.nan for each in found])[index]
 
     def _columns(
         self,
@@ -236,16 +238,16 @@ class RowAnswers:
         batch: Indices | int,
         step: StepColumns,
         ratios: Ratios,
-        learnt_error: Array | None,
+        calibrated_error: Array | None,
     ) -> dict[str, Any]:
         parts, lane = step.parts, step.lane
         step_s = parts.total_s
         error = relative_error(
             parts, lane, ratios.compute, step.communication_error, step.slower_s, step_s
         )
-        if learnt_error is not None:
-            error = np.where(np.isnan(learnt_error), error, learnt_error)
-        spread = interval_ratio(error)
+        if calibrated_error is not None:
+            error = np.where(np.isnan(calibrated_error), error, calibrated_error)
+        factor = interval_ratio(error)
         sizes = np.where(np.equal(batch, 0), self._graph.batch or 0, batch)
         samples = sizes * (placed.ranks * self._accumulation_steps)
         has_batch = self._graph.batch is not None
@@ -253,8 +255,8 @@ class RowAnswers:
         return {
             **{name: getattr(parts, name) for name in parts.__dataclass_fields__},
             "step_time_s": step_s,
-            "low_s": step_s / spread,
-            "high_s": step_s * spread,
+            "low_s": step_s / factor,
+            "high_s": step_s * factor,
             "samples_per_s": samples / step_s if has_batch else np.nan,
             "mfu_ratio": lane.model_peak_s * per_s,
             "hfu_ratio": lane.hardware_peak_s * per_s,
@@ -275,11 +277,11 @@ def _rows_at_once(part: AllocationColumns, cluster: Cluster | None, segments: in
     return int(max(min(rows, _SEGMENTS_AT_ONCE // max(width * segments, 1)), 1))
 
 
-def _raise_first(wrong: NDArray[np.bool_], start: int, question: Question) -> None:
-    """Raise what `estimate` says of the first wrong row, with the row's number."""
-    if not wrong.any():
+def _raise_first(invalid: NDArray[np.bool_], start: int, question: Question) -> None:
+    """Raise the error of `estimate` for the first invalid row, with the row's number."""
+    if not invalid.any():
         return
-    row = start + int(wrong.argmax())
+    row = start + int(invalid.argmax())
     try:
         question.answer(row)
     except EstimatorError as error:

@@ -1,4 +1,4 @@
-"""Follow the links between the ranks of many placed rows at once: `process_groups`, as arrays."""
+"""Derive the process groups of placed rows and their slowest links, vectorised over rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from estimator.machines.profile import MachineProfile, PairMatrix
 from estimator.placement.placement import Site, hop_latency_s, hop_reach
 from estimator.placement.process_groups import ProcessGroup
 from estimator.placement.topology import Cluster
-from estimator.tables.placed import PlacedColumns, SiteTable
+from estimator.tables.placed import NodeGroupTable, PlacedColumns
 from estimator.timeline.ranks import largest
 from estimator.timeline.strategies.registry import DP_REPLICATE, DP_SHARD, Groups
 
@@ -21,43 +21,43 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 
-class RowLinks:
-    """What process groups need of every site, in arrays with one value more, for the site −1.
+class NetworkTable:
+    """Network properties of every node group, in arrays with one more value, for the padding −1.
 
-    `profiles` are the unlike ones of the sites, `cluster` is what joins these.
+    `profiles` are the distinct ones of the node groups, `cluster` is the network between them.
     """
 
-    def __init__(self, table: SiteTable) -> None:
-        sites, self.cluster = table.sites, table.cluster
+    def __init__(self, table: NodeGroupTable) -> None:
+        groups, self.cluster = table.groups, table.cluster
         self._nic = table.nic_bytes_per_s
         self.profiles: list[MachineProfile] = []
-        numbers: dict[int, int] = {}
-        of_site = []
-        for site in sites:
-            if id(site.profile) not in numbers:
-                numbers[id(site.profile)] = len(self.profiles)
-                self.profiles.append(site.profile)
-            of_site.append(numbers[id(site.profile)])
-        self.number_of = numbers
-        self.profile_of: Indices = np.array([*of_site, 0], dtype=np.intp)
-        reach = hop_reach(table.cluster)
-        hops = [hop_latency_s(profile, reach) for profile in self.profiles]
-        self._latency = np.array([hops[number] for number in of_site] + [0.0])
-        self._pairs = _measured_pairs(sites)
-        self._switches = _Switches(sites, table.cluster) if table.cluster else None
+        index_of: dict[int, int] = {}
+        of_group = []
+        for group in groups:
+            if id(group.profile) not in index_of:
+                index_of[id(group.profile)] = len(self.profiles)
+                self.profiles.append(group.profile)
+            of_group.append(index_of[id(group.profile)])
+        self.number_of = index_of
+        self.profile_of: Indices = np.array([*of_group, 0], dtype=np.intp)
+        locality = hop_reach(table.cluster)
+        hops = [hop_latency_s(profile, locality) for profile in self.profiles]
+        self._latency = np.array([hops[profile] for profile in of_group] + [0.0])
+        self._pairs = _measured_pairs(groups)
+        self._switches = _Switches(groups, table.cluster) if table.cluster else None
 
     def whole_groups(self, placed: PlacedColumns) -> ProcessGroup:
-        """The process group of all ranks of each row: `process_groups.whole_group`, as arrays."""
+        """The process group of all ranks of each row; see `process_groups.whole_group`."""
         alone = placed.nodes <= 1
-        # Where in the table stands what the busy ranks of each node get of its network.
-        sent = placed.site * self._nic.shape[1] + placed.busy
+        # Flat indices into the table of network rates by node group and ranks on the node.
+        rate_at = placed.node_group * self._nic.shape[1] + placed.ranks_on_node
         return ProcessGroup(
             ranks=placed.ranks,
             nodes=np.maximum(placed.nodes, 1),
-            per_node=placed.busy.max(axis=0),
-            bytes_per_s=np.where(alone, math.inf, self._slowest_hop(placed, sent)),
-            latency_s=np.where(alone, 0.0, largest(self._latency, placed.site)),
-            network=self._slowest_profile(placed, sent),
+            per_node=placed.ranks_on_node.max(axis=0),
+            bytes_per_s=np.where(alone, math.inf, self._slowest_hop(placed, rate_at)),
+            latency_s=np.where(alone, 0.0, largest(self._latency, placed.node_group)),
+            network=self._slowest_profile(placed, rate_at),
         )
 
     def nested_groups(
@@ -67,15 +67,15 @@ class RowLinks:
         shard: int,
         groups_of: Callable[[int], Groups],
     ) -> Groups:
-        """Those that hold one replica and those that hold the same shard, of the `whole` ones.
+        """Groups of one replica (sharding), and of the same shard in all replicas (replication).
 
-        Where every node holds whole replicas they follow from counts; `groups_of` tells them of one
-        of the other rows.
+        Where every node holds whole replicas they follow from counts; `groups_of` derives those of
+        any other row.
         """
-        there = placed.site >= 0
-        regular = ((placed.per_node % shard == 0) | ~there).all(axis=0)
+        is_present = placed.node_group >= 0
+        regular = ((placed.per_node % shard == 0) | ~is_present).all(axis=0)
         if self.cluster is not None or not regular.all():
-            return self._one_by_one(np.flatnonzero(~placed.wrong), len(regular), groups_of)
+            return self._one_by_one(np.flatnonzero(~placed.invalid), len(regular), groups_of)
         inside = [
             ProcessGroup(
                 ranks=np.full(len(regular), shard),
@@ -83,9 +83,9 @@ class RowLinks:
                 per_node=np.full(len(regular), shard),
                 bytes_per_s=np.full(len(regular), math.inf),
                 latency_s=np.zeros(len(regular)),
-                network=self.profile_of[np.where(here, site, placed.site[0])],
+                network=self.profile_of[np.where(present, group, placed.node_group[0])],
             )
-            for site, here in zip(placed.site, there, strict=True)
+            for group, present in zip(placed.node_group, is_present, strict=True)
         ]
         between = replace(
             whole,
@@ -99,61 +99,61 @@ class RowLinks:
     def _one_by_one(self, rows: Indices, count: int, groups_of: Callable[[int], Groups]) -> Groups:
         found = {row: groups_of(row) for row in rows.tolist()}
         alone = ProcessGroup(ranks=1, nodes=1, per_node=1)
-        joined: dict[str, tuple[ProcessGroup, ...]] = {}
+        stacked: dict[str, tuple[ProcessGroup, ...]] = {}
         for axis in (DP_SHARD, DP_REPLICATE):
             most = max((len(groups[axis]) for groups in found.values()), default=0)
             by_row = [[*found.get(row, {axis: ()})[axis]] for row in range(count)]
             padded = [(each or [alone]) for each in by_row]
             padded = [each + each[-1:] * (most - len(each)) for each in padded]
-            joined[axis] = tuple(_joined([each[n] for each in padded]) for n in range(most))
-        return joined
+            stacked[axis] = tuple(_stacked([each[n] for each in padded]) for n in range(most))
+        return stacked
 
-    def _slowest_profile(self, placed: PlacedColumns, sent: Indices) -> Indices:
-        """The profile of the first site with the slowest network, then the most ranks of a node."""
-        width, rows = placed.site.shape
+    def _slowest_profile(self, placed: PlacedColumns, rate_at: Indices) -> Indices:
+        """The profile of the node group with the slowest network; of equals, with most ranks."""
+        width, rows = placed.node_group.shape
         if len(self.profiles) <= 1:
             return np.zeros(rows, dtype=np.intp)
-        # One number that sorts by rate, then by ranks, then by place in the row.
+        # An integer key that sorts by rate, then by ranks, then by position in the row.
         rank_of = np.unique(self._nic, return_inverse=True)[1].reshape(self._nic.shape) + 1
         rank_of[-1] = rank_of.size + 1
-        by_rate = rank_of.reshape(-1) * (int(placed.busy.max()) + 1) * width
-        least = by_rate[sent[0]] - placed.busy[0] * width
-        for place in range(1, width):
-            key = by_rate[sent[place]] - placed.busy[place] * width + place
+        by_rate = rank_of.reshape(-1) * (int(placed.ranks_on_node.max()) + 1) * width
+        least = by_rate[rate_at[0]] - placed.ranks_on_node[0] * width
+        for position in range(1, width):
+            key = by_rate[rate_at[position]] - placed.ranks_on_node[position] * width + position
             np.minimum(least, key, out=least)
-        return np.asarray(self.profile_of[placed.site[least % width, np.arange(rows)]])
+        return np.asarray(self.profile_of[placed.node_group[least % width, np.arange(rows)]])
 
-    def _slowest_hop(self, placed: PlacedColumns, sent: Indices) -> Array:
-        """Bytes per second of one flow over the slowest link that the ring crosses."""
+    def _slowest_hop(self, placed: PlacedColumns, rate_at: Indices) -> Array:
+        """Bytes per second of one flow over the bottleneck link of the ring."""
         if self._switches is None:
-            return -largest(-self._nic.reshape(-1), sent)
-        site = placed.site
-        following = np.vstack([site[1:], site[:1]])
-        following = np.where(following < 0, site[0], following)
-        hop = (site >= 0) & (following != site)
-        rate = self._busiest_nic(placed, hop, self._nic.reshape(-1)[sent])
+            return -largest(-self._nic.reshape(-1), rate_at)
+        group = placed.node_group
+        following = np.vstack([group[1:], group[:1]])
+        following = np.where(following < 0, group[0], following)
+        hop = (group >= 0) & (following != group)
+        rate = self._busiest_nic(placed, hop, self._nic.reshape(-1)[rate_at])
         for row_of, column_of, rates in self._pairs:
-            measured = rates[row_of[site], column_of[following]]
+            measured = rates[row_of[group], column_of[following]]
             np.minimum(rate, np.where(hop, measured, math.inf).min(axis=0), out=rate)
-        return np.minimum(rate, self._switches.slowest(site, following))
+        return np.minimum(rate, self._switches.slowest(group, following))
 
     def _busiest_nic(self, placed: PlacedColumns, hop: NDArray[np.bool_], nics: Array) -> Array:
-        """A node's network is shared by the flows that leave it, one each time the ring does."""
+        """The rate of a flow over the busiest NIC: one flow each time the ring leaves a node."""
         rate = np.where(hop, nics, math.inf).min(axis=0)
         rows = placed.repeating
         if len(rows):
-            site, leaving = placed.site[:, rows], hop[:, rows]
+            group, leaving = placed.node_group[:, rows], hop[:, rows]
             shared = np.full(len(rows), math.inf)
-            for each, whole in zip(site, nics[:, rows], strict=True):
-                flows = ((site == each) & leaving).sum(axis=0)
+            for each, whole in zip(group, nics[:, rows], strict=True):
+                flows = ((group == each) & leaving).sum(axis=0)
                 nic = whole / np.maximum(flows, 1)
                 np.minimum(shared, np.where(flows > 0, nic, math.inf), out=shared)
             rate[rows] = shared
         return np.asarray(rate)
 
 
-def _joined(groups: Sequence[ProcessGroup]) -> ProcessGroup:
-    """Process groups of one row each as those of all rows."""
+def _stacked(groups: Sequence[ProcessGroup]) -> ProcessGroup:
+    """Stack process groups of one row each into columns."""
     return ProcessGroup(
         ranks=np.array([group.ranks for group in groups]),
         nodes=np.array([group.nodes for group in groups]),
@@ -165,28 +165,28 @@ def _joined(groups: Sequence[ProcessGroup]) -> ProcessGroup:
 
 
 class _Switches:
-    """Which switches are above each node, by depth from the root, and what their uplinks carry."""
+    """The switches above each node, by depth from the root, and the rates of their uplinks."""
 
-    def __init__(self, sites: Sequence[Site], cluster: Cluster) -> None:
-        numbers = {name: number for number, name in enumerate(cluster.switches)}
+    def __init__(self, groups: Sequence[Site], cluster: Cluster) -> None:
+        index_of = {name: index for index, name in enumerate(cluster.switches)}
         rates = [switch.uplink_bytes_per_s for switch in cluster.switches.values()]
         self._rates = np.array(
             [math.inf if rate is None else cluster.payload_bytes_per_s(rate) for rate in rates]
         )
-        paths = [cluster.switches_above(site.host or "")[::-1] for site in sites]
-        self._above = np.full((max(map(len, paths), default=0), len(sites) + 1), -1, dtype=np.intp)
+        paths = [cluster.switches_above(group.host or "")[::-1] for group in groups]
+        self._above = np.full((max(map(len, paths), default=0), len(groups) + 1), -1, dtype=np.intp)
         for column, path in enumerate(paths):
-            self._above[: len(path), column] = [numbers[name] for name in path]
+            self._above[: len(path), column] = [index_of[name] for name in path]
 
-    def slowest(self, site: Indices, following: Indices) -> Array:
-        """The least that a flow gets of an uplink: a hop leaves the switches not above its end."""
-        rows, count = site.shape[1], len(self._rates)
+    def slowest(self, group: Indices, following: Indices) -> Array:
+        """The least rate of a flow over an uplink: a hop leaves switches not above its target."""
+        rows, count = group.shape[1], len(self._rates)
         if not np.isfinite(self._rates).any():
             return np.full(rows, math.inf)
-        row = np.broadcast_to(np.arange(rows), site.shape)
+        row = np.broadcast_to(np.arange(rows), group.shape)
         flows = np.zeros(count * rows, dtype=np.intp)
         for above in self._above:
-            switch = above[site]
+            switch = above[group]
             left = (switch >= 0) & (above[following] != switch)
             flows += np.bincount(switch[left] * rows + row[left], minlength=count * rows)
         flows_of = flows.reshape(count, rows)
@@ -194,24 +194,24 @@ class _Switches:
         return np.asarray(np.where(flows_of > 0, shares, math.inf).min(axis=0))
 
 
-def _measured_pairs(sites: Sequence[Site]) -> list[tuple[Indices, Indices, Array]]:
-    """For each pair matrix: the row and the column of every site in it, and its rates.
+def _measured_pairs(groups: Sequence[Site]) -> list[tuple[Indices, Indices, Array]]:
+    """For each pair matrix: the row and the column of every node group in it, and its rates.
 
-    A hop is looked up in the matrix of the profile of the node that it leaves. The last row and
-    column stand for nodes that are not in the matrix.
+    The rate of a hop is in the matrix of its source node's profile. The last row and column stand
+    for nodes that are not in the matrix.
     """
     matrices: dict[int, PairMatrix] = {}
-    for site in sites:
-        if site.profile.pairs is not None:
-            matrices.setdefault(id(site.profile.pairs), site.profile.pairs)
+    for group in groups:
+        if group.profile.pairs is not None:
+            matrices.setdefault(id(group.profile.pairs), group.profile.pairs)
     found = []
     for pairs in matrices.values():
-        places = {host: place for place, host in enumerate(pairs.hosts)}
-        unknown = len(places)
-        columns = [places.get(site.host or "", unknown) for site in sites]
+        index_of = {host: index for index, host in enumerate(pairs.hosts)}
+        unknown = len(index_of)
+        columns = [index_of.get(group.host or "", unknown) for group in groups]
         rows = [
-            column if site.profile.pairs is pairs else unknown
-            for site, column in zip(sites, columns, strict=True)
+            column if group.profile.pairs is pairs else unknown
+            for group, column in zip(groups, columns, strict=True)
         ]
         rates = np.full((unknown + 1, unknown + 1), math.inf)
         known = [

@@ -1,4 +1,4 @@
-"""Put columns of allocations onto machines or the nodes of a cluster, many rows at once."""
+"""Place columns of allocations on machines or on the nodes of a cluster, vectorised over rows."""
 
 from __future__ import annotations
 
@@ -27,61 +27,62 @@ _UNKNOWN = -2
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PlacedColumns:
-    """Rows on sites: what `Placement` holds of one allocation, in arrays (sites of a row, rows).
+    """What `Placement` holds of one allocation, in arrays (node groups of a row, rows).
 
-    `site` numbers the sites of a `SiteTable`, −1 behind a row's last one; `busy` are the ranks of
-    the whole row on one of the site's nodes. `ranks` and `nodes` are per row. `repeating` are the
-    rows that come back to a node. `wrong` marks rows that cannot be placed.
+    `node_group` are indices into a `NodeGroupTable`, padded with −1 behind a row's last group;
+    `per_node` are the group's ranks on each of its nodes, `ranks_on_node` those of the whole row
+    there. `ranks` and `nodes` are per row. `repeating` are the rows with a node in several groups.
+    `invalid` marks rows that cannot be placed.
     """
 
-    site: Indices
+    node_group: Indices
     per_node: Indices
-    busy: Indices
+    ranks_on_node: Indices
     ranks: Indices
     nodes: Indices
     repeating: Indices
-    wrong: Flags
+    invalid: Flags
 
 
-class SiteTable:
-    """The sites that rows name, numbered as they are met, and what is known of each.
+class NodeGroupTable:
+    """The node groups that rows name, indexed in the order of first use, and their properties.
 
-    Without a cluster a site is a machine type, with one it is a node. The arrays have one row more
-    than there are sites, for the number −1. `nic_bytes_per_s` has a column for each number of ranks
-    on a node, what they get of its network (inf where nothing is known of it).
+    Without a cluster a node group is a machine type, with one it is a single node. The arrays have
+    one row more than there are groups, for the padding index −1. `nic_bytes_per_s` has a column for
+    each number of ranks on a node: their rate over its network (inf where that is unknown).
     """
 
     def __init__(self, cluster: Cluster | None, profile: MachineProfile | None) -> None:
         self.cluster = cluster
         self.profile = profile
-        self.sites: list[Site] = []
+        self.groups: list[Site] = []
         self.devices: Indices = np.zeros(1, dtype=np.intp)
         self.nic_bytes_per_s: Array = np.full((1, 1), math.inf)
-        self._numbers: dict[str, int] = {}
+        self._indices: dict[str, int] = {}
         self._networks: list[NodeNetwork | None] = []
 
-    def numbers(self, names: Iterable[str]) -> list[int]:
-        """The numbers of machine types, or of hosts where there is a cluster; −2 for unknown."""
-        before = len(self.sites)
-        found = [self._number(name) for name in names]
-        if len(self.sites) > before:
-            self.devices = np.array([len(site.profile.devices) for site in self.sites] + [0])
+    def indices(self, names: Iterable[str]) -> list[int]:
+        """The indices of machine types, or of hosts where there is a cluster; −2 for unknown."""
+        before = len(self.groups)
+        found = [self._index(name) for name in names]
+        if len(self.groups) > before:
+            self.devices = np.array([len(group.profile.devices) for group in self.groups] + [0])
             self.nic_bytes_per_s = rates_by_ranks(self._networks, int(self.devices.max()))
         return found
 
-    def _number(self, name: str) -> int:
-        if name not in self._numbers:
+    def _index(self, name: str) -> int:
+        if name not in self._indices:
             try:
-                site, network = self._site(name)
+                group, network = self._node_group(name)
             except EstimatorError:
-                self._numbers[name] = _UNKNOWN
+                self._indices[name] = _UNKNOWN
             else:
-                self._numbers[name] = len(self.sites)
-                self.sites.append(site)
+                self._indices[name] = len(self.groups)
+                self.groups.append(group)
                 self._networks.append(network)
-        return self._numbers[name]
+        return self._indices[name]
 
-    def _site(self, name: str) -> tuple[Site, NodeNetwork | None]:
+    def _node_group(self, name: str) -> tuple[Site, NodeNetwork | None]:
         if self.cluster is not None:
             site = site_of(name, (0,), self.cluster, self.profile)
             return site, network_in_cluster(site.profile, self.cluster, name)
@@ -91,103 +92,104 @@ class SiteTable:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Groups:
-    """The groups of a chunk of rows, in arrays (groups, rows)."""
+    """The groups of a chunk of rows, in arrays (groups, rows); `name` indexes `columns.sites`."""
 
     columns: AllocationColumns
-    site: Indices
+    name: Indices
     nodes: Indices
     devices: Indices
     is_host: Flags
-    wrong: Flags
+    invalid: Flags
 
     @property
-    def there(self) -> Flags:
-        return self.site >= 0
+    def is_present(self) -> Flags:
+        return self.name >= 0
 
 
-def place_columns(columns: AllocationColumns, table: SiteTable) -> PlacedColumns:
+def place_columns(columns: AllocationColumns, table: NodeGroupTable) -> PlacedColumns:
     """Resolve every group of every row, as `place` does for one allocation."""
     groups = _checked(columns, one_machine=table.profile is not None)
     if table.cluster is None:
         placed = _on_machines(groups, table)
     else:
         placed = _in_cluster(groups, table, table.cluster)
-    placed.wrong |= (placed.busy > table.devices[placed.site]).any(axis=0)
+    placed.invalid |= (placed.ranks_on_node > table.devices[placed.node_group]).any(axis=0)
     unknown = np.isinf(table.nic_bytes_per_s[:, -1])
-    offline = (unknown[placed.site] & (placed.site != -1)).any(axis=0)
-    placed.wrong |= offline & (placed.nodes > 1)
+    offline = (unknown[placed.node_group] & (placed.node_group != -1)).any(axis=0)
+    placed.invalid |= offline & (placed.nodes > 1)
     return placed
 
 
 def _checked(columns: AllocationColumns, *, one_machine: bool) -> _Groups:
-    """The groups of rows, and which rows ask for what no allocation can."""
-    site = np.ascontiguousarray(columns.site.T, dtype=np.intp)
+    """The groups of rows; rows whose counts no allocation can have are invalid."""
+    name = np.ascontiguousarray(columns.site.T, dtype=np.intp)
     nodes = np.ascontiguousarray(columns.nodes.T, dtype=np.intp)
     devices = np.ascontiguousarray(columns.devices.T, dtype=np.intp)
-    there = site >= 0
-    hosts = [name.endswith(HOST_MARK) for name in columns.sites]
-    out = ((nodes < 1) | (nodes > MOST_RANKS) | (devices < 1) | (devices > MOST_RANKS)) & there
-    is_host = np.array([*hosts, False])[site] if any(hosts) else np.broadcast_to(False, site.shape)
+    is_present = name >= 0
+    hosts = [text.endswith(HOST_MARK) for text in columns.sites]
+    out_of_range = (nodes < 1) | (nodes > MOST_RANKS) | (devices < 1) | (devices > MOST_RANKS)
+    out_of_range &= is_present
+    is_host = np.array([*hosts, False])[name] if any(hosts) else np.broadcast_to(False, name.shape)
     if any(hosts):
-        out |= is_host & (nodes != 1)
-    wrong = out.any(axis=0)
-    if wrong.any() or not there.all():
-        there &= ~wrong
-        site = np.where(there, site, -1)
-        nodes, devices = nodes * there, devices * there
-    wrong |= (nodes * devices).sum(axis=0) > MOST_RANKS
+        out_of_range |= is_host & (nodes != 1)
+    invalid = out_of_range.any(axis=0)
+    if invalid.any() or not is_present.all():
+        is_present &= ~invalid
+        name = np.where(is_present, name, -1)
+        nodes, devices = nodes * is_present, devices * is_present
+    invalid |= (nodes * devices).sum(axis=0) > MOST_RANKS
     if one_machine and len(columns.sites) > 1:
-        named = np.where(is_host, len(columns.sites), site)
-        wrong |= ((named != named[0]) & there).any(axis=0)
+        named = np.where(is_host, len(columns.sites), name)
+        invalid |= ((named != named[0]) & is_present).any(axis=0)
     return _Groups(
-        columns=columns, site=site, nodes=nodes, devices=devices, is_host=is_host, wrong=wrong
+        columns=columns, name=name, nodes=nodes, devices=devices, is_host=is_host, invalid=invalid
     )
 
 
-def _on_machines(groups: _Groups, table: SiteTable) -> PlacedColumns:
+def _on_machines(groups: _Groups, table: NodeGroupTable) -> PlacedColumns:
     names = groups.columns.sites
-    numbers = np.array([*table.numbers(names), -1], dtype=np.intp)
-    site = numbers[groups.site]
-    wrong = groups.wrong | (groups.is_host | (site == _UNKNOWN)).any(axis=0)
+    indices = np.array([*table.indices(names), -1], dtype=np.intp)
+    node_group = indices[groups.name]
+    invalid = groups.invalid | (groups.is_host | (node_group == _UNKNOWN)).any(axis=0)
     return PlacedColumns(
-        site=np.maximum(site, -1),
+        node_group=np.maximum(node_group, -1),
         per_node=groups.devices,
-        busy=groups.devices,
+        ranks_on_node=groups.devices,
         ranks=(groups.nodes * groups.devices).sum(axis=0),
         nodes=groups.nodes.sum(axis=0),
         repeating=np.zeros(0, dtype=np.intp),
-        wrong=wrong,
+        invalid=invalid,
     )
 
 
-def _in_cluster(groups: _Groups, table: SiteTable, cluster: Cluster) -> PlacedColumns:
-    """Lay each row's groups out node by node; counted groups take the first free nodes."""
+def _in_cluster(groups: _Groups, table: NodeGroupTable, cluster: Cluster) -> PlacedColumns:
+    """Expand each row's groups node by node; counted groups take the first free nodes."""
     names = groups.columns.sites
     hosts = [name.removesuffix(HOST_MARK) if name.endswith(HOST_MARK) else None for name in names]
-    numbers = table.numbers(host for host in hosts if host is not None)
-    by_number = iter(numbers)
-    host_number = np.array([-1 if h is None else next(by_number) for h in hosts] + [-1])
+    indices = iter(table.indices(host for host in hosts if host is not None))
+    host_index = np.array([-1 if h is None else next(indices) for h in hosts] + [-1])
     nodes_of = [
-        np.array(table.numbers(cluster.hosts_of(name)) if host is None else [], dtype=np.intp)
+        np.array(table.indices(cluster.hosts_of(name)) if host is None else [], dtype=np.intp)
         for name, host in zip(names, hosts, strict=True)
     ]
     available = np.array([len(nodes) for nodes in nodes_of] + [0])
     before = _taken_before(groups)
-    counted = ~groups.is_host & groups.there
-    wrong = groups.wrong | ((before + groups.nodes > available[groups.site]) & counted).any(axis=0)
-    wrong |= (groups.is_host & (host_number[groups.site] == _UNKNOWN)).any(axis=0)
+    counted = ~groups.is_host & groups.is_present
+    too_many = (before + groups.nodes > available[groups.name]) & counted
+    invalid = groups.invalid | too_many.any(axis=0)
+    invalid |= (groups.is_host & (host_index[groups.name] == _UNKNOWN)).any(axis=0)
     highest = groups.columns.highest
     if highest is not None:
         named = np.where(groups.is_host, highest.T, -1)
-        wrong |= (named >= table.devices[host_number[groups.site]]).any(axis=0) & ~wrong
+        invalid |= (named >= table.devices[host_index[groups.name]]).any(axis=0) & ~invalid
     first = np.cumsum([0, *available[:-2]])
     pool = np.concatenate([*nodes_of, np.zeros(1, dtype=np.intp)])
-    starts = np.where(groups.is_host, 0, np.append(first, 0)[groups.site] + before)
-    site, per_node = _laid_out(groups, starts, pool, host_number, ~wrong)
-    mixed = np.flatnonzero(groups.is_host.any(axis=0) & counted.any(axis=0) & ~wrong)
+    starts = np.where(groups.is_host, 0, np.append(first, 0)[groups.name] + before)
+    node_group, per_node = _expanded(groups, starts, pool, host_index, ~invalid)
+    mixed = np.flatnonzero(groups.is_host.any(axis=0) & counted.any(axis=0) & ~invalid)
     for row in mixed.tolist():
-        _place_row(groups, row, table, site, per_node, wrong)
-    return _joined(site, per_node, wrong)
+        _place_row(groups, row, table, node_group, per_node, invalid)
+    return _joined(node_group, per_node, invalid)
 
 
 def _taken_before(groups: _Groups) -> Indices:
@@ -195,63 +197,68 @@ def _taken_before(groups: _Groups) -> Indices:
     before = np.zeros_like(groups.nodes)
     for later in range(1, len(before)):
         for earlier in range(later):
-            same = groups.site[earlier] == groups.site[later]
+            same = groups.name[earlier] == groups.name[later]
             before[later] += np.where(same, groups.nodes[earlier], 0)
     return before
 
 
-def _laid_out(
-    groups: _Groups, starts: Indices, pool: Indices, host_number: Indices, right: Flags
+def _expanded(
+    groups: _Groups, starts: Indices, pool: Indices, host_index: Indices, valid: Flags
 ) -> tuple[Indices, Indices]:
-    """(site, devices) node by node, in arrays (nodes, rows); wrong rows stay empty."""
-    count = np.where(right, groups.nodes, 0).T.ravel()
+    """(node_group, devices) node by node, in arrays (nodes, rows); invalid rows stay empty."""
+    count = np.where(valid, groups.nodes, 0).T.ravel()
     group = np.repeat(np.arange(len(count)), count)
     within = np.arange(len(group)) - np.repeat(np.cumsum(count) - count, count)
-    row = group // max(len(groups.site), 1)
-    of_row = np.where(right, groups.nodes.sum(axis=0), 0)
+    row = group // max(len(groups.name), 1)
+    of_row = np.where(valid, groups.nodes.sum(axis=0), 0)
     column = np.arange(len(group)) - np.repeat(np.cumsum(of_row) - of_row, of_row)
-    host = host_number[groups.site.T.ravel()[group]]
+    host = host_index[groups.name.T.ravel()[group]]
     taken = pool[np.minimum(starts.T.ravel()[group] + within, len(pool) - 1)]
     shape = (int(of_row.max(initial=1)), len(of_row))
-    site, per_node = np.full(shape, -1, dtype=np.intp), np.zeros(shape, dtype=np.intp)
-    site[column, row] = np.where(host >= 0, host, taken)
+    node_group, per_node = np.full(shape, -1, dtype=np.intp), np.zeros(shape, dtype=np.intp)
+    node_group[column, row] = np.where(host >= 0, host, taken)
     per_node[column, row] = groups.devices.T.ravel()[group]
-    return site, per_node
+    return node_group, per_node
 
 
 def _place_row(
-    groups: _Groups, row: int, table: SiteTable, site: Indices, per_node: Indices, wrong: Flags
+    groups: _Groups,
+    row: int,
+    table: NodeGroupTable,
+    node_group: Indices,
+    per_node: Indices,
+    invalid: Flags,
 ) -> None:
-    """Rows that mix named hosts with counted nodes are placed one by one."""
+    """Place one row by `place`: rows that mix named hosts with counted nodes."""
     try:
         placed = place(groups.columns.allocation(row), cluster=table.cluster, profile=table.profile)
     except EstimatorError:
-        wrong[row] = True
+        invalid[row] = True
         return
-    site[: len(placed.sites), row] = table.numbers(s.host or "" for s in placed.sites)
+    node_group[: len(placed.sites), row] = table.indices(s.host or "" for s in placed.sites)
     per_node[: len(placed.sites), row] = [s.per_node for s in placed.sites]
 
 
-def _joined(site: Indices, per_node: Indices, wrong: Flags) -> PlacedColumns:
-    """Add up what the parts of a row take of the same node."""
-    wrong |= (site == _UNKNOWN).any(axis=0)
-    site = np.maximum(site, -1)
-    busy = per_node.copy()
-    nodes = (site >= 0).sum(axis=0)
-    in_order = np.sort(site, axis=0)
-    again = (in_order[1:] == in_order[:-1]) & (in_order[1:] >= 0)
-    repeating = np.flatnonzero(again.any(axis=0))
+def _joined(node_group: Indices, per_node: Indices, invalid: Flags) -> PlacedColumns:
+    """Add up the ranks of a row's groups on the same node."""
+    invalid |= (node_group == _UNKNOWN).any(axis=0)
+    node_group = np.maximum(node_group, -1)
+    ranks_on_node = per_node.copy()
+    nodes = (node_group >= 0).sum(axis=0)
+    in_order = np.sort(node_group, axis=0)
+    repeated = (in_order[1:] == in_order[:-1]) & (in_order[1:] >= 0)
+    repeating = np.flatnonzero(repeated.any(axis=0))
     if len(repeating):
-        nodes[repeating] -= again[:, repeating].sum(axis=0)
-        some, amounts = site[:, repeating], per_node[:, repeating]
-        for number, each in enumerate(some):
-            busy[number, repeating] = np.where(some == each, amounts, 0).sum(axis=0)
+        nodes[repeating] -= repeated[:, repeating].sum(axis=0)
+        some, ranks = node_group[:, repeating], per_node[:, repeating]
+        for position, each in enumerate(some):
+            ranks_on_node[position, repeating] = np.where(some == each, ranks, 0).sum(axis=0)
     return PlacedColumns(
-        site=site,
+        node_group=node_group,
         per_node=per_node,
-        busy=busy,
+        ranks_on_node=ranks_on_node,
         ranks=per_node.sum(axis=0),
         nodes=nodes,
         repeating=repeating,
-        wrong=wrong,
+        invalid=invalid,
     )

@@ -1,4 +1,4 @@
-"""Answer the steps of many rows at once: `timeline.plan`, over rows instead of one placement."""
+"""Compute the steps of many rows at once: `timeline.plan`, vectorised over placements."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from estimator.cache import Cache
 from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.process_groups import ProcessGroup
-from estimator.tables.classes import RankNumbers
-from estimator.tables.links import RowLinks
-from estimator.tables.placed import PlacedColumns, SiteTable
+from estimator.tables.links import NetworkTable
+from estimator.tables.placed import NodeGroupTable, PlacedColumns
+from estimator.tables.rank_kinds import RankKindTable
 from estimator.timeline.ability import why_not_on
 from estimator.timeline.ranks import LaneCosts, RankColumns, StepShape, largest
 from estimator.timeline.step import Breakdown, Ratios, after_s, breakdown_of
@@ -38,10 +38,10 @@ Flags = NDArray[np.bool_]
 class StepColumns:
     """The steps of many rows: their parts, the slowest ranks' lanes, errors and memory.
 
-    `communication_error` is the relative error of what reduces gradients, 0 for single ranks, and
+    `communication_error` is the relative error of gradient synchronisation, 0 for single ranks, and
     `slower_s` what a step adds if that is slower by as much;
-    `memory_ratio` the largest share of a device's memory in use. `unknown` marks rows over whose
-    network nothing says what a collective that they need costs.
+    `memory_ratio` the largest share of a device's memory in use. `unknown` marks rows with a
+    collective whose cost over their network is not known.
     """
 
     parts: Breakdown
@@ -54,25 +54,27 @@ class StepColumns:
 
 
 class StepRows:
-    """What the steps of one graph need of every site numbered so far.
+    """The steps of one graph on the node groups indexed so far.
 
-    `runs` says of which sites the machine can run the graph's step.
+    `runs` says which node groups' machines can run the graph's step.
     """
 
-    def __init__(self, graph: OpGraph, table: SiteTable, shape: StepShape, cache: Cache) -> None:
-        self._links = RowLinks(table)
-        self._numbers = RankNumbers(graph, table, shape, cache)
+    def __init__(
+        self, graph: OpGraph, table: NodeGroupTable, shape: StepShape, cache: Cache
+    ) -> None:
+        self._network_table = NetworkTable(table)
+        self._kinds = RankKindTable(graph, table, shape, cache)
         self._rules = rules_of(graph, shape, cache)
         self._network: Network | None = None
-        able = [why_not_on(graph, site.profile) is None for site in table.sites]
+        able = [why_not_on(graph, group.profile) is None for group in table.groups]
         self.runs = np.array([*able, True])
 
     def number_of(self, profile: MachineProfile) -> int:
-        """The number of a profile, as process groups name it."""
-        found = self._links.number_of.get(id(profile))
+        """The index of a profile, as process groups refer to it."""
+        found = self._network_table.number_of.get(id(profile))
         if found is None:
-            # Its file has been written anew since the sites were numbered.
-            found = [each.name for each in self._links.profiles].index(profile.name)
+            # Its file was rewritten and loaded again since the node groups were indexed.
+            found = [each.name for each in self._network_table.profiles].index(profile.name)
         return found
 
     def columns(
@@ -84,13 +86,13 @@ class StepRows:
     ) -> StepColumns:
         """The steps of rows that can be placed; `batch` of all rows or of each, 0 as traced.
 
-        `groups_of` tells of one row the process groups that do not follow from counts.
+        `groups_of` derives the process groups of one row, where they do not follow from counts.
         """
-        numbers = self._numbers.numbers(placed, batch)
-        kinds, ranks = self._numbers.columns, placed.ranks
+        kind_of = self._kinds.indices(placed, batch)
+        kinds, ranks = self._kinds.columns, placed.ranks
         shards, share = self._rules.shards(ranks), self._rules.update_share(ranks)
-        slowest, lane_s = _first_largest(numbers, kinds.length_s(numbers, shards))
-        last, _ = _first_largest(numbers, after_s(kinds.update(numbers), share, ratios))
+        slowest, lane_s = _first_largest(kind_of, kinds.length_s(kind_of, shards))
+        last, _ = _first_largest(kind_of, after_s(kinds.update(kind_of), share, ratios))
         lane = kinds.lane(slowest)
         several = ranks > 1
         waiting_s: Any = 0.0
@@ -98,13 +100,13 @@ class StepRows:
         slower_s: Any = 0.0
         if several.any():
             groups = self._groups(placed, groups_of)
-            brought = _ranks(kinds, numbers, slowest, lane_s, groups, ratios)
-            found = self._costs().communication(brought)
+            ranks_of_rows = _ranks(kinds, kind_of, slowest, lane_s, groups, ratios)
+            found = self._costs().communication(ranks_of_rows)
             waiting_s = np.where(several, found.exposed_s, 0.0)
             unknown = found.unknown & several
             error = np.where(several, found.relative_error, 0.0)
             slower_s = np.where(several, found.slower_s, 0.0)
-        memory_bytes, memory_ratio = kinds.memory(numbers, shards)
+        memory_bytes, memory_ratio = kinds.memory(kind_of, shards)
         return StepColumns(
             parts=breakdown_of(
                 lane,
@@ -112,7 +114,7 @@ class StepRows:
                 lane_s=lane_s,
                 ranks=ranks,
                 share=share,
-                spread_ratio=largest(kinds.spread_ratio, numbers),
+                spread_ratio=largest(kinds.spread_ratio, kind_of),
                 waiting_s=waiting_s,
                 ratios=ratios,
             ),
@@ -126,33 +128,35 @@ class StepRows:
 
     def _costs(self) -> Network:
         if self._network is None:
-            self._network = self._rules.network(self._links.profiles, self._links.cluster)
+            self._network = self._rules.network(
+                self._network_table.profiles, self._network_table.cluster
+            )
         return self._network
 
     def _groups(self, placed: PlacedColumns, groups_of: Callable[[int], Groups]) -> Groups:
-        whole: ProcessGroup = self._links.whole_groups(placed)
+        whole: ProcessGroup = self._network_table.whole_groups(placed)
         if self._rules.axes == (DP,):
             return {DP: (whole,)}
         shard = self._rules.shape.strategy.shard
         if shard is None:
             return {DP: (whole,), DP_SHARD: (whole,), DP_REPLICATE: ()}
-        return {DP: (whole,), **self._links.nested_groups(placed, whole, shard, groups_of)}
+        return {DP: (whole,), **self._network_table.nested_groups(placed, whole, shard, groups_of)}
 
 
 def _ranks(
     kinds: RankColumns,
-    numbers: Indices,
+    kind_of: Indices,
     slowest: Indices,
     lane_s: Array,
     groups: Groups,
     ratios: Ratios,
 ) -> Ranks:
-    """What the ranks of each row bring to their collectives."""
+    """The ranks of each row as the strategies' network costs see them."""
     compute = ratios.compute
-    segments_s = kinds.segments_s[:, numbers] * compute if len(kinds.segments_s) else ()
+    segments_s = kinds.segments_s[:, kind_of] * compute if len(kinds.segments_s) else ()
     return Ranks(
         groups=groups,
-        ready=_Ready(kinds, numbers, slowest, lane_s, compute),
+        ready=_Ready(kinds, kind_of, slowest, lane_s, compute),
         segments_s=segments_s,
         lane_s=lane_s * compute,
         compute_ratio=compute,
@@ -161,33 +165,33 @@ def _ranks(
 
 
 class _Ready:
-    """When all ranks of a row have each bucket ready; see `bucket_queue.Ready`.
+    """When the last rank of a row has each bucket ready; see `bucket_queue.Ready`.
 
-    Mostly the slowest kind of a row is behind the others with every bucket: those rows are `alike`.
+    In most rows the slowest kind of rank has every bucket ready last: those rows are `alike`.
     """
 
     def __init__(
         self,
         kinds: RankColumns,
-        numbers: Indices,
+        kind_of: Indices,
         slowest: Indices,
         lane_s: Array,
         compute_ratio: Array | float,
     ) -> None:
-        self._ready_s, self._numbers, self._slowest = kinds.ready_s, numbers, slowest
+        self._ready_s, self._kind_of, self._slowest = kinds.ready_s, kind_of, slowest
         self._lane_s = lane_s
         self._ratio = compute_ratio
         covered = np.ones(len(lane_s), dtype=np.bool_)
-        for each in numbers:
+        for each in kind_of:
             covered &= kinds.covers[slowest, each]
         self.alike: Indices = covered.astype(np.intp)
 
     def slack_s(self, rows: Indices | None) -> Array:
-        """Seconds of the slowest lane that are left then, of rows that are alike."""
+        """Seconds from then to the end of the slowest lane, of rows that are alike."""
         rows = np.arange(len(self._lane_s)) if rows is None else rows
         latest_s = self._ready_s.take(self._slowest[rows], axis=0, mode="clip")
         if not self.alike[rows[0]]:
-            for others in self._numbers[:, rows]:
+            for others in self._kind_of[:, rows]:
                 np.maximum(latest_s, self._ready_s.take(others, axis=0, mode="clip"), out=latest_s)
         slack_s = np.empty(latest_s.shape[::-1])
         np.subtract(self._lane_s[rows], latest_s.T, out=slack_s)

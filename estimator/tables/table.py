@@ -1,4 +1,4 @@
-"""Hold many estimates as columns, one row an allocation, each row equal to `estimate` of it."""
+"""Estimate many allocations as a table of columns; each row equals `estimate` of it."""
 
 from __future__ import annotations
 

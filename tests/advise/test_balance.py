@@ -84,7 +84,7 @@ def test_a_balanced_split_has_the_global_batch_and_is_never_slower_than_the_even
 @given(
     some.lists(some.floats(1, 4), min_size=2, max_size=3), some.integers(2, 40), some.integers(0, 2)
 )
-def test_no_exchange_of_a_sample_shortens_the_step_of_a_balanced_split(
+def test_no_move_of_a_sample_shortens_the_step_of_a_balanced_split(
     slowdowns: list[float], even_batch: int, more: int
 ) -> None:
     nodes = len(slowdowns)
@@ -151,7 +151,7 @@ def test_the_even_split_to_compare_with_is_padded_where_it_does_not_divide() -> 
     assert found.even.batches == (167, 167)
 
 
-def test_a_group_gives_its_memory_as_well_as_its_speed() -> None:
+def test_the_split_is_bounded_by_memory() -> None:
     roomy = balanced("a0[0]+a1[0]", 4096, 1.0, 3.0).answer
     needed = roomy.peak_memory_bytes
     # Devices that hold a bit less than the fast rank's share of the unlimited split.
@@ -238,7 +238,7 @@ def test_counted_groups_of_a_cluster_take_their_batch_to_all_their_nodes() -> No
     assert answer.global_batch == 2 * 4 + 2 * 16
 
 
-def test_scaling_is_judged_against_each_device_alone_at_its_own_batch(
+def test_scaling_is_relative_to_each_device_alone_at_its_own_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
@@ -265,6 +265,6 @@ def test_scaling_is_judged_against_each_device_alone_at_its_own_batch(
         ({"global_batch": 8, "accumulation_steps": 0}, "accumulation steps must be at least 1"),
     ],
 )
-def test_a_split_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+def test_an_impossible_split_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(WorkloadError, match=said):
         estimate(GRAPH, "a0[0,1]+a1[0,1]", cluster=cluster(1.0, 2.0), profile=MACHINE, **options)

@@ -38,7 +38,7 @@ def test_where_latency_holds_a_job_back_no_bandwidth_is_named() -> None:
     assert found.needed_bytes_per_s is None
 
 
-def test_ranks_of_one_node_have_no_guilty_link() -> None:
+def test_ranks_of_one_node_have_no_bottleneck_link() -> None:
     profile = Machine(devices=2).profile()
     found = scaling_of(GRAPH, estimate_graph(GRAPH, "1x2:m", profile=profile))
     assert found.link == ""
@@ -86,7 +86,7 @@ class TwiceAsSlow:
         return [Coefficients(compute_ratio=2.0, update_ratio=2.0) for _ in questions]
 
 
-def test_a_calibrated_answer_is_set_beside_a_calibrated_device(
+def test_a_calibrated_answer_is_compared_with_a_calibrated_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))

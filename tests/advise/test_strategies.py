@@ -54,7 +54,7 @@ def test_a_strategy_that_cannot_divide_the_ranks_is_last_with_its_reason() -> No
     assert "do not divide 2" in rows[1].refusal
 
 
-def test_servers_are_costed_by_no_ring() -> None:
+def test_parameter_servers_use_no_ring_all_reduce() -> None:
     (row,) = best_strategy(GRAPH, "2x1:m", ("ps:1",), profile=PROFILE)
     assert row.answer is not None
     (told,) = [each for each in row.answer.assumptions if "was not measured" in each]

@@ -25,7 +25,7 @@ def test_ranges_combine_over_joined_parts() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["4..2x1:a", "1..99999999x1:a", "1..1000x1..1000:a"])
-def test_a_senseless_range_is_refused(pattern: str) -> None:
+def test_an_invalid_range_is_refused(pattern: str) -> None:
     with pytest.raises(AllocationError):
         list(expand_pattern(pattern))
 

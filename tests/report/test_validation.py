@@ -39,7 +39,7 @@ def test_noise_is_half_the_range_of_the_middle_four_fifths_over_the_median() -> 
     assert noise_of(runs) == pytest.approx((1.9 - 1.1) / 2 / 1.5)
 
 
-def test_a_prediction_is_judged_against_the_median_of_the_runs() -> None:
+def test_a_prediction_is_compared_with_the_median_of_the_runs() -> None:
     case = Validation(predicted=prediction("one", 1.2), runs_s=(0.8, 1.0, 5.0))
     assert case.measured_s == 1.0
     assert case.error_ratio == pytest.approx(0.2)
