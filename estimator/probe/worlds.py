@@ -44,9 +44,10 @@ def in_world(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> Any:
     store.set_timeout(timeout)
     _end_when_called_off(order, signer)
     prefix = f"{order['prefix']}/{order['group']}"
+    signed = SignedStore(dist.PrefixStore(prefix, store), signer.derived(order["group"]))
     dist.init_process_group(
         "nccl" if on_cuda else "gloo",
-        store=SignedStore(dist.PrefixStore(prefix, store), signer.derived(order["group"])),
+        store=signed,
         rank=order["rank"],
         world_size=order["world_size"],
         timeout=timeout,
