@@ -11,8 +11,11 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -34,6 +37,18 @@ import os, pathlib
 
 def run(*_):
     pathlib.Path(os.environ["PAYLOAD_RAN"]).touch()
+"""
+# Rank 1 as another user of this host, who has no secret and can import what root can.
+AS_ANOTHER_USER = """
+import os
+import torch.distributed
+from estimator.probe import cluster_probe
+from estimator.probe.__main__ import main
+
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+main()
 """
 FORGED_TASKS = (
     # A listed function's place taken by a module of the attacker's, as messages are now and as
@@ -108,11 +123,20 @@ class Attacked:
     attacker: Attacker
     payload_ran: bool
     stranger: subprocess.CompletedProcess[str]
+    other_user: subprocess.CompletedProcess[str]
 
 
 @pytest.fixture(scope="module")
-def attacked(tmp_path_factory: pytest.TempPathFactory) -> Attacked:
-    """Two ranks of one host are probed; a third process, with another secret, says it is rank 1."""
+def folder_of_all_users() -> Iterator[str]:
+    """A folder such as /tmp, for what pytest makes is closed to other users."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o1777)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory, folder_of_all_users: str) -> Attacked:
+    """Two ranks of one host are probed; two more processes say that they are rank 1."""
     from tests.conftest import make_small_profile
 
     folder = tmp_path_factory.mktemp("attacked")
@@ -120,7 +144,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Attacked:
     make_small_profile("base").save(folder / "base.json")
     port = free_port()
     files = ["--base", str(folder / "base.json"), "--out", str(folder / "out.json")]
-    command = [sys.executable, "-m", "estimator.probe", "--budget", "20", *files]
+    options = ["--budget", "20", *files]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -129,11 +153,12 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Attacked:
         "MASTER_PORT": str(port),
         "PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()]),
         "PAYLOAD_RAN": str(folder / "ran"),
+        "TMPDIR": folder_of_all_users,
     }
 
-    def start(rank: int, **more: str) -> subprocess.Popen[str]:
+    def start(rank: int, *how: str, **more: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            command,
+            [sys.executable, *(how or ("-m", "estimator.probe")), *options],
             env={**environment, "RANK": str(rank), **more},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -141,27 +166,33 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Attacked:
         )
 
     # Rank 1 comes once everything is forged.
-    with start(0) as first:
+    with ExitStack() as stack:
+        first = stack.enter_context(start(0))
         attacker = Attacker(port)
         attacker.forge()
-        with start(1) as second, start(1, **{VARIABLE: "f" * 32}) as stranger:
-            ended = threading.Event()
-            replaying = threading.Thread(target=_replay_until, args=(attacker, ended))
-            replaying.start()
-            try:
-                outputs = [each.communicate(timeout=120) for each in (stranger, first, second)]
-            finally:
-                ended.set()
-                replaying.join()
-                for each in (stranger, first, second):
-                    each.kill()
+        second, stranger = start(1), start(1, **{VARIABLE: "f" * 32})
+        other_user = start(1, "-c", AS_ANOTHER_USER)
+        processes = [first, second, stranger, other_user]
+        for process in processes:
+            stack.callback(process.kill)
+        ended = threading.Event()
+        replaying = threading.Thread(target=_replay_until, args=(attacker, ended))
+        replaying.start()
+        stack.callback(replaying.join)
+        stack.callback(ended.set)
+        outputs = [process.communicate(timeout=120) for process in processes]
+    done = [
+        subprocess.CompletedProcess(process.args, process.returncode, *output)
+        for process, output in zip(processes, outputs, strict=True)
+    ]
     return Attacked(
-        codes=[first.returncode, second.returncode],
-        said=[said for _, said in outputs[1:]],
+        codes=[each.returncode for each in done[:2]],
+        said=[each.stderr for each in done[:2]],
         profile=load_profile(folder / "out.json"),
         attacker=attacker,
         payload_ran=(folder / "ran").exists(),
-        stranger=subprocess.CompletedProcess(command, stranger.returncode, *outputs[0]),
+        stranger=done[2],
+        other_user=done[3],
     )
 
 
@@ -202,3 +233,11 @@ def test_a_third_process_without_the_secret_cannot_join(attacked: Attacked) -> N
     assert attacked.stranger.returncode == 2
     (line,) = attacked.stranger.stderr.splitlines()
     assert "has another secret than rank 1; give all ranks" in line
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_host_cannot_join(attacked: Attacked) -> None:
+    assert attacked.other_user.returncode == 2
+    (line,) = attacked.other_user.stderr.splitlines()
+    assert "rank 0 shares no secret in" in line
+    assert "estimator-65534" in line

@@ -207,6 +207,15 @@ def test_no_secret_is_shared_in_a_folder_of_others(folder: Path) -> None:
         await_secret_of_this_host(29500, "0", 0.0)
 
 
+def test_a_file_in_place_of_the_folder_is_said(folder: Path) -> None:
+    folder.write_text("")
+    with (
+        pytest.raises(ProbeError, match=r"no secret can be shared in .*File exists"),
+        shared_on_this_host(29500, "0"),
+    ):
+        pass
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_of_the_host_cannot_read_the_secret(folder: Path) -> None:
     for parent in folder.parents:
