@@ -12,7 +12,7 @@ from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.probe.message_store import MessageStore, connect
-from estimator.probe.rank_functions import FUNCTIONS
+from estimator.probe.rank_functions import function_named
 from estimator.probe.signing import Signer
 
 # How often a rank sees whether its measurement was called off because another rank was lost.
@@ -53,7 +53,7 @@ def in_world(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> Any:
         timeout=timeout,
         device_id=torch.device("cuda", torch.cuda.current_device()) if on_cuda else None,
     )
-    function = FUNCTIONS[arguments["function"]]
+    function = function_named(arguments["function"])
     result = function.call(order["rank"], order["world_size"], arguments["arguments"])
     # A rank that leaves first would end connections that others still use.
     dist.barrier()
