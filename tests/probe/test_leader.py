@@ -80,6 +80,13 @@ def test_a_rank_whose_answer_has_another_form_has_failed(
     assert outcome.results == {}
 
 
+def test_a_task_without_time_left_ends_at_once(leader: Leader) -> None:
+    task = Task(ranks=(1,), function="time_pairs")
+    leader.stop.set()
+    (outcome,) = leader.run([task], timeout_s=-1.0, tell=lambda: None)
+    assert outcome.failures == {1: "did not end in time"}
+
+
 @pytest.mark.parametrize("name", ["os:system", "estimator.probe.shapes:time_shape", "", "__doc__"])
 def test_only_listed_functions_are_found(name: str) -> None:
     assert function_named("time_shape") is FUNCTIONS["time_shape"]
