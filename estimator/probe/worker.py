@@ -83,7 +83,9 @@ def _join(place: Place) -> MessageStore:
     """Reach rank 0, and make sure that it has the secret of this launch."""
     tcp_store = _connect(place, START_S)
     if place.secret is None:
-        secret = await_secret_of_this_host(place.master_port, place.attempt, _SECRET_S)
+        # A store of the launcher's answers before rank 0 has started.
+        timeout_s = START_S if place.has_store else _SECRET_S
+        secret = await_secret_of_this_host(place.master_port, place.attempt, timeout_s)
         place = replace(place, secret=secret)
     return join_session(tcp_store, place, START_S)
 
