@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import selectors
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from estimator.errors import TrainingError
 from estimator.placement.allocation import Allocation
+from estimator.probe.launch_secret import VARIABLE
 
 from .network import INTERFACE, Testbed
 
@@ -32,6 +34,8 @@ def place(bed: Testbed, allocation: str | Allocation) -> tuple[Placed, ...]:
     """Every rank of an allocation with torchrun's environment variables, in rank order."""
     where = [node.name for node, _ in bed.description.placement(allocation)]
     hosts = list(dict.fromkeys(where))
+    # What a launcher of ranks on several nodes hands out, as the probe asks for one.
+    secret = secrets.token_hex(32)
     placed = []
     for rank, node in enumerate(where):
         environment = {
@@ -45,6 +49,7 @@ def place(bed: Testbed, allocation: str | Allocation) -> tuple[Placed, ...]:
             "MASTER_PORT": MASTER_PORT,
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "TORCHELASTIC_RUN_ID": bed.prefix.rstrip("-"),
+            VARIABLE: secret,
         }
         placed.append(
             Placed(node=node, environment={name: str(value) for name, value in environment.items()})

@@ -54,7 +54,8 @@ def probe(
     """Measure the network between nodes; every rank of a launcher runs this.
 
     Rank 0 writes the profile. It keeps what it has when ranks are lost, the budget is over or it is
-    interrupted, and says what is missing.
+    interrupted, and says what is missing. Ranks on several hosts need one secret for all, in
+    ESTIMATOR_PROBE_SECRET or in the file that ESTIMATOR_PROBE_SECRET_FILE names.
     """
     place = discover(os.environ)
     if place is None:

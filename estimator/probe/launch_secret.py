@@ -73,18 +73,32 @@ def shared_on_this_host(port: int, attempt: str) -> Iterator[bytes]:
     """
     secret = secrets.token_hex(32).encode()
     path = _file_of(port, attempt)
-    descriptor, draft = tempfile.mkstemp(dir=path.parent)
     try:
-        # Held while rank 0 lives, however it ends: a file without the lock is a dead launch's.
+        descriptor = _write_locked(path, secret)
+    except OSError as error:
+        raise ProbeError(
+            f"no secret can be shared in {path.parent} ({error}); give all ranks one {VARIABLE}"
+        ) from None
+    try:
+        yield secret
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _write_locked(path: Path, secret: bytes) -> int:
+    """Put the file there whole; the descriptor that holds its lock."""
+    descriptor, draft = tempfile.mkstemp(dir=path.parent)
+    # Held while rank 0 lives, however it ends: a file without the lock is a dead launch's.
+    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.write(descriptor, secret)
         os.rename(draft, path)
-        yield secret
-    finally:
-        for name in (draft, path):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
+    except OSError:
         os.close(descriptor)
+        os.unlink(draft)
+        raise
+    return descriptor
 
 
 def await_secret_of_this_host(port: int, attempt: str, timeout_s: float) -> bytes:
@@ -115,9 +129,13 @@ def _is_abandoned(path: Path) -> bool:
 def _file_of(port: int, attempt: str) -> Path:
     """The file of one launch, in a folder that nobody but this user can enter."""
     folder = Path(tempfile.gettempdir(), f"estimator-{os.geteuid()}")
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ProbeError(
+            f"no secret can be shared in {folder} ({error}); give all ranks the same {VARIABLE}"
+        ) from None
     is_private = stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
     if not is_private or found.st_uid != os.geteuid():
         raise ProbeError(

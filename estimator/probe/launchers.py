@@ -56,18 +56,17 @@ def _mpi(nodes: int, devices: int, _on_gpus: bool, options: str) -> str:
 
 
 def _kubernetes(nodes: int, devices: int, on_gpus: bool, options: str) -> str:
-    # https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/; with a backoff limit
-    # for each index (1.29 and later) a node that fails leaves the others running.
+    # https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/; a backoff limit for
+    # each index (1.29 and later) leaves the others running.
     if "--json" not in options.split():
         options = f"{options} --json"
     limits = f"\nresources: {{limits: {{nvidia.com/gpu: {devices}}}}}" if on_gpus else ""
     manifest = dedent(
         f"""\
-        # Give the ranks a secret of this launch, which nobody else on the network has:
-        #   {MAKE_ONE} |
-        #     kubectl create secret generic estimator-probe --from-file=secret=/dev/stdin
+        # Give all ranks one secret: {MAKE_ONE} |
+        #   kubectl create secret generic estimator-probe --from-file=secret=/dev/stdin
         # Put an image with torch and throughput-estimator in place of IMAGE, kubectl apply -f it,
-        # and once the job is complete keep the profile, which is all that rank 0's pod prints:
+        # and once the job is complete keep the profile, all that rank 0's pod prints:
         #   kubectl logs --tail=-1 > PROFILE.json \\
         #     -l job-name=estimator-probe,batch.kubernetes.io/job-completion-index=0
         # What it says beside that is in: kubectl describe pod -l job-name=estimator-probe
@@ -114,8 +113,8 @@ def _kubernetes(nodes: int, devices: int, on_gpus: bool, options: str) -> str:
                   2>/dev/termination-log
         """
     )
-    marker = "        image: IMAGE"
-    return manifest.replace(marker, marker + indent(limits, " " * 8)).rstrip()
+    image = "        image: IMAGE"
+    return manifest.replace(image, image + indent(limits, " " * 8)).rstrip()
 
 
 _WRITERS: dict[Cluster, Callable[[int, int, bool, str], str]] = {

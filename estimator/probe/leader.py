@@ -152,7 +152,7 @@ class Leader:
                 ranks=list(task.ranks),
                 function=task.function,
                 arguments=dict(task.arguments),
-                timeout_s=timeout_s,
+                timeout_s=max(_LEAST_TIMEOUT_S, timeout_s),
             )
             for task in tasks
         ]

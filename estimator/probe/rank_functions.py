@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, TypeAdapter
 
+from estimator.errors import ProbeError
 from estimator.probe import messages
 from estimator.probe.network import time_flows, time_pairs
 from estimator.probe.overlap import time_rank
@@ -112,3 +113,14 @@ FUNCTIONS: Mapping[FunctionName, RankFunction] = {
         alone=True,
     ),
 }
+
+
+def function_named(name: str) -> RankFunction:
+    """The listed function of that name; raises ProbeError where there is none."""
+    for known, function in FUNCTIONS.items():
+        if known == name:
+            return function
+    raise ProbeError(
+        f"rank 0 asks for '{name[:100]}', which is none of the probe's functions; install the same "
+        "version on all nodes"
+    )

@@ -18,12 +18,15 @@ _POLL_S = 0.02
 class SignedStore(dist.Store):  # type: ignore[misc]
     """A store whose values carry a signature: gloo and NCCL exchange addresses through it.
 
-    A value that is not signed is waited past, up to the store's timeout.
+    A value that is not signed is waited past, up to the store's timeout. Counters are not signed:
+    a forged one makes a rank wait, or not wait, and nothing else. Whoever makes one keeps it as
+    long as its process group lasts, as C++ does not hold on to what Python overrides.
     """
 
     def __init__(self, store: Any, signer: Signer) -> None:
         super().__init__()
         self._store, self._signer = store, signer
+        self._clones: list[SignedStore] = []
 
     def set(self, key: str, value: str | bytes) -> None:
         """Sign a value and set it."""
@@ -41,6 +44,10 @@ class SignedStore(dist.Store):  # type: ignore[misc]
                 raise RuntimeError(f"nobody of this launch has signed '{key}'")
             time.sleep(_POLL_S)
 
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; its new value."""
+        return int(self._store.add(key, amount))
+
     def check(self, keys: Sequence[str]) -> bool:
         """Whether something is there under all the keys."""
         return bool(self._store.check(list(keys)))
@@ -51,4 +58,5 @@ class SignedStore(dist.Store):  # type: ignore[misc]
 
     def clone(self) -> SignedStore:
         """Another connection to the same store, as NCCL's watchdog wants it."""
-        return SignedStore(self._store.clone(), self._signer)
+        self._clones.append(SignedStore(self._store.clone(), self._signer))
+        return self._clones[-1]

@@ -20,7 +20,7 @@ from estimator.probe.launch_secret import await_secret_of_this_host
 from estimator.probe.members import Member
 from estimator.probe.message_store import Heartbeat, MessageStore, connect, join_session
 from estimator.probe.messages import Assignment, Rendezvous, Round, TaskMessage, checked
-from estimator.probe.rank_functions import FUNCTIONS
+from estimator.probe.rank_functions import function_named
 from estimator.probe.ranks import run_on_devices
 from estimator.probe.worlds import MODULES
 
@@ -83,7 +83,9 @@ def _join(place: Place) -> MessageStore:
     """Reach rank 0, and make sure that it has the secret of this launch."""
     tcp_store = _connect(place, START_S)
     if place.secret is None:
-        secret = await_secret_of_this_host(place.master_port, place.attempt, _SECRET_S)
+        # A store of the launcher's answers before rank 0 has started.
+        timeout_s = START_S if place.has_store else _SECRET_S
+        secret = await_secret_of_this_host(place.master_port, place.attempt, timeout_s)
         place = replace(place, secret=secret)
     return join_session(tcp_store, place, START_S)
 
@@ -196,12 +198,7 @@ class _Worker:
 
     def _call(self, key: str, task: TaskMessage, on_report: Callable[[int, Any], None]) -> Any:
         """The result of a task, which is one of the listed functions or refused."""
-        function = FUNCTIONS.get(task.function)  # type: ignore[call-overload]
-        if function is None:
-            raise ProbeError(
-                f"rank 0 asks for '{task.function}', which is none of the probe's functions; "
-                "install the same version on all nodes"
-            )
+        function = function_named(task.function)
         checked(function.arguments, task.arguments, "rank 0")
         if function.alone:
             return function.call(

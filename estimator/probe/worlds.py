@@ -12,7 +12,7 @@ from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.probe.message_store import MessageStore, connect
-from estimator.probe.rank_functions import FUNCTIONS
+from estimator.probe.rank_functions import function_named
 from estimator.probe.signing import Signer
 
 # How often a rank sees whether its measurement was called off because another rank was lost.
@@ -44,15 +44,16 @@ def in_world(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> Any:
     store.set_timeout(timeout)
     _end_when_called_off(order, signer)
     prefix = f"{order['prefix']}/{order['group']}"
+    signed = SignedStore(dist.PrefixStore(prefix, store), signer.derived(order["group"]))
     dist.init_process_group(
         "nccl" if on_cuda else "gloo",
-        store=SignedStore(dist.PrefixStore(prefix, store), signer.derived(order["group"])),
+        store=signed,
         rank=order["rank"],
         world_size=order["world_size"],
         timeout=timeout,
         device_id=torch.device("cuda", torch.cuda.current_device()) if on_cuda else None,
     )
-    function = FUNCTIONS[arguments["function"]]
+    function = function_named(arguments["function"])
     result = function.call(order["rank"], order["world_size"], arguments["arguments"])
     # A rank that leaves first would end connections that others still use.
     dist.barrier()

@@ -24,7 +24,6 @@ from estimator.machines.profile import Device, MachineProfile
 from estimator.probe.__main__ import run
 from estimator.probe.cluster_findings import unequal_versions
 from estimator.probe.cluster_probe import ClusterRequest, assignments_for
-from estimator.probe.launch_secret import VARIABLE
 from estimator.probe.members import Member, WorkerGroup
 from estimator.probe.message_store import HeartbeatMonitor
 from estimator.probe.messages import Rendezvous
@@ -199,7 +198,7 @@ def test_a_killed_rank_and_a_pulled_cable_cost_only_themselves(tmp_path: Path) -
         for placed in place(bed, bed_of_four.all_devices()):
             arguments = [placed.node, "2", str(tmp_path / "base.json"), str(out)]
             command = [*bed.entering(placed.node), sys.executable, "-c", RANK, *arguments]
-            commands.append((command, {**placed.environment, VARIABLE: "ab" * 16}))
+            commands.append((command, placed.environment))
         with started(*commands) as ranks:
             wait_for(ranks[0].stdout, "all-reduce over everything")
             os.killpg(ranks[1].pid, signal.SIGKILL)

@@ -1,0 +1,84 @@
+"""A killed `estimator probe`, and two of one name at once, leave a whole file.
+
+Whole is what loads and is, to the last byte, what one probe meant to write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from estimator.machines.profile import load_profile
+
+COMMAND = [sys.executable, "-c", "from estimator.cli.main import main; main()"]
+
+
+def start(home: Path, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, "probe", "--name", "shared", "--devices", "2", "--budget", "1", *options],
+        env={**os.environ, "ESTIMATOR_HOME": str(home), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_until_written(file: Path, process: subprocess.Popen[str]) -> None:
+    """Until the first sign of writing: a draft beside the file, or another file in its place."""
+    before = file.stat().st_ino
+    while process.poll() is None and file.stat().st_ino == before:
+        if len(list(file.parent.iterdir())) > 1:
+            return
+        time.sleep(1e-4)
+
+
+def wait_until_measuring(process: subprocess.Popen[str]) -> None:
+    """Until the process has started another one to measure in."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while process.poll() is None and not children.read_text():
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are read from /proc")
+def test_a_killed_probe_leaves_the_profile_of_before_or_its_own_whole(tmp_path: Path) -> None:
+    from tests.conftest import make_small_profile
+
+    folder = tmp_path / "machines"
+    folder.mkdir()
+    file = folder / "shared.json"
+    for moment in ("measuring", "writing"):
+        make_small_profile("shared").save(file)
+        before = file.read_bytes()
+        with start(tmp_path) as process:
+            if moment == "measuring":
+                wait_until_measuring(process)
+            else:
+                wait_until_written(file, process)
+            assert process.poll() is None, process.communicate()
+            os.killpg(process.pid, signal.SIGKILL)
+        assert load_profile(file).name == "shared"
+        assert process.returncode == -signal.SIGKILL
+        if moment == "measuring":
+            assert file.read_bytes() == before
+        # A draft may stay; nothing else does, and nothing takes it for a profile.
+        assert {path.suffix for path in folder.iterdir() if not path.name.startswith(".")} == {
+            ".json"
+        }
+
+
+def test_two_probes_of_one_name_leave_the_file_of_one_of_them(tmp_path: Path) -> None:
+    with start(tmp_path, "--json") as first, start(tmp_path, "--json") as second:
+        outputs = [process.communicate(timeout=180) for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], outputs
+    written = json.loads((tmp_path / "machines" / "shared.json").read_text())
+    assert written in [json.loads(output) for output, _ in outputs]
+    assert load_profile(tmp_path / "machines" / "shared.json").name == "shared"
+    assert [path.name for path in (tmp_path / "machines").iterdir()] == ["shared.json"]
