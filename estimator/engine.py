@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from estimator.cache import Cache
 from estimator.coefficients import (
@@ -233,10 +233,9 @@ def _batches(
         return (_even_batch(placement, global_batch, accumulation_steps),) * groups
     if batch_per_gpu is None:
         return None if graph.batch is None else (graph.batch,) * groups
-    if isinstance(batch_per_gpu, Sequence) and not isinstance(batch_per_gpu, str):
-        given = tuple(batch_per_gpu)
-    else:
-        given = (batch_per_gpu,) * groups
+    # A text is refused by what counts it.
+    several = isinstance(batch_per_gpu, Sequence) and type(batch_per_gpu) is not str
+    given: tuple[Any, ...] = tuple(batch_per_gpu) if several else (batch_per_gpu,) * groups  # type: ignore[arg-type]
     if len(given) != groups:
         raise WorkloadError(
             f"{len(given)} batches were given for '{placement.allocation}', whose groups are "

@@ -41,7 +41,7 @@ def link(kind: LinkKind, provenance: Provenance) -> Link:
         ("nvlink", 0.78),
         ("infinity_fabric", 0.70),
         # Peer copies of 12 to 13 GB/s over the 15.75 of PCIe 3.0 x16.
-        ("pcie", 0.80),
+        ("pcie", 0.76),
         ("infiniband", 0.93),
         ("roce", 0.90),
         ("efa", 0.80),
