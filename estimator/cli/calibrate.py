@@ -10,7 +10,14 @@ from typing import Any
 
 import click
 
-from estimator.cli.console import print_json, print_json_list, print_tables, progress, remark
+from estimator.cli.console import (
+    print_json,
+    print_json_list,
+    print_tables,
+    printing_to_stderr,
+    progress,
+    remark,
+)
 from estimator.cli.options import Count
 from estimator.workload import OPTIMIZERS, PRECISIONS
 
@@ -177,7 +184,8 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
         model=model, cluster=None if cluster is None else Cluster.load(cluster), **known
     )
     observed = observed_of(calibrator.store, model, request.precision or "fp32")
-    graph = request.graph((observed[0].allocation,))
+    with printing_to_stderr():
+        graph = request.graph((observed[0].allocation,))
     found = list(lessons(graph, observed, calibrator, cluster=request.cluster))
     if as_json:
         print_json({"workload": graph.workload, "lessons": [asdict(lesson) for lesson in found]})

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import click
 
 from estimator.cli.calibrate import calibrate
-from estimator.cli.console import print_json, print_tables, progress, remark, waiting
+from estimator.cli.console import (
+    forget_odd_sizes,
+    print_json,
+    print_tables,
+    printing_to_stderr,
+    progress,
+    remark,
+    waiting,
+)
 from estimator.cli.options import Amount, Count
 from estimator.cli.request import Request
 from estimator.errors import EstimatorError, ModelError, ProfileError, UnknownMachineError
@@ -47,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             # A terminal or pipe without Unicode gets '?' rather than a traceback.
             stream.reconfigure(errors="replace")
     _quieten_libraries()
+    forget_odd_sizes()
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -625,9 +634,9 @@ def check(on: str, **options: Any) -> None:
 
 def _traced(request: Request, allocations: Sequence[str]) -> OpGraph:
     if not request.measure:
-        with waiting(f"looking at {request.model}"):
+        with waiting(f"looking at {request.model}"), printing_to_stderr():
             return request.graph(allocations)
-    with progress("timing operators") as report:
+    with progress("timing operators") as report, printing_to_stderr():
         return request.graph(allocations, report)
 
 
