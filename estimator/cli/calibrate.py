@@ -10,7 +10,14 @@ from typing import Any
 
 import click
 
-from estimator.cli.console import print_json, print_json_list, print_tables, progress, remark
+from estimator.cli.console import (
+    print_json,
+    print_json_list,
+    print_tables,
+    printing_to_stderr,
+    progress,
+    remark,
+)
 from estimator.cli.numbers import Count
 from estimator.workload import OPTIMIZERS, PRECISIONS
 
@@ -179,7 +186,8 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
         model=model, cluster=None if cluster is None else Cluster.load(cluster), **known
     )
     observed = observations_of(calibrator.store, model, request.precision or "fp32")
-    graph = request.graph((observed[0].allocation,))
+    with printing_to_stderr():
+        graph = request.graph((observed[0].allocation,))
     found = list(fitted_steps(graph, observed, calibrator, cluster=request.cluster))
     if as_json:
         print_json({"workload": graph.workload, "lessons": [asdict(step) for step in found]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,6 +38,31 @@ def print_tables(tables: RenderableType) -> None:
     if is_file:
         text = "\n".join(shown(line.rstrip()) for line in text.splitlines()) + "\n"
     click.echo(text, nl=False, color=not is_file)
+
+
+@contextlib.contextmanager
+def printing_to_stderr() -> Iterator[None]:
+    """Let what other code prints stand on stderr: stdout is for our answer alone."""
+    try:
+        handle = os.dup(2)
+    except OSError:  # it is closed
+        handle = os.open(os.devnull, os.O_WRONLY)
+    # A stream of its own: code may close what it prints to.
+    stream = os.fdopen(handle, "w", errors="replace")
+    try:
+        with contextlib.redirect_stdout(stream):
+            yield
+    finally:
+        with contextlib.suppress(ValueError, OSError):
+            stream.close()
+
+
+def forget_odd_sizes() -> None:
+    """Drop sizes of the terminal that rich would fail to read."""
+    for name in ("COLUMNS", "LINES"):
+        size = os.environ.get(name, "1")
+        if not (size.isascii() and size.isdecimal() and 0 < int(size[:6]) < 100_000):
+            del os.environ[name]
 
 
 @contextlib.contextmanager

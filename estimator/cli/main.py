@@ -15,7 +15,7 @@ import click
 
 from estimator.cli.calibrate import calibrate
 from estimator.cli.check import check, validate
-from estimator.cli.console import INTERRUPTED, WRONG_INPUT, remark
+from estimator.cli.console import INTERRUPTED, WRONG_INPUT, forget_odd_sizes, remark
 from estimator.cli.estimate import estimate, sweep
 from estimator.cli.machines import probe, profiles
 from estimator.cli.memory import memory
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             # A terminal or pipe without Unicode gets '?' rather than a traceback.
             stream.reconfigure(errors="replace")
     _quieten_libraries()
+    forget_odd_sizes()
     try:
         code = _run(arguments)
         sys.stdout.flush()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from estimator.cli.console import progress, waiting
+from estimator.cli.console import printing_to_stderr, progress, waiting
 from estimator.cli.numbers import Count
 from estimator.cli.request import Request
 from estimator.workload import OPTIMIZERS, PRECISIONS
@@ -89,7 +89,7 @@ on_option = click.option("--on", required=True, metavar="ALLOCATION", help="Such
 
 def traced(request: Request, allocations: Sequence[str]) -> OpGraph:
     if not request.measure:
-        with waiting(f"looking at {request.model}"):
+        with waiting(f"looking at {request.model}"), printing_to_stderr():
             return request.graph(allocations)
-    with progress("timing operators") as report:
+    with progress("timing operators") as report, printing_to_stderr():
         return request.graph(allocations, report)

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from estimator.errors import ModelError
 from estimator.graph.stand_ins import map_tensors
+
+# A mapping of lists of mappings, as detection models take, has three.
+_MOST_LEVELS = 16
 
 
 def sample_count(batch: Any, dim: int) -> int | None:
@@ -19,6 +23,34 @@ def sample_count(batch: Any, dim: int) -> int | None:
         return None
     samples, times = sizes.most_common(1)[0]
     return None if times == 1 and len(sizes) > 1 else samples
+
+
+def check_batch(batch: Any) -> None:
+    """Raise ModelError for a batch that no step can be traced with."""
+    left = [(batch, 0)]
+    while left:
+        item, depth = left.pop()
+        if depth > _MOST_LEVELS:
+            raise ModelError(
+                f"the batch is nested more than {_MOST_LEVELS} levels deep, or holds itself; give "
+                "tensors in lists or mappings"
+            )
+        if isinstance(item, Mapping):
+            left += [(each, depth + 1) for each in item.values()]
+        elif isinstance(item, (list, tuple)):
+            left += [(each, depth + 1) for each in item]
+        elif isinstance(item, Tensor):
+            _check_tensor(item)
+
+
+def _check_tensor(tensor: Tensor) -> None:
+    kind = None
+    if tensor.is_quantized:
+        kind = "a quantised tensor"
+    elif tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "a sparse or nested tensor"
+    if kind is not None:
+        raise ModelError(f"the batch holds {kind}, which cannot be traced; give a dense one")
 
 
 def _sizes(batch: Any, dim: int) -> Iterator[int]:

@@ -46,6 +46,7 @@ class Formula:
 
 
 _formulas: dict[str, Formula] = {}
+_OF_PRODUCTS, _OF_COMPLEX = ("matmul", "convolution"), 4.0
 
 
 def flat_dims(call: OpCall) -> tuple[float, ...]:
@@ -60,13 +61,26 @@ def cost_of(
     """Register a cost formula for operators, as in ``@cost_of("aten.mm", family="matmul")``."""
 
     def register(formula: CostFormula) -> CostFormula:
+        kept = _of_any_dtype(formula) if family in _OF_PRODUCTS else formula
         for target in targets:
             if target in _formulas:
                 raise ValueError(f"{target} already has a cost formula; keep one")
-            _formulas[target] = Formula(family, formula, dims)
+            _formulas[target] = Formula(family, kept, dims)
         return formula
 
     return register
+
+
+def _of_any_dtype(formula: CostFormula) -> CostFormula:
+    """The formula, also for complex numbers: a product of two takes 4 products of real ones."""
+
+    def cost(call: OpCall) -> OpCost:
+        found = formula(call)
+        if not call.dtype.startswith("complex"):
+            return found
+        return OpCost(_OF_COMPLEX * found.flops, found.read_bytes, found.written_bytes)
+
+    return cost
 
 
 def formula_of(target: str) -> Formula | None:

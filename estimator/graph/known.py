@@ -81,10 +81,10 @@ class KnownValues:
             known = self._held[id(real)] = Known(book=self, assumption=None)
             self._steps.append(_Step(lambda: real.detach().cpu().clone(), [(0, known)]))
 
-    def give(self, tensor: Tensor, real: Tensor) -> None:
+    def give(self, tensor: Tensor, real: Tensor, assumption: str | None = None) -> None:
         """Know that a stand-in has the value of a real tensor, if that is worth knowing."""
         if real.device.type != "meta" and real.numel() <= MOST_ELEMENTS:
-            self._note(lambda: real.detach().cpu().clone(), [(0, tensor, None)], None)
+            self._note(lambda: real.detach().cpu().clone(), [(0, tensor, None)], assumption)
 
     def assume(self, tensor: Tensor, make: Callable[[], Tensor], assumption: str) -> None:
         """Take a tensor to have the value that `make` returns; `assumption` says so to people."""

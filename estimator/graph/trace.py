@@ -19,7 +19,13 @@ from torch.nn.modules.module import (
 )
 
 from estimator.errors import EstimatorError, ModelError, TraceError
-from estimator.graph.batches import sample_count, tokens_per_sample, value_range, with_samples
+from estimator.graph.batches import (
+    check_batch,
+    sample_count,
+    tokens_per_sample,
+    value_range,
+    with_samples,
+)
 from estimator.graph.cuda_functions import CUDA_ASSUMPTION, CudaFunctions
 from estimator.graph.eager_branches import quiet_fakes, unlike_tracing
 from estimator.graph.eager_rules import EagerFunctions
@@ -42,6 +48,8 @@ from estimator.workload import check_optimizer, check_precision
 
 _CAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AUTOCAST_DTYPES = {"bf16-amp": torch.bfloat16, "fp16-amp": torch.float16}
+_HELD_AS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DATA_DECIDES = "what the model decides by the values of its batch is decided as this batch does"
 
 
 def trace_graph(
@@ -78,6 +86,8 @@ def trace_graph(
     name = name or type(model).__name__
     _check_model(model, target, name)
     call = TrainingCall.of(model, batch, loss)
+    precision, unusual = _held_precision(model, precision)
+    name = f"{name}, {unusual}" if unusual else name
     look = _Look(
         model=model,
         call=call,
@@ -87,7 +97,10 @@ def trace_graph(
         name=name,
     )
     dim, batch = batch_dim or 0, call.batch
+    check_batch(batch)
     samples = sample_count(batch, dim)
+    if samples == 0:
+        raise ModelError(f"the batch of {name} has no sample; give at least one")
     with kept_as_it_was(model), quiet_fakes():
         first = look.run(batch)
         second, fixed_because = look.run_at_twice(batch, dim, samples)
@@ -100,6 +113,7 @@ def trace_graph(
         samples=samples,
         tokens=tokens_per_sample(batch, samples),
         fixed_because=fixed_because or joined.difference,
+        unusual=unusual,
     )
 
 
@@ -112,13 +126,21 @@ def _graph(
     samples: int | None,
     tokens: int | None,
     fixed_because: str | None,
+    unusual: str | None,
 ) -> OpGraph:
-    """The graph of two runs that were joined, of which `first` is that at the batch given."""
+    """The graph of two runs that were joined, of which `first` is that at the batch given.
+
+    `unusual` names the type of parameters that no precision stands for.
+    """
     assumptions = [
         *look.assumptions,
         *look.call.assumptions,
         *first.recorder.known.assumptions,
     ]
+    if unusual:
+        assumptions.append(
+            f"parameters are {unusual}: peaks of a device are known for float32 and less"
+        )
     if look.channels_last and not any("convolution" in op.call.target for op in joined.ops):
         assumptions.append("channels last changes nothing: the model has no convolution")
     if fixed_because is not None:
@@ -160,6 +182,22 @@ def _check_model(model: Any, target: str, name: str) -> None:
         raise ModelError(f"{name} has no trainable parameter; there is nothing to train")
 
 
+def _held_precision(model: nn.Module, precision: str) -> tuple[str, str | None]:
+    """The precision that a model is in, and the type of its parameters where none names it.
+
+    A model kept in half is trained as such, whether it was asked for or not.
+    """
+    kinds = {each.dtype for each in model.parameters() if each.requires_grad}
+    if precision == "fp32" and len(kinds) == 1 and kinds <= set(_HELD_AS):
+        precision = _HELD_AS[kinds.pop()]
+    wide = sorted(
+        str(kind).removeprefix("torch.")
+        for kind in kinds
+        if kind is torch.float64 or kind.is_complex
+    )
+    return precision, ", ".join(wide) if precision == "fp32" and wide else None
+
+
 @dataclass(slots=True)
 class _Run:
     recorder: Recorder
@@ -197,7 +235,12 @@ class _Look:
         dtype = _CAST_DTYPES.get(self.precision)
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         recorder = Recorder(self.model, fake_mode, self.target)
-        with kept_as_it_was(self.model), unlike_tracing(), fake_mode:
+        stand_in = UserCode(
+            f"{self.name} or its batch cannot stand without data",
+            advice="check its parameters and inputs",
+            error=TraceError,
+        )
+        with stand_in, kept_as_it_was(self.model), unlike_tracing(), fake_mode:
             seed_all(0)
             stand_ins = put_stand_ins(
                 self.model, dtype=dtype, device="cpu", channels_last=self.channels_last
@@ -241,7 +284,9 @@ class _Look:
             fake = laid_out(real, wanted, "cpu", self.channels_last)
             fake.requires_grad_(real.requires_grad)
             index = run.recorder.place(fake, "input")
-            run.recorder.known.give(fake, real)
+            # Token ids and masks decide by what they are; samples by what they happen to be.
+            by_chance = _DATA_DECIDES if real.is_floating_point() else None
+            run.recorder.known.give(fake, real, by_chance)
             with unset_fake_temporarily():
                 low, high = value_range(real)
             inputs.append(GraphInput(name=path, value=index, low=low, high=high))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from estimator.errors import ModelError
+from estimator.errors import ModelError, quoted
 from estimator.graph.model_functions import Loaded, suggestion
 from estimator.graph.transformers_batches import make_batch
 from estimator.graph.transformers_repairs import (
@@ -145,7 +145,12 @@ def _parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
                 "hf:llama,hidden_size=2048"
             )
         overrides[key.strip()] = _literal(value.strip())
+        _check_size(kind, key.strip(), overrides[key.strip()])
     return kind.strip(), task.strip() or None, overrides
+
+
+# More than any model; sizes beyond would be allocated before anything else can refuse them.
+_MOST_LAYERS, _MOST_SIZE = 10_000, 10**8
 
 
 def _literal(text: str) -> Any:
@@ -153,8 +158,19 @@ def _literal(text: str) -> Any:
         return {"true": True, "false": False, "none": None}[text.lower()]
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
+
+
+def _check_size(kind: str, key: str, value: Any) -> None:
+    """Raise ModelError for a size that no model has; ids of tokens may be -1."""
+    if isinstance(value, bool) or not isinstance(value, int) or key.endswith("_id"):
+        return
+    most = _MOST_LAYERS if "layer" in key else _MOST_SIZE
+    if not 0 <= value <= most:
+        raise ModelError(
+            f"{key} of '{kind}' is {quoted(value)}; a model has 0 to {most:g}, correct it"
+        )
 
 
 def _configuration(transformers: Any, kind: str, overrides: dict[str, Any]) -> Any:

@@ -24,9 +24,18 @@ class UserCode:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, (Exception, SystemExit)) and not isinstance(error, EstimatorError):
-            found = f"{type(error).__name__}: {one_line(str(error))}".rstrip(": .")
-            raise self._error(f"{self._what} ({found}); {self._advice}") from error
+        # Code may raise anything; Ctrl-C alone is not its own, nor is a generator's end.
+        if error is None or isinstance(error, (EstimatorError, KeyboardInterrupt, GeneratorExit)):
+            return
+        found = f"{type(error).__name__}: {one_line(_said(error))}".rstrip(": .")
+        raise self._error(f"{self._what} ({found}); {self._advice}") from error
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 (its own text is code that is not ours either)
+        return "it does not say what"
 
 
 def one_line(text: str, most: int = 200) -> str:

@@ -260,10 +260,10 @@ def _pieces(
         yield piece
 
 
-def _checked_batches(batches: int | Integers | None, allocations: int) -> int | Integers | None:
+def _checked_batches(batches: Any, allocations: int) -> int | Integers | None:
     if batches is None:
         return None
-    if type(batches) is str or not isinstance(batches, np.ndarray | Sequence):
+    if isinstance(batches, str) or not isinstance(batches, np.ndarray | Sequence):
         # One that is too small is told with its row.
         is_small = isinstance(batches, int) and batches < 1
         return batches if is_small else check_count(batches, most=MOST_GLOBAL_BATCH)

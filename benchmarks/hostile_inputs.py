@@ -1,0 +1,368 @@
+"""Make hostile command lines, each with its files, of every kind of input that the package takes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import sqlite3
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hostile_models import FUNCTIONS, MODELS
+from hostile_values import damaged_bytes, damaged_text, damaged_values
+
+from estimator.calibrate.observations import Observation, ObservationStore
+from estimator.machines.profile import Link, MachineProfile, PairMatrix
+from tests.conftest import MEASURED, make_small_profile
+from tests.synthetic import perceptron
+
+SAMPLES = Path(__file__).parents[1] / "tests" / "probe" / "imports" / "samples"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostileInput:
+    """A command line, the files it finds in its folder, and what differs in its environment."""
+
+    words: tuple[str, ...]
+    files: dict[str, bytes] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+ESTIMATE = ("estimate", "job.json", "--on", "1x2:local")
+JOB = {
+    "name": "bert",
+    "parameter_bytes": 438_000_000,
+    "tensors": 199,
+    "flops_per_sample": 2.5e11,
+    "step_times": [[8, 0.4], [16, 0.7]],
+    "machine": "local",
+    "activation_bytes_per_sample": 10_000_000,
+    "batch": 8,
+    "optimizer": "adamw",
+    "precision": "fp32",
+}
+SIZED_JOB = {
+    "tensor_bytes": [4096, 400, 8192],
+    "ready_ratios": [0.3, 0.5, 1.0],
+    "flops_per_sample": 1e9,
+}
+CLUSTER = """transport = "roce"
+[switches.r1]
+parent = "spine"
+uplink = "100 Gbit/s"
+[switches.spine]
+[nodes."a[1-4]"]
+machine = "local"
+switch = "r1"
+uplink = "25 Gbit/s"
+slowdown = 1.2
+[nodes.b1]
+machine = "local"
+"""
+OBSERVED = {
+    "workload": "bert",
+    "allocation": "1x2:local",
+    "local_batch": 8,
+    "grad_accum": 2,
+    "step_time_s": 0.4,
+    "strategy": "ddp",
+    "steps": 20,
+    "spread_ratio": 0.02,
+    "at": "2026-01-02T03:04:05+00:00",
+    "source": "log",
+    "flops_per_sample": 2.5e11,
+    "parameter_bytes": 438_000_000,
+    "tensors": 199,
+}
+OPTIONS = (
+    *("--batch", "--global-batch", "--accumulation", "--seq-len", "--samples", "--tokens"),
+    *("--optimizer", "--precision", "--strategy", "--on", "--cluster", "--calibration", "--trace"),
+)
+NUMBERS = (
+    *("0", "-1", "1", "8", "1e3", "1e30", "nan", "inf", "-inf", "²", "٣", "0x10", "1_000", " 4"),
+    *("9" * 30, "9" * 5000, "1" + "0" * 18, "2.5", "", "1e400", "--", "999999999"),
+)
+PIECES = (
+    *("1", "2", "x", ":", "local", "+", "[", "]", ",", "0", "-", "h100-sxm", "a1", "²", "٣", " "),
+    *("9" * 12, "9" * 5000, "\x1b[31m", "é", "..", "/", "1x1:local", "1x2:local", "bucket="),
+    *("25MiB", "ddp", "fsdp", "ps", "zero1", "shard=", "link=", "async", "first=", "10Gbit/s"),
+)
+
+
+def profile(chance: random.Random) -> HostileInput:
+    """A profile with a damage at any depth, shown, compared, merged or estimated with."""
+    content = _profile_values()
+    text = damaged_values(content, chance).encode()
+    if chance.random() < 0.15:
+        text = damaged_text(json.dumps(content, indent=1), chance)
+    name = "store/machines/local.json"
+    words = chance.choice(
+        (
+            ("profile", "show", "local"),
+            ("profile", "compare", "local", "h100-sxm"),
+            ("profile", "merge", name, name, "--out", "out.json"),
+            ("profile", "list"),
+            (*ESTIMATE, "--json"),
+            ("sweep", "job.json", "--on", "1..2x1..2:local"),
+            ("estimate", "whole.graph", "--on", "2x2:local"),
+            ("check", "job.json", "--on", "1x1:local"),
+        )
+    )
+    job = {**SIZED_JOB, "machine": "local"} if chance.random() < 0.5 else JOB
+    files = {name: text, "job.json": json.dumps(job).encode()}
+    return HostileInput(words=words, files=files | {"whole.graph": _graph_file(_graph_values())})
+
+
+def imports(chance: random.Random) -> HostileInput:
+    """A file of another tool, damaged."""
+    sample = chance.choice(sorted(SAMPLES.iterdir()))
+    text = sample.read_text(errors="replace")
+    if sample.suffix == ".json" and chance.random() < 0.7:
+        content = damaged_values(json.loads(text), chance).encode()
+    else:
+        content = damaged_text(text, chance)
+    words = chance.choice((("--name", "new"), ("--into", "local"), ("--out", "out.json"), ()))
+    return HostileInput(
+        words=("profile", "import", sample.name, *words), files={sample.name: content}
+    )
+
+
+def options(chance: random.Random) -> HostileInput:
+    """Options with numbers and words that they may not take."""
+    words = ["estimate", "job.json", "--on", "1x2:local"]
+    for _ in range(chance.choice((1, 1, 2, 3))):
+        words += [chance.choice(OPTIONS), chance.choice(NUMBERS)]
+    return HostileInput(words=tuple(words), files=_job_file())
+
+
+def allocation(chance: random.Random) -> HostileInput:
+    """An allocation, or a sweep's pattern, put together from pieces of allocations."""
+    text = "".join(chance.choices(PIECES, k=chance.randrange(1, 9)))
+    command = chance.choice(("estimate", "sweep", "check"))
+    return HostileInput(words=(command, "job.json", "--on", text), files=_job_file())
+
+
+def strategy(chance: random.Random) -> HostileInput:
+    """A strategy put together from pieces of strategies."""
+    kind = chance.choice(("ddp", "zero1", "zero2", "fsdp", "ps", "ddp2", ""))
+    knobs = ",".join(
+        "".join(chance.choices((*PIECES, *NUMBERS), k=chance.randrange(1, 4)))
+        for _ in range(chance.randrange(1, 4))
+    )
+    return HostileInput(words=(*ESTIMATE, "--strategy", f"{kind}:{knobs}"), files=_job_file())
+
+
+def cluster(chance: random.Random) -> HostileInput:
+    """A cluster file, damaged."""
+    content = damaged_text(CLUSTER, chance)
+    if chance.random() < 0.1:
+        chain = "".join(f'[switches.s{i}]\nparent = "s{i + 1}"\n' for i in range(3000))
+        content = f'{chain}[switches.s3000]\n[nodes.a]\nmachine = "local"\n'.encode()
+    on = chance.choice(("2x2:local", "a1[0]+b1[0,1]", "4x1:local"))
+    return HostileInput(
+        words=("estimate", "job.json", "--on", on, "--cluster", "cluster.toml"),
+        files=_job_file() | {"cluster.toml": content},
+    )
+
+
+def graph(chance: random.Random) -> HostileInput:
+    """A saved graph with a damage at any depth, or with damaged bytes."""
+    how = chance.random()
+    if how < 0.85:
+        content = gzip.compress(damaged_values(_graph_values(), chance).encode(), mtime=0)
+    elif how < 0.95:
+        content = damaged_bytes(_graph_file(_graph_values()), chance)
+    else:
+        size = chance.choice((1 << 20, 100 << 20))
+        content = gzip.compress(chance.choice((b" ", b"[", b"[],", b'{"a":')) * size, 1, mtime=0)
+    more = chance.choice(((), ("--batch", "16"), ("--strategy", "fsdp"), ("--json",)))
+    on = chance.choice(("1x1:local", "2x2:local"))
+    return HostileInput(
+        words=("estimate", "broken.graph", "--on", on, *more), files={"broken.graph": content}
+    )
+
+
+def job(chance: random.Random) -> HostileInput:
+    """The summary of a job with a damage at any depth."""
+    text = damaged_values(chance.choice((JOB, SIZED_JOB)), chance)
+    more = chance.choice(((), ("--batch", "16"), ("--strategy", "fsdp"), ("--json",)))
+    return HostileInput(words=(*ESTIMATE, *more), files={"job.json": text.encode()})
+
+
+def observations(chance: random.Random) -> HostileInput:
+    """A table of observed steps with a damaged row, kept, judged or learnt from."""
+    rows = [dict(OBSERVED, step_time_s=0.4 + 0.01 * number) for number in range(6)]
+    broken = json.loads(damaged_values(rows, chance).replace("9" * 5000, "1"))
+    rows = broken if isinstance(broken, list) else rows
+    if chance.random() < 0.5:
+        name, text = "table.jsonl", "\n".join(json.dumps(row) for row in rows)
+    else:
+        names = list(OBSERVED)
+        listed = [row for row in rows if isinstance(row, dict)]
+        lines = [",".join(str(row.get(name, "")) for name in names) for row in listed]
+        name, text = "table.csv", "\n".join([",".join(names), *lines])
+    content = damaged_text(text, chance) if chance.random() < 0.3 else text.encode()
+    words = chance.choice(
+        (
+            ("calibrate", "observe", name, "--store", "out.db"),
+            ("calibrate", "observe", name, "--store", "out.db", "--json"),
+            ("calibrate", "evaluate", "--data", name, "--protocol", "cv"),
+        )
+    )
+    return HostileInput(words=words, files={name: content})
+
+
+def store(chance: random.Random) -> HostileInput:
+    """A store with damaged bytes or altered cells, shown or calibrated with."""
+    content = _store_bytes()
+    if chance.random() < 0.5:
+        content = damaged_bytes(content, chance)
+    else:
+        content = _with_altered_cell(content, chance)
+    words = chance.choice(
+        (
+            ("calibrate", "show", "--store", "seen.db"),
+            ("calibrate", "show", "--store", "seen.db", "--json"),
+            (*ESTIMATE, "--calibration", "seen.db"),
+            ("calibrate", "fit", "job.json", "--store", "seen.db"),
+        )
+    )
+    return HostileInput(words=words, files=_job_file() | {"seen.db": content})
+
+
+def model(chance: random.Random) -> HostileInput:
+    """Model code that does what none should."""
+    function = chance.choice(FUNCTIONS)
+    more = chance.choice(((), ("--json",), ("--batch", "2"), ("--precision", "bf16-amp")))
+    return HostileInput(
+        words=("estimate", f"model.py:{function}", "--on", "1x1:local", *more),
+        files={"model.py": MODELS.encode()},
+    )
+
+
+def environment(chance: random.Random) -> HostileInput:
+    """Variables of the environment that lead nowhere or say nothing."""
+    names = ("ESTIMATOR_HOME", "COLUMNS", "LINES", "HOME", "XDG_DATA_HOME", "TERM", "RANK", "TZ")
+    values = (*NUMBERS, "/dev/null", "/dev/zero", "job.json", "/nowhere/at/all", ".", "\x1b[31m")
+    drawn = {chance.choice(names): chance.choice(values) for _ in range(chance.choice((1, 2)))}
+    words = chance.choice((ESTIMATE, ("profile", "list"), ("calibrate", "show"), ("--help",)))
+    return HostileInput(words=words, files=_job_file(), environment=drawn)
+
+
+KINDS: dict[str, Callable[[random.Random], HostileInput]] = {
+    "profiles": profile,
+    "imports": imports,
+    "options": options,
+    "allocations": allocation,
+    "strategies": strategy,
+    "clusters": cluster,
+    "graphs": graph,
+    "jobs": job,
+    "observations": observations,
+    "stores": store,
+    "model code": model,
+    "environment": environment,
+}
+
+
+@lru_cache(maxsize=1)
+def whole_profile() -> MachineProfile:
+    """A machine with an entry in every group of a profile."""
+    small = make_small_profile()
+    link = Link(
+        kind="tcp", reach="rack", latency_s=2e-5, bandwidth_bytes_per_s=1e9, provenance=MEASURED,
+        points=((1e3, 3e-5), (1e6, 1e-3)),
+    )  # fmt: skip
+    pairs = PairMatrix(
+        hosts=("a1", "a2"),
+        latency_s=((None, 2e-5), (2e-5, None)),
+        bandwidth_bytes_per_s=((None, 1e9), (1e9, None)),
+        provenance=MEASURED,
+    )
+    return replace(
+        small,
+        network=(link,),
+        pairs=pairs,
+        hardware={"cpu": "one core", "cores": 2},
+        software={"torch": "2.13.0"},
+        canary_s=1e-4,
+    )
+
+
+def _profile_values() -> dict[str, Any]:
+    return whole_profile().to_dict()
+
+
+def _job_file() -> dict[str, bytes]:
+    return {"job.json": json.dumps(JOB).encode()}
+
+
+@lru_cache(maxsize=1)
+def _graph_values() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "whole.graph"
+        perceptron([64] * 4, batch=8).save(path)
+        values: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return values
+
+
+def _graph_file(values: dict[str, Any]) -> bytes:
+    return gzip.compress(json.dumps(values).encode(), mtime=0)
+
+
+@lru_cache(maxsize=1)
+def _store_bytes() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "seen.db"
+        with ObservationStore(path) as seen:
+            seen.add_many(
+                Observation(
+                    workload="bert",
+                    allocation=allocation_text,
+                    batch_per_gpu=8,
+                    step_time_s=0.4 + 0.01 * number,
+                    identity=f"{number}",
+                )
+                for number, allocation_text in enumerate(["1x1:local", "1x2:local"] * 4)
+            )
+        return path.read_bytes()
+
+
+def _with_altered_cell(content: bytes, chance: random.Random) -> bytes:
+    columns = (
+        *("identity", "at", "workload", "allocation", "strategy", "batch_per_gpu", "source"),
+        *("accumulation_steps", "step_time_s", "steps", "spread_ratio", "revision", "ranks"),
+    )
+    values = (
+        *(-1, 0, 1e308, 1e-308, 2**62, "", "x" * 5000, "\x1b[31m", b"\xff\x00", "nan"),
+        *("0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59+00:00", "9x9:local", "1x1:none"),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "seen.db"
+        path.write_bytes(content)
+        connection = sqlite3.connect(path, isolation_level=None)
+        try:
+            column, value = chance.choice(columns), chance.choice(values)
+            statement = chance.choice(
+                (
+                    f"UPDATE observations SET {column} = ? WHERE number = 1",
+                    f"UPDATE OR IGNORE observations SET {column} = ?",
+                    "DELETE FROM state WHERE ? IS NOT NULL",
+                    "UPDATE workloads SET flops_per_sample = ?",
+                )
+            )
+            connection.execute(statement, (value,))
+        except sqlite3.Error:
+            pass  # what SQLite refuses nobody writes
+        finally:
+            connection.close()
+        for suffix in ("-wal", "-shm"):
+            if os.path.exists(f"{path}{suffix}"):
+                os.unlink(f"{path}{suffix}")
+        return path.read_bytes()

@@ -1,0 +1,247 @@
+"""Give the command line thousands of hostile inputs, and say which of them break its contract.
+
+The contract (R1 of the targets): a wrong input ends with exit code 2 and one sentence on stderr,
+changes no file, and takes bounded time and memory. Each input runs in a forked child of a process
+that has everything imported, so that its own time and memory are what is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from hostile_inputs import KINDS, HostileInput, whole_profile
+
+from estimator.cli.main import main as command_line
+
+MOST_CPU_S, MOST_RSS_BYTES = 5.0, 1 << 30
+# A child that sleeps uses no CPU: the wall clock ends it.
+MOST_WALL_S = 60.0
+# Files that a command was told to write.
+WRITTEN = ("out.json", "out.db", "new.json")
+# What SQLite keeps there until the process ends, which a forked child does at once.
+_BESIDE_A_STORE = ("-wal", "-shm")
+CODES = (0, 1, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one input did; `violation` says what of the contract it broke, None if nothing."""
+
+    kind: str
+    number: int
+    words: tuple[str, ...]
+    code: int
+    cpu_s: float
+    rss_bytes: int
+    violation: str | None
+    stderr: str
+
+
+def run_inputs(number: int, *, seed: int = 0, kinds: Sequence[str] = ()) -> Iterator[Outcome]:
+    """Run so many inputs, the kinds in turn; the same seed draws the same ones."""
+    torch.set_num_threads(1)
+    names = tuple(kinds) or tuple(KINDS)
+    with tempfile.TemporaryDirectory(prefix="robustness-") as folder:
+        for index in range(number):
+            kind = names[index % len(names)]
+            made = KINDS[kind](random.Random(f"{seed} {kind} {index}"))
+            place = Path(folder) / str(index)
+            yield _run(kind, index, made, place)
+
+
+def _run(kind: str, number: int, made: HostileInput, place: Path) -> Outcome:
+    machines = place / "store" / "machines"
+    machines.mkdir(parents=True)
+    whole_profile().save(machines / "local.json")
+    for name, content in made.files.items():
+        (place / name).write_bytes(content)
+    before = _contents(place, made.words)
+    out, err = place.with_suffix(".out"), place.with_suffix(".err")
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        _be_child(made, place, out, err)
+    code, usage = _wait(child)
+    cpu_s = usage.ru_utime + usage.ru_stime
+    printed, said = out.read_text(errors="replace"), err.read_text(errors="replace")
+    after = _contents(place, made.words)
+    violation = (
+        _broken_bound(code, cpu_s, usage.ru_maxrss * 1024)
+        or _broken_words(made, code, printed, said)
+        or _changed_file(before, after)
+    )
+    for path in sorted(place.rglob("*"), reverse=True):
+        with contextlib.suppress(OSError):
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+    for path in (out, err):
+        path.unlink()
+    return Outcome(
+        kind=kind, number=number, words=made.words, code=code, cpu_s=cpu_s,
+        rss_bytes=usage.ru_maxrss * 1024, violation=violation, stderr=said[-1500:],
+    )  # fmt: skip
+
+
+def _be_child(made: HostileInput, place: Path, out: Path, err: Path) -> None:
+    """Run the command in this process, and end it."""
+    resource.setrlimit(resource.RLIMIT_CPU, (2 * int(MOST_CPU_S), 4 * int(MOST_CPU_S)))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for handle, path in ((1, out), (2, err)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(opened, handle)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    os.chdir(place)
+    sys.dont_write_bytecode = True
+    code = 70
+    try:
+        os.environ["ESTIMATOR_HOME"] = "store"
+        for name, value in made.environment.items():
+            with contextlib.suppress(ValueError):  # no process can have it
+                os.environ[name] = value
+        if "TZ" in made.environment:
+            time.tzset()
+        try:
+            command_line(list(made.words))
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 71
+    except BaseException:  # noqa: BLE001 (whatever it is breaks the contract and is reported)
+        import traceback
+
+        os.write(2, traceback.format_exc().encode(errors="replace"))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
+
+
+def _wait(child: int) -> tuple[int, resource.struct_rusage]:
+    end = time.monotonic() + MOST_WALL_S
+    while True:
+        found, status, usage = os.wait4(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status), usage
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+            end = float("inf")
+        time.sleep(0.002)
+
+
+def _contents(folder: Path, words: tuple[str, ...]) -> dict[str, tuple[int, bytes]]:
+    """Mode and content of every file but those that a command may write."""
+    traces = [after for word, after in pairwise(words) if word == "--trace"]
+    written = (*WRITTEN, *(Path(name).name for name in traces))
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mode, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in written and not path.name.endswith(_BESIDE_A_STORE)
+    }
+
+
+def _broken_bound(code: int, cpu_s: float, rss_bytes: int) -> str | None:
+    if code < 0:
+        return f"ended by signal {signal.Signals(-code).name}"
+    if cpu_s > MOST_CPU_S:
+        return "took more than 5 s of CPU"
+    if rss_bytes > MOST_RSS_BYTES:
+        return "took more than 1 GiB"
+    return None
+
+
+def _broken_words(made: HostileInput, code: int, printed: str, said: str) -> str | None:
+    if "Traceback (most recent call last)" in said or code not in CODES:
+        return "a traceback"
+    if any(not (c.isprintable() or c in "\n\t") for c in printed + said):
+        return "unprintable characters were printed"
+    if code == 2:
+        lines = [line for line in said.splitlines() if line.startswith("estimator: ")]
+        loud = "model.py" in made.files and "calibrate" not in made.words
+        if len(lines) != 1 or (not loud and len(said.splitlines()) != 1):
+            return "not one sentence on stderr"
+        if printed:
+            return "a refusal printed on stdout"
+    elif "--json" in made.words:
+        try:
+            json.loads(printed)
+        except ValueError:
+            return "what --json printed is not JSON"
+    elif not printed:
+        return "nothing was printed"
+    return None
+
+
+def _changed_file(
+    before: dict[str, tuple[int, bytes]], after: dict[str, tuple[int, bytes]]
+) -> str | None:
+    if before == after:
+        return None
+    changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
+    return f"changed {', '.join(sorted(changed))}"
+
+
+def report(outcomes: Sequence[Outcome]) -> str:
+    """A table of kinds with their violations, and the first of each sort of violation."""
+    counts = Counter(one.kind for one in outcomes)
+    refused = Counter(one.kind for one in outcomes if one.code == 2)
+    broken = [one for one in outcomes if one.violation]
+    by_kind = Counter(one.kind for one in broken)
+    lines = [
+        f"{'kind':14}{'inputs':>8}{'refused':>9}{'violations':>12}{'most CPU':>10}{'most':>11}"
+    ]
+    for kind, count in counts.items():
+        ours = [one for one in outcomes if one.kind == kind]
+        cpu_s, rss = max(one.cpu_s for one in ours), max(one.rss_bytes for one in ours)
+        lines.append(
+            f"{kind:14}{count:>8}{refused[kind]:>9}{by_kind[kind]:>12}{cpu_s:>8.1f} s"
+            f"{rss / 2**20:>7.0f} MiB"
+        )
+    lines.append(f"{len(broken)} violations of {len(outcomes)} inputs")
+    first: dict[tuple[str, str], Outcome] = {}
+    for one in broken:
+        first.setdefault((one.kind, one.violation or ""), one)
+    for (kind, violation), one in first.items():
+        words = " ".join(word[:60] for word in one.words)
+        lines += ["", f"{kind} {one.number}: {violation}: {words!r}", one.stderr.strip()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the inputs and print the table; exit code 1 where the contract was broken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--inputs", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", action="append", choices=tuple(KINDS), default=[])
+    parser.add_argument("--json", action="store_true", dest="as_json")
+    asked = parser.parse_args()
+    outcomes = []
+    begin = time.monotonic()
+    for one in run_inputs(asked.inputs, seed=asked.seed, kinds=asked.kind):
+        outcomes.append(one)
+        if len(outcomes) % 100 == 0:
+            broken = sum(each.violation is not None for each in outcomes)
+            passed = time.monotonic() - begin
+            print(f"{len(outcomes)} inputs, {broken} violations, {passed:.0f} s", file=sys.stderr)
+    broken = [one for one in outcomes if one.violation]
+    if asked.as_json:
+        kept = {"inputs": len(outcomes), "violations": [asdict(one) for one in broken]}
+        print(json.dumps(kept, indent=1))
+    else:
+        print(report(outcomes))
+    sys.exit(1 if broken else 0)
+
+
+if __name__ == "__main__":
+    main()
