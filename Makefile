@@ -4,12 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench
+.PHONY: demo test lint bench experiment
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -e '.[dev,models,report]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[dev,models,report,replay]' -c constraints.txt
 	touch $@
 
 # Probe this machine, estimate two models on one and two devices, then train one to compare.
@@ -33,3 +33,7 @@ lint: $(INSTALLED)
 # Hours on two cores; add QUICK=1 for a subset in minutes.
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/local_accuracy.py $(if $(QUICK),--quick)
+
+# The schedulers' experiment: minutes on two cores; add QUICK=1 for one seed.
+experiment: $(INSTALLED)
+	PYTHONPATH=. $(BIN)/python benchmarks/schedulers.py $(if $(QUICK),--seeds 1)

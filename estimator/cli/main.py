@@ -17,6 +17,7 @@ import click
 
 from estimator.cli.calibrate import calibrate
 from estimator.cli.console import print_json, print_tables, progress, remark, waiting
+from estimator.cli.replay import replay
 from estimator.cli.request import Request
 from estimator.errors import EstimatorError, ModelError, ProfileError
 from estimator.workload import OPTIMIZERS, PRECISIONS
@@ -110,6 +111,7 @@ def commands(context: click.Context) -> None:
 
 
 commands.add_command(calibrate)
+commands.add_command(replay)
 
 
 # probe and profile

@@ -75,7 +75,11 @@ def time_shares(
     per_type = csr_array((counts, (column % len(machines), column)), shape=(len(machines), columns))
     limits = [*ones[: len(jobs)], *map(float, devices.values())]
     found = linprog(
-        -np.array(gain), A_ub=vstack([per_job, per_type]), b_ub=limits, bounds=(0, 1), method="highs"
+        -np.array(gain),
+        A_ub=vstack([per_job, per_type]),
+        b_ub=limits,
+        bounds=(0, 1),
+        method="highs",
     )
     shares = found.x.reshape(len(jobs), len(machines)).tolist()
     return {job: dict(zip(machines, row, strict=True)) for job, row in zip(jobs, shares)}
