@@ -4,12 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench fits
+.PHONY: demo test lint bench fits experiment
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -e '.[dev,models,report]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[dev,models,report,replay]' -c constraints.txt
 	touch $@
 
 # Probe this machine, estimate two models on one and two devices, then train one to compare.
@@ -38,3 +38,7 @@ bench: $(INSTALLED)
 fits: $(INSTALLED)
 	test -n "$(DATA)" -a -n "$(BANK)" || { echo "give DATA=FOLDER and BANK=FOLDER"; exit 2; }
 	PYTHONPATH=benchmarks $(BIN)/python tools/fit_kernels.py --data $(DATA) --bank $(BANK)
+
+# The schedulers' experiment: minutes on two cores; add QUICK=1 for one seed.
+experiment: $(INSTALLED)
+	PYTHONPATH=. $(BIN)/python benchmarks/schedulers.py $(if $(QUICK),--seeds 1)

@@ -1,4 +1,4 @@
-"""Build the models of the schedulers' experiment: CNNs, RNNs, GANs and Transformers, small to large.
+"""Build the models of the schedulers' experiment: CNNs, RNNs, GANs and Transformers.
 
 Each function returns ``(model, batch, loss)`` as MODEL texts ask, so that
 ``benchmarks/scheduler_models.py:resnet50`` can also stand in a job file or behind ``estimator

@@ -19,6 +19,7 @@ from estimator.cli.console import INTERRUPTED, WRONG_INPUT, forget_odd_sizes, re
 from estimator.cli.estimate import estimate, sweep
 from estimator.cli.machines import probe, profiles
 from estimator.cli.memory import memory
+from estimator.cli.replay import replay
 from estimator.errors import EstimatorError
 
 
@@ -103,7 +104,7 @@ def commands(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (calibrate, check, estimate, memory, probe, profiles, sweep, validate):
+for command in (calibrate, check, estimate, memory, probe, profiles, replay, sweep, validate):
     commands.add_command(command)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from estimator.cluster.jobs import Job
 from estimator.cluster.nodes import Nodes
@@ -15,6 +16,11 @@ from estimator.graph.op_graph import OpGraph
 REQUESTS = {1: 0.30, 2: 0.20, 4: 0.20, 8: 0.15, 16: 0.10, 32: 0.05}
 MEDIAN_RUN_S = 3600.0
 RUN_SPREAD = 1.3
+
+
+def drawn_run_s(rng: np.random.Generator, jobs: int) -> NDArray[np.float64]:
+    """Run times at the request: log-normal, median `MEDIAN_RUN_S`, spread `RUN_SPREAD`."""
+    return MEDIAN_RUN_S * np.exp(RUN_SPREAD * rng.standard_normal(jobs))
 
 
 def drawn_jobs(
@@ -35,23 +41,36 @@ def drawn_jobs(
     kinds = list(graphs)
     arrivals_s = np.cumsum(rng.exponential(arrivals_every_s, jobs))
     counts = rng.choice(list(REQUESTS), jobs, p=list(REQUESTS.values()))
-    run_s = MEDIAN_RUN_S * np.exp(RUN_SPREAD * rng.standard_normal(jobs))
-    speeds = EngineSpeeds()
-    machine = nodes.machines[0]
+    run_s = drawn_run_s(rng, jobs)
     found = []
     for number in range(jobs):
-        models = graphs[kinds[rng.integers(len(kinds))]]
-        graph = models[rng.integers(len(models))]
-        devices = int(counts[number])
-        batch = (graph.batch or 1) * devices
-        job = Job(
-            name=f"{number}-{graph.name}",
-            arrival_s=float(arrivals_s[number]),
-            graph=graph,
-            samples=batch,
-            devices=devices,
-            global_batch=batch,
+        models = graphs[kinds[int(rng.integers(len(kinds)))]]
+        graph = models[int(rng.integers(len(models)))]
+        found.append(
+            job_of_run_time(
+                graph,
+                nodes,
+                name=f"{number}-{graph.name}",
+                arrival_s=float(arrivals_s[number]),
+                devices=int(counts[number]),
+                run_s=float(run_s[number]),
+            )
         )
-        (step_s,) = speeds.step_times_s(job, [nodes.packed(machine, devices)])
-        found.append(replace(job, samples=float(run_s[number]) / step_s * batch))
     return found
+
+
+def job_of_run_time(
+    graph: OpGraph, nodes: Nodes, *, name: str, arrival_s: float, devices: int, run_s: float
+) -> Job:
+    """A job that takes `run_s` on the devices asked for, as the engine has it."""
+    batch = (graph.batch or 1) * devices
+    job = Job(
+        name=name,
+        arrival_s=arrival_s,
+        graph=graph,
+        samples=batch,
+        devices=devices,
+        global_batch=batch,
+    )
+    (step_s,) = EngineSpeeds().step_times_s(job, [nodes.packed(nodes.machines[0], devices)])
+    return replace(job, samples=run_s / step_s * batch)

@@ -15,11 +15,6 @@ from estimator.cluster.speeds import Speeds
 from estimator.cluster.view import Grant, Policy, View, Waiting
 from estimator.errors import WorkloadError
 
-try:
-    import simpy
-except ImportError:  # the error says what to install when a replay is asked for
-    simpy = None
-
 Steps = Generator[Any, Any, None]
 Report = Callable[[str, float], None]
 _MOST_IDLE_PLANS = 1000
@@ -116,10 +111,6 @@ class Replay:
         seed: int = 0,
         report: Report | None = None,
     ) -> None:
-        if simpy is None:
-            raise WorkloadError(
-                "a replay needs SimPy, which is not installed; install throughput-estimator[replay]"
-            )
         _check_names(jobs)
         self.jobs = sorted(jobs, key=lambda job: job.arrival_s)
         self.nodes, self.policy = nodes, policy
@@ -127,7 +118,8 @@ class Replay:
         self.costs = costs or Costs()
         self.ran = {job.name: Ran(job=job) for job in self.jobs}
         self._report = report
-        self._env = simpy.Environment()
+        self._simpy = _simpy()
+        self._env = self._simpy.Environment()
         self._waiting: dict[str, Waiting] = {}
         self._running: dict[str, _Running] = {}
         self._due = self._env.event()
@@ -170,7 +162,7 @@ class Replay:
     def _training(self, name: str, seconds: float) -> Steps:
         try:
             yield self._env.timeout(seconds)
-        except simpy.Interrupt:
+        except self._simpy.Interrupt:
             return
         self._keep_segment(name, self._waiting[name].remaining_samples, 0.0)
         del self._waiting[name]
@@ -242,9 +234,9 @@ class Replay:
                 jobs.append(waiting)
                 continue
             trained_s = held.trained_s(now)
-            if observe is not None and trained_s:
-                if observe(waiting.job, held.shape, held.step_s, held.grant.global_batch):
-                    self._forget(name)
+            seen = held.shape, held.step_s, held.grant.global_batch
+            if observe is not None and trained_s and observe(waiting.job, *seen):
+                self._forget(name)
             jobs.append(
                 Waiting(
                     job=waiting.job,
@@ -350,6 +342,17 @@ class Replay:
                 lost_samples=lost_samples,
             )
         )
+
+
+def _simpy() -> Any:
+    """SimPy, an extra of the package; raises WorkloadError without it."""
+    try:
+        import simpy
+    except ImportError:
+        raise WorkloadError(
+            "a replay needs SimPy, which is not installed; install throughput-estimator[replay]"
+        ) from None
+    return simpy
 
 
 def _check_names(jobs: Sequence[Job]) -> None:

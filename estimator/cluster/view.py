@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from estimator.cluster.jobs import Job
 from estimator.cluster.nodes import Nodes, Shape
 from estimator.cluster.speeds import Speeds
 
 
-class Grant(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Grant:
     """Devices for a job: how many, of which machine type, and another global batch if chosen."""
 
     count: int
@@ -107,7 +108,7 @@ class Policy(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlanOf:
     """A user's function of a view, as a policy that plans at every arrival and end."""
 

@@ -265,8 +265,9 @@ def _checked_batches(batches: Any, allocations: int) -> int | Integers | None:
         return None
     if isinstance(batches, str) or not isinstance(batches, np.ndarray | Sequence):
         # One that is too small is told with its row.
-        is_small = isinstance(batches, int) and batches < 1
-        return batches if is_small else check_count(batches, most=MOST_GLOBAL_BATCH)
+        if isinstance(batches, int) and batches < 1:
+            return batches
+        return check_count(batches, most=MOST_GLOBAL_BATCH)
     column = np.asarray(batches)
     if column.shape != (allocations,) or column.dtype.kind not in "iu":
         raise WorkloadError(

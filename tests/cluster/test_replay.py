@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -191,7 +192,7 @@ def _check_job(name: str, ran: Ran, costs: Costs) -> None:
         trained = (each.end_s - each.trains_from_s) * rate
         assert each.samples + each.lost_samples == pytest.approx(trained, abs=1e-6)
         assert each.lost_samples <= costs.checkpoint_s * rate * (1 + 1e-9)
-    for before, after in zip(segments, segments[1:], strict=False):
+    for before, after in itertools.pairwise(segments):
         assert after.start_s >= before.end_s - 1e-9
         waited = after.trains_from_s - after.start_s
         assert waited == pytest.approx(min(costs.restart_s, after.end_s - after.start_s))

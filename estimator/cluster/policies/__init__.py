@@ -36,8 +36,10 @@ def load_policy(text: str) -> Policy:
             raise WorkloadError(
                 f"policy '{text}' cannot be imported ({error}); write module:function"
             ) from None
-        policy: Policy = found() if isinstance(found, type) else PlanOf(found)
-        return policy
+        if not isinstance(found, type):
+            return PlanOf(found)
+        own: Policy = found()
+        return own
     if text not in _HOMES:
         raise WorkloadError(
             f"'{text}' is no policy; use {', '.join(_HOMES)} or your own as module:function"

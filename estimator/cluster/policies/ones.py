@@ -26,10 +26,10 @@ class Ones:
 
     Each round: finished jobs are taken out; uniform crossover with probability ½; a job is dropped
     with p = 0.3; free devices go to jobs without any, then to those with the least left; the 16
-    schedules with the lowest Σ Y·n·(1/ρ − 1) / X(n) are kept, Y the samples done and ρ ~ Beta(epochs
-    done, β) the progress. A job's devices, and with them its batch, at most double every two
-    epochs, up to four times what it asked for. Devices are numbered over the cluster: the replay
-    leaves jobs whose count stays where they are, which is ONES' reordering.
+    schedules with the lowest Σ Y·n·(1/ρ − 1) / X(n) are kept, Y the samples done and ρ ~
+    Beta(epochs done, β) the progress. A job's devices, and with them its batch, at most double
+    every two epochs, up to four times what it asked for. The replay leaves jobs whose
+    count stays where they are, which is ONES' reordering with the fewest moves.
     """
 
     interval_s = ROUND_S

@@ -1,0 +1,133 @@
+"""The command that replays jobs on a cluster: parse, call, print; computes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from estimator.cli.console import print_json, print_tables, progress, remark, waiting
+from estimator.cli.request import Request
+
+if TYPE_CHECKING:
+    from estimator.cluster.jobs import Job
+    from estimator.cluster.nodes import Nodes
+    from estimator.cluster.speeds import Speeds
+
+BELIEFS = ("engine", "calibrated", "perfect")
+
+
+@click.command()
+@click.argument("jobs_path", metavar="JOBS", type=click.Path(path_type=Path))
+@click.option("--on", required=True, metavar="CLUSTER", help="Such as 64x8:dgx-a100.")
+@click.option(
+    "--policy",
+    "policies",
+    required=True,
+    multiple=True,
+    metavar="P",
+    help="fifo, srtf, max-min, max-min-uncapped, afs, optimus, tiresias, gavel, pollux, ones or "
+    "module:function; repeat.",
+)
+@click.option("--model", "models", multiple=True, help="For traces, which name none; repeat.")
+@click.option(
+    "--believed", type=click.Choice(BELIEFS), default="engine", help="What policies see of speeds."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of hidden factors.")
+@click.option("--restart", type=click.FloatRange(min=0), default=30.0, help="Seconds.")
+@click.option("--checkpoint", type=click.FloatRange(min=1), default=600.0, help="Seconds.")
+@click.option("--node-mtbf", type=click.FloatRange(min=1), help="Seconds; nodes fail.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+def replay(
+    jobs_path: Path,
+    on: str,
+    policies: tuple[str, ...],
+    models: tuple[str, ...],
+    believed: str,
+    seed: int,
+    restart: float,
+    checkpoint: float,
+    node_mtbf: float | None,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Replay JOBS on a cluster under scheduling policies and print what each was worth.
+
+    JOBS is a file {"jobs": [{"name", "arrival_s", "model", "samples", "devices", ...}]}, or a trace
+    in the form of Philly, Helios, Alibaba PAI or Pollux, whose jobs take a model of --model each.
+    Jobs advance at the engine's speeds times hidden factors (computing 12 %, network 25 %, each
+    allocation 5 %); policies see the engine's own, or those corrected by what was observed.
+    """
+    from estimator.cluster.metrics import outcome
+    from estimator.cluster.nodes import Nodes
+    from estimator.cluster.policies import load_policy
+    from estimator.cluster.replay import Costs, Replay
+    from estimator.cluster.speeds import TrueSpeeds
+
+    if picture is not None:
+        from estimator.machines.files import check_writable
+
+        check_writable(picture)
+    nodes = Nodes.parse(on)
+    chosen = {policy: load_policy(policy) for policy in policies}
+    jobs = _jobs(jobs_path, nodes, models, seed)
+    costs = Costs(restart_s=restart, checkpoint_s=checkpoint, node_mtbf_s=node_mtbf)
+    true = TrueSpeeds(jobs, seed)
+    ran = {}
+    for name, policy in chosen.items():
+        with progress(name) as report:
+            ran[name] = Replay(
+                jobs,
+                Nodes.parse(on),
+                policy,
+                true=true,
+                believed=_believed(believed, true),
+                costs=costs,
+                seed=seed,
+                report=report,
+            ).run()
+    found = {name: outcome(each, nodes, true) for name, each in ran.items()}
+    if picture is not None:
+        from estimator.report.replays import draw_replays
+
+        draw_replays(ran, picture)
+    if as_json:
+        about = {"cluster": on, "believed": believed, "seed": seed}
+        print_json(about | {"policies": {name: asdict(each) for name, each in found.items()}})
+    else:
+        from estimator.cli.render_replay import replay_report
+
+        print_tables(replay_report(on, found))
+
+
+def _jobs(path: Path, nodes: Nodes, models: tuple[str, ...], seed: int) -> list[Job]:
+    from estimator.cluster.job_files import is_job_file, jobs_of_trace, read_jobs
+    from estimator.cluster.traces import read_trace
+
+    where = f"1x1:{nodes.machines[0]}"
+    if is_job_file(path):
+        if models:
+            remark("--model is for traces; each job of this file names its own")
+        with waiting("looking at models"):
+            return read_jobs(path, lambda model: Request(model=model).graph((where,)))
+    rows = read_trace(path)
+    if not models:
+        raise click.UsageError("a trace names no models; give --model, once or more")
+    with waiting("looking at models"):
+        graphs = [Request(model=model).graph((where,)) for model in models]
+    return jobs_of_trace(rows, graphs, nodes, seed=seed)
+
+
+def _believed(which: str, true: Speeds) -> Speeds:
+    if which == "perfect":
+        return true
+    if which == "calibrated":
+        from estimator.cluster.believed import CalibratedSpeeds
+
+        return CalibratedSpeeds()
+    from estimator.cluster.speeds import EngineSpeeds
+
+    return EngineSpeeds()

@@ -1,0 +1,88 @@
+"""The command that replays jobs: a table, JSON, a picture, and one sentence for wrong input."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.synthetic import perceptron
+
+Run = Callable[..., Any]
+CLUSTER = "2x4:gtx-1080-roce"
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Path:
+    replace(perceptron([64, 64]), target="cuda").save(tmp_path / "net.graph")
+    entries = [
+        {
+            "name": f"j{number}",
+            "arrival_s": 10.0 * number,
+            "model": str(tmp_path / "net.graph"),
+            "samples": 1e7,
+            "devices": 1 + number % 4,
+            "global_batch": 256,
+        }
+        for number in range(6)
+    ]
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps({"jobs": entries}))
+    return path
+
+
+def test_replay_prints_each_policy_beside_the_first(jobs: Path, command: Run) -> None:
+    found = command("replay", str(jobs), "--on", CLUSTER, "--policy", "fifo", "--policy", "afs")
+    assert found.code == 0
+    assert "6 jobs on 2x4:gtx-1080-roce" in found.out
+    assert re.search(r"fifo +[\d.]+ +1\.00", found.out)
+    assert re.search(r"afs +[\d.]+ +\d\.\d\d", found.out)
+
+
+def test_replay_prints_base_units_as_json_and_draws(
+    jobs: Path, tmp_path: Path, command: Run
+) -> None:
+    picture = tmp_path / "replay.svg"
+    found = command(
+        *("replay", str(jobs), "--on", CLUSTER, "--policy", "max-min", "--json"),
+        *("--believed", "calibrated", "--picture", str(picture)),
+    )
+    assert found.code == 0
+    content = json.loads(found.out)
+    assert content["policies"]["max-min"]["jobs"] == 6
+    assert content["policies"]["max-min"]["average_jct_s"] > 0
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_a_trace_takes_the_models_given(jobs: Path, tmp_path: Path, command: Run) -> None:
+    trace = tmp_path / "workload.csv"
+    trace.write_text("name,time,application,num_replicas,batch_size\na,7,cnn,2,64\nb,9,cnn,4,64\n")
+    arguments = ["replay", str(trace), "--on", CLUSTER, "--policy", "srtf"]
+    found = command(*arguments, "--model", str(tmp_path / "net.graph"))
+    assert found.code == 0
+    assert "2 jobs on" in found.out
+    refused = command(*arguments)
+    assert refused.code == 2
+    assert "a trace names no models; give --model" in refused.sentence
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["--policy", "lottery"], "'lottery' is no policy"),
+        (["--on", "a1[0]"], "describe a cluster by machine types"),
+        (["--on", "1x9:gtx-1080-roce"], "gtx-1080-roce has 4"),
+        (["--on", "1x2:gtx-1080-roce", "--policy", "fifo"], "jobs waiting on an empty cluster"),
+    ],
+)
+def test_wrong_input_is_one_sentence(
+    jobs: Path, command: Run, change: list[str], said: str
+) -> None:
+    given = ["--on", CLUSTER, "--policy", "max-min", *change]
+    found = command("replay", str(jobs), *given)
+    assert said in found.sentence

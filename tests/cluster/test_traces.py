@@ -1,0 +1,179 @@
+"""Published traces of each form are read: hand-made rows, worked out here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from estimator.cluster.job_files import is_job_file, job_entries, jobs_of_trace, read_jobs
+from estimator.cluster.nodes import Nodes
+from estimator.cluster.speeds import EngineSpeeds
+from estimator.cluster.traces import TracedJob, read_trace
+from estimator.errors import WorkloadError
+from tests.synthetic import perceptron
+
+PHILLY = [
+    {
+        "jobid": "application_2",
+        "vc": "a",
+        "status": "Pass",
+        "submitted_time": "2017-10-09 10:05:00",
+        "attempts": [
+            {
+                "start_time": "2017-10-09 10:06:00",
+                "end_time": "2017-10-09 10:07:00",
+                "detail": [{"ip": "m1", "gpus": ["gpu0"]}],
+            },
+            {
+                "start_time": "2017-10-09 10:10:00",
+                "end_time": "2017-10-09 11:10:00",
+                "detail": [{"ip": "m1", "gpus": ["gpu0", "gpu1"]}, {"ip": "m2", "gpus": ["gpu0"]}],
+            },
+        ],
+    },
+    {
+        "jobid": "application_1",
+        "vc": "a",
+        "status": "Killed",
+        "submitted_time": "2017-10-09 10:00:00",
+        "attempts": [
+            {
+                "start_time": "2017-10-09 10:00:30",
+                "end_time": "2017-10-09 10:01:30",
+                "detail": [{"ip": "m3", "gpus": ["gpu7"]}],
+            }
+        ],
+    },
+    {
+        "jobid": "application_3",
+        "vc": "a",
+        "status": "Killed",
+        "submitted_time": "2017-10-09 09:00:00",
+        "attempts": [{"start_time": None, "end_time": None, "detail": []}],
+    },
+]
+# Columns as in the artifact's README; a job without GPUs is no job of ours.
+HELIOS = """job_id,user,gpu_num,cpu_num,state,submit_time,start_time,end_time,duration,queue
+1,u1,8,64,COMPLETED,2020-04-01 00:02:00,2020-04-01 00:02:10,2020-04-01 01:02:10,3600,10
+2,u2,0,4,COMPLETED,2020-04-01 00:00:00,2020-04-01 00:00:00,2020-04-01 00:01:00,60,0
+3,u1,16,64,FAILED,2020-04-01 00:01:00,2020-04-01 00:02:10,2020-04-01 00:02:40,30,70
+"""
+PAI = """job_name,task_name,inst_num,status,start_time,end_time,plan_cpu,plan_mem,plan_gpu,gpu_type
+a,worker,4,Terminated,1000,1600,600,29,50,T4
+b,worker,1,Terminated,900,930,600,29,200,V100
+c,ps,1,Running,800,,600,29,100,V100
+"""
+POLLUX = """name,time,application,num_replicas,batch_size
+cifar10-0,107,cifar10,6,2048
+ncf-2,135,ncf,1,32768
+"""
+
+
+def traced(name: str, arrival_s: float, devices: int, run_s: float | None) -> TracedJob:
+    return TracedJob(name=name, arrival_s=arrival_s, devices=devices, run_s=run_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "jobs"),
+    [
+        (
+            "philly.json",
+            json.dumps(PHILLY),
+            [traced("application_1", 0, 1, 60), traced("application_2", 300, 3, 3660)],
+        ),
+        ("helios.csv", HELIOS, [traced("3", 0, 16, 30), traced("1", 60, 8, 3600)]),
+        ("pai.csv", PAI, [traced("b", 0, 2, 30), traced("a", 100, 4, 600)]),
+        (
+            "workload-1.csv",
+            POLLUX,
+            [traced("cifar10-0", 0, 6, None), traced("ncf-2", 28, 1, None)],
+        ),
+    ],
+)
+def test_a_trace_is_read(tmp_path: Path, name: str, text: str, jobs: list[TracedJob]) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert read_trace(path) == jobs
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("x.csv", "a,b\n1,2\n", "is no trace that is known .its columns are a, b"),
+        ("x.csv", "", "its columns are none"),
+        ("x.json", "[1]", "is no trace that is known"),
+        ("x.json", "{", "is no trace that is known"),
+        ("x.json", "[]", "has no job with devices"),
+        (
+            "x.csv",
+            "job_id,gpu_num,submit_time,duration\n1,many,2020-01-01,3\n",
+            "is no trace that is known",
+        ),
+    ],
+)
+def test_another_file_is_refused_in_a_sentence(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(WorkloadError, match=said):
+        read_trace(path)
+
+
+NODES = "2x4:gtx-1080-roce"
+ON_CUDA = replace(perceptron([64, 64]), target="cuda")
+
+
+def test_a_job_of_a_trace_runs_as_long_as_the_trace_says() -> None:
+    nodes = Nodes.parse(NODES)
+    graph = ON_CUDA
+    (job,) = jobs_of_trace([traced("a", 5, 8, 1000)], [graph], nodes, seed=0)
+    (step_s,) = EngineSpeeds().step_times_s(job, [nodes.packed("gtx-1080-roce", 8)])
+    assert job.samples / job.global_batch * step_s == pytest.approx(1000)
+    assert (job.arrival_s, job.devices) == (5, 8)
+
+
+def test_a_trace_of_a_larger_cluster_is_refused() -> None:
+    rows = [traced("wide", 0, 9, 10)]
+    with pytest.raises(WorkloadError, match=r"'wide' of the trace asks for 9 devices and .* has 8"):
+        jobs_of_trace(rows, [perceptron([8, 8])], Nodes.parse(NODES), seed=0)
+
+
+def test_jobs_are_written_and_read_again(tmp_path: Path) -> None:
+    graph = ON_CUDA
+    jobs = jobs_of_trace([traced("a", 5, 8, 1000)], [graph], Nodes.parse(NODES), seed=0)
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps(job_entries(jobs, {graph.name: "m.py:f"})))
+    assert is_job_file(path)
+    (again,) = read_jobs(path, {"m.py:f": graph}.__getitem__)
+    (job,) = jobs
+    for name in ("name", "arrival_s", "samples", "devices", "global_batch", "graph"):
+        assert getattr(again, name) == getattr(job, name)
+
+
+ENTRY = {"name": "a", "arrival_s": 0, "model": "m", "samples": 10, "devices": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"gpus": 2}, "job 0 has an unknown key 'gpus'"),
+        ({"devices": 2.5}, "devices must be a whole number, found 2.5"),
+        ({"devices": 0}, "job 'a' has devices 0; give at least 1"),
+        ({"samples": "many"}, "samples must be a number, found 'many'"),
+        ({"samples": -1}, "trains -1 samples"),
+        ({"arrival_s": -1}, "arrives at -1 s"),
+        ({"model": 3}, "model must be text, found 3"),
+        ({"global_batch": 1}, "asks for 2 devices and can use at most 1"),
+    ],
+)
+def test_a_wrong_job_is_refused_in_a_sentence(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps({"jobs": [ENTRY | change]}))
+    with pytest.raises(WorkloadError, match=said):
+        read_jobs(path, lambda model: perceptron([8, 8]))
