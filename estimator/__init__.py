@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from estimator.errors import EstimatorError
     from estimator.estimates import Estimate
     from estimator.graph.ops import OpGraph
+    from estimator.interop.apply_plan import MemoryPlan, apply_plan
     from estimator.machines.profile import MachineProfile, load_profile
     from estimator.placement.allocation import Allocation
     from estimator.placement.columns import AllocationColumns
@@ -37,6 +38,8 @@ _HOMES = {
     "MachineProfile": "estimator.machines.profile",
     "OpGraph": "estimator.graph.ops",
     "Strategy": "estimator.workload",
+    "MemoryPlan": "estimator.interop.apply_plan",
+    "apply_plan": "estimator.interop.apply_plan",
     "estimate": "estimator.api",
     "estimate_chunks": "estimator.tables",
     "estimate_many": "estimator.tables",
@@ -54,8 +57,10 @@ __all__ = [
     "EstimateTable",
     "EstimatorError",
     "MachineProfile",
+    "MemoryPlan",
     "OpGraph",
     "Strategy",
+    "apply_plan",
     "estimate",
     "estimate_chunks",
     "estimate_many",
