@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from estimator.errors import EstimatorError
     from estimator.estimates import Estimate
     from estimator.graph.op_graph import OpGraph
+    from estimator.interop.apply_plan import MemoryPlan, apply_plan
     from estimator.machines.catalogue import load_profile
     from estimator.machines.profile import MachineProfile
     from estimator.placement.allocation import Allocation
@@ -38,6 +39,8 @@ _HOMES = {
     "MachineProfile": "estimator.machines.profile",
     "OpGraph": "estimator.graph.op_graph",
     "Strategy": "estimator.workload",
+    "MemoryPlan": "estimator.interop.apply_plan",
+    "apply_plan": "estimator.interop.apply_plan",
     "estimate": "estimator.api",
     "estimate_chunks": "estimator.tables",
     "estimate_many": "estimator.tables",
@@ -55,8 +58,10 @@ __all__ = [
     "EstimateTable",
     "EstimatorError",
     "MachineProfile",
+    "MemoryPlan",
     "OpGraph",
     "Strategy",
+    "apply_plan",
     "estimate",
     "estimate_chunks",
     "estimate_many",

@@ -19,10 +19,11 @@ from estimator.cli.request import Request
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 def memory(on: str, picture: Path | None, as_json: bool, **options: Any) -> None:
     """Say what MODEL holds in memory over a step, by kind and module, and what is alive at the
-    peak.
+    peak; where it does not fit, what would make it fit and how much longer that takes.
 
     Exit code 1: it does not fit into the devices' memory.
     """
+    from estimator.advise.fitting import remedies
     from estimator.advise.memory import memory_of
 
     request = Request(**options)
@@ -35,11 +36,18 @@ def memory(on: str, picture: Path | None, as_json: bool, **options: Any) -> None
         from estimator.report.memory import draw_memory
 
         draw_memory(report, picture)
+    found = []
+    if report.answer.fits == "no":
+        with waiting("looking for what would make it fit"):
+            found = remedies(
+                graph, report.answer, cluster=request.cluster, calibration=request.calibration
+            )
     if as_json:
-        print_json(report.to_dict())
+        remedied = {"remedies": [remedy.to_dict() for remedy in found]}
+        print_json(report.to_dict() | remedied)
     else:
-        from estimator.cli.render_memory import memory_report
+        from estimator.cli.render_memory import memory_report, remedies_table
 
-        print_tables(memory_report(report))
+        print_tables(memory_report(report, remedies_table(found)))
     if report.answer.fits == "no":
         raise click.exceptions.Exit(ANSWER_IS_NO)

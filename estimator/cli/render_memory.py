@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -9,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from estimator.cli.render import FITS_WORDS, facts, grid, stacked
-from estimator.units import format_bytes, format_ratio
+from estimator.units import format_bytes, format_ratio, format_seconds
 
 if TYPE_CHECKING:
+    from estimator.advise.fitting import Remedy
     from estimator.advise.memory import MemoryReport
 
 _MOST_ROWS = 12
@@ -64,4 +66,19 @@ def _tensors(report: MemoryReport) -> Table:
         dies = str(tensor.dies) if tensor.dies < ops else "the end"
         what = tensor.op or tensor.kind
         table.add_row(what, tensor.module, born, dies, format_bytes(tensor.size_bytes))
+    return table
+
+
+def remedies_table(remedies: Sequence[Remedy]) -> Table | None:
+    """What would make it fit, cheapest first; None where nothing is listed."""
+    if not remedies:
+        return None
+    table = grid("What would make it fit", "change", "peak", "step", "longer by", numbers=3)
+    for remedy in remedies:
+        table.add_row(
+            remedy.change,
+            format_bytes(remedy.peak_bytes),
+            format_seconds(remedy.step_time_s),
+            format_ratio(remedy.cost_ratio),
+        )
     return table

@@ -1,0 +1,220 @@
+"""Plan the memory of five convolutional networks as TENSILE did, beside the plans of others (A10).
+
+Batches of 16 and 2 at 224 px, 1000 classes, Adam, fp32, on the machine `rtx-2080-ti` with a host
+link of 12.5 GB/s out and 13.4 GB/s back. Every parameter is updated by itself with a fused kernel;
+the peak without a plan is that of the same step. Durations are predicted, nothing is run. Needs
+timm and torchvision, as `coverage.py` says, unless a folder of traced graphs is given.
+
+    python benchmarks/memory_plans.py --graphs DIR [--only MODEL ...] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from estimator.advise.swap_baselines import capuchin, chen, vdnn
+from estimator.advise.swap_checker import plan_flaws
+from estimator.advise.swap_problem import SwapProblem, host_link, swap_problem
+from estimator.advise.swap_search import Planned, least_bytes, least_peak, pareto
+from estimator.advise.swap_tensile import tensile
+from estimator.engine import estimate_graph
+from estimator.graph.op_graph import OpGraph
+from estimator.machines.catalogue import load_profile
+from estimator.units import MIB, format_ratio
+
+MODELS = ("vgg16", "inception_v3", "inception_v4", "resnet50", "densenet121")
+BATCHES = (16, 2)
+# Planned peaks in MiB at batch 16 and 2, as the task states them of TENSILE's paper.
+TENSILES_MIB = {
+    "vgg16": (4099, 2642),
+    "inception_v3": (2447, 1173),
+    "inception_v4": (3789, 1444),
+    "resnet50": (2212, 1273),
+    "densenet121": (2334, 1130),
+}
+OUT_BYTES_PER_S, BACK_BYTES_PER_S = 12.5e9, 13.4e9
+OVERHEADS = (0.0, 0.05, 0.15)
+CAPUCHIN_SAVINGS = (0.25, 0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One planner on one network and batch."""
+
+    model: str
+    batch: int
+    planner: str
+    vanilla_mib: float
+    torch_mib: float
+    tensiles_mib: float
+    peak_mib: float
+    saved_ratio: float
+    overhead_ratio: float
+    swaps: int
+    recomputes: int
+    flaws: int
+    least_mib: float
+    seconds: float
+
+    @property
+    def benefit_ratio(self) -> float | None:
+        """MSR / EOR (CBR); None where nothing is lost."""
+        return self.saved_ratio / self.overhead_ratio if self.overhead_ratio > 1e-9 else None
+
+
+def traced(model: str, folder: Path) -> OpGraph:
+    """The graph of a network, traced once into a folder."""
+    path = folder / f"{model}.graph"
+    if not path.exists():
+        graph = _trace(model)
+        folder.mkdir(parents=True, exist_ok=True)
+        graph.save(path)
+    return OpGraph.load(path)
+
+
+def _trace(name: str) -> OpGraph:
+    import torch
+    from coverage import build_timm, define_torchvision_schemas
+    from torch import Tensor, nn
+
+    from estimator.graph.trace import trace_graph
+
+    class Classified(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model, self.loss = model, nn.CrossEntropyLoss()
+
+        def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+            found: Tensor = self.loss(self.model(images), labels)
+            return found
+
+    define_torchvision_schemas()
+    batch = torch.randn(16, 3, 224, 224), torch.randint(0, 1000, (16,))
+    return trace_graph(
+        Classified(build_timm(name)),
+        batch,
+        loss=lambda value, _batch: value,
+        optimizer="adam",
+        target="cuda",
+        name=name,
+    )
+
+
+def problem_for(graph: OpGraph, batch: int) -> tuple[SwapProblem, int]:
+    """The step to plan, and the peak of the same step as torch runs it by default."""
+    answer = estimate_graph(graph, "1x1:rtx-2080-ti", batch_per_gpu=batch)
+    profile = load_profile("rtx-2080-ti")
+    out = replace(host_link(profile, "d2h"), bandwidth_bytes_per_s=OUT_BYTES_PER_S)
+    back = replace(host_link(profile, "h2d"), bandwidth_bytes_per_s=BACK_BYTES_PER_S)
+    return swap_problem(answer, d2h=out, h2d=back), answer.peak_memory_bytes
+
+
+def rows_of(graph: OpGraph, batch: int, *, budgets: int, rounds: int) -> list[Row]:
+    """Every planner on one network and batch."""
+    problem, default_bytes = problem_for(graph, batch)
+    convolutions = [
+        op
+        for op, number in enumerate(problem.order)
+        if number >= 0
+        and graph.ops[number].phase == "forward"
+        and graph.ops[number].call.target == "aten.convolution.default"
+    ]
+    rows: list[Row] = []
+
+    def add(planner: str, found: Planned, seconds: float) -> None:
+        played = found.played
+        row = Row(
+            model=graph.name,
+            batch=batch,
+            planner=planner,
+            vanilla_mib=problem.vanilla_bytes / MIB,
+            torch_mib=default_bytes / MIB,
+            tensiles_mib=TENSILES_MIB[graph.name][BATCHES.index(batch)],
+            peak_mib=played.peak_bytes / MIB,
+            saved_ratio=played.saved_ratio,
+            overhead_ratio=played.overhead_ratio,
+            swaps=len(found.plan.swaps),
+            recomputes=len(found.plan.recomputes),
+            flaws=len(plan_flaws(problem, found.plan, played)),
+            least_mib=least_bytes(problem) / MIB,
+            seconds=seconds,
+        )
+        rows.append(row)
+        print(line_of(row), file=sys.stderr, flush=True)
+
+    begin = time.monotonic()
+    seeds = tensile(problem)
+    others = {"TENSILE": seeds[-1]}
+    add("TENSILE", seeds[-1], time.monotonic() - begin)
+    others["vDNN"] = vdnn(problem, convolutions)
+    add("vDNN", others["vDNN"], 0.0)
+    others["Chen √n"] = chen(problem)
+    add("Chen √n", others["Chen √n"], 0.0)
+    for saving in CAPUCHIN_SAVINGS:
+        begin = time.monotonic()
+        name = f"Capuchin for {saving:.0%}"
+        others[name] = capuchin(problem, int((1 - saving) * problem.vanilla_bytes))
+        add(name, others[name], time.monotonic() - begin)
+    begin = time.monotonic()
+    curve = pareto(problem, budgets=budgets, seeds=seeds)
+    curve_s = time.monotonic() - begin
+    for overhead in OVERHEADS:
+        begin = time.monotonic()
+        found = least_peak(problem, overhead, curve=curve, rounds=rounds, seeds=seeds)
+        add(f"ours at EOR ≤ {overhead:.0%}", found, curve_s + time.monotonic() - begin)
+    for name, other in others.items():
+        allowed = max(other.played.overhead_ratio, 0.0)
+        found = least_peak(problem, allowed, curve=curve, rounds=rounds, seeds=seeds)
+        add(f"ours in the time of {name}", found, curve_s)
+    return rows
+
+
+def line_of(row: Row) -> str:
+    """One row as people read it."""
+    benefit = "" if row.benefit_ratio is None else f"{row.benefit_ratio:.2f}"
+    return (
+        f"| {row.model} | {row.batch} | {row.planner} | {row.vanilla_mib:.0f} "
+        f"| {row.peak_mib:.0f} | {format_ratio(row.saved_ratio)} "
+        f"| {format_ratio(row.overhead_ratio)} | {benefit} | {row.swaps} | {row.recomputes} "
+        f"| {row.tensiles_mib:.0f} | {row.flaws} |"
+    )
+
+
+HEAD = (
+    "| model | batch | planner | MiB without | MiB planned | MSR | EOR | CBR | swaps "
+    "| recomputed | TENSILE's paper, MiB | flaws |\n"
+    "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--graphs", type=Path, default=Path("graphs"), help="folder of graphs")
+    parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--budgets", type=int, default=20, help="points of the curve")
+    parser.add_argument("--rounds", type=int, default=6, help="halvings between two of them")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    chosen = parser.parse_args()
+    rows: list[Row] = []
+    for model in chosen.only:
+        graph = traced(model, chosen.graphs)
+        for batch in BATCHES:
+            rows += rows_of(graph, batch, budgets=chosen.budgets, rounds=chosen.rounds)
+    if chosen.json:
+        listed: list[dict[str, Any]] = [asdict(row) for row in rows]
+        print(json.dumps({"machine": "rtx-2080-ti", "cases": listed}))
+    else:
+        print(HEAD)
+        for row in rows:
+            print(line_of(row))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,326 @@
+"""Run a training step under a plan of memory: move and recompute its activations as planned.
+
+A dispatch mode follows the operators of the step, which come in the order of the traced graph, and
+frees, fills and recomputes the storages that the plan names. Autograd keeps its tensors: only the
+memory behind them goes and comes back. On a CPU the "host" is a second arena outside of torch's
+allocator, and a thread for each direction copies at the rate of the planned link.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from estimator.advise.swap_plan import Recompute, SwapPlan
+from estimator.advise.swap_problem import SwapProblem
+from estimator.errors import WorkloadError
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.structure import GraphStructure
+from estimator.machines.profile import Link
+
+_BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
+# Where those take what they keep of the batches seen.
+_RUNNING = (3, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryPlan:
+    """A plan with the step that it is for, as `apply_plan` runs it."""
+
+    graph: OpGraph
+    problem: SwapProblem
+    plan: SwapPlan
+
+    def __post_init__(self) -> None:
+        if self.graph.target != "cpu":
+            raise WorkloadError(
+                f"a plan is run on the kind of device it was traced for, found {self.graph.target};"
+                " running on GPUs is not there yet, trace with target='cpu'"
+            )
+        moved = {swap.tensor for swap in self.plan.swaps}
+        others = {self.problem.tensors[number].kind for number in moved} - {"activation"}
+        if others:
+            raise WorkloadError(
+                f"a plan that is run moves activations alone, found {', '.join(sorted(others))}; "
+                "plan with Means(kinds=('activation',))"
+            )
+
+
+@contextmanager
+def apply_plan(plan: MemoryPlan, model: nn.Module) -> Iterator[None]:
+    """Run the training steps inside under a plan made for them.
+
+    Gradients and buffers are what they are without it, bit for bit where operators are
+    deterministic. Raises WorkloadError where a step is not the one that was traced.
+    """
+    with _Copies(plan.problem.d2h) as out, _Copies(plan.problem.h2d) as back:
+        mode = _PlannedStep(plan, out, back)
+        handle = model.register_forward_pre_hook(lambda _module, _inputs: mode.begin())
+        try:
+            with mode:
+                yield
+            mode.end()
+        finally:
+            handle.remove()
+
+
+class _Copies:
+    """One direction of the link: a thread that copies one after the other, no faster than it."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._asked: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Copies:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._asked.put(None)
+        self._thread.join()
+
+    def copy(self, target: Any, source: Any, *, after: _Copy | None = None) -> _Copy:
+        asked = _Copy(target, source, after, threading.Event())
+        self._asked.put(asked)
+        return asked
+
+    def _run(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            if asked.after is not None:
+                asked.after.done.wait()
+            begin = time.perf_counter()
+            size = asked.source.nbytes
+            np.copyto(asked.target, asked.source)
+            left_s = begin + self.link.transfer_time_s(size) - time.perf_counter()
+            if left_s > 0:
+                time.sleep(left_s)
+            # Nothing may point into memory that is freed next.
+            asked.target = asked.source = None
+            asked.done.set()
+
+
+@dataclass(slots=True)
+class _Copy:
+    target: Any
+    source: Any
+    after: _Copy | None
+    done: threading.Event
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A tensor argument of an op, by the storage that it lies in; None: one outside the plan."""
+
+    tensor: int | None
+    outside: Tensor | None
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class _PlannedStep(TorchDispatchMode):
+    """Follows a step op by op."""
+
+    def __init__(self, plan: MemoryPlan, out: _Copies, back: _Copies) -> None:
+        super().__init__()
+        self.graph, self.problem, self.plan = plan.graph, plan.problem, plan.plan
+        self.out, self.back = out, back
+        structure = GraphStructure.of(self.graph)
+        root_of = [structure.storages[number].root for number in structure.storage_of]
+        of_root = {t.value: t.number for t in self.problem.tensors if t.value >= 0}
+        self.tensor_of = [of_root.get(root) for root in root_of]
+        self.place = len(self.graph.ops)
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.numbers: dict[int, int] = {}
+        self.host: dict[int, Any] = {}
+        self.leaving: dict[int, _Copy] = {}
+        self.arriving: dict[int, _Copy] = {}
+        self.calls: dict[int, tuple[Any, Any, Any]] = {}
+        self._list_events()
+
+    def _list_events(self) -> None:
+        self.at: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+        for swap in self.plan.swaps:
+            self.at[swap.free_before].append(("free", swap.tensor))
+            self.at[swap.fetch_before].append(("fetch", swap.tensor))
+            self.at[swap.use].append(("use", swap.tensor))
+        self.after: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+        for swap in self.plan.swaps:
+            self.after[swap.after].append(("send", swap.tensor))
+        self.again: defaultdict[int, list[Recompute]] = defaultdict(list)
+        for each in self.plan.recomputes:
+            self.after[each.after].append(("drop", each.tensor))
+            self.again[each.before].append(each)
+        self.repeated = {op for each in self.plan.recomputes for op in each.ops}
+        self.dies: defaultdict[int, list[int]] = defaultdict(list)
+        for tensor in self.problem.tensors:
+            self.dies[tensor.dies].append(tensor.number)
+
+    def begin(self) -> None:
+        """A step begins: the model is called."""
+        self.end()
+        self.place = 0
+
+    def end(self) -> None:
+        """Raise WorkloadError where the step before has not come to its end."""
+        if self.place < len(self.graph.ops):
+            raise self._left()
+        for kept in (self.storages, self.numbers, self.host, self.calls):
+            kept.clear()
+        self.leaving.clear()
+        self.arriving.clear()
+
+    def _left(self) -> WorkloadError:
+        expected = self.graph.ops[self.place].call.target
+        return WorkloadError(
+            f"the step left the traced one before op {self.place} ({expected}); apply a plan that "
+            "was made for this model, batch and loss"
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        ops = self.graph.ops
+        # Operators that no trace keeps, such as detach, run as they come.
+        if self.place >= len(ops) or str(func) != ops[self.place].call.target:
+            if any(_is_away(leaf) for leaf in tree_flatten((args, kwargs))[0]):
+                raise self._left()
+            return func(*args, **kwargs)
+        place, op = self.place, ops[self.place]
+        self._before(place)
+        if place in self.repeated:
+            self.calls[place] = func, *tree_map(self._seen, (args, dict(kwargs)))
+        found = func(*args, **kwargs)
+        self.place += 1
+        outputs = [each for each in tree_flatten(found)[0] if isinstance(each, Tensor)]
+        for value, tensor in zip(op.outputs, outputs, strict=False):
+            number = self.tensor_of[value]
+            if number is not None and self.problem.tensors[number].kind == "activation":
+                self._register(number, tensor)
+        del outputs
+        self._after(place)
+        return found
+
+    def _register(self, number: int, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if number not in self.storages:
+            self.storages[number] = storage
+            self.numbers[storage._cdata] = number
+
+    def _seen(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        number = self.numbers.get(leaf.untyped_storage()._cdata)
+        return _Seen(
+            tensor=number,
+            outside=None if number is not None else leaf.detach(),
+            size=tuple(leaf.shape),
+            stride=tuple(leaf.stride()),
+            offset=int(leaf.storage_offset()),
+            dtype=leaf.dtype,
+        )
+
+    # around an op
+
+    def _before(self, place: int) -> None:
+        for wanted in ("free", "fetch", "use"):
+            for what, tensor in self.at.get(place, ()):
+                if what == wanted:
+                    getattr(self, f"_{what}")(tensor)
+        for each in self.again.get(place, ()):
+            self._recompute(each)
+
+    def _after(self, place: int) -> None:
+        for what, tensor in self.after.get(place, ()):
+            getattr(self, f"_{what}")(tensor)
+        for number in self.dies.get(place, ()):
+            storage = self.storages.pop(number, None)
+            if storage is not None:
+                self.numbers.pop(storage._cdata, None)
+            self.host.pop(number, None)
+
+    def _bytes(self, tensor: int) -> Any:
+        # A tensor's own numpy() would fix the size of its storage for good.
+        storage = self.storages[tensor]
+        block = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+        return np.ctypeslib.as_array(block)
+
+    def _send(self, tensor: int) -> None:
+        size = self.storages[tensor].nbytes()
+        self.host[tensor] = np.empty(size, dtype=np.uint8)
+        self.leaving[tensor] = self.out.copy(self.host[tensor], self._bytes(tensor))
+
+    def _free(self, tensor: int) -> None:
+        self.leaving[tensor].done.wait()
+        self.storages[tensor].resize_(0)
+
+    def _fetch(self, tensor: int) -> None:
+        self.storages[tensor].resize_(self.host[tensor].nbytes)
+        self.arriving[tensor] = self.back.copy(
+            self._bytes(tensor), self.host[tensor], after=self.leaving[tensor]
+        )
+
+    def _use(self, tensor: int) -> None:
+        self.arriving.pop(tensor).done.wait()
+
+    def _drop(self, tensor: int) -> None:
+        self.storages[tensor].resize_(0)
+
+    def _recompute(self, again: Recompute) -> None:
+        fresh: dict[int, torch.UntypedStorage] = {}
+
+        def rebuilt(leaf: Any) -> Any:
+            if not isinstance(leaf, _Seen):
+                return leaf
+            if leaf.tensor is None:
+                return leaf.outside
+            storage = fresh.get(leaf.tensor) or self.storages[leaf.tensor]
+            empty = torch.empty(0, dtype=leaf.dtype)
+            return empty.set_(storage, leaf.offset, leaf.size, leaf.stride)
+
+        last_read = {t: op for op in again.ops for t in self.problem.reads[op]}
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            for op in again.ops:
+                func, args, kwargs = self.calls[op]
+                args, kwargs = tree_map(rebuilt, (args, kwargs))
+                found = func(*_without_running(func, args), **kwargs)
+                outputs = [each for each in tree_flatten(found)[0] if isinstance(each, Tensor)]
+                for value, tensor in zip(self.graph.ops[op].outputs, outputs, strict=False):
+                    number = self.tensor_of[value]
+                    if number is not None and self.problem.tensors[number].born == op:
+                        fresh[number] = tensor.untyped_storage()
+                del args, kwargs, found, outputs
+                for number in [n for n in fresh if last_read.get(n, -1) <= op]:
+                    if number != again.tensor:
+                        del fresh[number]
+            target = self.storages[again.tensor]
+            target.resize_(fresh[again.tensor].nbytes())
+            target.copy_(fresh[again.tensor])
+
+
+def _is_away(leaf: Any) -> bool:
+    """Whether the memory of a tensor is not there."""
+    return isinstance(leaf, Tensor) and leaf.numel() > 0 and leaf.untyped_storage().nbytes() == 0
+
+
+def _without_running(func: Any, args: Any) -> Any:
+    """The arguments of a batch norm without what it keeps of the batches seen: once is enough."""
+    if func._schema.name.removeprefix("aten::") not in _BATCH_NORMS:
+        return args
+    return tuple(None if index in _RUNNING else each for index, each in enumerate(args))

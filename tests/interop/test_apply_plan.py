@@ -1,0 +1,144 @@
+"""A plan that runs: the same gradients and buffers bit for bit, and the peak that was planned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from estimator.advise.swap_plan import Swap, SwapPlan
+from estimator.advise.swap_problem import SwapProblem, swap_problem
+from estimator.advise.swap_search import Means, plan_within
+from estimator.engine import estimate_graph
+from estimator.errors import WorkloadError
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.trace import trace_graph
+from estimator.interop.apply_plan import MemoryPlan, apply_plan
+from tests.advise.swap_problems import link
+from tests.synthetic import Machine
+
+
+def convolutional() -> tuple[nn.Module, Tensor]:
+    """Batch norms, ReLUs in place, dropout: what makes recomputing delicate."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width in (8, 16, 16, 16):
+        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width)]
+        layers += [nn.ReLU(inplace=True)]
+        channels = width
+    layers += [nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(channels * 64, 10)]
+    return nn.Sequential(*layers), torch.randn(16, 3, 16, 16)
+
+
+def feed_forward() -> tuple[nn.Module, Tensor]:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
+    return nn.Sequential(*layers), torch.randn(512, 64)
+
+
+def problem_of(model: nn.Module, batch: Any) -> tuple[OpGraph, SwapProblem]:
+    graph = trace_graph(model, batch, loss=lambda value, _batch: value, optimizer="adamw")
+    answer = estimate_graph(graph, "1x1:synthetic", profile=Machine(devices=1).profile())
+    return graph, swap_problem(answer, d2h=link("d2h", 4e9), h2d=link("h2d", 4e9))
+
+
+@pytest.mark.parametrize("build", [convolutional, feed_forward])
+@pytest.mark.parametrize("means", ["swap", "recompute", "both"])
+def test_gradients_and_buffers_are_the_same_bit_for_bit(
+    build: Callable[[], tuple[nn.Module, Tensor]], means: str
+) -> None:
+    torch.manual_seed(0)
+    model, batch = build()
+    wrapped = Squared(model)
+    graph, problem = problem_of(wrapped, batch)
+    allowed = Means(swap=means != "recompute", recompute=means != "swap", kinds=("activation",))
+    found = plan_within(problem, int(0.6 * problem.vanilla_bytes), means=allowed)
+    assert found.plan.swaps or found.plan.recomputes
+    plain, planned = copy.deepcopy(wrapped), copy.deepcopy(wrapped)
+    plan = MemoryPlan(graph=graph, problem=problem, plan=found.plan)
+    with apply_plan(plan, planned):
+        # Two steps: what the first one leaves must not disturb the second.
+        for _ in range(2):
+            expected, got = run(plain, batch), run(planned, batch)
+            assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    for first, second in zip(plain.buffers(), planned.buffers(), strict=True):
+        assert torch.equal(first, second)
+
+
+class Squared(nn.Module):
+    """A model whose output is its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.model(batch).square().mean()
+
+
+def run(model: nn.Module, batch: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(batch).backward()
+    return [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
+
+
+def live_peak_bytes(step: Callable[[], object]) -> int:
+    """The most that torch's allocator holds during a step beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(accumulate(size for _, size in changes))
+
+
+def test_the_measured_peak_falls_as_planned() -> None:
+    torch.manual_seed(0)
+    model, batch = convolutional()
+    wrapped = Squared(model)
+    graph, problem = problem_of(wrapped, batch)
+    means = Means(recompute=False, kinds=("activation",))
+    found = plan_within(problem, int(0.7 * problem.vanilla_bytes), means=means)
+    assert found.played.saved_ratio > 0.2
+    plan = MemoryPlan(graph=graph, problem=problem, plan=found.plan)
+
+    def step() -> None:
+        wrapped.zero_grad(set_to_none=True)
+        wrapped(batch).backward()
+
+    step()
+    wrapped.zero_grad(set_to_none=True)
+    without = live_peak_bytes(step)
+    wrapped.zero_grad(set_to_none=True)
+    with apply_plan(plan, wrapped):
+        under = live_peak_bytes(step)
+    saved = problem.vanilla_bytes - found.played.peak_bytes
+    assert without - under == pytest.approx(saved, rel=0.05)
+
+
+def test_another_model_is_refused() -> None:
+    model, batch = feed_forward()
+    graph, problem = problem_of(Squared(model), batch)
+    plan = MemoryPlan(graph=graph, problem=problem, plan=SwapPlan())
+    other = Squared(nn.Sequential(nn.Linear(64, 64), nn.Tanh()))
+    with pytest.raises(WorkloadError, match="left the traced one"), apply_plan(plan, other):
+        other(batch).backward()
+
+
+def test_a_plan_for_gpus_or_for_more_than_activations_is_refused() -> None:
+    model, batch = feed_forward()
+    graph, problem = problem_of(Squared(model), batch)
+    with pytest.raises(WorkloadError, match="target='cpu'"):
+        MemoryPlan(graph=replace(graph, target="cuda"), problem=problem, plan=SwapPlan())
+    parameter = next(t.number for t in problem.tensors if t.kind == "parameter")
+    swap = Swap(tensor=parameter, after=0, free_before=1, fetch_before=2, use=3)
+    with pytest.raises(WorkloadError, match="activations alone"):
+        MemoryPlan(graph=graph, problem=problem, plan=SwapPlan(swaps=(swap,)))
