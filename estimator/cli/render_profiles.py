@@ -300,8 +300,13 @@ _REACH_WORDS = {
 
 
 def _link_name(link: Link) -> str:
-    pinned = ", pinned" if link.pinned else ""
-    return f"{link.kind.replace('_', ' ')}{pinned}{_REACH_WORDS[link.reach]}"
+    words = link.kind.replace("_", " ") + (", pinned" if link.pinned else "")
+    words += _REACH_WORDS[link.reach]
+    if link.ring_devices is not None:
+        words += f", rings of up to {link.ring_devices}"
+    if not link.peer_to_peer:
+        words += ", through host memory"
+    return words + (", adds in its switch" if link.reduces else "")
 
 
 def _collective_name(cost: CollectiveCost) -> str:

@@ -119,6 +119,8 @@ def _link_quantities(links: Sequence[Link], group: str, role: str) -> Iterator[_
             name += f", {_spaced(link.reach)}"
         if link.streams > 1:
             name += f", {link.streams} at once"
+        if link.ring_devices is not None:
+            name += f", rings of up to {link.ring_devices}"
         if name in named:
             name += f", over {_spaced(link.kind)}"
         named.add(name)

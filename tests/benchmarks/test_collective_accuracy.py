@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from collective_accuracy import cases_of, teaches
 from collective_groups import Group, read_groups
+from collective_systems import asked_of, cases_of_systems
 
-GROUP = Group("s", "cluster", "all_reduce", "fp16", 2, 4, {1024: 1e-4, 2048: 2e-4, 4096: 4e-4})
+GIB = 1 << 30
+GROUP = Group("s", "cluster", "all_reduce", "fp16", 2, 4, {GIB: 0.1, 2 * GIB: 0.2, 4 * GIB: 0.4})
 
 
 def test_the_names_of_one_cluster_are_joined(tmp_path: Path) -> None:
@@ -31,9 +33,9 @@ def test_the_names_of_one_cluster_are_joined(tmp_path: Path) -> None:
 
 def test_sizes_are_predicted_from_every_other_size() -> None:
     (case,) = cases_of("sizes", [GROUP])
-    assert case["size_bytes"] == 2048
-    # A line through what was kept: 2 × 0.1 ms.
-    assert case["predicted_s"] == pytest.approx(2e-4, rel=1e-3)
+    assert case["size_bytes"] == 2 * GIB
+    # A line through what was kept: 2 × 0.1 s; what NCCL takes to start is nothing beside that.
+    assert case["predicted_s"] == pytest.approx(0.2, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -55,3 +57,17 @@ def test_a_split_learns_from_smaller_groups_only(
 def test_more_nodes_are_predicted_from_fewer_that_crossed_the_network() -> None:
     assert teaches("nodes", GROUP, replace(GROUP, nodes=4, ranks=8))
     assert not teaches("nodes", replace(GROUP, dtype="fp32"), replace(GROUP, nodes=4, ranks=8))
+
+
+def test_a_system_is_judged_by_a_fit_to_the_others() -> None:
+    # Two systems whose times are what the formula says with k = 1 and with k = 2.
+    shape = ("vTrain", "1x 8-GPU A100 node"), ("aiconfigurator", "a100_sxm")
+    sizes = (1 << 20, 1 << 24, 1 << 26)
+    groups = []
+    for (source, system), pipelining in zip(shape, (1.0, 2.0), strict=True):
+        blank = Group(source, system, "all_reduce", "fp16", 1, 8, dict.fromkeys(sizes, 1.0))
+        (asked,) = asked_of([blank])
+        times = asked.seconds(pipelining).tolist()
+        groups.append(replace(blank, points=dict(zip(sizes, times, strict=True))))
+    found = {case["system"]: case["pipelining"] for case in cases_of_systems(groups)}
+    assert found == {"1x 8-GPU A100 node": pytest.approx(2.0), "a100_sxm": pytest.approx(1.0)}

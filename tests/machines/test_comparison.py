@@ -65,3 +65,10 @@ def test_a_comparison_shows_what_either_has_and_estimates_assume(
     assert "400 GB/s" in told["between nodes, bandwidth"]
     assert "4.00 µs" in told["forward op"]
     assert any("host and updates of 'h100-sxm' are usual ones" in line for line in lines)
+
+
+def test_links_for_unlike_numbers_of_devices_have_names_of_their_own() -> None:
+    rows = only_in(load_profile("dgx-1"), load_profile("titan-rtx"))
+    names = [row.name for row in rows if row.group == "link"]
+    assert len(set(names)) == len(names)
+    assert "between devices, rings of up to 2, bandwidth" in names

@@ -268,7 +268,7 @@ def _first(values: Iterable[Entry | None]) -> Entry | None:
 
 
 def _link_key(link: Link) -> Hashable:
-    return link.kind, link.reach, link.pinned, link.streams
+    return link.kind, link.reach, link.pinned, link.streams, link.ring_devices, link.peer_to_peer
 
 
 def _collective_key(cost: CollectiveCost) -> Hashable:
