@@ -20,8 +20,9 @@ from typing import Any
 
 from estimator.advise.swap_baselines import capuchin, chen, vdnn
 from estimator.advise.swap_checker import plan_flaws
+from estimator.advise.swap_curve import least_peak, pareto
 from estimator.advise.swap_problem import SwapProblem, host_link, swap_problem
-from estimator.advise.swap_search import Planned, least_bytes, least_peak, pareto
+from estimator.advise.swap_search import Planned, least_bytes
 from estimator.advise.swap_tensile import tensile
 from estimator.engine import estimate_graph
 from estimator.graph.ops import OpGraph
