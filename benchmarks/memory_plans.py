@@ -20,8 +20,9 @@ from typing import Any
 
 from estimator.advise.swap_baselines import capuchin, chen, vdnn
 from estimator.advise.swap_checker import plan_flaws
+from estimator.advise.swap_curve import least_peak, pareto
 from estimator.advise.swap_problem import SwapProblem, host_link, swap_problem
-from estimator.advise.swap_search import Planned, least_bytes, least_peak, pareto
+from estimator.advise.swap_search import Planned, least_bytes
 from estimator.advise.swap_tensile import tensile
 from estimator.engine import estimate_graph
 from estimator.graph.op_graph import OpGraph
@@ -115,7 +116,9 @@ def problem_for(graph: OpGraph, batch: int) -> tuple[SwapProblem, int]:
     return swap_problem(answer, d2h=out, h2d=back), answer.peak_memory_bytes
 
 
-def rows_of(graph: OpGraph, batch: int, *, budgets: int, rounds: int) -> list[Row]:
+def rows_of(
+    graph: OpGraph, batch: int, *, budgets: int, rounds: int, with_capuchin: bool
+) -> list[Row]:
     """Every planner on one network and batch."""
     problem, default_bytes = problem_for(graph, batch)
     convolutions = [
@@ -156,7 +159,7 @@ def rows_of(graph: OpGraph, batch: int, *, budgets: int, rounds: int) -> list[Ro
     add("vDNN", others["vDNN"], 0.0)
     others["Chen √n"] = chen(problem)
     add("Chen √n", others["Chen √n"], 0.0)
-    for saving in CAPUCHIN_SAVINGS:
+    for saving in CAPUCHIN_SAVINGS if with_capuchin else ():
         begin = time.monotonic()
         name = f"Capuchin for {saving:.0%}"
         others[name] = capuchin(problem, int((1 - saving) * problem.vanilla_bytes))
@@ -199,13 +202,22 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--budgets", type=int, default=20, help="points of the curve")
     parser.add_argument("--rounds", type=int, default=6, help="halvings between two of them")
+    parser.add_argument(
+        "--without-capuchin", action="store_true", help="leave out the slowest of the others"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     chosen = parser.parse_args()
     rows: list[Row] = []
     for model in chosen.only:
         graph = traced(model, chosen.graphs)
         for batch in BATCHES:
-            rows += rows_of(graph, batch, budgets=chosen.budgets, rounds=chosen.rounds)
+            rows += rows_of(
+                graph,
+                batch,
+                budgets=chosen.budgets,
+                rounds=chosen.rounds,
+                with_capuchin=not chosen.without_capuchin,
+            )
     if chosen.json:
         listed: list[dict[str, Any]] = [asdict(row) for row in rows]
         print(json.dumps({"machine": "rtx-2080-ti", "cases": listed}))

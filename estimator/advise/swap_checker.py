@@ -7,7 +7,6 @@ planner counts bytes per op, this keeps a state for every tensor.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -217,8 +216,3 @@ def _order_flaws(problem: SwapProblem, plan: SwapPlan, played: PlayedPlan) -> li
         if not any(each.end_s <= use_s + _ROUNDING for each in arrivals[swap.tensor]):
             flaws.append(f"op {swap.use} runs before tensor {swap.tensor} is back")
     return flaws
-
-
-def flaws_text(flaws: Sequence[str]) -> str:
-    """All flaws in one line."""
-    return "; ".join(flaws) or "none"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -256,7 +256,7 @@ class _Builder:
         self, place: dict[int, int], update: dict[int, int], size_of: Sequence[int]
     ) -> list[PlannedTensor]:
         structure, graph, end = self.structure, self.graph, len(self.order)
-        accesses, writers = self._touched(place)
+        self.touched = accesses, _ = self._touched(place)
         number_of = structure.storage_of
         parameter_of = self._parameter_of()
         gradient_of = {
@@ -299,27 +299,34 @@ class _Builder:
                 for _ in range(states):
                     add("state", size_of[number], -1, end, **more)
         for storage in (*self.sizes.gradients.tolist(), *self.sizes.activations.tolist()):
-            size, born = int(self.sizes.size_bytes[storage]), int(structure.born[storage])
-            touched_at = set(accesses.get(storage, []))
-            kind: TensorKind = "activation"
-            name, dies = "", place.get(int(structure.dies[storage]), end)
-            if storage in gradient_of:
-                kind, number = "gradient", gradient_of[storage]
-                name = graph.parameters[number].name
-                touched_at.add(update[number])
-                dies = update[number]
-            touched_at.add(place[born])
-            add(
-                kind,
-                size,
-                place[born],
-                dies,
-                accesses=tuple(sorted(touched_at)),
-                writers=tuple(sorted({place[born], *writers.get(storage, [])})),
-                value=structure.storages[storage].root,
-                name=name,
-            )
+            if not self.sizes.size_bytes[storage]:
+                continue
+            of = gradient_of.get(storage)
+            made = self._made(len(found), storage, place, None if of is None else update[of])
+            if of is not None:
+                made = replace(made, kind="gradient", name=graph.parameters[of].name)
+            found.append(made)
         return found
+
+    def _made(
+        self, number: int, storage: int, place: dict[int, int], update: int | None
+    ) -> PlannedTensor:
+        """What an op of the step makes; a gradient is read last by the update of its parameter."""
+        structure, (accesses, writers) = self.structure, self.touched
+        born, dies = place[int(structure.born[storage])], int(structure.dies[storage])
+        touched = {born, *accesses.get(storage, [])}
+        if update is not None:
+            touched.add(update)
+        return PlannedTensor(
+            number=number,
+            kind="activation",
+            size_bytes=int(self.sizes.size_bytes[storage]),
+            born=born,
+            dies=place.get(dies, len(self.order)) if update is None else update,
+            accesses=tuple(sorted(touched)),
+            writers=tuple(sorted({born, *writers.get(storage, [])})),
+            value=structure.storages[storage].root,
+        )
 
     def _parameter_of(self) -> dict[int, int]:
         """The storages of parameters, each with the number of its parameter.
@@ -345,14 +352,21 @@ class _Builder:
         return found
 
     def _touched(self, place: dict[int, int]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """(ops that touch each storage, ops that write it), views apart."""
+        """(ops that touch each storage, ops that write it).
+
+        Views touch nothing, but `apply_plan` empties storages on CPUs, of which torch makes none.
+        """
         accesses: dict[int, list[int]] = {}
         writers: dict[int, list[int]] = {}
         number_of = self.structure.storage_of
         for index, op in enumerate(self.graph.ops):
-            if op.is_view:
+            if op.is_view and self.graph.target != "cpu":
                 continue
             written = {int(number_of[value]) for value in op.outputs}
+            if op.is_view:
+                for storage in {int(number_of[value]) for value in op.inputs}:
+                    accesses.setdefault(storage, []).append(place[index])
+                continue
             for storage in {int(number_of[value]) for value in op.inputs} | written:
                 accesses.setdefault(storage, []).append(place[index])
             for storage in written:

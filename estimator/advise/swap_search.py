@@ -8,7 +8,7 @@ needed is put back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,6 @@ from estimator.advise.swap_plan import (
     Moved,
     PlayedPlan,
     Recompute,
-    Swap,
     SwapPlan,
     gaps_of,
     planned_levels,
@@ -39,7 +38,6 @@ _SMALLEST_RATIO = 1e-4
 _HIDDEN = 0.01
 # How much longer copies are taken to be when tensors are chosen: different drafts are tried.
 _CAUTIONS = (1.5, 4.0)
-_BUDGETS = 20
 _MOST_DROPS = 20
 _MOST_EXCHANGES = 16
 
@@ -93,63 +91,6 @@ def plan_within(
 
 def _rank(found: Planned, budget_bytes: int) -> tuple[int, float]:
     return max(found.played.peak_bytes - budget_bytes, 0), found.played.step_s
-
-
-def pareto(
-    problem: SwapProblem,
-    *,
-    means: Means = EVERYTHING,
-    budgets: int = _BUDGETS,
-    seeds: Sequence[Planned] = (),
-    report: Callable[[float], None] = lambda _done: None,
-) -> list[Planned]:
-    """Plans of which none has both a lower peak and a shorter step, the largest peak first."""
-    low, high = least_bytes(problem), problem.vanilla_bytes
-    found = [Planned(plan=SwapPlan(), played=play(problem, SwapPlan()))]
-    for number in range(1, budgets + 1):
-        budget = int(high - (high - low) * number / budgets)
-        found.append(plan_within(problem, budget, means=means, seeds=seeds))
-        report(number / budgets)
-    found.sort(key=lambda each: (each.played.step_s, each.played.peak_bytes))
-    kept: list[Planned] = []
-    for each in found:
-        if not kept or each.played.peak_bytes < kept[-1].played.peak_bytes:
-            kept.append(each)
-    return kept
-
-
-def least_peak(
-    problem: SwapProblem,
-    slowdown_ratio: float,
-    *,
-    curve: Sequence[Planned],
-    rounds: int = 6,
-    means: Means = EVERYTHING,
-    seeds: Sequence[Planned] = (),
-) -> Planned:
-    """The plan with the least peak whose step takes at most 1 + `slowdown_ratio` times as long.
-
-    `curve` is that of `pareto`; budgets between its plans are tried.
-    """
-    limit_s = problem.vanilla_s * (1 + slowdown_ratio) * (1 + 1e-9)
-    within = [each for each in (*curve, *seeds) if each.played.step_s <= limit_s]
-    best = min(within, key=lambda each: each.played.peak_bytes)
-    beyond = [
-        each.played.peak_bytes for each in curve if each.played.peak_bytes < best.played.peak_bytes
-    ]
-    low = max(beyond, default=least_bytes(problem))
-    high = best.played.peak_bytes
-    for _ in range(rounds):
-        middle = (low + high) // 2
-        found = plan_within(problem, middle, means=means, seeds=seeds)
-        fast = found.played.step_s <= limit_s
-        if fast and found.played.peak_bytes < best.played.peak_bytes:
-            best = found
-        if fast and found.played.peak_bytes <= middle:
-            high = middle
-        else:
-            low = middle
-    return best
 
 
 def least_bytes(problem: SwapProblem) -> int:
@@ -428,8 +369,3 @@ class _Draft:
             else:
                 self.again[number], self.swapped[number] = before
         return found
-
-
-def moved_bytes(problem: SwapProblem, swaps: Sequence[Swap]) -> int:
-    """Bytes that a step copies out."""
-    return sum(problem.tensors[swap.tensor].size_bytes for swap in swaps)

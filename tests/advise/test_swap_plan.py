@@ -8,10 +8,11 @@ from hypothesis import strategies as some
 
 from estimator.advise.swap_baselines import chen, turn_of, vdnn
 from estimator.advise.swap_checker import plan_flaws
+from estimator.advise.swap_curve import least_peak, pareto
 from estimator.advise.swap_plan import Recompute, Swap, SwapPlan, gaps_of, play
 from estimator.advise.swap_problem import SwapProblem
 from estimator.advise.swap_recompute import recipe
-from estimator.advise.swap_search import Means, least_bytes, least_peak, pareto, plan_within
+from estimator.advise.swap_search import Means, least_bytes, plan_within
 from estimator.advise.swap_tensile import tensile
 from tests.advise.swap_problems import chain, problem_of
 

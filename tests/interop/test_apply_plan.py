@@ -42,13 +42,31 @@ def feed_forward() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers), torch.randn(512, 64)
 
 
+class Attention(nn.Module):
+    """One whose backward pass makes views of what the forward pass left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys, self.out = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        for _ in range(3):
+            weights = self.queries(batch) @ self.keys(batch).transpose(1, 2)
+            batch = batch + self.out(weights.softmax(-1) @ batch)
+        return batch
+
+
+def attention() -> tuple[nn.Module, Tensor]:
+    return Attention(), torch.randn(8, 48, 32)
+
+
 def problem_of(model: nn.Module, batch: Any) -> tuple[OpGraph, SwapProblem]:
     graph = trace_graph(model, batch, loss=lambda value, _batch: value, optimizer="adamw")
     answer = estimate_graph(graph, "1x1:synthetic", profile=Machine(devices=1).profile())
     return graph, swap_problem(answer, d2h=link("d2h", 4e9), h2d=link("h2d", 4e9))
 
 
-@pytest.mark.parametrize("build", [convolutional, feed_forward])
+@pytest.mark.parametrize("build", [convolutional, feed_forward, attention])
 @pytest.mark.parametrize("means", ["swap", "recompute", "both"])
 def test_gradients_and_buffers_are_the_same_bit_for_bit(
     build: Callable[[], tuple[nn.Module, Tensor]], means: str
