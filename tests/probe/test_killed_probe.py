@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from estimator.machines.profile import load_profile
+from estimator import load_profile
 
 COMMAND = [sys.executable, "-c", "from estimator.cli.main import main; main()"]
 

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch.distributed as torch_distributed
 
-from estimator.machines.profile import MachineProfile, load_profile
+from estimator import MachineProfile, load_profile
 from estimator.probe.launch_secret import VARIABLE
 from estimator.probe.signing import Signer
 
