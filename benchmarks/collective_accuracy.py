@@ -8,9 +8,7 @@ many nodes; ``nodes`` predicts a group from groups on fewer nodes that span at l
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
 import re
 import sys
 from collections import defaultdict
@@ -19,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from records import now, say
+from options import add_data, parser_of, print_found
+from records import say
 from summary import SummaryRow, format_table, summarise
 
 from estimator.machines.profile import (
@@ -34,7 +33,6 @@ from estimator.placement.process_groups import ring_between
 from estimator.probe.line_fit import fit_line
 from estimator.timeline.collectives import RING_SHARE, GroupCollective, rounds_of
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 # Goals for the median error of a system.
 GOALS = {"sizes": 0.15, "devices": 0.30, "nodes": 0.30}
 # The same cluster goes by a name for each of its groups.
@@ -67,9 +65,8 @@ class Group:
 
 def main() -> None:
     """Predict, compare, print; exit code 1 where a system misses its goal."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data", type=Path, default=CHECKOUT.parent / "shared" / "data")
-    parser.add_argument("--json", action="store_true", help="one object with every case")
+    parser = parser_of(__doc__)
+    add_data(parser)
     options = parser.parse_args()
     path = options.data / "collectives.csv"
     if not path.is_file():
@@ -78,10 +75,7 @@ def main() -> None:
     cases = [case for split in GOALS for case in cases_of(split, groups)]
     say(f"{len(groups)} groups, {len(cases)} predictions")
     rows = summarise(cases, by=("split", "system"))
-    if options.json:
-        print(json.dumps({"machine": "published", "at": now(), "cases": cases}, allow_nan=False))
-    else:
-        print(table(rows))
+    print_found(options, [table(rows)], machine="published", cases=cases)
     if any(row.median_ratio > GOALS[row.group["split"]] for row in rows):
         sys.exit(1)
 
