@@ -9,17 +9,15 @@ many nodes; ``nodes`` predicts a group from groups on fewer nodes that span at l
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from collective_groups import Group, read_groups
 from collective_systems import GOALS as COLD_GOALS
 from collective_systems import by_size, cases_of_systems, fitted_to_all
-from records import now, say
+from options import add_data, parser_of, print_found
+from records import say
 from summary import SummaryRow, format_table, summarise
 
 from estimator.machines.profile import CollectiveCost, Device, Link, MachineProfile, Provenance
@@ -28,7 +26,6 @@ from estimator.probe.line_fit import fit_line
 from estimator.timeline.collectives import GroupCollective
 from estimator.timeline.rings import RING_SHARE
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 # Goals for the median error of a system.
 GOALS = {"sizes": 0.15, "devices": 0.30, "nodes": 0.30}
 ALL_GOALS = GOALS | COLD_GOALS
@@ -37,9 +34,8 @@ IMPORTED = Provenance(source="imported", relative_error=0.05)
 
 def main() -> None:
     """Predict, compare, print; exit code 1 where a system misses its goal."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data", type=Path, default=CHECKOUT.parent / "shared" / "data")
-    parser.add_argument("--json", action="store_true", help="one object with every case")
+    parser = parser_of(__doc__)
+    add_data(parser)
     options = parser.parse_args()
     path = options.data / "collectives.csv"
     if not path.is_file():
@@ -50,14 +46,14 @@ def main() -> None:
     cases += cold
     say(f"{len(groups)} groups, {len(cases)} predictions")
     rows = summarise(cases, by=("split", "system"))
-    if options.json:
-        print(json.dumps({"machine": "published", "at": now(), "cases": cases}, allow_nan=False))
-    else:
-        print(table(rows))
-        print("\npredicted / measured from the catalogue, k fitted to the other systems\n")
-        print(format_table(by_size(cold)))
-        for kind, pipelining in fitted_to_all(groups).items():
-            print(f"k fitted to all systems, {kind}: {pipelining:.1f}")
+    tables = [table(rows)]
+    tables.append("\npredicted / measured from the catalogue, k fitted to the other systems\n")
+    tables.append(format_table(by_size(cold)))
+    tables += [
+        f"k fitted to all systems, {kind}: {pipelining:.1f}"
+        for kind, pipelining in fitted_to_all(groups).items()
+    ]
+    print_found(options, tables, machine="published", cases=cases)
     if any(row.median_ratio > ALL_GOALS[row.group["split"]] for row in rows):
         sys.exit(1)
 

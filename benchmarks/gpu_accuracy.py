@@ -1,7 +1,7 @@
 """Predict training steps on one GPU, write the predictions down, then measure them.
 
 ``python benchmarks/gpu_accuracy.py --profile FILE --seconds N`` traces the models of
-`gpu.workloads` for CUDA, predicts every case from the profile alone, then, case after case in order
+`zoo.gpu` for CUDA, predicts every case from the profile alone, then, case after case in order
 of information and as long as the time lasts, times the case's operators, predicts again, and trains
 for real. Everything found is appended to a file in --work, from which a second run continues.
 ``--target cpu`` runs three tiny cases through the same code where there is no GPU.
@@ -10,14 +10,12 @@ for real. Everything found is appended to a file in --work, from which a second 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,8 @@ from gpu.cases import Case, gpu_cases, tiny_cases
 from gpu.predictions import predict_all, predict_with_timings, trace_missing
 from gpu.report import BOUNDS, UNREACHED, assemble, report
 from gpu.steps import release, run_for_real
-from records import Record, Records, now, say
+from options import add_work, parser_of, print_found
+from records import Record, Records, say
 from summary import summarise
 
 from estimator.errors import EstimatorError
@@ -149,16 +148,15 @@ def _words(error: BaseException) -> str:
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; raises SystemExit with argparse's message."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
+    add_work(parser, "gpu_accuracy")
     add = parser.add_argument
-    add("--work", type=Path, default=Path("build/gpu_accuracy"), help="where results are kept")
     add("--profile", required=True, help="the profile of this machine: a name or a file")
     add("--target", choices=("cuda", "cpu"), default="cuda", help="cpu: three tiny cases")
     add("--seconds", type=float, default=720.0, help="time for all of it, tracing included")
     add("--only", help="names of models, joined by commas")
     add("--trace-only", action="store_true", help="trace the models, and stop")
     add("--predict-only", action="store_true", help="write predictions down, measure nothing")
-    add("--json", action="store_true", help="one JSON object on stdout instead of the tables")
     return parser.parse_args(arguments)
 
 
@@ -180,12 +178,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure_all(cases, options.work, profile, records, end)
     found = assemble(cases, profile, records)
     reached = all(case["status"] != "not_measured" or _failed(case) for case in found)
-    if options.json:
-        rows = [asdict(row) for row in summarise(found, by=("method",), bounds=BOUNDS)]
-        answer = {"machine": profile.devices[0].name, "at": now(), "cases": found, "summary": rows}
-        print(json.dumps(answer, allow_nan=False))
-    else:
-        print("\n".join(report(found)))
+    print_found(
+        options,
+        report(found),
+        machine=profile.devices[0].name,
+        cases=found,
+        summary=summarise(found, by=("method",), bounds=BOUNDS),
+    )
     # 1: what was asked for is not all there yet; a further run continues.
     sys.exit(0 if reached or options.predict_only else 1)
 

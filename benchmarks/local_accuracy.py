@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import importlib.util
 import inspect
-import json
 import multiprocessing
 import os
 import statistics
@@ -24,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from local_report import BOUNDS, report
-from records import Progress, Record, Records, now, say
+from options import add_prediction, add_profile, add_repeats, add_work, parser_of, print_found
+from records import Progress, Record, Records, measured_fields, say
 from summary import noise_ratio, summarise
 
 from estimator.errors import EstimatorError, ModelError
@@ -285,15 +285,11 @@ def assemble_case(case: Case, method: str, profile: MachineProfile, records: Rec
     predictions = records.of("prediction", case.key, method=method)
     prediction = predictions[-1] if predictions else {"reason": "not predicted yet"}
     runs = records.of("measurement", case.key)
-    steps_s = [run["step_s"] for run in runs]
-    failures = records.of("failure", case.key)
-    status, reason = "ok", None
-    if not runs:
-        status = "not_measured"
-        reason = failures[-1]["reason"] if failures else "not measured yet"
+    measured = measured_fields(runs, records.of("failure", case.key))
+    measured["reason"] = None if runs else measured["reason"] or "not measured yet"
     if prediction.get("predicted_s") is None:
-        status, reason = "no_prediction", prediction["reason"]
-    measured_at = runs[0]["at"] if runs else None
+        measured.update(status="no_prediction", reason=prediction["reason"])
+    measured_at = measured["measured_at"]
     phased = [run["phases_s"] for run in runs if run.get("phases_s")]
     kept = ("predicted_s", "low_s", "high_s", "breakdown", "op_time_in_grid_ratio", "assumptions")
     return {
@@ -313,9 +309,7 @@ def assemble_case(case: Case, method: str, profile: MachineProfile, records: Rec
         "k": 0,
         "draw": 0,
         **{name: prediction.get(name) for name in kept},
-        "measured_s": statistics.median(steps_s) if runs else None,
-        "noise_ratio": noise_ratio(steps_s) if runs else None,
-        "runs_s": steps_s,
+        **measured,
         "faults_per_step": statistics.median(r["faults_per_step"] for r in runs) if runs else None,
         "phases_s": {
             phase: statistics.median(phases[phase] for phases in phased) for phase in phased[0]
@@ -323,10 +317,7 @@ def assemble_case(case: Case, method: str, profile: MachineProfile, records: Rec
         if phased
         else None,
         "predicted_at": prediction.get("at"),
-        "measured_at": measured_at,
         "predicted_beforehand": measured_at is None or prediction.get("at", "") < measured_at,
-        "status": status,
-        "reason": reason,
     }
 
 
@@ -371,23 +362,21 @@ def note_canary(profile: MachineProfile, records: Records) -> None:
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; raises SystemExit with argparse's message."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
+    add_work(parser, "local_accuracy")
+    add_profile(parser)
+    # 7 repeats, 3 with --quick.
+    add_repeats(parser, repeats=None, steps=15)
+    add_prediction(parser)
     add = parser.add_argument
-    add("--work", type=Path, default=Path("build/local_accuracy"), help="where results are kept")
-    add("--profile", type=Path, help="a profile of this machine, instead of probing it")
     add("--models", type=Path, default=MODELS, help="a Python file whose ALL lists functions")
     add("--only", type=comma_list, help="names of models, joined by commas")
     add("--methods", type=comma_list, default=["probe", "measured"], help="of probe,measured")
     add("--ranks", type=comma_list, default=["1", "2"], help="numbers of devices")
     add("--strategy", default="ddp", help="such as ddp, zero1 or fsdp")
-    add("--repeats", type=int, help=f"fresh processes per case (7; {QUICK_REPEATS} if --quick)")
-    add("--steps", type=int, default=15, help="timed steps in each process")
     add("--warmup-steps", type=int, default=3)
     add("--quick", action="store_true", help="four models at their default batch, 3 repeats")
-    add("--repredict", action="store_true", help="predict again, and say so where it is too late")
-    add("--predict-only", action="store_true", help="write predictions down, measure nothing")
     add("--phases", action="store_true", help="time forward, backward and update apart")
-    add("--json", action="store_true", help="one JSON object on stdout instead of the tables")
     options = parser.parse_args(arguments)
     options.is_own_list = options.models == MODELS
     options.repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
@@ -422,12 +411,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure_all(cases, profile, options, records)
     found = assemble(cases, profile, options, records)
     canary = canary_drift(profile, records)
-    if options.json:
-        answer = {"machine": profile.devices[0].name, "at": now(), "cases": found}
-        rows = [asdict(row) for row in summarise(found, bounds=BOUNDS)]
-        print(json.dumps({**answer, "canary": canary, "summary": rows}, allow_nan=False))
-    else:
-        print("\n".join(report(found, canary)))
+    print_found(
+        options,
+        report(found, canary),
+        machine=profile.devices[0].name,
+        cases=found,
+        summary=summarise(found, bounds=BOUNDS),
+        canary=canary,
+    )
 
 
 if __name__ == "__main__":

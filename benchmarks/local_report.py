@@ -6,7 +6,17 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from summary import PAIR_GAP_RATIO, Bound, format_rows, format_table, is_beyond, summarise
+from summary import (
+    PAIR_GAP_RATIO,
+    Bound,
+    format_rows,
+    format_table,
+    is_beyond,
+    milliseconds,
+    off,
+    percent,
+    summarise,
+)
 
 # TARGETS, row A2.
 BOUNDS = {
@@ -48,25 +58,36 @@ def describe_cases(cases: Sequence[Case]) -> str:
 
 def _case_line(case: Case) -> list[str]:
     if case["predicted_s"] is None:
-        return [case["id"], "-", _ms(case["measured_s"]), *["-"] * 9, _complaint(case)]
+        return [
+            case["id"],
+            "-",
+            milliseconds(case["measured_s"], unit=""),
+            *["-"] * 9,
+            _complaint(case),
+        ]
     parts = case["breakdown"]
     named = [parts[f"{name}_s"] for name in ("forward", "backward", "update")]
     named.append(parts["communication_exposed_s"])
-    shares = [_ms(part) for part in (*named, sum(parts.values()) - sum(named))]
+    shares = [milliseconds(part, unit="") for part in (*named, sum(parts.values()) - sum(named))]
     in_grid = case["op_time_in_grid_ratio"]
     shares.append("-" if in_grid is None else f"{100 * in_grid:.0f} %")
     if case["measured_s"] is None:
-        return [case["id"], _ms(case["predicted_s"]), *["-"] * 4, *shares, _complaint(case)]
-    error = case["predicted_s"] / case["measured_s"] - 1
+        return [
+            case["id"],
+            milliseconds(case["predicted_s"], unit=""),
+            *["-"] * 4,
+            *shares,
+            _complaint(case),
+        ]
     remarks = ["BEYOND"] if is_beyond(case, BOUNDS[case["method"]].worst_ratio) else []
     if not case["predicted_beforehand"]:
         remarks.append("predicted after measuring")
     return [
         case["id"],
-        _ms(case["predicted_s"]),
-        _ms(case["measured_s"]),
-        f"{100 * error:+.1f} %",
-        f"{100 * case['noise_ratio']:.1f} %",
+        milliseconds(case["predicted_s"], unit=""),
+        milliseconds(case["measured_s"], unit=""),
+        off(case["predicted_s"], case["measured_s"]),
+        percent(case["noise_ratio"]),
         "yes" if case["low_s"] <= case["measured_s"] <= case["high_s"] else "no",
         *shares,
         ", ".join(remarks),
@@ -75,10 +96,6 @@ def _case_line(case: Case) -> list[str]:
 
 def _complaint(case: Case) -> str:
     return f"{case['status']}: {case['reason'][:100]}"
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.1f}"
 
 
 def describe_phases(cases: Sequence[Case]) -> str:
@@ -91,7 +108,7 @@ def describe_phases(cases: Sequence[Case]) -> str:
         parts = dict(case["breakdown"])
         parts["backward_s"] += parts["communication_exposed_s"] + parts["straggler_s"]
         cells = [
-            _ms(seconds)
+            milliseconds(seconds, unit="")
             for phase in phases
             for seconds in (parts[f"{phase}_s"], case["phases_s"][phase])
         ]

@@ -7,7 +7,6 @@ before the step is run. The bound is A9 of the targets: 2 % on each model.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 import local_models
 import torch
+from options import parser_of
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -121,10 +121,9 @@ def line_of(case: Case) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="names of local_models.py")
     parser.add_argument("--optimizer", nargs="+", default=["sgd", "adamw"], choices=OPTIMIZERS)
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     cases = []

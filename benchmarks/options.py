@@ -25,6 +25,13 @@ def parser_of(manual: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """``--data``: the folder of the tables that others measured."""
+    parser.add_argument(
+        "--data", type=Path, default=SHARED_DATA, help="folder of the shared tables"
+    )
+
+
 def add_work(parser: argparse.ArgumentParser, folder: str | None) -> None:
     """``--work``, by default `folder` of ``build/``; None: chosen later."""
     parser.add_argument(

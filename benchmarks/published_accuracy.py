@@ -20,6 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from options import add_data, parser_of
 from published.graphs import GraphStore
 from published.mapping import Question, Verdict, verdicts
 from published.methods import calibrated_cases, cold_cases, naive_cases
@@ -31,15 +32,12 @@ from records import now, say
 from estimator.machines.files import home
 from estimator.timeline.kernel_law import choose_law
 
-CHECKOUT = Path(__file__).resolve().parent.parent
-
 
 def main() -> None:
     """Map, predict, print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", type=Path, default=CHECKOUT.parent / "shared" / "data")
+    parser = parser_of(__doc__)
+    add_data(parser)
     parser.add_argument("--only", nargs="+", default=(), help="tables, or words of sources")
-    parser.add_argument("--json", action="store_true", help="one object with every case")
     parser.add_argument("--picture", type=Path, help="where to draw, as .svg or .png")
     parser.add_argument("--page", type=Path, help="a page whose tables to fill")
     parser.add_argument("--from", nargs="+", type=Path, dest="runs", help="files of --json")

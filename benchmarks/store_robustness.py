@@ -8,7 +8,6 @@ each, in transactions of 1 to 40 and some of them twice, none is lost and none d
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -24,6 +23,8 @@ import time
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+from options import parser_of
 
 from estimator.calibrate.observations import Observation, ObservationStore
 from estimator.errors import ProfileError
@@ -237,12 +238,11 @@ def write_together(path: Path, *, writers: int, observations: int) -> Crowd:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=KILLS)
     parser.add_argument("--probes", type=int, default=PROBES, help="probes to kill")
     parser.add_argument("--writers", type=int, default=WRITERS)
     parser.add_argument("--observations", type=int, default=OBSERVATIONS, help="of each writer")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         crowd = write_together(

@@ -83,9 +83,9 @@ def percent(ratio: float | None, sign: str = "") -> str:
     return "-" if ratio is None else f"{100 * ratio:{sign}.1f} %"
 
 
-def milliseconds(seconds: float | None, digits: int = 1) -> str:
+def milliseconds(seconds: float | None, digits: int = 1, unit: str = " ms") -> str:
     """A time for people; a dash where there is none."""
-    return "-" if seconds is None else f"{1e3 * seconds:.{digits}f} ms"
+    return "-" if seconds is None else f"{1e3 * seconds:.{digits}f}{unit}"
 
 
 def off(predicted: float | None, measured: float | None) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpu.workloads import ALL, TINY, Workload
+from zoo.gpu import ALL, TINY
+from zoo.inputs import Workload
 
 PRECISIONS = ("fp32", "bf16-amp")
 COMPILED = ("gpt2", "bert_base", "resnet50", "vit_b")

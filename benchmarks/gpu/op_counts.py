@@ -18,6 +18,7 @@ from records import Record, Records, say
 from summary import format_table
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from zoo.gpu import BY_NAME
 
 from estimator.errors import EstimatorError
 from estimator.graph.costs import family_of
@@ -27,7 +28,6 @@ from estimator.timeline.durations import op_durations
 from gpu.cases import Case, tiny_cases
 from gpu.predictions import graph_path, trace_missing
 from gpu.steps import RealTraining, release
-from gpu.workloads import BY_NAME
 
 MODELS = ("resnet50", "bert_base", "gpt2")
 WARM_UP_STEPS = 3

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from records import Record, Records, say
+from zoo.gpu import BY_NAME
 
 from estimator.errors import EstimatorError
 from estimator.graph.op_graph import OpGraph
@@ -18,7 +19,6 @@ from estimator.graph.ops import OpTiming
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.tensors import OpCall
 from gpu.cases import Case
-from gpu.workloads import BY_NAME
 
 OPTIMIZER = "adamw"
 # A worker holds a model of up to 5 GB.

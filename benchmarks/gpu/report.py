@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from records import Record, Records
-from summary import Bound, format_rows, format_table, is_beyond, noise_ratio, summarise
+from summary import (
+    Bound,
+    format_rows,
+    format_table,
+    is_beyond,
+    milliseconds,
+    noise_ratio,
+    off,
+    percent,
+    summarise,
+)
 
 from estimator.machines.profile import MachineProfile
 from gpu.cases import Case
@@ -96,13 +105,13 @@ def _cases_table(found: Sequence[Record]) -> str:
 
 def _case_line(case: Record) -> list[str]:
     predicted, measured = case["predicted_s"], case["measured_s"]
-    cells = [case["id"], _ms(predicted), _ms(measured)]
+    cells = [case["id"], milliseconds(predicted, 2), milliseconds(measured, 2)]
     if predicted is None or measured is None:
         return [
             *cells,
             "-",
             "-",
-            _ms(case["host_s"]),
+            milliseconds(case["host_s"], 2),
             "-",
             "-",
             f"{case['status']}: {case['reason']}",
@@ -114,9 +123,9 @@ def _case_line(case: Record) -> list[str]:
         remarks.append("said to be host-bound")
     return [
         *cells,
-        f"{100 * (predicted / measured - 1):+.1f} %",
-        f"{100 * case['noise_ratio']:.1f} %",
-        _ms(case["host_s"]),
+        off(predicted, measured),
+        percent(case["noise_ratio"]),
+        milliseconds(case["host_s"], 2),
         "yes" if case["low_s"] <= measured <= case["high_s"] else "no",
         f"{100 * case['op_time_in_grid_ratio']:.0f} %",
         ", ".join(remarks),
@@ -144,7 +153,3 @@ def _memory_lines(found: Sequence[Record]) -> Iterator[str]:
         f"peak memory: median {100 * statistics.median(sizes):.1f} %, "
         f"worst {100 * max(sizes):.1f} % (bound {100 * MEMORY_BOUND_RATIO:.0f} % median)"
     )
-
-
-def _ms(seconds: Any) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.2f} ms"

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from zoo.gpu import BY_NAME
+from zoo.inputs import Workload
 
 from estimator.graph.training_call import loss_of
 from estimator.probe.kernels import float32_products
 from gpu.cases import Case
-from gpu.workloads import BY_NAME, Workload
 
 WARM_UP_STEPS, TIMED_STEPS = 4, 20
 # Each of these waits for the device, which the steps of a training loop do not.

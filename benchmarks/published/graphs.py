@@ -20,28 +20,28 @@ from published.rows import NotMapped
 # Shapes are affine in the batch size: one traced batch serves all.
 _TRACE_BATCH = 2
 BUILDERS = {
-    "decoder": "published.language_models",
-    "from_transformers": "published.language_models",
-    "resnet": "published.vision_models",
-    "cifar_resnet18": "published.vision_models",
-    "efficientnet": "published.vision_models",
-    "deepspeech2": "published.sequence_models",
-    "word_lstm": "published.sequence_models",
-    "translator": "published.sequence_models",
-    "transformer_xl": "published.sequence_models",
-    "gnmt": "published.sequence_models",
-    "ncf": "published.sequence_models",
-    "jasper": "published.speech_models",
-    "quartznet": "published.speech_models",
-    "unet": "published.dense_models",
-    "ssd": "published.dense_models",
-    "retinanet": "published.dense_models",
+    "decoder": "zoo.language",
+    "from_transformers": "zoo.language",
+    "resnet": "zoo.convolutional",
+    "cifar_resnet18": "zoo.convolutional",
+    "efficientnet": "zoo.convolutional",
+    "deepspeech2": "zoo.sequence",
+    "word_lstm": "zoo.sequence",
+    "translator": "zoo.sequence",
+    "transformer_xl": "zoo.sequence",
+    "gnmt": "zoo.sequence",
+    "ncf": "zoo.sequence",
+    "jasper": "zoo.speech",
+    "quartznet": "zoo.speech",
+    "unet": "zoo.dense",
+    "ssd": "zoo.dense",
+    "retinanet": "zoo.dense",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A builder of this package and its settings; `name` is what people call the model.
+    """A builder of the zoo and its settings; `name` is what people call the model.
 
     The setting `trace_batch` is not the builder's: the batch to trace with.
     """

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coverage import answer, ask_all, build_timm
+from options import add_data
 from records import Progress, Records
 
 from estimator.calibrate.tables import read_rows
@@ -41,7 +42,6 @@ from published.timm_rows import INDEX
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHECKOUT = Path(__file__).resolve().parent.parent.parent
 TABLE = "timm_train.csv"
 RESULTS = "traced.jsonl"
 # Costs are functions of the batch size: one traced batch serves all.
@@ -111,7 +111,7 @@ REMOVED: Mapping[str, str] = {
 def main() -> None:
     """Fill the folder, or answer one that does."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", type=Path, default=CHECKOUT.parent / "shared" / "data")
+    add_data(parser)
     parser.add_argument("--out", type=Path, required=True, help="the folder of the graphs")
     parser.add_argument("--only", nargs="+", default=(), help="only these models")
     parser.add_argument("--retry", action="store_true", help="trace earlier failures again")

@@ -14,7 +14,6 @@ from published import known_sources, mapping
 from published.goals import goals
 from published.graphs import GraphStore, ModelSpec, forward_only
 from published.known_sources import source_of
-from published.language_models import decoder
 from published.machines import machine_name
 from published.mapping import Verdict, verdicts
 from published.methods import calibrated_cases, cold_cases, naive_cases
@@ -22,8 +21,9 @@ from published.page import PageError, filled, read_runs
 from published.report import constant_score_ratio
 from published.rows import NotMapped, NotQualified, parsed
 from published.sources import Source, Workload
-from published.vision_models import resnet
 from torch import nn
+from zoo.convolutional import resnet
+from zoo.language import decoder
 
 import estimator as est
 

@@ -115,6 +115,32 @@ def test_causal_attention_counts_only_the_keys_a_query_may_see() -> None:
     assert features_of(call).dims[4] == 1
 
 
+def test_causal_queries_beyond_the_last_key_see_all_keys() -> None:
+    query, key = spec(1, 1, 6, 8), spec(1, 1, 4, 8)
+    call = OpCall(
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        (query, key, key, 0.0, True),
+        (),
+        (query,),
+    )
+    visible = 1 + 2 + 3 + 4 + 4 + 4
+    assert op_cost(call).flops == 2 * visible * 8 * 2
+
+
+def test_a_fourier_transform_takes_five_n_log_n() -> None:
+    signal = spec(3, 8, dtype="complex64")
+    call = OpCall("aten._fft_c2c.default", (signal, (1,), 0, True), (), (signal,))
+    # Three transforms of 8 points: log2 8 = 3.
+    assert op_cost(call).flops == 3 * 5 * 8 * 3
+
+
+def test_index_tensors_choose_as_many_rows_as_they_broadcast_to() -> None:
+    rows, columns = spec(3, 1, dtype="int64"), spec(1, 5, dtype="int64")
+    call = OpCall("aten.index.Tensor", (spec(7, 9, 2), (rows, columns)), (), (spec(3, 5, 2),))
+    # 15 places of two numbers each.
+    assert features_of(call).dims == (15.0, 2.0)
+
+
 @pytest.mark.parametrize(
     ("name", "before"),
     [

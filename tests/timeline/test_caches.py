@@ -21,6 +21,15 @@ def test_a_cache_that_holds_nothing_leaves_every_op_cold() -> None:
     assert cold[computing].min() == pytest.approx(1.0)
 
 
+def test_what_was_written_a_little_ago_is_partly_cold() -> None:
+    # Tensors of 256 KiB. The first product reads what was last used a step ago and writes new
+    # memory: three tensors. Then relu reads its output, four tensors with it, where four fit: half
+    # of it is cold, and all of what it writes.
+    bound = perceptron([256, 256], batch=256).at()
+    cold = cold_ratios(bound, 4.0 * 256 * 256 * 4)
+    assert cold[:2].tolist() == [1.0, 0.75]
+
+
 def test_a_smaller_cache_never_makes_an_op_warmer() -> None:
     bound = perceptron([512, 512, 512, 512], batch=128).at()
     large, small = cold_ratios(bound, 8e6), cold_ratios(bound, 2e6)

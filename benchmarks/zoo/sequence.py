@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from published.language_models import Built, random_tokens
+from zoo.inputs import Built, random_tokens
 
 
 class DeepSpeech2(nn.Module):
@@ -81,7 +81,7 @@ class WordLstm(nn.Module):
         return self.logits(self.drop(states))  # type: ignore[no-any-return]
 
 
-def next_token_loss(scores: Tensor, tokens: Tensor) -> Tensor:
+def same_token_loss(scores: Tensor, tokens: Tensor) -> Tensor:
     """Cross-entropy of scores against tokens in the same places."""
     return F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
 
@@ -90,7 +90,7 @@ def word_lstm(batch: int, *, length: int, vocabulary: int = 33278, width: int = 
     """The word-level language model of PyTorch's examples on WikiText-2."""
     with torch.device("meta"):
         model = WordLstm(vocabulary=vocabulary, width=width)
-    return model.train(), random_tokens(batch, length, vocabulary), next_token_loss
+    return model.train(), random_tokens(batch, length, vocabulary), same_token_loss
 
 
 class Translator(nn.Module):

@@ -1,15 +1,14 @@
-"""Build the convolutional networks of published tables in plain torch, without weights."""
+"""Build classifiers of images and U-Net from convolutions, in plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Built = tuple[nn.Module, Any, Callable[[Any, Any], Tensor] | None]
+from zoo.inputs import Built
 
 
 def convolution(
@@ -61,12 +60,13 @@ def residual_stages(
     group_width: int = 64,
     squeezed: bool = False,
     first_stride: int = 1,
+    narrowest: int = 64,
 ) -> tuple[list[nn.Module], int]:
     """The residual blocks of a ResNet, ResNeXt or SE-ResNeXt, and the channels that they end in."""
     layers: list[nn.Module] = []
     for stage, count in enumerate(blocks):
-        out = 64 * 2**stage * (1 if basic else 4)
-        width = int(64 * 2**stage * group_width / 64) * groups
+        out = narrowest * 2**stage * (1 if basic else 4)
+        width = int(narrowest * 2**stage * group_width / 64) * groups
         for block in range(count):
             stride = (1 if stage == 0 else 2) if block == 0 else 1
             stride = first_stride if stage == 0 and block == 0 else stride
@@ -132,22 +132,34 @@ def cifar_resnet18(batch: int) -> Built:
 
 
 class InvertedResidual(nn.Module):
-    """EfficientNet's block: widen, depthwise, squeeze-and-excitation, narrow."""
+    """MobileNetV2's and EfficientNet's block: widen, depthwise, squeeze, narrow.
+
+    Without `squeezed` channels nothing is squeezed; no activation follows the last convolution.
+    """
 
     def __init__(
-        self, channels_in: int, channels_out: int, *, size: int, stride: int, expansion: int,
-        squeezed_from: str,
-    ) -> None:  # fmt: skip
+        self,
+        channels_in: int,
+        channels_out: int,
+        *,
+        size: int,
+        stride: int,
+        expansion: int,
+        squeezed: int | None,
+        activation: type[nn.Module],
+    ) -> None:
         super().__init__()
         hidden = channels_in * expansion
-        widen = [*convolution(channels_in, hidden, 1), nn.SiLU(inplace=True)]
-        squeezed = (channels_in if squeezed_from == "input" else hidden) // 4
+        widen = [*convolution(channels_in, hidden, 1), activation(inplace=True)]
+        squeeze = (
+            [SqueezeExcitation(hidden, squeezed, activation(inplace=True))] if squeezed else []
+        )
         self.residual = stride == 1 and channels_in == channels_out
         self.branch = nn.Sequential(
             *(widen if expansion > 1 else []),
             *convolution(hidden, hidden, size, stride, hidden),
-            nn.SiLU(inplace=True),
-            SqueezeExcitation(hidden, squeezed, nn.SiLU(inplace=True)),
+            activation(inplace=True),
+            *squeeze,
             *convolution(hidden, channels_out, 1),
         )
 
@@ -189,7 +201,8 @@ def efficientnet(
                         size=kernel,
                         stride=stride if block == 0 else 1,
                         expansion=expansion,
-                        squeezed_from="hidden" if wide_se else "input",
+                        squeezed=channels * (expansion if wide_se else 1) // 4,
+                        activation=nn.SiLU,
                     )
                 )
                 channels = scaled(out)
@@ -197,3 +210,103 @@ def efficientnet(
         layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2)]
         model = _Images(Classifier(*layers, nn.Linear(scaled(1280), 1000)))
     return model.train(), _labelled(batch, size, 1000), cross_entropy
+
+
+class Labelled(nn.Module):
+    """A classifier called with images and labels, that returns its cross-entropy."""
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.classifier(images), labels)
+
+
+def small_resnet() -> nn.Module:
+    """ResNet with bottleneck blocks (2, 2, 2, 2), a ResNet-26, at half width and 100 classes."""
+    layers, channels = residual_stages(32, (2, 2, 2, 2), narrowest=32)
+    stem = [*convolution(3, 32, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 100)]
+    return Labelled(nn.Sequential(*stem, *layers, *head)).train()
+
+
+def mobilenet() -> nn.Module:
+    """MobileNetV2 at half width on 128-pixel images: depthwise convolutions, memory-bound."""
+    layers: list[nn.Module] = [*convolution(3, 16, 3, 2), nn.ReLU6(inplace=True)]
+    channels = 16
+    for expansion, channels_out, repeats, stride in (
+        (1, 8, 1, 1),
+        (6, 16, 2, 2),
+        (6, 16, 3, 2),
+        (6, 32, 4, 2),
+        (6, 48, 3, 1),
+        (6, 80, 3, 2),
+        (6, 160, 1, 1),
+    ):
+        for block in range(repeats):
+            layers.append(
+                InvertedResidual(
+                    channels,
+                    channels_out,
+                    size=3,
+                    stride=stride if block == 0 else 1,
+                    expansion=expansion,
+                    squeezed=None,
+                    activation=nn.ReLU6,
+                )
+            )
+            channels = channels_out
+    layers += [*convolution(channels, 640, 1), nn.ReLU6(inplace=True), nn.AdaptiveAvgPool2d(1)]
+    layers += [nn.Flatten(), nn.Dropout(0.2), nn.Linear(640, 100)]
+    return Labelled(nn.Sequential(*layers)).train()
+
+
+def vgg16() -> nn.Module:
+    """VGG-16 without batch norm (Simonyan and Zisserman 2015), configuration D."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width, repeats in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(repeats):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    head: list[nn.Module] = [nn.Flatten()]
+    for inputs in (512 * 7 * 7, 4096):
+        head += [nn.Linear(inputs, 4096), nn.ReLU(inplace=True), nn.Dropout()]
+    return Labelled(nn.Sequential(*layers, *head, nn.Linear(4096, 1000))).train()
+
+
+def _double_convolution(channels_in: int, channels_out: int) -> nn.Sequential:
+    return nn.Sequential(
+        *convolution(channels_in, channels_out, 3),
+        nn.ReLU(inplace=True),
+        *convolution(channels_out, channels_out, 3),
+        nn.ReLU(inplace=True),
+    )
+
+
+class Unet(nn.Module):
+    """U-Net: contracting and expanding paths joined by concatenated skips."""
+
+    def __init__(self, *, widths: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(
+            _double_convolution(channels_in, channels_out)
+            for channels_in, channels_out in zip((3, *widths), widths, strict=False)
+        )
+        pairs = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
+        self.lift = nn.ModuleList(nn.ConvTranspose2d(deep, flat, 2, 2) for deep, flat in pairs)
+        self.up = nn.ModuleList(_double_convolution(2 * flat, flat) for _, flat in pairs)
+        self.head = nn.Conv2d(widths[0], classes, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        skips = []
+        for level, block in enumerate(self.down):
+            images = block(images if level == 0 else F.max_pool2d(images, 2))
+            skips.append(images)
+        skips.pop()
+        for lift, block in zip(self.lift, self.up, strict=True):
+            images = block(torch.cat([skips.pop(), lift(images)], dim=1))
+        logits: Tensor = self.head(images)
+        return logits

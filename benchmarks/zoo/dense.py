@@ -8,12 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from published.vision_models import Built, convolution, residual_stages
-
-
-def _own_loss(output: Any, batch: Any) -> Tensor:
-    loss: Tensor = output
-    return loss
+from zoo.convolutional import convolution, residual_stages
+from zoo.inputs import Built, own_loss
 
 
 def _stages(blocks: tuple[int, ...], **kind: Any) -> nn.ModuleList:
@@ -90,7 +86,7 @@ def retinanet(batch: int, *, size: int, classes: int) -> Built:
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.eval().requires_grad_(False)
-    return model, torch.randn(batch, 3, size, size), _own_loss
+    return model, torch.randn(batch, 3, size, size), own_loss
 
 
 class Ssd(nn.Module):
@@ -165,7 +161,7 @@ def ssd(batch: int, *, classes: int) -> Built:
     """SSD300 on COCO."""
     with torch.device("meta"):
         model = Ssd(classes=classes)
-    return model.train(), torch.randn(batch, 3, 300, 300), _own_loss
+    return model.train(), torch.randn(batch, 3, 300, 300), own_loss
 
 
 class Unet(nn.Module):
@@ -219,4 +215,4 @@ def unet(batch: int, *, patch: tuple[int, ...], most_channels: int) -> Built:
     with torch.device("meta"):
         model = Unet(dimensions=len(patch), widths=widths, channels=4, classes=4)
     labels = torch.randint(0, 4, (batch, *patch))
-    return model.train(), (torch.randn(batch, 4, *patch), labels), _own_loss
+    return model.train(), (torch.randn(batch, 4, *patch), labels), own_loss

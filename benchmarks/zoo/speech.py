@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from published.language_models import Built
-from published.sequence_models import aligned_loss
+from zoo.inputs import Built
+from zoo.sequence import aligned_loss
 
 # Mel-frequency features of a frame.
 _FEATURES = 64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,12 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from estimator.graph.transformers_models import WithoutWeights
-
-Built = tuple[nn.Module, Any, Callable[[Any, Any], Tensor] | None]
-
-
-def random_tokens(batch: int, length: int, vocabulary: int) -> Tensor:
-    return torch.randint(0, vocabulary, (batch, length))
+from zoo.inputs import Built, own_loss, random_tokens
 
 
 def recomputed(block: nn.Module, *arguments: Any) -> Any:
@@ -161,17 +155,12 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _own_loss(output: Any, batch: Any) -> Tensor:
-    loss: Tensor = output
-    return loss
-
-
 def decoder(batch: int, **settings: Any) -> Built:
     """A GPT- or Llama-like language model; `settings` are those of `Decoder`."""
     with torch.device("meta"):
         model = Decoder(**settings)
     tokens = random_tokens(batch, settings["length"], settings["vocabulary"])
-    return model.train(), tokens, _own_loss
+    return model.train(), tokens, own_loss
 
 
 def from_transformers(
