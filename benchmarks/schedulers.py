@@ -149,7 +149,8 @@ def error_lines(cases: list[Case]) -> list[str]:
     labels = list(dict.fromkeys(case["believed"] for case in cases))
     lines = [
         "",
-        "## What error costs: JCT of perfect estimates over JCT, mean of seeds",
+        f"## What error costs: JCT of perfect estimates over JCT, mean of seeds, {cases[0]['jobs']} jobs "
+        f"on {cases[0]['cluster']}, one every {cases[0]['arrivals_every_s']:g} s",
         "",
         f"| policy | {' | '.join(labels)} |",
         "|---" * (len(labels) + 1) + "|",
