@@ -147,10 +147,13 @@ def policy_lines(cases: list[Case]) -> list[str]:
 def error_lines(cases: list[Case]) -> list[str]:
     """What is kept of the JCT that perfect knowledge gives, by policy and belief."""
     labels = list(dict.fromkeys(case["believed"] for case in cases))
+    first = cases[0]
+    where = f"{first['jobs']} jobs on {first['cluster']}, one every {first['arrivals_every_s']:g} s"
     lines = [
         "",
-        f"## What error costs: JCT of perfect estimates over JCT, mean of seeds, {cases[0]['jobs']} jobs "
-        f"on {cases[0]['cluster']}, one every {cases[0]['arrivals_every_s']:g} s",
+        "## What error costs: JCT of perfect estimates over JCT, mean of seeds",
+        "",
+        f"{where}.",
         "",
         f"| policy | {' | '.join(labels)} |",
         "|---" * (len(labels) + 1) + "|",
