@@ -2,7 +2,7 @@
 
 512 jobs of traced CNN, RNN, GAN and Transformer models on 512 GPUs of two clusters, at two arrival
 rates, three seeds: every policy, then max-min and greedy policies on speeds that are off by a known
-amount or learnt in the replay. ``PYTHONPATH=. python benchmarks/schedulers.py``; ``--json`` prints
+amount or learnt in the replay. ``PYTHONPATH=. python benchmarks/schedulers.py``; ``--record`` keeps
 every replay, ``--out`` writes the page, ``--picture`` draws what error costs.
 """
 
@@ -13,7 +13,9 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +36,25 @@ POLICIES = (
     *("fifo", "max-min", "max-min-uncapped", "afs", "srtf", "tiresias", "optimus"),
     *("gavel", "pollux"),
 )
-ELASTIC = ("max-min", "afs", "optimus", "pollux")
+ELASTIC = ("max-min", "afs", "optimus")
 ERRORS = (0.0, 0.10, 0.25, 0.50)
 Graphs = dict[str, list[est.OpGraph]]
 Case = dict[str, Any]
 
 
-def traced() -> Graphs:
-    """Every model looked at once."""
+def traced(folder: Path | None) -> Graphs:
+    """Every model looked at once; with a folder, graphs kept there are read."""
     graphs: Graphs = {}
     for kind, names in scheduler_models.MODELS.items():
         for name in names:
-            model, batch, loss = getattr(scheduler_models, name)()
-            graph = est.trace_model(model, batch, loss, target="cuda", name=name)
+            kept = folder / f"{name}.graph" if folder else None
+            if kept and kept.exists():
+                graph = est.OpGraph.load(kept)
+            else:
+                model, batch, loss = getattr(scheduler_models, name)()
+                graph = est.trace_model(model, batch, loss, target="cuda", name=name)
+                if kept:
+                    graph.save(kept)
             graphs.setdefault(kind, []).append(graph)
     return graphs
 
@@ -63,30 +71,29 @@ def replayed(
     return {"cluster": cluster, "policy": policy, "believed": label, "took_s": took_s, **found}
 
 
-def policies(graphs: Graphs, cluster: str, every_s: float, seed: int, count: int) -> list[Case]:
+def policies(graphs: Graphs, cluster: str, every_s: float, seed: int, count: int) -> Iterator[Case]:
     """Every policy with the engine's speeds, max-min also with perfect ones."""
-    nodes = Nodes.parse(cluster)
-    jobs = drawn_jobs(graphs, nodes, jobs=count, arrivals_every_s=every_s, seed=seed)
+    jobs = drawn_jobs(graphs, Nodes.parse(cluster), jobs=count, arrivals_every_s=every_s, seed=seed)
     true, believed = TrueSpeeds(jobs, seed), EngineSpeeds()
-    cases = [replayed(cluster, jobs, each, true, believed, "engine") for each in POLICIES]
-    cases.append(replayed(cluster, jobs, "max-min", true, true, "perfect"))
-    return [{**case, "arrivals_every_s": every_s, "seed": seed} for case in cases]
+    about = {"part": "policies", "arrivals_every_s": every_s, "seed": seed}
+    for policy in POLICIES:
+        yield about | replayed(cluster, jobs, policy, true, believed, "engine")
+        if policy == "max-min":
+            yield about | replayed(cluster, jobs, policy, true, true, "perfect")
 
 
-def errors(graphs: Graphs, cluster: str, every_s: float, seed: int, count: int) -> list[Case]:
+def errors(graphs: Graphs, cluster: str, every_s: float, seed: int, count: int) -> Iterator[Case]:
     """Elastic policies on speeds that are off by a known amount, or learnt in the replay."""
-    nodes = Nodes.parse(cluster)
-    jobs = drawn_jobs(graphs, nodes, jobs=count, arrivals_every_s=every_s, seed=seed)
+    jobs = drawn_jobs(graphs, Nodes.parse(cluster), jobs=count, arrivals_every_s=every_s, seed=seed)
     true = TrueSpeeds(jobs, seed)
-    cases = []
+    about = {"part": "errors", "arrivals_every_s": every_s, "seed": seed}
     for policy in ELASTIC:
         believed: dict[str, Speeds] = {
             f"off by {error:.0%}": MistakenSpeeds(true, error, jobs, seed) for error in ERRORS
         }
         believed |= {"engine": EngineSpeeds(), "calibrated": CalibratedSpeeds()}
         for label, speeds in believed.items():
-            cases.append(replayed(cluster, jobs, policy, true, speeds, label))
-    return [{**case, "arrivals_every_s": every_s, "seed": seed} for case in cases]
+            yield about | replayed(cluster, jobs, policy, true, speeds, label)
 
 
 def ratios(cases: list[Case], number: str, cluster: str, every_s: float, **which: str) -> list[str]:
@@ -99,8 +106,9 @@ def ratios(cases: list[Case], number: str, cluster: str, every_s: float, **which
             for case in cases
             if (case["cluster"], case["arrivals_every_s"], case["seed"]) == (cluster, every_s, seed)
         }
-        mine = here[which["policy"], which.get("believed", "engine")]
-        found.append(f"{here[against] / mine:.3f}")
+        mine = which["policy"], which.get("believed", "engine")
+        if mine in here and against in here:
+            found.append(f"{here[against] / here[mine]:.3f}")
     return found
 
 
@@ -139,15 +147,20 @@ def policy_lines(cases: list[Case]) -> list[str]:
 def error_lines(cases: list[Case]) -> list[str]:
     """What is kept of the JCT that perfect knowledge gives, by policy and belief."""
     labels = list(dict.fromkeys(case["believed"] for case in cases))
+    first = cases[0]
+    where = f"{first['jobs']} jobs on {first['cluster']}, one every {first['arrivals_every_s']:g} s"
     lines = [
         "",
         "## What error costs: JCT of perfect estimates over JCT, mean of seeds",
+        "",
+        f"{where}.",
         "",
         f"| policy | {' | '.join(labels)} |",
         "|---" * (len(labels) + 1) + "|",
     ]
     for policy in dict.fromkeys(case["policy"] for case in cases):
-        kept = [f"{value:.3f}" for value in kept_ratios(cases, policy).values()]
+        ratios = kept_ratios(cases, policy)
+        kept = [f"{ratios[label]:.3f}" if label in ratios else "" for label in labels]
         lines.append(f"| {policy} | {' | '.join(kept)} |")
     return lines
 
@@ -170,9 +183,11 @@ def draw(cases: list[Case], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
     for policy in dict.fromkeys(case["policy"] for case in cases):
         kept = kept_ratios(cases, policy)
-        heights = [100 * kept[f"off by {error:.0%}"] for error in ERRORS]
-        (line,) = axes.plot([100 * e for e in ERRORS], heights, marker="o", label=policy)
-        axes.plot([-3], [100 * kept["calibrated"]], marker="*", color=line.get_color())
+        points = [(100 * e, kept.get(f"off by {e:.0%}")) for e in ERRORS]
+        known = [(error, 100 * ratio) for error, ratio in points if ratio is not None]
+        (line,) = axes.plot(*zip(*known, strict=True), marker="o", label=policy)
+        if "calibrated" in kept:
+            axes.plot([-3], [100 * kept["calibrated"]], marker="*", color=line.get_color())
     axes.set_xlabel("error of believed speeds (%); stars: calibrated during the replay")
     axes.set_ylabel("JCT kept (% of perfect estimates')")
     axes.spines[["top", "right"]].set_visible(False)
@@ -183,33 +198,54 @@ def draw(cases: list[Case], path: Path) -> None:
 def main() -> None:
     """Replay, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=512)
-    parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS))
+    parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS))
     parser.add_argument("--every", nargs="+", type=float, default=[60.0, 20.0])
-    parser.add_argument("--no-errors", action="store_true", help="leave out what error costs")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--only", choices=("policies", "errors"))
+    parser.add_argument("--graphs", type=Path, help="folder of traced models, to keep and read")
+    parser.add_argument("--record", type=Path, help="file of replays, a line each, to add to")
+    parser.add_argument("--out", type=Path, help="page to write")
+    parser.add_argument("--picture", type=Path, help="what error costs, as .svg or .png")
     options = parser.parse_args()
-    graphs, found, wrong = traced(), list[Case](), list[Case]()
-    for cluster in options.clusters:
-        for every_s in options.every:
-            for seed in range(options.seeds):
-                print(f"{cluster}, every {every_s:g} s, seed {seed}", file=sys.stderr)
-                found += policies(graphs, cluster, every_s, seed, options.jobs)
-    if not options.no_errors:
-        for seed in range(options.seeds):
-            print(f"errors, seed {seed}", file=sys.stderr)
-            wrong += errors(graphs, options.clusters[0], options.every[0], seed, options.jobs)
-    lines = policy_lines(found) + (error_lines(wrong) if wrong else [])
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    lines += ["", f"Highest memory of the process: {memory:.2f} GiB."]
+    graphs = traced(options.graphs) if options.clusters else {}
+    found: list[Case] = []
+    for cluster, every_s, seed in product(options.clusters, options.every, options.seeds):
+        asked = graphs, cluster, every_s, seed, options.jobs
+        if options.only != "errors":
+            found += told(policies(*asked), options.record)
+        # What error costs is asked of one cluster and rate.
+        first = cluster == options.clusters[0] and every_s == options.every[0]
+        if options.only == "errors" or (options.only is None and first):
+            found += told(errors(*asked), options.record)
+    if options.record and options.record.exists():
+        found = [json.loads(line) for line in options.record.read_text().splitlines()]
+    wrong = [case for case in found if case["part"] == "errors"]
+    lines = policy_lines([case for case in found if case["part"] == "policies"])
+    lines += error_lines(wrong) if wrong else []
+    memory = max(case["highest_memory_bytes"] for case in found) / 2**30
+    lines += ["", f"Highest memory of a process: {memory:.2f} GiB."]
+    print("\n".join(lines))
     if options.out:
         options.out.write_text("\n".join(lines).lstrip() + "\n", encoding="utf-8")
     if options.picture and wrong:
         draw(wrong, options.picture)
-    print(json.dumps({"policies": found, "errors": wrong}) if options.json else "\n".join(lines))
+
+
+def told(cases: Iterator[Case], record: Path | None) -> Iterator[Case]:
+    """The cases, each said on stderr and added to the record as it comes."""
+    for case in cases:
+        print(
+            f"{case['cluster']} every {case['arrivals_every_s']:g} s, seed {case['seed']}: "
+            f"{case['policy']} ({case['believed']}) JCT {case['average_jct_s'] / 3600:.3f} h, "
+            f"makespan {case['makespan_s'] / 3600:.2f} h, took {case['took_s']:.1f} s",
+            file=sys.stderr,
+        )
+        case["highest_memory_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if record:
+            with record.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(case) + "\n")
+        yield case
 
 
 if __name__ == "__main__":

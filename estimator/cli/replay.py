@@ -14,7 +14,9 @@ from estimator.cli.request import Request
 if TYPE_CHECKING:
     from estimator.cluster.jobs import Job
     from estimator.cluster.nodes import Nodes
+    from estimator.cluster.replay import Costs, Ran
     from estimator.cluster.speeds import Speeds
+    from estimator.cluster.view import Policy
 
 BELIEFS = ("engine", "calibrated", "perfect")
 
@@ -64,7 +66,7 @@ def replay(
     from estimator.cluster.metrics import outcome
     from estimator.cluster.nodes import Nodes
     from estimator.cluster.policies import load_policy
-    from estimator.cluster.replay import Costs, Replay
+    from estimator.cluster.replay import Costs
     from estimator.cluster.speeds import TrueSpeeds
 
     if picture is not None:
@@ -76,19 +78,10 @@ def replay(
     jobs = _jobs(jobs_path, nodes, models, seed)
     costs = Costs(restart_s=restart, checkpoint_s=checkpoint, node_mtbf_s=node_mtbf)
     true = TrueSpeeds(jobs, seed)
-    ran = {}
-    for name, policy in chosen.items():
-        with progress(name) as report:
-            ran[name] = Replay(
-                jobs,
-                Nodes.parse(on),
-                policy,
-                true=true,
-                believed=_believed(believed, true),
-                costs=costs,
-                seed=seed,
-                report=report,
-            ).run()
+    ran = {
+        name: _played(name, policy, jobs, on, true, _believed(believed, true), costs, seed)
+        for name, policy in chosen.items()
+    }
     found = {name: outcome(each, nodes, true) for name, each in ran.items()}
     if picture is not None:
         from estimator.report.replays import draw_replays
@@ -101,6 +94,34 @@ def replay(
         from estimator.cli.render_replay import replay_report
 
         print_tables(replay_report(on, found))
+
+
+def _played(
+    name: str,
+    policy: Policy,
+    jobs: list[Job],
+    on: str,
+    true: Speeds,
+    believed: Speeds,
+    costs: Costs,
+    seed: int,
+) -> list[Ran]:
+    from estimator.cluster.nodes import Nodes
+    from estimator.cluster.replay import Replay
+
+    nodes = Nodes.parse(on)
+    with progress(name) as report:
+        replaying = Replay(
+            jobs,
+            nodes,
+            policy,
+            true=true,
+            believed=believed,
+            costs=costs,
+            seed=seed,
+            report=report,
+        )
+        return replaying.run()
 
 
 def _jobs(path: Path, nodes: Nodes, models: tuple[str, ...], seed: int) -> list[Job]:

@@ -12,7 +12,7 @@ from scipy.stats import lognorm
 from estimator.cluster.believed import CalibratedSpeeds, MistakenSpeeds
 from estimator.cluster.jobs import Job
 from estimator.cluster.nodes import Node, Nodes, Shape
-from estimator.cluster.policies import load_policy
+from estimator.cluster.policies import BUILT_IN, load_policy
 from estimator.cluster.policies.gavel import time_shares
 from estimator.cluster.policies.pollux import batches
 from estimator.cluster.speeds import EngineSpeeds, TrueSpeeds
@@ -211,3 +211,12 @@ def test_a_job_is_packed_onto_as_few_nodes_as_can_be(held: tuple[int, int]) -> N
     if enough:
         (chosen,) = given
         assert 4 - held[chosen] == min(enough)
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_no_policy_plans_on_nodes_that_are_all_down(policy: str) -> None:
+    nodes = Nodes((Node("m", 4),))
+    nodes.is_down[0] = True
+    table = Table(a=(1, 2, 4))
+    view = View(now_s=0, jobs=[waiting("a", 10)], nodes=nodes, believed=table)
+    assert not load_policy(policy).plan(view)

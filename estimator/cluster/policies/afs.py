@@ -22,6 +22,8 @@ class Afs:
     def plan(self, view: View) -> dict[str, Grant]:
         """Counts on one machine type."""
         free = view.nodes.total(view.machine)
+        if not free:
+            return {}
         curves = {each.job.name: view.curve(each.job) for each in view.jobs}
         remaining = {each.job.name: each.remaining_samples for each in view.jobs}
         alone = {name: remaining[name] / curves[name][1] for name in curves}

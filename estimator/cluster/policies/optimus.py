@@ -21,9 +21,11 @@ class Optimus:
 
     def plan(self, view: View) -> dict[str, Grant]:
         """Counts on one machine type."""
+        free = view.nodes.total(view.machine)
+        if not free:
+            return {}
         curves = {each.job.name: view.curve(each.job) for each in view.jobs}
         remaining = {each.job.name: each.remaining_samples for each in view.jobs}
-        free = view.nodes.total(view.machine)
         line = sorted(curves, key=lambda name: remaining[name] / curves[name][1])[:free]
         given = dict.fromkeys(line, 1)
         free -= len(line)
