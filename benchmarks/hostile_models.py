@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-MODELS = '''
+MODELS = """
 import sys
 import torch
 from torch import nn
@@ -134,5 +134,5 @@ def has_a_batch_of_one_that_cannot_be_doubled():
         def forward(self, x):
             return super().forward(x.view(1, 8))
     return One(8, 4), torch.randn(1, 8)
-'''
+"""
 FUNCTIONS = tuple(re.findall(r"^def (\w+)", MODELS, flags=re.MULTILINE))

@@ -198,7 +198,9 @@ def report(outcomes: Sequence[Outcome]) -> str:
     refused = Counter(one.kind for one in outcomes if one.code == 2)
     broken = [one for one in outcomes if one.violation]
     by_kind = Counter(one.kind for one in broken)
-    lines = [f"{'kind':14}{'inputs':>8}{'refused':>9}{'violations':>12}{'most CPU':>10}{'most':>11}"]
+    lines = [
+        f"{'kind':14}{'inputs':>8}{'refused':>9}{'violations':>12}{'most CPU':>10}{'most':>11}"
+    ]
     for kind, count in counts.items():
         ours = [one for one in outcomes if one.kind == kind]
         cpu_s, rss = max(one.cpu_s for one in ours), max(one.rss_bytes for one in ours)

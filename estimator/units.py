@@ -66,7 +66,9 @@ def parse_bandwidth_bytes_per_s(text: str) -> float:
     """
     match = _RATE_PATTERN.fullmatch(text)
     if match is None or match.group(2).lower() not in _RATE_FACTORS:
-        raise ValueError(f"{quoted(text)} is not a rate; write a number and a unit such as 10 Gbit/s")
+        raise ValueError(
+            f"{quoted(text)} is not a rate; write a number and a unit such as 10 Gbit/s"
+        )
     return float(match.group(1)) * _RATE_FACTORS[match.group(2).lower()]
 
 

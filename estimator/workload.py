@@ -28,14 +28,18 @@ _MOST_BUCKET_BYTES, _MOST_RATE = 10**15, 1e15
 def check_optimizer(text: str) -> str:
     """The optimizer's name, or StrategyError."""
     if text not in OPTIMIZERS:
-        raise StrategyError(f"optimizer {quoted(text)} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+        raise StrategyError(
+            f"optimizer {quoted(text)} is unknown; choose one of {', '.join(OPTIMIZERS)}"
+        )
     return text
 
 
 def check_precision(text: str) -> str:
     """The precision's name, or StrategyError."""
     if text not in PRECISIONS:
-        raise StrategyError(f"precision {quoted(text)} is unknown; choose one of {', '.join(PRECISIONS)}")
+        raise StrategyError(
+            f"precision {quoted(text)} is unknown; choose one of {', '.join(PRECISIONS)}"
+        )
     return text
 
 

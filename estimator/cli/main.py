@@ -75,7 +75,9 @@ def _run(arguments: Sequence[str] | None) -> int | None:
     except (ArithmeticError, MemoryError, RecursionError) as error:
         # What no check has met; the input is none that can be computed with.
         reason = f"{type(error).__name__}: {error}".rstrip(": ")
-        code = _refuse(f"the input leads to what cannot be computed ({reason}); correct its numbers")
+        code = _refuse(
+            f"the input leads to what cannot be computed ({reason}); correct its numbers"
+        )
     except (click.Abort, KeyboardInterrupt):
         click.echo("estimator: interrupted", err=True)
         code = INTERRUPTED
@@ -139,9 +141,7 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str | N
 
 @commands.command()
 @click.option("--name", default="local", callback=_machine_name, help="What to call this machine.")
-@click.option(
-    "--devices", type=Count(), help="Core groups of the CPU, or ranks per node."
-)
+@click.option("--devices", type=Count(), help="Core groups of the CPU, or ranks per node.")
 @click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
 @click.option("--budget", type=Amount(most=1e6), default=60.0, help="Seconds to spend.")
 @click.option("--thorough", is_flag=True, help="Measure more sizes; takes several budgets.")

@@ -12,7 +12,6 @@ from torch import Tensor
 from estimator.errors import ModelError
 from estimator.graph.stand_ins import map_tensors
 
-
 # A mapping of lists of mappings, as detection models take, has three.
 _MOST_LEVELS = 16
 

@@ -76,8 +76,7 @@ def check_cost(call: OpCall) -> None:
             f"the arguments of {call.target[:60]} are none of its own ({reason})"
         ) from None
     if found is not None and not all(
-        0 <= value < math.inf
-        for value in (found.cost.flops, found.cost.moved_bytes, *found.dims)
+        0 <= value < math.inf for value in (found.cost.flops, found.cost.moved_bytes, *found.dims)
     ):
         raise ValueError(f"the work of {call.target[:60]} is not a number from 0 on")
 

@@ -185,7 +185,9 @@ def _is_number(value: Any) -> bool:
 def _listed(summary: WorkloadSummary, field: str) -> Sequence[Any]:
     found = getattr(summary, field)
     if isinstance(found, str) or not isinstance(found, Sequence):
-        raise WorkloadError(f"{field} must be a list, found {quoted(found)}; give one entry for each")
+        raise WorkloadError(
+            f"{field} must be a list, found {quoted(found)}; give one entry for each"
+        )
     return found
 
 

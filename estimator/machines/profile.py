@@ -721,8 +721,10 @@ def _read_profile(path: Path) -> MachineProfile:
             f"there is no profile file {path}; run 'estimator probe --out {path}'"
         ) from None
     except OSError as error:
-        raise ProfileError(f"cannot read profile {path} ({error.strerror}); check the file, or run "
-            "'estimator probe' to write a new one") from None
+        raise ProfileError(
+            f"cannot read profile {path} ({error.strerror}); check the file, or run "
+            "'estimator probe' to write a new one"
+        ) from None
     try:
         data = parse_json(content)
     except ValueError as error:

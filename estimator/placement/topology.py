@@ -236,11 +236,15 @@ def _entries(
     seen: set[str] = set()
     for pattern, entry in table.items():
         if not isinstance(entry, Mapping):
-            raise TopologyError(f"{quoted(f'{section}.{pattern}')} is not a table; write [{section}.NAME]")
+            raise TopologyError(
+                f"{quoted(f'{section}.{pattern}')} is not a table; write [{section}.NAME]"
+            )
         _check_keys(entry, known, origin, f"{section}.{pattern}")
         for key in ("machine", "switch", "parent"):
             if key in entry and not isinstance(entry[key], str):
-                raise TopologyError(f"{key} of {quoted(pattern)} must be text, found {quoted(entry[key])}")
+                raise TopologyError(
+                    f"{key} of {quoted(pattern)} must be text, found {quoted(entry[key])}"
+                )
         if len(seen) > MOST_NODES:
             raise TopologyError(f"there are more than {MOST_NODES} of them in '{section}'")
         for name in expand_hosts(pattern):
@@ -292,9 +296,7 @@ def _ranges(text: str, pattern: str) -> Iterator[tuple[int, int, int]]:
             raise TopologyError(f"{quoted(pattern)} is no host list; write a[1-4] or a[1,3]")
         end = int(last) if dash else int(first)
         if end < int(first):
-            raise TopologyError(
-                f"{quoted(pattern)} counts from {first} to {end}; write a[1-4]"
-            )
+            raise TopologyError(f"{quoted(pattern)} counts from {first} to {end}; write a[1-4]")
         yield int(first), end, len(first)
 
 

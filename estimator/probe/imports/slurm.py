@@ -97,7 +97,7 @@ def _yaml(text: str) -> Any:
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > _MOST_LEVELS:
                 raise ImportedFileError("the topology is nested too deeply; give the whole file")
-        return yaml.load(text, Loader=loader)  # noqa: S506 (makes texts, lists and tables alone)
+        return yaml.load(text, Loader=loader)
     except (yaml.YAMLError, ValueError) as error:
         if isinstance(error, ImportedFileError):
             raise
@@ -112,9 +112,7 @@ def _chosen(content: Any) -> Mapping[str, Any]:
     topologies = [entry for entry in listed if isinstance(entry, Mapping)]
     if not topologies:
         raise ImportedFileError("the YAML lists no topology; give the whole topology.yaml")
-    defaults = [
-        entry for entry in topologies if str(entry.get("cluster_default")).lower() in _YES
-    ]
+    defaults = [entry for entry in topologies if str(entry.get("cluster_default")).lower() in _YES]
     return (defaults or topologies)[0]
 
 
