@@ -233,7 +233,7 @@ def _batches(
         return (_even_batch(placement, global_batch, accumulation_steps),) * groups
     if batch_per_gpu is None:
         return None if graph.batch is None else (graph.batch,) * groups
-    if isinstance(batch_per_gpu, Sequence) and not isinstance(batch_per_gpu, str):
+    if isinstance(batch_per_gpu, Sequence):
         given = tuple(batch_per_gpu)
     else:
         given = (batch_per_gpu,) * groups

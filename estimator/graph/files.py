@@ -110,7 +110,8 @@ def load_graph(path: str | os.PathLike[str]) -> OpGraph:
         raise GraphFileError(f"{path} is not a saved graph; trace the model and save it")
     if data.get("version") != VERSION:
         raise GraphFileError(
-            f"{path} has graph format {quoted(data.get('version'))}, this package reads {VERSION}; trace "
+            f"{path} has graph format {quoted(data.get('version'))}, this package reads "
+            f"{VERSION}; trace "
             "the model again"
         )
     try:

@@ -105,9 +105,7 @@ def trace_graph(
     fixed_because = fixed_because or joined.difference
     assumptions = dict.fromkeys((*look.assumptions, *first.recorder.known.assumptions))
     if unusual:
-        assumptions[
-            f"parameters are {unusual}: peaks of a device are known for float32 and less"
-        ] = None
+        assumptions[f"parameters are {unusual}, for which no peak of a device is known"] = None
     if channels_last and not any("convolution" in op.call.target for op in joined.ops):
         assumptions["channels last changes nothing: the model has no convolution"] = None
     if fixed_because is not None:

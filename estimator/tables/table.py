@@ -263,7 +263,7 @@ def _pieces(
 def _checked_batches(batches: int | Integers | None, allocations: int) -> int | Integers | None:
     if batches is None:
         return None
-    if not isinstance(batches, np.ndarray | Sequence) or isinstance(batches, str):
+    if not isinstance(batches, np.ndarray | Sequence):
         # One that is too small is told with its row.
         is_small = isinstance(batches, int) and batches < 1
         return batches if is_small else check_count(batches, most=MOST_GLOBAL_BATCH)
