@@ -1,4 +1,4 @@
-"""Make hostile command lines, each with its files, of every kind of input that the package takes."""
+"""Make hostile command lines and their files, of every kind of input that the package takes."""
 
 from __future__ import annotations
 

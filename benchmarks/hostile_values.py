@@ -62,7 +62,7 @@ def _damage(container: Any, key: Any, chance: random.Random) -> None:
         container[str(chance.choice(_WORDS))] = container[key]
     else:
         deep: Any = container[key]
-        for _ in range(chance.choice((1, 50, 900))):
+        for _ in range(chance.choice((1, 50, 200))):
             deep = [deep]
         container[key] = deep
 

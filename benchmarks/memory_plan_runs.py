@@ -33,7 +33,8 @@ from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError
 from estimator.graph.trace import loss_of, trace_graph
 from estimator.interop.apply_plan import MemoryPlan, apply_plan
-from estimator.machines.profile import Link, LinkKind, Provenance, load_profile
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import Link, LinkKind, Provenance
 from estimator.units import format_bytes, format_ratio
 
 PEAK_BOUND_RATIO, TIME_BOUND_RATIO = 0.05, 0.15

@@ -17,7 +17,7 @@ from estimator.advise.swap_problem import swap_problem
 from estimator.advise.swap_search import plan_within
 from estimator.engine import estimate_graph
 from estimator.graph.memory_curve import live_tensors, memory_curve
-from estimator.graph.ops import OpGraph
+from estimator.graph.op_graph import OpGraph
 from estimator.units import format_ratio
 from estimator.workload import Strategy
 

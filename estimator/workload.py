@@ -271,7 +271,8 @@ def _read(text: str) -> Strategy:
     kind = _ALIASES.get(name, name)
     if kind not in _KINDS:
         raise StrategyError(
-            f"strategy {quoted(text)} is unknown; write one of {', '.join(_KINDS)}, or with knobs as "
+            f"strategy {quoted(text)} is unknown; write one of {', '.join(_KINDS)}, or "
+            f"with knobs as "
             "in ddp:bucket=5MiB,view"
         )
     options: dict[str, object] = {"kind": kind}

@@ -141,7 +141,7 @@ def _plans(answer: Estimate) -> Iterator[Remedy]:
     """Plans that move tensors to the host or compute them again, for one rank."""
     if answer.ranks > 1 or answer.accumulation_steps > 1:
         return
-    device_bytes = answer.plan.kinds[0].device_bytes
+    device_bytes = answer.plan.kinds[0].device.usable_bytes
     budget = int(device_bytes * (1 - 2 * NOT_FIT_MARGIN_RATIO))
     try:
         problem = swap_problem(answer)

@@ -14,10 +14,13 @@ from typing import TypeVar
 
 from estimator.calibrate.observed import Observation, ObservedWorkload
 from estimator.calibrate.tables import ALIASES, Row, measured_step, read_rows
-from estimator.errors import EstimatorError, ObservationError
+from estimator.errors import EstimatorError, ObservationError, quoted
+from estimator.files import parse_json, read_text
 from estimator.placement.allocation import Allocation
 
 Value = TypeVar("Value")
+# An observation has some twenty fields.
+_MOST_ITEMS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +81,9 @@ def _rows(file: Path) -> Iterable[tuple[int, Row | str]]:
     if file.suffix not in (".jsonl", ".ndjson"):
         raise ObservationError(f"{file} is no table that can be read; name a .csv or .jsonl file")
     try:
-        rows = list(_json_rows(file.read_text(encoding="utf-8-sig")))
+        rows = list(_json_rows(read_text(file)))
     except OSError as error:
         raise ObservationError(f"cannot read {file} ({error.strerror}); check the file") from None
-    except UnicodeDecodeError as error:
-        raise ObservationError(f"{file} is no table ({error}); check the file") from None
     if not rows:
         raise ObservationError(f"{file} holds no row; write one JSON object for each observation")
     return rows
@@ -94,8 +95,8 @@ def _json_rows(text: str) -> Iterator[tuple[int, Row | str]]:
         if not line.strip():
             continue
         try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):
+            values = parse_json(line, most_items=_MOST_ITEMS)
+        except ValueError:
             yield number, "it is not JSON; write one object a line"
             continue
         if not isinstance(values, dict):
@@ -169,8 +170,8 @@ def _read(row: Row, name: str, convert: Callable[[str], Value]) -> Value | None:
     text = row.get(name)
     try:
         return None if text is None else convert(text)
-    except ValueError:
-        raise ObservationError(f"{name} cannot be read, found {text!r:.40}; correct it") from None
+    except (ValueError, OverflowError):
+        raise ObservationError(f"{name} cannot be read, found {quoted(text)}; correct it") from None
 
 
 def _time(text: str) -> datetime:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import os
 import re
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.errors import ObservationError
+from estimator.files import read_text
 
 Array = NDArray[np.float64]
 Row = Mapping[str, str]
@@ -167,11 +169,10 @@ def read_rows(path: str | os.PathLike[str]) -> list[tuple[int, Row]]:
     """
     file = Path(path)
     try:
-        with file.open(encoding="utf-8-sig", newline="") as stream:
-            rows = list(_cells(file, stream))
+        rows = list(_cells(file, io.StringIO(read_text(file), newline="")))
     except OSError as error:
         raise ObservationError(f"cannot read {file} ({error.strerror}); check the file") from None
-    except (UnicodeDecodeError, csv.Error) as error:
+    except csv.Error as error:
         raise ObservationError(f"{file} is no table ({error}); check the file") from None
     if not rows:
         raise ObservationError(f"{file} holds no row; give a header and one row for each step time")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables
+from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, waiting
 from estimator.cli.options import on_option, traced, workload_options
 from estimator.cli.request import Request
 
@@ -31,7 +31,8 @@ def memory(on: str, picture: Path | None, as_json: bool, **options: Any) -> None
         from estimator.machines.files import check_writable
 
         check_writable(picture)
-    report = memory_of(request.estimate(traced(request, (on,)), on))
+    graph = traced(request, (on,))
+    report = memory_of(request.estimate(graph, on))
     if picture is not None:
         from estimator.report.memory import draw_memory
 

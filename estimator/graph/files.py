@@ -115,7 +115,8 @@ def read_graph(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise GraphFileError(f"{path} is not a saved graph; trace the model and save it")
     if data.get("version") != VERSION:
         raise GraphFileError(
-            f"{path} has graph format {quoted(data.get('version'))}, this package reads {VERSION}; trace "
+            f"{path} has graph format {quoted(data.get('version'))}, this package reads "
+            f"{VERSION}; trace "
             "the model again"
         )
     try:

@@ -146,7 +146,8 @@ class WorkloadSummary:
         for ratio in self.ready_ratios:
             if not _is_number(ratio) or not 0 < ratio <= 1:
                 raise WorkloadError(
-                    f"ready_ratios must be above 0 and at most 1, found {quoted(ratio)}; give shares of "
+                    f"ready_ratios must be above 0 and at most 1, found {quoted(ratio)}; "
+                    f"give shares of "
                     "the backward pass"
                 )
 

@@ -138,9 +138,7 @@ def _graph(
         *first.recorder.known.assumptions,
     ]
     if unusual:
-        assumptions.append(
-            f"parameters are {unusual}: peaks of a device are known for float32 and less"
-        )
+        assumptions.append(f"parameters are {unusual}, for which no peak of a device is known")
     if look.channels_last and not any("convolution" in op.call.target for op in joined.ops):
         assumptions.append("channels last changes nothing: the model has no convolution")
     if fixed_because is not None:

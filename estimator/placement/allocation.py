@@ -121,7 +121,8 @@ class Allocation:
                 host, listed = explicit.groups()
                 if max(map(len, listed.split(","))) > _MOST_DIGITS:
                     raise AllocationError(
-                        f"{quoted(part.strip())} names a device of more than {_MOST_DIGITS} digits; "
+                        f"{quoted(part.strip())} names a device of more than "
+                        f"{_MOST_DIGITS} digits; "
                         "write HOST[0,1]"
                     )
                 indices = tuple(int(index) for index in listed.split(","))
@@ -130,7 +131,7 @@ class Allocation:
                 )
             else:
                 raise AllocationError(
-                    f"{quoted(part.strip() or text)} is not an allocation; write NODESxDEVICES:MACHINE, "
-                    "as in 1x2:local, or HOST[0,1], joined by +"
+                    f"{quoted(part.strip() or text)} is not an allocation; write "
+                    "NODESxDEVICES:MACHINE, as in 1x2:local, or HOST[0,1], joined by +"
                 )
         return cls(tuple(groups))

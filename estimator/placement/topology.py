@@ -166,7 +166,8 @@ class Cluster:
         transport = data.get("transport", "tcp")
         if not isinstance(transport, str) or transport not in PAYLOAD_RATIOS:
             raise TopologyError(
-                f"{origin}: transport {quoted(transport)} is unknown; use {', '.join(PAYLOAD_RATIOS)}"
+                f"{origin}: transport {quoted(transport)} is unknown; use "
+                f"{', '.join(PAYLOAD_RATIOS)}"
             )
         try:
             switches = {

@@ -189,7 +189,7 @@ def fails(path: Path, content: bytes) -> str:
         ("table.csv", b"model,gpu\n", "holds no row"),
         ("table.csv", b"model,model\nbert,bert\n", "has two columns 'model'"),
         ("table.csv", b"model\nbert,5\n", "1 rows refused, the first in line 2"),
-        ("table.csv", b"\xff\xfe\x00", "is no table"),
+        ("table.csv", b"\xff\xfe\x00", "no UTF-8 text"),
         ("table.csv", b"model\n" + b"x" * 200_000, "is no table"),
         ("table.jsonl", b"[" * 5000, "it is not JSON"),
         ("table.txt", b"model\nbert\n", "no table that can be read"),

@@ -70,7 +70,8 @@ def read_nccl_tests_json(report: Mapping[str, Any], *, at: str) -> Imported:
         wrong = finished and int(report["out_of_bounds"]["count"]) > 0
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ImportedFileError(
-            f"the JSON of nccl-tests lacks or garbles {printable(str(error))}; run the test with -J again"
+            f"the JSON of nccl-tests lacks or garbles {printable(str(error))}; run the "
+            f"test with -J again"
         ) from None
     _check_complete(finished, wrong)
     found = _PROGRAM.search(program)

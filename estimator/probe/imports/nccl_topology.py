@@ -96,7 +96,8 @@ def _parts(element: Element, above: tuple[Element, ...]) -> Iterator[_Part]:
 def _check_one_node(root: Element, gpus: Sequence[_Part]) -> None:
     if root.tag != "system" or not gpus:
         raise ImportedFileError(
-            f"the XML describes no GPU ({quoted(root.tag)} on top); give what NCCL_TOPO_DUMP_FILE wrote"
+            f"the XML describes no GPU ({quoted(root.tag)} on top); give what "
+            f"NCCL_TOPO_DUMP_FILE wrote"
         )
     if len(gpus) > _MOST_DEVICES:
         raise ValueError(f"more than {_MOST_DEVICES} devices")

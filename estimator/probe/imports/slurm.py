@@ -73,7 +73,8 @@ def read_topology_yaml(text: str, *, machine: str) -> Imported:
         listed, key = chosen["block"].get("blocks"), "block"
     else:
         raise ImportedFileError(
-            f"the topology {quoted(chosen.get('topology'))} has neither a tree nor blocks, so it says "
+            f"the topology {quoted(chosen.get('topology'))} has neither a tree nor "
+            f"blocks, so it says "
             "nothing of switches; write a cluster file by hand"
         )
     entries = list(_listed(listed, key))
@@ -159,7 +160,8 @@ def _cluster(entries: Sequence[_Entry], machine: str) -> Cluster:
             for name in child:
                 if name in above:
                     raise ImportedFileError(
-                        f"{quoted(name)} hangs on both {quoted(above[name])} and {quoted(entry.name)}, and only "
+                        f"{quoted(name)} hangs on both {quoted(above[name])} and "
+                        f"{quoted(entry.name)}, and only "
                         "trees of switches are supported; write a cluster file by hand"
                     )
                 above[name] = entry.name
@@ -167,8 +169,8 @@ def _cluster(entries: Sequence[_Entry], machine: str) -> Cluster:
     lacking = sorted(set(parents) - known)
     if lacking:
         raise ImportedFileError(
-            f"the topology is cut off: switch {quoted(lacking[0])} is used and not described; give the "
-            "whole file"
+            f"the topology is cut off: switch {quoted(lacking[0])} is used and not "
+            "described; give the whole file"
         )
     try:
         return Cluster(

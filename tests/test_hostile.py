@@ -1,0 +1,435 @@
+"""Bombs, numbers that escape, damage at any depth and unruly model code each get one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hostile_inputs import whole_profile
+from hostile_values import damaged_values
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from robustness import report, run_inputs
+from torch import nn
+
+import estimator
+from estimator.errors import (
+    AllocationError,
+    EstimatorError,
+    GraphFileError,
+    ImportedFileError,
+    ModelError,
+    ProfileError,
+    TopologyError,
+    TraceError,
+    WorkloadError,
+)
+from estimator.graph.files import load_graph, load_summary
+from estimator.graph.trace import trace_graph
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.allocation import Allocation
+from estimator.placement.topology import Cluster, expand_hosts
+from estimator.probe.imports.files import read_imports, recognise
+from estimator.workload import Strategy
+from tests.synthetic import perceptron
+
+Command = Callable[..., Any]
+AT = "2026-01-01T00:00:00Z"
+
+
+def test_a_sample_of_hostile_inputs_breaks_nothing() -> None:
+    outcomes = list(run_inputs(600, seed=13))
+    assert not [one for one in outcomes if one.violation], report(outcomes)
+    # Some of them are harmless: the commands do work here.
+    assert {one.code for one in outcomes} >= {0, 2}
+
+
+# Damage at any depth
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=some.integers(0, 2**32))
+def test_a_profile_damaged_at_any_depth_is_read_or_refused(seed: int) -> None:
+    text = damaged_values(whole_profile().to_dict(), random.Random(seed))
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return  # a number of 5,000 digits: refused before
+    # Raises nothing else.
+    with contextlib.suppress(ProfileError):
+        MachineProfile.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"target": 7, "arguments": [], "outputs": []},
+        {"target": "aten.mm.default", "arguments": 5, "outputs": []},
+        {"target": "aten.mm.default", "arguments": [], "outputs": [3]},
+        {"target": "aten.mm.default", "arguments": [{"t": [-1], "d": "float32"}], "outputs": []},
+        {"target": "aten.mm.default", "arguments": [{"t": [2**62] * 2, "d": "float32"}],
+         "outputs": []},
+        {"target": "aten.mm.default", "arguments": [{"d": "float32"}], "outputs": []},
+        {"target": "aten.mm.default", "arguments": [{"f": "fast"}], "outputs": []},
+    ],
+)  # fmt: skip
+def test_a_probed_call_that_is_none_is_refused_at_load(call: Any) -> None:
+    values = whole_profile().to_dict()
+    values["kernels"][0]["points"][0]["call"] = call
+    with pytest.raises(ProfileError, match=r"kernels\.0\.points\.0: .*KernelPoint\.call"):
+        MachineProfile.from_dict(json.loads(json.dumps(values)))
+
+
+def test_a_probed_call_with_arguments_of_another_operator_is_refused_when_used() -> None:
+    values = json.loads(json.dumps(whole_profile().to_dict()))
+    values["kernels"][0]["points"][0]["call"]["arguments"] = [1, "two"]
+    profile = MachineProfile.from_dict(values)
+    with pytest.raises(ProfileError, match="arguments that it cannot have"):
+        estimator.estimate(perceptron([64] * 3), "1x1:local", profile=profile)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=some.integers(0, 2**32))
+def test_a_graph_damaged_at_any_depth_is_estimated_or_refused(
+    seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("graphs") / "broken.graph"
+    perceptron([64] * 3, batch=8).save(path)
+    values = json.loads(gzip.decompress(path.read_bytes()))
+    path.write_bytes(gzip.compress(damaged_values(values, random.Random(seed)).encode()))
+    with contextlib.suppress(EstimatorError):
+        estimator.estimate(load_graph(path), "1x2:local", profile=whole_profile()).to_dict()
+
+
+# Bombs
+
+
+@pytest.mark.parametrize("filling", [b" ", b"[", b"[],", b'"', '"é"'.encode()])
+def test_a_graph_that_unpacks_to_too_much_is_refused(filling: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "bomb.graph"
+    path.write_bytes(gzip.compress(filling * (80 << 20 if len(filling) == 1 else 8 << 20), 1))
+    with pytest.raises(GraphFileError, match=r"unpacks to more|more than 4000000 values|not ASCII"):
+        load_graph(path)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a[1-9999999]", "a[1-1000000,1-1000000]", "a[1-2000]b[1-2000]", "a[²]",
+                "a[1-99999999]"]
+)  # fmt: skip
+def test_a_host_list_is_counted_before_it_is_listed(pattern: str) -> None:
+    with pytest.raises(TopologyError, match=r"host list|names more nodes|no node name"):
+        next(iter(expand_hosts(pattern)))
+
+
+def test_a_long_chain_of_switches_is_refused() -> None:
+    chain = {f"s{number}": {"parent": f"s{number + 1}"} for number in range(3000)}
+    values = {"switches": {**chain, "s3000": {}}, "nodes": {"a": {"machine": "local"}}}
+    with pytest.raises(TopologyError, match="more than 32 levels"):
+        Cluster.from_dict(values)
+
+
+def test_yaml_with_aliases_is_refused() -> None:
+    text = "- topology: a\n  x: &a [1, 2]\n  tree: {switches: [*a, *a]}\n"
+    with pytest.raises(ImportedFileError, match="aliases"):
+        recognise(text, at=AT)
+
+
+def test_a_report_of_a_hundred_million_ranks_is_refused() -> None:
+    report = {
+        "args": ["all_reduce_perf"],
+        "config": {"nthreads": 1, "ngpus": 10**8,
+                   "devices": [{"hostname": "a", "device": 0, "device_info": "H100"}]},
+        "results": [{"size": 8, "out_of_place": {"time": 1.0}}],
+        "out_of_bounds": {"count": 0},
+    }  # fmt: skip
+    with pytest.raises(ImportedFileError, match="number of ranks"):
+        recognise(json.dumps(report), at=AT)
+
+
+@pytest.mark.parametrize("count", [100_001, 10**9])
+def test_a_job_of_too_many_tensors_is_refused(count: int, tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    job = {"parameter_bytes": 10**12, "tensors": count, "flops_per_sample": 1e9}
+    path.write_text(json.dumps(job))
+    with pytest.raises(WorkloadError, match="tensors must be at most 100000"):
+        load_summary(path)
+
+
+@pytest.mark.parametrize("place", ["/dev/zero", "pipe"])
+def test_what_is_no_regular_file_is_read_by_no_command(
+    place: str, tmp_path: Path, store: Path, command: Command
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    path = str(pipe) if place == "pipe" else place
+    for words in (
+        ("profile", "show", path),
+        ("profile", "merge", path, "--out", tmp_path / "o.json"),
+        ("profile", "import", path, "--name", "new"),
+        ("estimate", path, "--on", "1x1:local"),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--cluster", path),
+        ("estimate", "hf:gpt2", "--on", "1x1:local", "--calibration", path),
+        ("calibrate", "show", "--store", path),
+        ("calibrate", "observe", path),
+    ):
+        assert command(*words).sentence
+    link = tmp_path / "table.jsonl"
+    link.symlink_to(path)
+    assert "no regular file" in command("calibrate", "observe", link).sentence
+
+
+# Numbers that escape
+
+
+@pytest.mark.parametrize(
+    "text", ["ddp:bucket=" + "9" * 400, "ps:²", "fsdp:shard=²", "ps:1,link=" + "9" * 400 + "GB/s"]
+)
+def test_a_strategy_with_numbers_beyond_measure_is_refused(text: str) -> None:
+    with pytest.raises(EstimatorError) as refused:
+        Strategy.parse(text)
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("text", ["²x1:local", "٣x1:local", f"a[{'9' * 5000}]", "a[²]"])
+def test_an_allocation_with_digits_that_are_none_is_refused(text: str) -> None:
+    with pytest.raises(AllocationError):
+        Allocation.parse(text)
+
+
+@pytest.mark.parametrize("option", ["--samples", "--tokens", "--batch", "--accumulation"])
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e400", "9" * 5000, "²"])
+def test_options_take_numbers_within_bounds(
+    option: str, number: str, store: Path, command: Command
+) -> None:
+    sentence = command("estimate", "hf:gpt2", "--on", "1x1:local", option, number).sentence
+    assert "range" not in sentence
+    assert len(sentence) < 300
+
+
+@pytest.mark.parametrize("slowdown", [1e200, 1e-200, 10**400, "fast", float("nan")])
+def test_a_node_is_slower_within_bounds(slowdown: Any) -> None:
+    with pytest.raises(TopologyError, match="slowdown"):
+        Cluster.from_dict({"nodes": {"a": {"machine": "local", "slowdown": slowdown}}})
+
+
+def test_what_no_check_meets_is_a_sentence(
+    store: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error in (OverflowError("too large"), MemoryError(), RecursionError("too deep")):
+
+        def fail(*_: object, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr("estimator.machines.profile.load_profile", fail)
+        assert type(error).__name__ in command("profile", "show", "local").sentence
+
+
+@pytest.mark.parametrize("batch", [float("nan"), 2.5, True, 0, -1, 10**30, "8"])
+def test_a_batch_is_a_whole_number_within_bounds(batch: Any) -> None:
+    graph = perceptron([64] * 3)
+    for asked in ({"batch_per_gpu": batch}, {"accumulation_steps": batch}, {"global_batch": batch}):
+        with pytest.raises(WorkloadError):
+            estimator.estimate(graph, "1x1:local", profile=whole_profile(), **asked)
+
+
+# Importers
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<system/>",
+        "<gpu/>",
+        '<system><cpu numaid="abc"><pci><gpu dev="0" sm="80"/></pci></cpu></system>',
+        '<system><cpu numaid="0"><pci><gpu sm="80"/></pci></cpu></system>',
+        "<system>" * 3000 + "</system>" * 3000,
+        "<system>" * 3000 + '<gpu dev="0"/>' + "</system>" * 3000,
+        '<!DOCTYPE a [<!ENTITY b "c">]><system/>',
+        '{"nvbandwidth": {"GPU Device list": null, "testcases": []}}',
+        '{"nvbandwidth": {"testcases": [{"name": [], "status": "Passed"}]}}',
+        '{"nvbandwidth": {"testcases": [{"name": "host_to_device_memcpy_ce", "status": "Passed",'
+        ' "bandwidth_matrix": [[1e300]]}]}}',
+        '{"results": null, "args": [], "config": []}',
+        "- topology: 2026-99-99\n  tree: {switches: 2026-99-99}\n",
+        "- topology: a\n  tree: {switches: [{switch: {}, nodes: 1}]}\n",
+        "- topology: a\n  tree: {switches: [{switch: s, nodes: [1, 2]}]}\n",
+        "- topology: !!python/object/apply:os.system [ls]\n",
+        "- topology: a\n  x: " + "[" * 500 + "]" * 500,
+    ],
+)
+def test_an_importer_takes_what_no_tool_writes_for_damage(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises(ImportedFileError) as refused:
+        read_imports([path], machine="local")
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['transport = ["tcp"]', '[nodes.a]\nmachine = ["local"]', "[[nodes]]", 'nodes = "a"',
+     "[nodes.a]\nmachine = 'x'\nuplink = [1]", "a = 1979-99-99", f"a = {'9' * 5000}",
+     "a = " + "[" * 5000],
+)  # fmt: skip
+def test_a_cluster_file_with_a_list_for_a_word_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(TopologyError) as refused:
+        Cluster.load(path)
+    assert "Errno" not in str(refused.value)
+    assert str(refused.value).isprintable()
+
+
+# Terminal escapes
+
+
+def test_escapes_stand_in_no_profile() -> None:
+    values = json.loads(json.dumps(whole_profile().to_dict()))
+    values["devices"][0]["name"] = "\x1b[31mred"
+    with pytest.raises(ProfileError, match="unprintable") as refused:
+        MachineProfile.from_dict(values)
+    assert str(refused.value).isprintable()
+
+
+def test_escapes_of_an_argument_are_spelt_out_and_cut(store: Path, command: Command) -> None:
+    sentence = command("profile", "show", "\x1b[31mred" + "x" * 5000).sentence
+    assert sentence.isprintable()
+    assert len(sentence) < 500
+
+
+# Model code
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def test_what_model_code_prints_is_on_stderr(tmp_path: Path, store: Path, command: Command) -> None:
+    path = tmp_path / "loud.py"
+    path.write_text(
+        "import sys, torch\nprint('loaded')\n"
+        "def loud():\n    print('called'); sys.stdout.close()\n"
+        "    return torch.nn.Linear(8, 4), torch.randn(4, 8)\n"
+    )
+    answer = command("estimate", f"{path}:loud", "--on", "1x1:local", "--json")
+    assert json.loads(answer.out)["ranks"] == 1
+    assert answer.err.splitlines() == ["loaded", "called"]
+
+
+@pytest.mark.parametrize(
+    "raising",
+    ["class B(BaseException): pass\n", "class B(Exception):\n  def __str__(s): raise s\n"]
+)  # fmt: skip
+def test_whatever_model_code_raises_is_a_sentence(
+    raising: str, tmp_path: Path, store: Path, command: Command
+) -> None:
+    path = tmp_path / "raising.py"
+    path.write_text(f"{raising}def model(): raise B\n")
+    assert "raised (B" in command("estimate", f"{path}:model", "--on", "1x1:local").sentence
+
+
+def test_a_batch_that_no_step_can_take_is_refused() -> None:
+    round_about: list[Any] = [torch.randn(4, 8)]
+    round_about.append(round_about)
+    for batch, said in (
+        (torch.randn(0, 8), "no sample"),
+        (round_about, "holds itself"),
+        (torch.randn(4, 8).to_sparse(), "sparse"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            trace_graph(mlp(), batch)
+
+
+def test_a_branch_on_the_values_of_a_batch_is_an_assumption() -> None:
+    class Branching(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (2 if x.sum().item() > 0 else 1)
+
+    graph = trace_graph(Branching(8, 4), torch.randn(4, 8))
+    assert any("values of its batch" in line for line in graph.assumptions)
+    plain = trace_graph(nn.Linear(8, 4), torch.randn(4, 8))
+    assert not any("values of its batch" in line for line in plain.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float32, "fp32")]
+)
+def test_a_model_kept_in_half_is_in_half(dtype: torch.dtype, mode: str) -> None:
+    graph = trace_graph(nn.Linear(8, 4, dtype=dtype), torch.randn(4, 8, dtype=dtype))
+    assert graph.precision == mode
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_a_model_of_another_type_is_another_workload(dtype: torch.dtype) -> None:
+    if dtype.is_complex:
+        with pytest.raises((ModelError, TraceError)):
+            trace_graph(nn.Linear(8, 4, dtype=dtype), torch.randn(4, 8, dtype=dtype))
+        graph = trace_graph(
+            nn.Linear(8, 4, dtype=dtype),
+            torch.randn(4, 8, dtype=dtype),
+            loss=lambda output, _: output.abs().mean(),
+        )
+        # 4 samples of 8 into 4 numbers, and 8 real operations for each complex product and sum.
+        from estimator.graph.costs import op_cost
+
+        flops = [op_cost(op.call) for op in graph.ops if "mm" in op.call.target]
+        assert flops[0] is not None
+        assert flops[0].flops == 4 * 8 * 4 * 8
+    else:
+        graph = trace_graph(nn.Linear(8, 4, dtype=dtype), torch.randn(4, 8, dtype=dtype))
+    kind = str(dtype).removeprefix("torch.")
+    assert kind in graph.workload
+    assert any(kind in line for line in graph.assumptions)
+
+
+@pytest.mark.parametrize(
+    "model", ["hf:gpt2,n_layer=-1", "hf:gpt2,n_layer=1000000", "hf:gpt2,vocab_size=99999999999"]
+)
+def test_a_size_that_no_model_has_is_refused(model: str, store: Path, command: Command) -> None:
+    assert "a model has 0 to" in command("estimate", model, "--on", "1x1:local").sentence
+
+
+# The rest
+
+
+def test_a_dangling_link_is_listed_as_damaged(store: Path, command: Command) -> None:
+    (store / "machines" / "gone.json").symlink_to("nowhere.json")
+    answer = command("profile", "list")
+    assert (answer.code, answer.err) == (0, "")
+    assert "gone" in answer.out
+
+
+def test_a_store_that_is_a_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path / "file"))
+    with pytest.raises(EstimatorError, match=r"ESTIMATOR_HOME is .*file, no folder"):
+        load_profile("local")
+
+
+@pytest.mark.parametrize("name", ["COLUMNS", "LINES"])
+def test_odd_sizes_of_a_terminal_are_passed_over(
+    name: str, store: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size in ("²", "9" * 5000, "-1", "wide", "0"):
+        monkeypatch.setenv(name, size)
+        assert command("profile", "list").code == 0
+
+
+def test_closed_stdout_is_one_sentence() -> None:
+    words = f"{sys.executable} -m estimator.cli.main profile list >&-"
+    found = subprocess.run(words, shell=True, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    (line,) = found.stderr.splitlines()
+    assert "stdout is closed" in line
