@@ -97,10 +97,7 @@ def trace_graph(
         name=name,
     )
     dim, batch = batch_dim or 0, call.batch
-    check_batch(batch)
-    samples = sample_count(batch, dim)
-    if samples == 0:
-        raise ModelError(f"the batch of {name} has no sample; give at least one")
+    samples = _samples(batch, dim, name)
     with kept_as_it_was(model), quiet_fakes():
         first = look.run(batch)
         second, fixed_because = look.run_at_twice(batch, dim, samples)
@@ -115,6 +112,14 @@ def trace_graph(
         fixed_because=fixed_because or joined.difference,
         unusual=unusual,
     )
+
+
+def _samples(batch: Any, dim: int, name: str) -> int | None:
+    check_batch(batch)
+    samples = sample_count(batch, dim)
+    if samples == 0:
+        raise ModelError(f"the batch of {name} has no sample; give at least one")
+    return samples
 
 
 def _graph(

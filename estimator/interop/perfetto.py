@@ -26,8 +26,8 @@ Event = dict[str, Any]
 def trace_events(timeline: Timeline) -> list[Event]:
     """The events of every rank, track by track, in order of time.
 
-    >>> step = Timeline(step_time_s=2e-3, spans=(Span("mm", 0, "compute", 0.0, 2e-3),),
-    ...                 ranks_like=(0,))
+    >>> span = Span(name="mm", rank=0, lane="compute", start_s=0.0, duration_s=2e-3)
+    >>> step = Timeline(step_time_s=2e-3, spans=(span,), ranks_like=(0,))
     >>> [(event["name"], event["dur"]) for event in trace_events(step) if event["ph"] == "X"]
     [('mm', 2000.0)]
     """
