@@ -31,7 +31,8 @@ from estimator.advise.swap_problem import swap_problem
 from estimator.advise.swap_search import Means, plan_within
 from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError
-from estimator.graph.trace import loss_of, trace_graph
+from estimator.graph.trace import trace_graph
+from estimator.graph.training_call import loss_of
 from estimator.interop.apply_plan import MemoryPlan, apply_plan
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Link, LinkKind, Provenance

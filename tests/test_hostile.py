@@ -34,7 +34,8 @@ from estimator.errors import (
     TraceError,
     WorkloadError,
 )
-from estimator.graph.files import load_graph, load_summary
+from estimator.graph.files import load_summary
+from estimator.graph.op_graph import OpGraph
 from estimator.graph.trace import trace_graph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
@@ -110,7 +111,7 @@ def test_a_graph_damaged_at_any_depth_is_estimated_or_refused(
     values = json.loads(gzip.decompress(path.read_bytes()))
     path.write_bytes(gzip.compress(damaged_values(values, random.Random(seed)).encode()))
     with contextlib.suppress(EstimatorError):
-        estimator.estimate(load_graph(path), "1x2:local", profile=whole_profile()).to_dict()
+        estimator.estimate(OpGraph.load(path), "1x2:local", profile=whole_profile()).to_dict()
 
 
 # Bombs
@@ -121,7 +122,7 @@ def test_a_graph_that_unpacks_to_too_much_is_refused(filling: bytes, tmp_path: P
     path = tmp_path / "bomb.graph"
     path.write_bytes(gzip.compress(filling * (80 << 20 if len(filling) == 1 else 8 << 20), 1))
     with pytest.raises(GraphFileError, match=r"unpacks to more|more than 4000000 values|not ASCII"):
-        load_graph(path)
+        OpGraph.load(path)
 
 
 @pytest.mark.parametrize(
