@@ -83,7 +83,7 @@ def _run(kind: str, number: int, made: HostileInput, place: Path) -> Outcome:
     violation = (
         _broken_bound(code, cpu_s, usage.ru_maxrss * 1024)
         or _broken_words(made, code, printed, said)
-        or _changed_file(before, after)
+        or _changed_file(before, after, _meant_to_change(made, code))
     )
     for path in sorted(place.rglob("*"), reverse=True):
         with contextlib.suppress(OSError):
@@ -183,13 +183,17 @@ def _broken_words(made: HostileInput, code: int, printed: str, said: str) -> str
     return None
 
 
+def _meant_to_change(made: HostileInput, code: int) -> set[str]:
+    """The files that a command was to change and did: an import that came through."""
+    into = (after for word, after in pairwise(made.words) if word == "--into")
+    return {f"store/machines/{name}.json" for name in into} if code == 0 else set()
+
+
 def _changed_file(
-    before: dict[str, tuple[int, bytes]], after: dict[str, tuple[int, bytes]]
+    before: dict[str, tuple[int, bytes]], after: dict[str, tuple[int, bytes]], meant: set[str]
 ) -> str | None:
-    if before == after:
-        return None
-    changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
-    return f"changed {', '.join(sorted(changed))}"
+    changed = {name for name in {*before, *after} if before.get(name) != after.get(name)} - meant
+    return f"changed {', '.join(sorted(changed))}" if changed else None
 
 
 def report(outcomes: Sequence[Outcome]) -> str:

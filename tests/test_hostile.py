@@ -233,7 +233,7 @@ def test_what_no_check_meets_is_a_sentence(
         def fail(*_: object, error: BaseException = error) -> None:
             raise error
 
-        monkeypatch.setattr("estimator.machines.profile.load_profile", fail)
+        monkeypatch.setattr("estimator.machines.catalogue.load_profile", fail)
         assert type(error).__name__ in command("profile", "show", "local").sentence
 
 
