@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, SupportsIndex
+from typing import Any, Literal, NamedTuple
 
 from estimator.errors import StrategyError, WorkloadError, quoted
 from estimator.units import MIB, parse_bandwidth_bytes_per_s, parse_size_bytes
@@ -58,15 +58,23 @@ def check_precision(text: str) -> str:
 MOST_BATCH, MOST_GLOBAL_BATCH, MOST_ACCUMULATION = 10**9, 10**15, 10**8
 
 
+def _whole(value: Any) -> int | None:
+    """A whole number as Python's own, those of numpy too; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def check_count(value: object, what: str = "batch size", *, most: int = MOST_BATCH) -> int:
     """A number of samples or of micro-batches, or WorkloadError.
 
     >>> check_count(8)
     8
     """
-    number = None
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-        number = operator.index(value)
+    number = _whole(value)
     if number is None:
         found = "a whole number"
     elif number < 1:
