@@ -233,20 +233,15 @@ def _batches(
         return (_even_batch(placement, global_batch, accumulation_steps),) * groups
     if batch_per_gpu is None:
         return None if graph.batch is None else (graph.batch,) * groups
-    given = _listed(batch_per_gpu, groups)
+    given: Any = batch_per_gpu
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return (check_count(given),) * groups
     if len(given) != groups:
         raise WorkloadError(
             f"{len(given)} batches were given for '{placement.allocation}', whose groups are "
             f"{groups}; give one for each group, or one number for all"
         )
     return tuple(map(check_count, given))
-
-
-def _listed(batch_per_gpu: Any, groups: int) -> tuple[Any, ...]:
-    """One batch for each group; what is no number is refused where it is counted."""
-    if isinstance(batch_per_gpu, Sequence) and not isinstance(batch_per_gpu, str):
-        return tuple(batch_per_gpu)
-    return (batch_per_gpu,) * groups
 
 
 def _even_batch(placement: Placement, global_batch: int, accumulation_steps: int) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from estimator.machines.profile import MachineProfile
+from estimator.units import MIB
 
-MIB = 1 << 20
 # What torch does not see of the memory on the box: 79.25 of 80 GiB (levihsu/OOTDiffusion, issue
 # 235), 93.0 of 94 (ali-vilab/VACE, 56), 39.5 of 40 (TianheWu/CoSeR, 10), 31.37 of 32
 # (Wan-Video/Wan2.1, 465), 23.7 of 24 (tatsu-lab/stanford_alpaca, 76), 10.76 of 11

@@ -41,6 +41,8 @@ def powers(sizes_bytes: Array) -> Array:
 
 def as_array(lines: Sequence[Line]) -> Array:
     """(lines, 3) of one group, (lines, 3, rows) of many."""
+    if not any(isinstance(term, np.ndarray) for line in lines for term in line):
+        return np.array(lines, dtype=np.float64)
     return np.array([np.broadcast_arrays(*line) for line in lines], dtype=np.float64)
 
 
