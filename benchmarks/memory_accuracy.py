@@ -23,13 +23,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from estimator.graph.memory import peak_memory
 from estimator.graph.trace import trace_graph
-from estimator.graph.training_call import loss_of
+from estimator.graph.training_call import TrainingCall
 from estimator.units import format_bytes, format_ratio
 from estimator.workload import OPTIMIZERS, Strategy
 
 BOUND_RATIO = 0.02
 WARM_UP_STEPS = 2
-Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +55,10 @@ def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optim
     return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name](parameters, lr=1e-5)
 
 
-def step(model: nn.Module, batch: Any, loss: Loss, optimizer: torch.optim.Optimizer) -> None:
+def step(model: nn.Module, call: TrainingCall, optimizer: torch.optim.Optimizer) -> None:
     """One training step; the output of the model is not kept, as in the trace."""
     optimizer.zero_grad(set_to_none=True)
-    if isinstance(batch, dict):
-        value = loss(model(**batch), batch)
-    else:
-        value = loss(model(*batch) if isinstance(batch, tuple) else model(batch), batch)
-    value.backward()
+    call.run(model, call.batch).backward()
     optimizer.step()
 
 
@@ -80,16 +75,16 @@ def storage_bytes(tree: Any) -> dict[int, int]:
 
 
 def measured_peak_bytes(
-    model: nn.Module, batch: Any, loss: Loss, optimizer: torch.optim.Optimizer
+    model: nn.Module, call: TrainingCall, optimizer: torch.optim.Optimizer
 ) -> int:
     """Most bytes held at once during a step: what stands before it plus the allocator's changes."""
     for _ in range(WARM_UP_STEPS):
-        step(model, batch, loss, optimizer)
+        step(model, call, optimizer)
     optimizer.zero_grad(set_to_none=True)
-    standing = storage_bytes([*model.parameters(), *model.buffers()]) | storage_bytes(batch)
+    standing = storage_bytes([*model.parameters(), *model.buffers()]) | storage_bytes(call.batch)
     standing |= storage_bytes(list(optimizer.state.values()))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step(model, batch, loss, optimizer)
+        step(model, call, optimizer)
     events = profiled.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     return sum(standing.values()) + max(accumulate(size for _, size in changes))
@@ -99,11 +94,13 @@ def run_case(build: Callable[[], Any], optimizer: str) -> Case:
     """Predict, then run one model."""
     torch.manual_seed(0)
     model, batch, *rest = build()
-    loss = rest[0] if rest else lambda output, _batch: loss_of(output)
-    graph = trace_graph(model, batch, loss=rest[0] if rest else None, optimizer=optimizer)
+    loss = rest[0] if rest else None
+    graph = trace_graph(model, batch, loss=loss, optimizer=optimizer)
     predicted = peak_memory(graph.at(), optimizer=optimizer, strategy=Strategy(), ranks=1)
     trained = [p for p in model.parameters() if p.requires_grad]
-    measured = measured_peak_bytes(model, batch, loss, optimizer_of(optimizer, trained))
+    measured = measured_peak_bytes(
+        model, TrainingCall.of(model, batch, loss), optimizer_of(optimizer, trained)
+    )
     return Case(
         model=build.__name__,
         optimizer=optimizer,

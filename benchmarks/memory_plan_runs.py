@@ -32,7 +32,7 @@ from estimator.advise.swap_search import Means, plan_within
 from estimator.engine import estimate_graph
 from estimator.errors import EstimatorError
 from estimator.graph.trace import trace_graph
-from estimator.graph.training_call import loss_of
+from estimator.graph.training_call import TrainingCall
 from estimator.interop.apply_plan import MemoryPlan, apply_plan
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Link, LinkKind, Provenance
@@ -82,14 +82,13 @@ def run_model(build: Callable[[], Any], saving: float, machine: str) -> Run:
     budget = int((1 - saving) * problem.vanilla_bytes)
     found = plan_within(problem, budget, means=Means(kinds=("activation",)))
     plan = MemoryPlan(graph=graph, problem=problem, plan=found.plan)
-    other = copy.deepcopy(model)
+    other, call = copy.deepcopy(model), TrainingCall.of(model, batch, loss)
     standing = _standing_bytes(model, batch) + _state_bytes(model)
 
     def step(which: nn.Module) -> None:
         torch.manual_seed(1)
         which.zero_grad(set_to_none=True)
-        value = loss(_called(which, batch), batch) if loss else loss_of(_called(which, batch))
-        value.backward()
+        call.run(which, call.batch).backward()
 
     plain_s, planned_s = [], []
     with apply_plan(plan, other):
@@ -120,12 +119,6 @@ def run_model(build: Callable[[], Any], saving: float, machine: str) -> Run:
         flaws=len(plan_flaws(problem, found.plan, found.played)),
         same_gradients=same,
     )
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
 def _standing_bytes(model: nn.Module, batch: Any) -> int:

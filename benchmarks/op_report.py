@@ -124,21 +124,18 @@ def make_step(
     import torch
 
     from estimator.graph.models import load_model
-    from estimator.graph.training_call import loss_of
+    from estimator.graph.training_call import TrainingCall
 
     torch.manual_seed(0)
     model, inputs, loss, _ = load_model(model_text, batch=batch)
+    call = TrainingCall.of(model, inputs, loss)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     def step(enter: Callable[[str], None]) -> tuple[float, ...]:
         marks = [time.perf_counter()]
         enter("forward")
         optimizer.zero_grad(set_to_none=True)
-        if isinstance(inputs, dict):
-            output = model(**inputs)
-        else:
-            output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-        total = loss_of(output) if loss is None else loss(output, inputs)
+        total = call.run(model, call.batch)
         marks.append(time.perf_counter())
         enter("backward")
         total.backward()

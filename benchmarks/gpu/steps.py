@@ -7,14 +7,14 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from zoo.gpu import BY_NAME
 from zoo.inputs import Workload
 
-from estimator.graph.training_call import loss_of
+from estimator.graph.training_call import TrainingCall
 from estimator.probe.kernels import float32_products
 from gpu.cases import Case
 
@@ -34,7 +34,7 @@ class RealTraining:
         with torch.device(device):
             self.model: Any = workload.build()
             self.batch = workload.inputs(case.batch)
-        self.loss = workload.loss or (lambda output, _batch: loss_of(output))
+        self.call = TrainingCall.of(self.model, self.batch, workload.loss)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
         if case.execution == "compiled":
             self.model = torch.compile(self.model)
@@ -43,12 +43,7 @@ class RealTraining:
         """zero_grad, forward, loss, backward, update."""
         self.optimizer.zero_grad(set_to_none=True)
         with self._autocast():
-            if isinstance(self.batch, Mapping):
-                output = self.model(**self.batch)
-            else:
-                output = self.model(self.batch)
-            loss = self.loss(output, self.batch)
-        del output
+            loss = self.call.run(self.model, self.call.batch)
         loss.backward()
         del loss
         self.optimizer.step()

@@ -308,7 +308,7 @@ class _Look:
         functions = CudaFunctions if self.target == "cuda" else EagerFunctions
         with recorder, functions(recorder.known), user_code:
             with self._autocast():
-                value = self.call.value(self.call.output(self.model, batch), batch)
+                value = self.call.run(self.model, batch)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise ModelError(f"the loss of {self.name} must be one number, found {found}")

@@ -70,21 +70,9 @@ class TrainingCall:
             "(model, (inputs, targets), nn.CrossEntropyLoss())"
         )
 
-    def output(self, model: nn.Module, batch: Any) -> Any:
-        """What the model returns on a batch of this form; of a training step, its loss."""
-        if self.by_training_step:
-            return model.training_step(batch, 0)  # type: ignore[operator]
-        if isinstance(batch, Mapping):
-            return model(**{k: v for k, v in batch.items() if k not in self.target_names})
-        if not isinstance(batch, (tuple, list)):
-            return model(batch)
-        inputs = batch[: len(batch) - self.targets]
-        if self.targets and len(inputs) == 1 and isinstance(inputs[0], Mapping):
-            return model(**inputs[0])
-        return model(*inputs)
-
-    def value(self, output: Any, batch: Any) -> Any:
-        """The loss of an output: of its targets alone where the batch has some."""
+    def run(self, model: Any, batch: Any) -> Any:
+        """The loss of a model, or of one that wraps it, on a batch of this form."""
+        output = self._output(model, batch)
         if self.loss is None:
             return loss_of(output)
         if self.targets:
@@ -94,6 +82,19 @@ class TrainingCall:
             one = len(targets) == 1
             return self.loss(output, next(iter(targets.values())) if one else targets)
         return self.loss(output, batch)
+
+    def _output(self, model: Any, batch: Any) -> Any:
+        """What the model returns; of a training step, its loss."""
+        if self.by_training_step:
+            return model.training_step(batch, 0)
+        if isinstance(batch, Mapping):
+            return model(**{k: v for k, v in batch.items() if k not in self.target_names})
+        if not isinstance(batch, (tuple, list)):
+            return model(batch)
+        inputs = batch[: len(batch) - self.targets]
+        if self.targets and len(inputs) == 1 and isinstance(inputs[0], Mapping):
+            return model(**inputs[0])
+        return model(*inputs)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -256,7 +256,7 @@ class Training:
 
     def _micro_batch(self) -> None:
         with self._autocast():
-            loss = self.call.value(self.call.output(self.model, self.batch), self.batch)
+            loss = self.call.run(self.model, self.batch)
         if self.accumulation_steps > 1:
             loss = loss / self.accumulation_steps
         self.mark("forward")
