@@ -1,4 +1,4 @@
-"""Join stages into the public functions: look at a model, ask for its step time anywhere."""
+"""Join stages into the public functions: trace a model, ask for its step time anywhere."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trace_model(
     profile: MachineProfile | str = "local",
     report: Callable[[str, float], None] | None = None,
 ) -> OpGraph:
-    """Look at one training step of `model` once, for every batch size.
+    """Trace one training step of `model` once, for every batch size.
 
     `batch` is what the model is called with: a tensor, a tuple or a mapping of tensors, or a
     DataLoader or Dataset that gives one; `loss` is called with (output, batch), or with (output,

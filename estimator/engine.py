@@ -149,7 +149,7 @@ class Engine:
 
 
 class _Asked(NamedTuple):
-    """What an estimate is made of before the network and calibration are looked at."""
+    """What an estimate is made of before the network and calibration are added."""
 
     mesh: Mesh
     shape: StepShape

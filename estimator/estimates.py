@@ -251,7 +251,7 @@ def utilization(
         per_s = accumulation_steps / step_s
         return lane.model_peak_s * per_s, lane.hardware_peak_s * per_s
     model = hardware = peak_flops_per_s = 0.0
-    for each in plan.classes:
+    for each in plan.ranks_by_kind:
         ranks, program = len(each.ranks), each.program
         peak = program.peak_flops_per_s
         if not peak or not program.flops.model:

@@ -168,7 +168,7 @@ class _Search:
     def _loads(self, answer: Estimate) -> list[tuple[float, float]]:
         """(lane's seconds, share of memory) of the slowest and the fullest rank of each group."""
         lane_s, memory_ratio = np.zeros(answer.ranks), np.zeros(answer.ranks)
-        for each in answer.plan.classes:
+        for each in answer.plan.ranks_by_kind:
             members = list(each.ranks)
             program, shards = each.program, answer.plan.shards
             needed = program.memory.total_bytes(shards)

@@ -89,7 +89,7 @@ on_option = click.option("--on", required=True, metavar="ALLOCATION", help="Such
 
 def traced(request: Request, allocations: Sequence[str]) -> OpGraph:
     if not request.measure:
-        with waiting(f"looking at {request.model}"), printing_to_stderr():
+        with waiting(f"tracing {request.model}"), printing_to_stderr():
             return request.graph(allocations)
     with progress("timing operators") as report, printing_to_stderr():
         return request.graph(allocations, report)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from estimator.errors import ModelError
-from estimator.graph.stand_ins import map_tensors
+from estimator.graph.fake_tensors import map_tensors
 from estimator.graph.user_code import UserCode
 
 Loss = Callable[[Any, Any], Tensor]
