@@ -38,6 +38,7 @@ def trace_model(
     compiled: bool | Literal["cuda-graphs"] | None = None,
     channels_last: bool = False,
     grad_scaler: bool = False,
+    clip_grad_norm: bool = False,
     batch_dim: int | None = None,
     name: str | None = None,
     profile: MachineProfile | str = "local",
@@ -56,7 +57,8 @@ def trace_model(
     `torch.compile` fuses it, or as its ``mode="reduce-overhead"`` replays it ("cuda-graphs"); by
     default as `model` is. `channels_last` lays images and filters out as
     ``.to(memory_format=torch.channels_last)`` does, `grad_scaler` adds what a
-    ``torch.amp.GradScaler`` does to gradients. Raises ModelError, TraceError, ProbeError.
+    ``torch.amp.GradScaler`` does to gradients, `clip_grad_norm` what
+    ``torch.nn.utils.clip_grad_norm_`` does. Raises ModelError, TraceError, ProbeError.
     """
     from estimator.graph.trace import trace_graph
 
@@ -76,7 +78,7 @@ def trace_model(
         batch_dim=batch_dim,
         name=name,
     )
-    graph = replace(graph, grad_scaler=grad_scaler)
+    graph = replace(graph, grad_scaler=grad_scaler, clip_grad_norm=clip_grad_norm)
     if compiled:
         from estimator.graph.fusion import compile_graph
 

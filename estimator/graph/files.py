@@ -35,9 +35,10 @@ from estimator.graph.repeated import with_repeated
 from estimator.graph.step_parts import STEP_PART, StepPart
 from estimator.graph.summary import WorkloadSummary
 from estimator.machines.files import write_bytes_atomically
+from estimator.optimizers import check_optimizer
+from estimator.precision import check_precision
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree, tensor_leaves
 from estimator.units import MIB
-from estimator.workload import check_optimizer, check_precision
 
 FORMAT = "estimator-graph"
 VERSION = 1
@@ -63,6 +64,7 @@ _LATER_FIELDS: dict[str, str | bool] = {
     "execution": "eager",
     "channels_last": False,
     "grad_scaler": False,
+    "clip_grad_norm": False,
 }
 _DAMAGE = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 # More of one thing than any model has: they bound what an estimate of a graph takes.
@@ -379,6 +381,6 @@ def _check_plain_fields(graph: Mapping[str, Any]) -> None:
     if graph["target"] not in ("cpu", "cuda"):
         raise ValueError(f"target is {quoted(graph['target'])}")
     _one_of(Execution, graph["execution"])
-    for name in ("channels_last", "grad_scaler"):
+    for name in ("channels_last", "grad_scaler", "clip_grad_norm"):
         if type(graph[name]) is not bool:
             raise ValueError(f"'{name}' is {quoted(graph[name])}")
