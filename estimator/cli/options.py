@@ -63,6 +63,9 @@ def workload_options(command: Command) -> Command:
             help="Such as ddp:bucket=5MiB,view, zero2, fsdp:shard=8 or ps:2.",
         ),
         click.option("--grad-scaler", is_flag=True, help="Scale fp16 gradients, check for inf."),
+        click.option(
+            "--checkpoint", metavar="FORM", help="full, selective:op, or selective:2 blocks."
+        ),
         click.option("--clip-grad-norm", is_flag=True, help="Clip gradients by their norm."),
         click.option("--channels-last", is_flag=True, help="Images with their channels innermost."),
         click.option(

@@ -45,6 +45,7 @@ class Request:
     channels_last: bool = False
     grad_scaler: bool = False
     clip_grad_norm: bool = False
+    checkpoint: str | None = None
 
     def graph(
         self, allocations: Sequence[str], report: Callable[[str, float], None] | None = None
@@ -82,6 +83,7 @@ class Request:
             channels_last=self.channels_last,
             grad_scaler=self.grad_scaler,
             clip_grad_norm=self.clip_grad_norm,
+            checkpoint=self.checkpoint,
             profile=machines[0],
             name=name,
             report=report,
@@ -98,6 +100,7 @@ class Request:
             ("channels-last", self.channels_last),
             ("grad-scaler", self.grad_scaler),
             ("clip-grad-norm", self.clip_grad_norm),
+            ("checkpoint", self.checkpoint),
             ("seq-len", self.seq_len not in (None, summary.tokens_per_sample)),
         ):
             if asked:
@@ -130,6 +133,7 @@ class Request:
             ("channels-last", self.channels_last or None, graph.channels_last),
             ("grad-scaler", self.grad_scaler or None, graph.grad_scaler),
             ("clip-grad-norm", self.clip_grad_norm or None, graph.clip_grad_norm),
+            ("checkpoint", self.checkpoint, graph.checkpoint),
             ("seq-len", self.seq_len, graph.tokens_per_sample),
         ):
             if asked is not None and asked != traced:

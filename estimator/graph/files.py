@@ -60,11 +60,12 @@ _PLAIN_FIELDS = (
     "timed_on",
 )
 # Absent from files written before the package knew of them.
-_LATER_FIELDS: dict[str, str | bool] = {
+_LATER_FIELDS: dict[str, str | bool | None] = {
     "execution": "eager",
     "channels_last": False,
     "grad_scaler": False,
     "clip_grad_norm": False,
+    "checkpoint": None,
 }
 _DAMAGE = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 # More of one thing than any model has: they bound what an estimate of a graph takes.
@@ -359,8 +360,9 @@ def _timing(seconds: Any, spread: Any) -> OpTiming:
 def _check_plain_fields(graph: Mapping[str, Any]) -> None:
     for name in ("name", "target", "precision", "optimizer"):
         _text(graph[name])
-    if graph["timed_on"] is not None:
-        _text(graph["timed_on"])
+    for name in ("timed_on", "checkpoint"):
+        if graph[name] is not None:
+            _text(graph[name])
     check_optimizer(graph["optimizer"])
     check_precision(graph["precision"])
     for name in ("batch", "other_batch", "tokens_per_sample"):
