@@ -34,10 +34,11 @@ def checkpointed(model: nn.Module, form: str | None) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for block, context in _chosen(model, form):
-            original = block.forward
-            stack.callback(block.__dict__.pop, "forward", None)
-            if "forward" in block.__dict__:
-                stack.callback(block.__dict__.__setitem__, "forward", original)
+            original, own = block.forward, block.__dict__
+            if "forward" in own:
+                stack.callback(own.__setitem__, "forward", original)
+            else:
+                stack.callback(own.pop, "forward")
             block.forward = partial(checkpoint, original, use_reentrant=False, **context)
         yield
 
