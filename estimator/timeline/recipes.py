@@ -11,7 +11,7 @@ from estimator.machines.profile import MachineProfile
 from estimator.optimizers import MUON_PASSES
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.durations import kernel_fits
-from estimator.timeline.passes import FP32_PASS_BYTES, streams_s
+from estimator.timeline.passes import FP32_PASS_BYTES, memory_bound_s
 from estimator.timeline.updates import Trained
 from estimator.workload import Strategy
 
@@ -79,9 +79,9 @@ def cast_passes(strategy: Strategy, precision: str) -> float:
     return 0.0 if ratio == 1 else (1 + ratio + 2 * ratio + ratio + 1) / 2
 
 
-def _moved_s(moved_bytes: float, profile: MachineProfile, busy: int, cache: Cache) -> float:
+def _moved_s(moved_bytes: float, profile: MachineProfile, devices_busy: int, cache: Cache) -> float:
     elements = int(moved_bytes / FP32_PASS_BYTES)
-    return float(streams_s(profile, "aten.add_.Tensor", [elements], busy, cache)[0])
+    return float(memory_bound_s(profile, "aten.add_.Tensor", [elements], devices_busy, cache)[0])
 
 
 def _clip_host_s(trained: Trained, graph: OpGraph, profile: MachineProfile) -> float:
@@ -93,7 +93,7 @@ def _clip_host_s(trained: Trained, graph: OpGraph, profile: MachineProfile) -> f
 
 
 def _muon_products_s(
-    trained: Trained, graph: OpGraph, profile: MachineProfile, busy: int, cache: Cache
+    trained: Trained, graph: OpGraph, profile: MachineProfile, devices_busy: int, cache: Cache
 ) -> float:
     """Newton and Schulz' iteration in bf16: X Xᵀ, its square and their product with X."""
     fits = kernel_fits(profile, graph.precision, cache=cache)

@@ -14,7 +14,7 @@ from estimator.estimates import Estimate
 from estimator.machines.profile import MachineProfile
 from estimator.placement.process_groups import ProcessGroup
 from estimator.timeline.collectives import GroupCollective
-from estimator.timeline.passes import streams_s
+from estimator.timeline.passes import memory_bound_s
 from estimator.timeline.updates import cost_of_update
 from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
 
@@ -37,7 +37,7 @@ def answer(
 def passes_s(moved_bytes: float, ranks: int = 4) -> float:
     """Seconds of streaming bytes, 8 for each element that a pass reads and writes."""
     elements = [int(moved_bytes / 8)]
-    return float(streams_s(profile(), "aten.add_.Tensor", elements, ranks, Cache(1 << 20))[0])
+    return float(memory_bound_s(profile(), "aten.add_.Tensor", elements, ranks, Cache(1 << 20))[0])
 
 
 def norm_s(ranks: int) -> float:
