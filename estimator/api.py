@@ -38,6 +38,8 @@ def trace_model(
     compiled: bool | Literal["cuda-graphs"] | None = None,
     channels_last: bool = False,
     grad_scaler: bool = False,
+    clip_grad_norm: bool = False,
+    checkpoint: str | None = None,
     batch_dim: int | None = None,
     name: str | None = None,
     profile: MachineProfile | str = "local",
@@ -56,8 +58,12 @@ def trace_model(
     `torch.compile` fuses it, or as its ``mode="reduce-overhead"`` replays it ("cuda-graphs"); by
     default as `model` is. `channels_last` lays images and filters out as
     ``.to(memory_format=torch.channels_last)`` does, `grad_scaler` adds what a
-    ``torch.amp.GradScaler`` does to gradients. Raises ModelError, TraceError, ProbeError.
+    ``torch.amp.GradScaler`` does to gradients, `clip_grad_norm` what
+    ``torch.nn.utils.clip_grad_norm_`` does. `checkpoint` computes repeated blocks again in the
+    backward pass: "full", "selective:2" (every second one) or "selective:op" (all but attention and
+    every other product). Raises ModelError, TraceError, ProbeError.
     """
+    from estimator.graph.checkpointing import checkpointed
     from estimator.graph.trace import trace_graph
 
     # What torch.compile returns holds the model that it compiles (torch/_dynamo/eval_frame.py).
@@ -65,18 +71,21 @@ def trace_model(
     if original is not None:
         model, compiled = original, True if compiled is None else compiled
     _check_options(measure and bool(compiled), grad_scaler, precision)
-    graph = trace_graph(
-        model,
-        batch,
-        loss=loss,
-        optimizer=optimizer,
-        precision=precision,
-        target=target,
-        channels_last=channels_last,
-        batch_dim=batch_dim,
-        name=name,
+    with checkpointed(model, checkpoint):
+        graph = trace_graph(
+            model,
+            batch,
+            loss=loss,
+            optimizer=optimizer,
+            precision=precision,
+            target=target,
+            channels_last=channels_last,
+            batch_dim=batch_dim,
+            name=name,
+        )
+    graph = replace(
+        graph, grad_scaler=grad_scaler, clip_grad_norm=clip_grad_norm, checkpoint=checkpoint
     )
-    graph = replace(graph, grad_scaler=grad_scaler)
     if compiled:
         from estimator.graph.fusion import compile_graph
 

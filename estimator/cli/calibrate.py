@@ -19,7 +19,8 @@ from estimator.cli.console import (
     remark,
 )
 from estimator.cli.numbers import Count
-from estimator.workload import OPTIMIZERS, PRECISIONS
+from estimator.optimizers import OPTIMIZERS
+from estimator.precision import PRECISIONS
 
 PROTOCOLS = ("k-shot", "online", "few-shot", "cv", "pairs", "batch", "workers", "transfer")
 # More remarks of one kind than this are only counted.

@@ -11,7 +11,8 @@ import click
 from estimator.cli.console import printing_to_stderr, progress, waiting
 from estimator.cli.numbers import Count
 from estimator.cli.request import Request
-from estimator.workload import OPTIMIZERS, PRECISIONS
+from estimator.optimizers import OPTIMIZERS
+from estimator.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator
@@ -62,6 +63,10 @@ def workload_options(command: Command) -> Command:
             help="Such as ddp:bucket=5MiB,view, zero2, fsdp:shard=8 or ps:2.",
         ),
         click.option("--grad-scaler", is_flag=True, help="Scale fp16 gradients, check for inf."),
+        click.option(
+            "--checkpoint", metavar="FORM", help="full, selective:op, or selective:2 blocks."
+        ),
+        click.option("--clip-grad-norm", is_flag=True, help="Clip gradients by their norm."),
         click.option("--channels-last", is_flag=True, help="Images with their channels innermost."),
         click.option(
             "--cuda-graphs",

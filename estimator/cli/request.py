@@ -44,6 +44,8 @@ class Request:
     execution: Literal["compiled", "cuda-graphs"] | None = None
     channels_last: bool = False
     grad_scaler: bool = False
+    clip_grad_norm: bool = False
+    checkpoint: str | None = None
 
     def graph(
         self, allocations: Sequence[str], report: Callable[[str, float], None] | None = None
@@ -80,6 +82,8 @@ class Request:
             compiled={None: None, "compiled": True, "cuda-graphs": "cuda-graphs"}[self.execution],
             channels_last=self.channels_last,
             grad_scaler=self.grad_scaler,
+            clip_grad_norm=self.clip_grad_norm,
+            checkpoint=self.checkpoint,
             profile=machines[0],
             name=name,
             report=report,
@@ -95,6 +99,8 @@ class Request:
             (_EXECUTION_OPTIONS, self.execution),
             ("channels-last", self.channels_last),
             ("grad-scaler", self.grad_scaler),
+            ("clip-grad-norm", self.clip_grad_norm),
+            ("checkpoint", self.checkpoint),
             ("seq-len", self.seq_len not in (None, summary.tokens_per_sample)),
         ):
             if asked:
@@ -126,6 +132,8 @@ class Request:
             ("measure", self.measure or None, bool(graph.timings)),
             ("channels-last", self.channels_last or None, graph.channels_last),
             ("grad-scaler", self.grad_scaler or None, graph.grad_scaler),
+            ("clip-grad-norm", self.clip_grad_norm or None, graph.clip_grad_norm),
+            ("checkpoint", self.checkpoint, graph.checkpoint),
             ("seq-len", self.seq_len, graph.tokens_per_sample),
         ):
             if asked is not None and asked != traced:
