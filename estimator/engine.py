@@ -11,6 +11,7 @@ from estimator.coefficients import (
     UNCALIBRATED,
     Calibration,
     Coefficients,
+    JobContent,
     PredictedStep,
     StepQuestion,
 )
@@ -23,6 +24,7 @@ from estimator.estimates import (
     relative_error,
     utilization,
 )
+from estimator.graph.content import job_content
 from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
@@ -31,6 +33,7 @@ from estimator.placement.placement import Placement, place
 from estimator.placement.topology import Cluster
 from estimator.timeline.plan import (
     Members,
+    StepAnswer,
     StepPlan,
     answer_of,
     groups_of,
@@ -99,11 +102,15 @@ class Engine:
         coefficients = UNCALIBRATED
         if calibration is not None:
             (coefficients,) = calibration.coefficients_for(
-                [asked.question(graph)],
+                [asked.question(graph, self.content(graph).fingerprint)],
                 [asked.mesh.placement.allocation],
                 TrialEngine(engine=self, graph=graph, cluster=cluster, profile=profile),
             )
         return _answered(step_plan(asked.mesh, asked.members, self.cache, coefficients), asked)
+
+    def content(self, graph: OpGraph) -> JobContent:
+        """What a graph computes; worked out once."""
+        return self.cache.get("content", (graph,), lambda: job_content(graph))
 
     def _asked(
         self,
@@ -156,13 +163,14 @@ class _Asked(NamedTuple):
     batches: tuple[int, ...] | None
     members: Members
 
-    def question(self, graph: OpGraph) -> StepQuestion:
+    def question(self, graph: OpGraph, job: str) -> StepQuestion:
         """What calibration is asked."""
         placement, batches = self.mesh.placement, self.batches
         groups = placement.allocation.groups
         each = batches or [0] * len(groups)
         samples = sum(g.ranks * batch for g, batch in zip(groups, each, strict=True))
         return StepQuestion(
+            job=job,
             workload=graph.workload,
             machines="+".join(sorted({kind.profile.name for kind in placement.kinds})),
             ranks=placement.ranks,
@@ -184,8 +192,14 @@ class TrialEngine:
     profile: MachineProfile | None
 
     @property
-    def key(self) -> tuple[int, int, int]:
-        return id(self.graph), id(self.cluster), id(self.profile)
+    def content(self) -> JobContent:
+        return self.engine.content(self.graph)
+
+    @property
+    def key(self) -> tuple[str, int, int, int]:
+        # Calls that were timed on a machine count as measured there, whatever computes the same.
+        timings = id(self.graph.timings) if self.graph.timings else 0
+        return self.content.fingerprint, timings, id(self.cluster), id(self.profile)
 
     def predict(
         self,
@@ -210,10 +224,11 @@ class TrialEngine:
         parts = answer.parts
         lane_s = parts.forward_s + parts.backward_s + parts.host_exposed_s + parts.copies_exposed_s
         return PredictedStep(
-            question=asked.question(self.graph),
+            question=asked.question(self.graph, self.content.fingerprint),
             compute_s=lane_s / accumulation_steps + parts.update_s,
             sync_s=plan.alone_s(answer.slowest),
             step_s=parts.total_s,
+            relative_error=_engine_error(answer, coefficients),
         )
 
 
@@ -258,18 +273,31 @@ def _even_batch(placement: Placement, global_batch: int, accumulation_steps: int
     return check_count(global_batch // shares)
 
 
+def _engine_error(answer: StepAnswer, coefficients: Coefficients) -> float:
+    """The relative error of a step by those of what the engine made it of."""
+    parts, slowest, waited = answer
+    return float(
+        relative_error(
+            parts,
+            slowest.lane,
+            coefficients.compute_ratio,
+            waited.relative_error if waited else 0.0,
+            waited.slower_s if waited else 0.0,
+            parts.total_s,
+        )
+    )
+
+
 def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
-    parts, slowest, waited = answer_of(plan)
+    answer = answer_of(plan)
+    parts, slowest, _ = answer
     mesh, batches, coefficients = asked.mesh, asked.batches, plan.coefficients
     graph, step_s = plan.members.table.graph, parts.total_s
     accumulation_steps = asked.shape.accumulation_steps
     memory, used_ratio = plan.memory()
     error = coefficients.relative_error
     if error is None:
-        communication_error = waited.relative_error if waited else 0.0
-        compute = coefficients.compute_ratio
-        slower_s = waited.slower_s if waited else 0.0
-        error = relative_error(parts, slowest.lane, compute, communication_error, slower_s, step_s)
+        error = _engine_error(answer, coefficients)
     spread = interval_ratio(error)
     even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
     global_batch = mesh.global_batch(batches) if batches is not None else None

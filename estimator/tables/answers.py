@@ -209,8 +209,10 @@ class RowAnswers:
             [placed.ranks, placed.nodes, placed.ranks_on_node.max(axis=0), sizes, has[:-1]]
         )
         distinct, first, index = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+        job = engine.content.fingerprint
         questions = [
             StepQuestion(
+                job=job,
                 workload=self._graph.workload,
                 machines="+".join(n for n, one in zip(names, machines, strict=True) if one),
                 ranks=ranks,
