@@ -18,7 +18,7 @@ from estimator.cli.console import (
     progress,
     remark,
 )
-from estimator.cli.numbers import Count
+from estimator.option_types import Count
 from estimator.workload import OPTIMIZERS, PRECISIONS
 
 PROTOCOLS = ("k-shot", "online", "few-shot", "cv", "pairs", "batch", "workers", "transfer")

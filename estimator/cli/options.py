@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from estimator.cli.console import printing_to_stderr, progress, waiting
-from estimator.cli.numbers import Count
 from estimator.cli.request import Request
+from estimator.option_types import Count
 from estimator.workload import OPTIMIZERS, PRECISIONS
 
 if TYPE_CHECKING:

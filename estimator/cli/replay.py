@@ -10,6 +10,7 @@ import click
 
 from estimator.cli.console import print_json, print_tables, progress, remark, waiting
 from estimator.cli.request import Request
+from estimator.option_types import Amount, Count
 
 if TYPE_CHECKING:
     from estimator.cluster.jobs import Job
@@ -37,10 +38,10 @@ BELIEFS = ("engine", "calibrated", "perfect")
 @click.option(
     "--believed", type=click.Choice(BELIEFS), default="engine", help="What policies see of speeds."
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of hidden factors.")
-@click.option("--restart", type=click.FloatRange(min=0), default=30.0, help="Seconds.")
-@click.option("--checkpoint", type=click.FloatRange(min=1), default=600.0, help="Seconds.")
-@click.option("--node-mtbf", type=click.FloatRange(min=1), help="Seconds; nodes fail.")
+@click.option("--seed", type=Count(least=0), default=0, help="Of hidden factors.")
+@click.option("--restart", type=Amount(least=0.0, most=1e9), default=30.0, help="Seconds.")
+@click.option("--checkpoint", type=Amount(most=1e9), default=600.0, help="Seconds.")
+@click.option("--node-mtbf", type=Amount(), help="Seconds; nodes fail.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 def replay(
