@@ -146,7 +146,7 @@ def test_an_answer_that_is_no_plan_is_refused(answer: Any, said: str) -> None:
 
 
 def test_what_a_policy_raises_is_one_sentence() -> None:
-    with pytest.raises(WorkloadError, match="the policy failed .ZeroDivisionError"):
+    with pytest.raises(WorkloadError, match=r"the policy failed .ZeroDivisionError"):
         played([job("a", 0, 800)], PlanOf(lambda view: {"a": Grant(1 // 0, "synthetic")}))
 
 
@@ -160,7 +160,7 @@ def test_nodes_that_fail_faster_than_jobs_train_end_the_replay(
 
 
 def test_a_job_of_a_thousand_years_is_not_replayed() -> None:
-    with pytest.raises(WorkloadError, match="'a' would train for .* s on 1x1:synthetic"):
+    with pytest.raises(WorkloadError, match=r"'a' would train for .* s on 1x1:synthetic"):
         played([job("a", 0, 1e14, 1)], load_policy("tiresias"), nodes=cluster(1, 1))
 
 
