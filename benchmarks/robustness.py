@@ -191,7 +191,8 @@ def _broken_words(made: HostileInput, code: int, printed: str, said: str) -> str
         return "unprintable characters were printed"
     if code == 2:
         lines = [line for line in said.splitlines() if line.startswith("estimator: ")]
-        loud = "model.py" in made.files and "calibrate" not in made.words
+        own_code = "model.py" in made.files or "builtins:print" in made.words
+        loud = own_code and "calibrate" not in made.words
         if len(lines) != 1 or (not loud and len(said.splitlines()) != 1):
             return "not one sentence on stderr"
         if printed:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from estimator.cli.console import print_json, print_tables, progress, remark, waiting
+from estimator.cli.console import (
+    print_json,
+    print_tables,
+    printing_to_stderr,
+    progress,
+    remark,
+    waiting,
+)
 from estimator.cli.request import Request
 from estimator.option_types import Amount, Count
 
@@ -75,7 +82,8 @@ def replay(
 
         check_writable(picture)
     nodes = Nodes.parse(on)
-    chosen = {policy: load_policy(policy) for policy in policies}
+    with printing_to_stderr():
+        chosen = {policy: load_policy(policy) for policy in policies}
     jobs = _jobs(jobs_path, nodes, models, seed)
     costs = Costs(restart_s=restart, checkpoint_s=checkpoint, node_mtbf_s=node_mtbf)
     true = TrueSpeeds(jobs, seed)
@@ -111,7 +119,7 @@ def _played(
     from estimator.cluster.replay import Replay
 
     nodes = Nodes.parse(on)
-    with progress(name) as report:
+    with progress(name) as report, printing_to_stderr():
         replaying = Replay(
             jobs,
             nodes,
@@ -133,12 +141,12 @@ def _jobs(path: Path, nodes: Nodes, models: tuple[str, ...], seed: int) -> list[
     if is_job_file(path):
         if models:
             remark("--model is for traces; each job of this file names its own")
-        with waiting("looking at models"):
+        with waiting("looking at models"), printing_to_stderr():
             return read_jobs(path, lambda model: Request(model=model).graph((where,)))
     rows = read_trace(path)
     if not models:
         raise click.UsageError("a trace names no models; give --model, once or more")
-    with waiting("looking at models"):
+    with waiting("looking at models"), printing_to_stderr():
         graphs = [Request(model=model).graph((where,)) for model in models]
     return jobs_of_trace(rows, graphs, nodes, seed=seed)
 

@@ -22,7 +22,7 @@ _MOST_IDLE_PLANS = 1000
 # Three years: the longest stay on devices. Policies that plan in rounds plan all through it.
 _MOST_RUN_S = 1e8
 # Of nodes, in a row, without the end of a job.
-_MOST_FAILURES = 100_000
+_MOST_FAILURES = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
