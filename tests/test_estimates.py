@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+import estimator
 from estimator.estimates import FITS, fits_code, interval_ratio
+from tests.synthetic import perceptron
 
 
 def test_an_interval_of_80_percent_is_1_28_standard_deviations_of_the_logarithm() -> None:
@@ -28,3 +33,14 @@ def test_an_interval_of_80_percent_is_1_28_standard_deviations_of_the_logarithm(
 )
 def test_a_model_fits_surely_perhaps_or_not(used_ratio: float, knows_all: bool, fits: str) -> None:
     assert FITS[int(fits_code(np.float64(used_ratio), knows_all))] == fits
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "ps:1"])
+def test_an_estimate_from_another_process_is_equal(strategy: str) -> None:
+    graph = replace(perceptron([64] * 4, batch=8), target="cuda")
+    found = estimator.estimate(graph, "2x2:dgx-a100", strategy=strategy)
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found
+    assert hash(again) == hash(found)
+    assert again.timeline.step_time_s == found.timeline.step_time_s
+    assert again != estimator.estimate(graph, "1x1:dgx-a100")

@@ -201,6 +201,13 @@ class ObservationStore:
                 _tell_left_out(quoted(row[0]), str(error))
         return found
 
+    def workload_names(self) -> list[str]:
+        """The names of every workload observed or described."""
+        query = "SELECT CAST(name AS TEXT) FROM workloads ORDER BY name"
+        none: list[Any] = []
+        rows = self._database.read(lambda connection: connection.execute(query).fetchall(), none)
+        return [row[0] for row in rows]
+
     def close(self) -> None:
         """Let go of the file; the next use opens it again."""
         self._database.close()

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from estimator.cli.console import printing_to_stderr, progress, waiting
-from estimator.cli.numbers import Count
 from estimator.cli.request import Request
 from estimator.optimizers import OPTIMIZERS
 from estimator.precision import PRECISIONS
+from estimator.probe.option_types import Count
 
 if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator

@@ -230,6 +230,8 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
         )
         for spec, other, kind, base in data["values"]
     )
+    for spec, other in {(row[0], row[1]) for row in data["values"]}:
+        _check_alike(specs[spec], specs[other])
     ops = tuple(_decode_op(row, calls, len(values)) for row in data["ops"])
     for one, two in {(op.call, op.other_call) for op in ops}:
         _check_alike(one, two)
