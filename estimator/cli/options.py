@@ -41,6 +41,11 @@ def _calibration(
 
 def workload_options(command: Command) -> Command:
     """Give a command MODEL and the options that make a Request."""
+    return training_options(click.argument("model")(command))
+
+
+def training_options(command: Command) -> Command:
+    """Give a command the options that make a Request of a MODEL."""
     positive = Count()
     for option in (
         click.option("--measure", is_flag=True, help="Time this model's own operators first."),
@@ -78,7 +83,6 @@ def workload_options(command: Command) -> Command:
         click.option("--accumulation", type=positive, default=1, help="Micro-batches per step."),
         click.option("--global-batch", type=positive, help="Samples of a step, split by speed."),
         click.option("--batch", type=positive, help="Samples per device and micro-batch."),
-        click.argument("model"),
     ):
         command = option(command)
     return command

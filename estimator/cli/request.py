@@ -134,15 +134,17 @@ class Request:
                     "name the model itself"
                 )
 
-    def estimate(self, graph: OpGraph, allocation: str) -> Estimate:
-        """The estimate of a traced graph on an allocation."""
+    def estimate(
+        self, graph: OpGraph, allocation: str, batches: Sequence[int] | None = None
+    ) -> Estimate:
+        """The estimate of a traced graph on an allocation, `batches` one for each of its groups."""
         from estimator.api import estimate
 
         return estimate(
             graph,
             allocation,
-            batch_per_gpu=self.batch,
-            global_batch=self.global_batch,
+            batch_per_gpu=self.batch if batches is None else batches,
+            global_batch=self.global_batch if batches is None else None,
             accumulation_steps=self.accumulation,
             strategy=self.strategy,
             cluster=self.cluster,
