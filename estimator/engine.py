@@ -167,7 +167,7 @@ class _Asked(NamedTuple):
             machines="+".join(sorted({kind.profile.name for kind in placement.kinds})),
             ranks=placement.ranks,
             nodes=placement.nodes,
-            most_on_node=max([kind.busy for kind in placement.kinds]),
+            most_on_node=max([kind.ranks_per_node for kind in placement.kinds]),
             batch=samples / placement.ranks,
             accumulation_steps=self.shape.accumulation_steps,
             strategy=self.shape.strategy,

@@ -92,7 +92,7 @@ NUMBERS = [
     "host.forward_op_s",
     "memory.first_touch_s_per_byte",
     "updates.0.per_parameter_s",
-    "rank_spread_ratio",
+    "rank_jitter_ratio",
     "provenance.relative_error",
 ]
 
@@ -114,7 +114,7 @@ def test_impossible_numbers_in_a_profile_are_refused(
 ) -> None:
     for value in (-1.0, float("nan"), float("inf"), "fast", None, [], {}):
         if value is None and path.rsplit(".", 1)[-1] in (
-            "memory_bandwidth_bytes_per_s", "rank_spread_ratio", "relative_error",
+            "memory_bandwidth_bytes_per_s", "rank_jitter_ratio", "relative_error",
         ):  # fmt: skip
             continue  # these may be unknown
         damaged = with_value(small_profile.to_dict(), path, value)

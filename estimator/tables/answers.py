@@ -270,7 +270,7 @@ class RowAnswers:
 
 
 def _rows_at_once(part: AllocationColumns, cluster: Cluster | None, segments: int) -> int:
-    width = part.site.shape[1]
+    width = part.machine.shape[1]
     if cluster is not None and len(part):
         width = max(width, int(np.clip(part.nodes, 0, 1 << 20).sum(axis=1).max()))
     rows = min(_ROWS_AT_ONCE, _CELLS_AT_ONCE // max(width, 1))
