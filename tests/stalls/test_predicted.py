@@ -19,7 +19,7 @@ from estimator.stalls.predicted import predict_stalls
 from tests.synthetic import Machine, perceptron
 
 GRAPH = perceptron([512, 1024, 512], batch=64)
-PLAIN = Machine(devices=4, rank_spread_ratio=0.0)
+PLAIN = Machine(devices=4, rank_jitter_ratio=0.0)
 
 
 def asking(
