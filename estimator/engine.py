@@ -24,6 +24,7 @@ from estimator.estimates import (
     utilization,
 )
 from estimator.graph.op_graph import OpGraph
+from estimator.loader import Loader
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.mesh import Mesh
@@ -81,6 +82,7 @@ class Engine:
         cluster: Cluster | None = None,
         calibration: Calibration | None = None,
         profile: MachineProfile | None = None,
+        loader: Loader | None = None,
     ) -> Estimate:
         """Predict the step of a traced graph on an allocation; see `estimator.estimate`.
 
@@ -95,6 +97,7 @@ class Engine:
             global_batch=global_batch,
             accumulation_steps=accumulation_steps,
             strategy=strategy,
+            loader=loader,
         )
         coefficients = UNCALIBRATED
         if calibration is not None:
@@ -114,6 +117,7 @@ class Engine:
         global_batch: int | None,
         accumulation_steps: int,
         strategy: str | Strategy,
+        loader: Loader | None = None,
     ) -> _Asked:
         """Check what is asked of a placement and compile its ranks; raises WorkloadError."""
         parsed = Strategy.parse(strategy)
@@ -122,7 +126,7 @@ class Engine:
         )
         batches = _batches(graph, placement, batch_per_gpu, global_batch, accumulation_steps)
         mesh = Mesh.data_parallel(placement, parsed, micro_batches=accumulation_steps)
-        shape = StepShape(parsed, accumulation_steps)
+        shape = StepShape(parsed, accumulation_steps, loader)
         return _Asked(
             mesh, shape, batches, members_of(graph, placement, batches, shape, self.cache)
         )
@@ -269,7 +273,16 @@ def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
         communication_error = waited.relative_error if waited else 0.0
         compute = coefficients.compute_ratio
         slower_s = waited.slower_s if waited else 0.0
-        error = relative_error(parts, slowest.lane, compute, communication_error, slower_s, step_s)
+        loader = asked.shape.loader
+        error = relative_error(
+            parts,
+            slowest.lane,
+            compute,
+            communication_error,
+            slower_s,
+            step_s,
+            loader.relative_error if loader else 0.0,
+        )
     spread = interval_ratio(error)
     even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
     global_batch = mesh.global_batch(batches) if batches is not None else None

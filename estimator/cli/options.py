@@ -16,6 +16,7 @@ from estimator.workload import OPTIMIZERS, PRECISIONS
 if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator
     from estimator.graph.op_graph import OpGraph
+    from estimator.loader import Loader
     from estimator.placement.topology import Cluster
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -39,6 +40,12 @@ def _calibration(
     return Calibrator(None if path == "-" else path)
 
 
+def _loader(context: click.Context, option: click.Parameter, text: str | None) -> Loader | None:
+    from estimator.loader import Loader
+
+    return None if text is None else Loader.parse(text)
+
+
 def workload_options(command: Command) -> Command:
     """Give a command MODEL and the options that make a Request."""
     return training_options(click.argument("model")(command))
@@ -60,6 +67,12 @@ def training_options(command: Command) -> Command:
             callback=_calibration,
             metavar="STORE",
             help="Correct by the steps observed in this store; - is the user's own.",
+        ),
+        click.option(
+            "--loader",
+            callback=_loader,
+            metavar="PARTS",
+            help="What feeds each rank, as in sample=150kB,prep=8ms,workers=4.",
         ),
         click.option(
             "--strategy",

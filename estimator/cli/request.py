@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from estimator.coefficients import Calibration
     from estimator.estimates import Estimate
     from estimator.graph.op_graph import OpGraph
+    from estimator.loader import Loader
     from estimator.machines.profile import DeviceKind
     from estimator.placement.placement import Placement
 
@@ -40,6 +41,7 @@ class Request:
     strategy: str = "ddp"
     cluster: Cluster | None = None
     calibration: Calibration | None = None
+    loader: Loader | None = None
     measure: bool = False
     execution: Literal["compiled", "cuda-graphs"] | None = None
     channels_last: bool = False
@@ -149,6 +151,7 @@ class Request:
             strategy=self.strategy,
             cluster=self.cluster,
             calibration=self.calibration,
+            loader=self.loader,
         )
 
     def exists(self, allocation: str) -> bool:
@@ -182,6 +185,7 @@ class Request:
             strategy=self.strategy,
             cluster=self.cluster,
             calibration=self.calibration,
+            loader=self.loader,
         )
         return found if found.answer is not found.even else None
 
