@@ -11,6 +11,7 @@ from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import ModelError, WorkloadError
 from estimator.estimates import Estimate
 from estimator.graph.op_graph import OpGraph
+from estimator.loader import Loader
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.placement.topology import Cluster
@@ -144,6 +145,7 @@ def estimate(
     *,
     batch: Any = None,
     profile: MachineProfile | None = None,
+    loader: Loader | str | None = None,
 ) -> Estimate:
     """Predict the step time of a model on an allocation such as ``1x2:local``.
 
@@ -153,12 +155,14 @@ def estimate(
     over ranks, times `accumulation_steps`. A global batch is split evenly over equal devices, by
     speed over unlike ones: `batches` of the answer says how. `cluster` (or its file) names nodes
     and the switches between them; without one, nodes hang on one switch. `profile` stands in for
-    the machine that the allocation names. Raises AllocationError, WorkloadError, ProfileError,
-    UnknownMachineError, StrategyError, TopologyError.
+    the machine that the allocation names; `loader`, or its text (``prep=8ms,workers=4``), feeds
+    every rank. Raises AllocationError, WorkloadError, ProfileError, UnknownMachineError,
+    StrategyError, TopologyError.
     """
     described = Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster
     placement = DEFAULT.place(allocation, cluster=described, profile=profile)
     parsed = Strategy.parse(strategy)
+    fed = None if loader is None else Loader.parse(loader)
     if isinstance(model_or_graph, OpGraph):
         graph = model_or_graph
     else:
@@ -175,6 +179,7 @@ def estimate(
             cluster=described,
             calibration=calibration,
             profile=profile,
+            loader=fed,
         ).answer
     return estimate_graph(
         graph,
@@ -186,4 +191,5 @@ def estimate(
         cluster=described,
         calibration=calibration,
         profile=profile,
+        loader=fed,
     )

@@ -26,6 +26,7 @@ from estimator.estimates import (
 )
 from estimator.graph.content import job_content
 from estimator.graph.op_graph import OpGraph
+from estimator.loader import Loader
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.mesh import Mesh
@@ -84,6 +85,7 @@ class Engine:
         cluster: Cluster | None = None,
         calibration: Calibration | None = None,
         profile: MachineProfile | None = None,
+        loader: Loader | None = None,
     ) -> Estimate:
         """Predict the step of a traced graph on an allocation; see `estimator.estimate`.
 
@@ -98,6 +100,7 @@ class Engine:
             global_batch=global_batch,
             accumulation_steps=accumulation_steps,
             strategy=strategy,
+            loader=loader,
         )
         coefficients = UNCALIBRATED
         if calibration is not None:
@@ -121,6 +124,7 @@ class Engine:
         global_batch: int | None,
         accumulation_steps: int,
         strategy: str | Strategy,
+        loader: Loader | None = None,
     ) -> _Asked:
         """Check what is asked of a placement and compile its ranks; raises WorkloadError."""
         parsed = Strategy.parse(strategy)
@@ -129,7 +133,7 @@ class Engine:
         )
         batches = _batches(graph, placement, batch_per_gpu, global_batch, accumulation_steps)
         mesh = Mesh.data_parallel(placement, parsed, micro_batches=accumulation_steps)
-        shape = StepShape(parsed, accumulation_steps)
+        shape = StepShape(parsed, accumulation_steps, loader)
         return _Asked(
             mesh, shape, batches, members_of(graph, placement, batches, shape, self.cache)
         )
@@ -228,7 +232,7 @@ class TrialEngine:
             compute_s=lane_s / accumulation_steps + parts.update_s,
             sync_s=plan.alone_s(answer.slowest),
             step_s=parts.total_s,
-            relative_error=_engine_error(answer, coefficients),
+            relative_error=_engine_error(answer, coefficients, asked.shape.loader),
         )
 
 
@@ -273,7 +277,7 @@ def _even_batch(placement: Placement, global_batch: int, accumulation_steps: int
     return check_count(global_batch // shares)
 
 
-def _engine_error(answer: StepAnswer, coefficients: Coefficients) -> float:
+def _engine_error(answer: StepAnswer, coefficients: Coefficients, loader: Loader | None) -> float:
     """The relative error of a step by those of what the engine made it of."""
     parts, slowest, waited = answer
     return float(
@@ -284,6 +288,7 @@ def _engine_error(answer: StepAnswer, coefficients: Coefficients) -> float:
             waited.relative_error if waited else 0.0,
             waited.slower_s if waited else 0.0,
             parts.total_s,
+            loader.relative_error if loader else 0.0,
         )
     )
 
@@ -297,7 +302,7 @@ def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
     memory, used_ratio = plan.memory()
     error = coefficients.relative_error
     if error is None:
-        error = _engine_error(answer, coefficients)
+        error = _engine_error(answer, coefficients, asked.shape.loader)
     spread = interval_ratio(error)
     even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
     global_batch = mesh.global_batch(batches) if batches is not None else None

@@ -20,6 +20,7 @@ from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import WorkloadError
 from estimator.estimates import NOT_FIT_MARGIN_RATIO, Estimate
 from estimator.graph.op_graph import OpGraph
+from estimator.loader import Loader
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.placement import Placement
@@ -63,6 +64,7 @@ def balance(
     cluster: Cluster | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
+    loader: Loader | None = None,
 ) -> Balance:
     """The split of `global_batch` over the groups of an allocation with the shortest step.
 
@@ -84,6 +86,7 @@ def balance(
             cluster=cluster,
             calibration=calibration,
             profile=profile,
+            loader=loader,
         )
 
     if not placement.is_mixed or accumulation_steps < 1:

@@ -60,6 +60,7 @@ def scaling_of(
                 cluster=cluster,
                 calibration=calibration,
                 profile=None if named else answer.plan.ranks_by_kind[0].program.profile,
+                loader=answer.loader,
             ),
             like=answer,
         )

@@ -203,7 +203,7 @@ class ObservationStore:
 
     def workload_names(self) -> list[str]:
         """The names of every workload observed or described."""
-        query = "SELECT CAST(name AS TEXT) FROM workloads ORDER BY name"
+        query = "SELECT DISTINCT CAST(name AS TEXT) AS name FROM jobs ORDER BY name"
         none: list[Any] = []
         rows = self._database.read(lambda connection: connection.execute(query).fetchall(), none)
         return [row[0] for row in rows]

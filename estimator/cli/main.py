@@ -20,6 +20,7 @@ from estimator.cli.estimate import estimate, sweep
 from estimator.cli.machines import probe, profiles
 from estimator.cli.memory import memory
 from estimator.cli.replay import replay
+from estimator.cli.stalls import stalls
 from estimator.errors import EstimatorError
 
 
@@ -104,7 +105,18 @@ def commands(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (calibrate, check, estimate, memory, probe, profiles, replay, sweep, validate):
+for command in (
+    calibrate,
+    check,
+    estimate,
+    memory,
+    probe,
+    profiles,
+    replay,
+    stalls,
+    sweep,
+    validate,
+):
     commands.add_command(command)
 
 

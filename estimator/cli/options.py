@@ -17,6 +17,7 @@ from estimator.probe.option_types import Count
 if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator
     from estimator.graph.op_graph import OpGraph
+    from estimator.loader import Loader
     from estimator.placement.topology import Cluster
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -40,8 +41,19 @@ def _calibration(
     return Calibrator(None if path == "-" else path)
 
 
+def _loader(context: click.Context, option: click.Parameter, text: str | None) -> Loader | None:
+    from estimator.loader import Loader
+
+    return None if text is None else Loader.parse(text)
+
+
 def workload_options(command: Command) -> Command:
     """Give a command MODEL and the options that make a Request."""
+    return training_options(click.argument("model")(command))
+
+
+def training_options(command: Command) -> Command:
+    """Give a command the options that make a Request of a MODEL."""
     positive = Count()
     for option in (
         click.option("--measure", is_flag=True, help="Time this model's own operators first."),
@@ -56,6 +68,12 @@ def workload_options(command: Command) -> Command:
             callback=_calibration,
             metavar="STORE",
             help="Correct by the steps observed in this store; - is the user's own.",
+        ),
+        click.option(
+            "--loader",
+            callback=_loader,
+            metavar="PARTS",
+            help="What feeds each rank, as in sample=150kB,prep=8ms,workers=4.",
         ),
         click.option(
             "--strategy",
@@ -83,7 +101,6 @@ def workload_options(command: Command) -> Command:
         click.option("--accumulation", type=positive, default=1, help="Micro-batches per step."),
         click.option("--global-batch", type=positive, help="Samples of a step, split by speed."),
         click.option("--batch", type=positive, help="Samples per device and micro-batch."),
-        click.argument("model"),
     ):
         command = option(command)
     return command

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from estimator.coefficients import Calibration
     from estimator.estimates import Estimate
     from estimator.graph.op_graph import OpGraph
+    from estimator.loader import Loader
     from estimator.machines.profile import DeviceKind
     from estimator.placement.placement import Placement
 
@@ -40,6 +41,7 @@ class Request:
     strategy: str = "ddp"
     cluster: Cluster | None = None
     calibration: Calibration | None = None
+    loader: Loader | None = None
     measure: bool = False
     execution: Literal["compiled", "cuda-graphs"] | None = None
     channels_last: bool = False
@@ -142,19 +144,22 @@ class Request:
                     "name the model itself"
                 )
 
-    def estimate(self, graph: OpGraph, allocation: str) -> Estimate:
-        """The estimate of a traced graph on an allocation."""
+    def estimate(
+        self, graph: OpGraph, allocation: str, batches: Sequence[int] | None = None
+    ) -> Estimate:
+        """The estimate of a traced graph on an allocation, `batches` one for each of its groups."""
         from estimator.api import estimate
 
         return estimate(
             graph,
             allocation,
-            batch_per_gpu=self.batch,
-            global_batch=self.global_batch,
+            batch_per_gpu=self.batch if batches is None else batches,
+            global_batch=self.global_batch if batches is None else None,
             accumulation_steps=self.accumulation,
             strategy=self.strategy,
             cluster=self.cluster,
             calibration=self.calibration,
+            loader=self.loader,
         )
 
     def exists(self, allocation: str) -> bool:
@@ -188,6 +193,7 @@ class Request:
             strategy=self.strategy,
             cluster=self.cluster,
             calibration=self.calibration,
+            loader=self.loader,
         )
         return found if found.answer is not found.even else None
 

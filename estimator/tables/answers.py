@@ -20,6 +20,7 @@ from estimator.estimates import (
     relative_error,
 )
 from estimator.graph.op_graph import OpGraph
+from estimator.loader import Loader
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns, TextReader
@@ -61,6 +62,7 @@ class Question:
     cluster: Cluster | None
     calibration: Calibration | None
     profile: MachineProfile | None
+    loader: Loader | None
     engine: Engine
     first_row: int = 0
 
@@ -82,6 +84,7 @@ class Question:
             cluster=self.cluster,
             calibration=self.calibration,
             profile=self.profile,
+            loader=self.loader,
         )
 
 
@@ -95,7 +98,7 @@ class RowAnswers:
     def __init__(self, question: Question) -> None:
         self._graph, self._strategy = question.graph, question.strategy
         self._accumulation_steps = max(question.accumulation_steps, 1)
-        self._shape = StepShape(self._strategy, self._accumulation_steps)
+        self._shape = StepShape(self._strategy, self._accumulation_steps, question.loader)
         self._node_groups = NodeGroupTable(question.cluster, question.profile)
         self._reader = TextReader()
         self._engine = question.engine
@@ -244,8 +247,15 @@ class RowAnswers:
     ) -> dict[str, Any]:
         parts, lane = step.parts, step.lane
         step_s = parts.total_s
+        loader = self._shape.loader
         error = relative_error(
-            parts, lane, ratios.compute, step.communication_error, step.slower_s, step_s
+            parts,
+            lane,
+            ratios.compute,
+            step.communication_error,
+            step.slower_s,
+            step_s,
+            loader.relative_error if loader else 0.0,
         )
         if calibrated_error is not None:
             error = np.where(np.isnan(calibrated_error), error, calibrated_error)

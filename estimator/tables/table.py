@@ -18,6 +18,7 @@ from estimator.engine import DEFAULT, Engine
 from estimator.errors import AllocationError, WorkloadError
 from estimator.estimates import FITS, Estimate
 from estimator.graph.op_graph import OpGraph
+from estimator.loader import Loader
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
@@ -58,6 +59,7 @@ class EstimateTable:
     update_s: Array
     copies_exposed_s: Array
     idle_s: Array
+    input_stall_s: Array
 
     def __repr__(self) -> str:
         model, columns = self.question.graph.name, ", ".join(self._shown())
@@ -154,13 +156,15 @@ def estimate_many(
     cluster: Cluster | str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
+    loader: Loader | str | None = None,
     engine: Engine = DEFAULT,
 ) -> EstimateTable:
     """Predict the step of a traced graph on many allocations, each as `estimate` would.
 
     `allocations` are texts, `Allocation`s or `AllocationColumns`; `batch_per_gpu` and
     `global_batch` one number, or an array with one for each allocation. A global batch is split
-    evenly over the ranks of its row. Raises what `estimate` raises, naming the first row.
+    evenly over the ranks of its row; a `loader` feeds every rank. Raises what `estimate` raises,
+    naming the first row.
     """
     _check_graph(graph)
     _check_several(allocations)
@@ -174,6 +178,7 @@ def estimate_many(
         cluster=_described(cluster),
         calibration=calibration,
         profile=profile,
+        loader=_loader(loader),
         engine=engine,
     )
     return _table(question, RowAnswers(question))
@@ -191,6 +196,7 @@ def estimate_chunks(
     cluster: Cluster | str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
+    loader: Loader | str | None = None,
     engine: Engine = DEFAULT,
 ) -> Iterator[EstimateTable]:
     """The table of `estimate_many` in pieces of `rows` rows: memory stays flat for any number.
@@ -199,7 +205,7 @@ def estimate_chunks(
     """
     _check_graph(graph)
     _check_several(allocations)
-    described, parsed = _described(cluster), Strategy.parse(strategy)
+    described, parsed, fed = _described(cluster), Strategy.parse(strategy), _loader(loader)
     answers: RowAnswers | None = None
     first = 0
     for piece in _pieces(allocations, rows):
@@ -213,6 +219,7 @@ def estimate_chunks(
             cluster=described,
             calibration=calibration,
             profile=profile,
+            loader=fed,
             engine=engine,
             first_row=first,
         )
@@ -237,6 +244,10 @@ def _check_several(allocations: Any) -> None:
 
 def _described(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
     return Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster
+
+
+def _loader(loader: Loader | str | None) -> Loader | None:
+    return None if loader is None else Loader.parse(loader)
 
 
 def _table(question: Question, answers: RowAnswers) -> EstimateTable:

@@ -80,6 +80,9 @@ def _add_update(
     assert updated == len(tasks.tasks) - 1
     if plan.network is not None:
         plan.network.add_after_update(tasks, plan.ranks(answer.slowest))
+    if answer.parts.input_stall_s > 0:
+        last = len(tasks.tasks) - 1
+        tasks.add(COMPUTE, answer.parts.input_stall_s, last, label=Label("load the next batch"))
 
 
 def timeline_of(plan: StepPlan) -> Timeline:
