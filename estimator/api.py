@@ -155,7 +155,7 @@ def estimate(
     else:
         graph = _traced_for(placement.kinds[0].profile.kind, model_or_graph, batch, parsed)
     if global_batch is not None and batch_per_gpu is None:
-        from estimator.advise.balance import balance
+        from estimator.balance import balance
 
         return balance(
             graph,

@@ -84,7 +84,7 @@ class Engine:
     ) -> Estimate:
         """Predict the step of a traced graph on an allocation; see `estimator.estimate`.
 
-        Here a global batch is split evenly whatever the devices; `advise.balance` splits it by
+        Here a global batch is split evenly whatever the devices; `balance` splits it by
         speed. Who asks several times of one allocation places it once: `cluster` and `profile` are
         then those that it was placed with.
         """
