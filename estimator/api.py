@@ -17,7 +17,7 @@ from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -177,4 +177,34 @@ def estimate(
         cluster=described,
         calibration=calibration,
         profile=profile,
+    )
+
+
+def prepare(
+    graph: OpGraph,
+    machines: Iterable[str | MachineProfile],
+    *,
+    batch_per_gpu: int | Sequence[int] | None = None,
+    accumulation_steps: int = 1,
+    strategy: str | Strategy = "ddp",
+) -> None:
+    """Compile a traced graph ahead for every number of devices of some machines.
+
+    The first estimate of a graph, batch, strategy and number of devices in use on a node compiles
+    its operators for that machine; later ones take microseconds. A scheduler does that here, when
+    a job arrives and before it has to decide. `batch_per_gpu` is one batch or several, by default
+    what was traced. Raises ProfileError, UnknownMachineError, WorkloadError, StrategyError.
+    """
+    if not isinstance(graph, OpGraph):
+        raise WorkloadError(
+            f"what is prepared is an OpGraph, found {type(graph).__name__}; make one with "
+            "trace_model"
+        )
+    named = [machines] if isinstance(machines, str | MachineProfile) else machines
+    DEFAULT.prepare(
+        graph,
+        named,
+        batch_per_gpu=batch_per_gpu,
+        accumulation_steps=accumulation_steps,
+        strategy=strategy,
     )

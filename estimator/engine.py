@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from estimator.cache import Cache
@@ -24,6 +25,7 @@ from estimator.estimates import (
     utilization,
 )
 from estimator.graph.op_graph import OpGraph
+from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.mesh import Mesh
@@ -33,6 +35,7 @@ from estimator.timeline.plan import (
     Members,
     StepPlan,
     answer_of,
+    compiled_step,
     groups_of,
     members_of,
     step_plan,
@@ -104,6 +107,26 @@ class Engine:
                 TrialEngine(engine=self, graph=graph, cluster=cluster, profile=profile),
             )
         return _answered(step_plan(asked.mesh, asked.members, self.cache, coefficients), asked)
+
+    def prepare(
+        self,
+        graph: OpGraph,
+        machines: Iterable[str | MachineProfile],
+        *,
+        batch_per_gpu: int | Sequence[int] | None = None,
+        accumulation_steps: int = 1,
+        strategy: str | Strategy = "ddp",
+    ) -> None:
+        """Compile a graph ahead for machines and batches; see `estimator.prepare`."""
+        shape = StepShape(Strategy.parse(strategy), accumulation_steps)
+        given = batch_per_gpu if isinstance(batch_per_gpu, Sequence) else (batch_per_gpu,)
+        batches = [graph.batch if batch is None else check_count(batch) for batch in given]
+        for machine in machines:
+            profile = load_profile(machine) if isinstance(machine, str) else machine
+            for batch, several in product(batches, (False, True)):
+                table, _ = compiled_step(graph, shape, batch, several, self.cache)
+                for busy in range(1, len(profile.devices) + 1 if several else 2):
+                    table.kind(profile, busy, 1.0)
 
     def _asked(
         self,

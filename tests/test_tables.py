@@ -19,6 +19,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
+from estimator import engine
 from estimator.api import estimate
 from estimator.coefficients import Calibration, Coefficients, Engine, StepQuestion
 from estimator.engine import estimate_graph
@@ -36,7 +37,8 @@ from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
 from estimator.placement.placement import place
 from estimator.placement.topology import Cluster, Node, Switch
-from estimator.tables import EstimateTable, estimate_chunks, estimate_many
+from estimator.tables import COLUMNS, EstimateTable, estimate_chunks, estimate_many
+from estimator.tables.answers import Question, RowAnswers
 from estimator.timeline import ranks
 from tests.synthetic import CHOSEN, Machine, in_blocks, perceptron
 
@@ -671,6 +673,55 @@ def test_a_global_batch_is_split_as_the_estimate_of_the_row_splits_it(
         assert table.global_batch[row] == answer.global_batch == samples
         assert table.batch_per_gpu[row] == (answer.batch_per_gpu or 0)
         assert table.row(row).batches == answer.batches
+
+
+def test_rows_asked_again_are_kept_until_their_machine_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
+    machine_file, asked = tmp_path / "machines" / "slow.json", engine.Engine()
+    slow = machines()["slow"]
+    slow.save(machine_file)
+    before = estimate_many(PLAIN, ["1x1:slow", "1x2:slow"], engine=asked)
+    filled: list[int] = []
+    fill = RowAnswers.fill
+
+    def counted(answers: RowAnswers, question: Question, columns: Any) -> None:
+        filled.append(len(question.allocations))
+        fill(answers, question, columns)
+
+    monkeypatch.setattr(RowAnswers, "fill", counted)
+    again = estimate_many(PLAIN, ["1x4:slow", "1x2:slow", "1x1:slow", "1x1:slow"], engine=asked)
+    assert filled == [1]  # 1x4:slow
+    kept = [before.step_time_s[1], before.step_time_s[0], before.step_time_s[0]]
+    assert again.step_time_s[1:].tolist() == kept
+    estimate_many(PLAIN, ["1x1:slow"], engine=asked, batch_per_gpu=16)
+    assert filled == [1, 1]
+    replace(machines()["fast"], name="slow").save(machine_file)
+    changed = estimate_many(PLAIN, ["1x1:slow"], engine=asked)
+    assert changed.step_time_s[0] < before.step_time_s[0]
+
+
+def test_a_row_without_an_answer_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
+    asked = engine.Engine()
+    machines()["slow"].save(tmp_path / "machines" / "slow.json")
+    texts = ["1x1:slow", "1x1:fast"]
+    assert list(estimate_many(PLAIN, texts, engine=asked).errors) == [1]
+    machines()["fast"].save(tmp_path / "machines" / "fast.json")
+    assert not estimate_many(PLAIN, texts, engine=asked).errors
+
+
+def test_kept_rows_count_towards_the_bytes_of_the_cache() -> None:
+    asked = engine.Engine()
+    texts = [f"{nodes}x2:slow" for nodes in range(1, 900)]
+    estimate_many(PLAIN, texts[:1], engine=asked)
+    before = asked.cache.size_bytes
+    table = estimate_many(PLAIN, texts, engine=asked)
+    grown = asked.cache.size_bytes - before
+    assert grown > sum(getattr(table, name).nbytes for name in COLUMNS)
 
 
 def test_a_table_iterates_and_is_indexed_by_rows() -> None:

@@ -101,6 +101,13 @@ class Question:
         asked |= {"batch_per_gpu": batch, "global_batch": whole}
         return self.engine.estimate(self.graph, allocation, **asked)
 
+    def refuse(self, row: int) -> None:
+        """Raise why a row has no answer, with its number."""
+        try:
+            self.answer(row)
+        except EstimatorError as error:
+            raise type(error)(f"row {self.first_row + row}: {error}") from None
+
     def rows(self, chosen: slice | Indices) -> Question:
         """The same question of some of the rows."""
         batch, whole = (
@@ -199,10 +206,9 @@ class RowAnswers:
         for number in numbers[asked].tolist():
             try:
                 answer = question.answer(number)
-            except EstimatorError as error:
+            except EstimatorError:
                 if question.strict:
-                    row = question.first_row + number
-                    raise type(error)(f"row {row}: {error}") from None
+                    question.refuse(number)
             else:
                 for name, value in _cells(answer).items():
                     columns[name][number] = value

@@ -24,6 +24,7 @@ from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
 from estimator.placement.topology import Cluster
 from estimator.tables.answers import Allocations, Integers, Question, RowAnswers
+from estimator.tables.known_rows import KnownRows
 from estimator.timeline.step import BOTTLENECKS
 from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
 
@@ -261,7 +262,13 @@ def estimate_many(
         engine=engine,
         strict=strict,
     )
-    return _table(question, RowAnswers(question))
+    known = KnownRows.of(question)
+    if known is None:
+        return _table(question, RowAnswers(question))
+    table = EstimateTable(question=question, **known.table(question, _columns))
+    if strict and table.errors:
+        question.refuse(next(iter(table.errors)))
+    return table
 
 
 def estimate_chunks(
@@ -327,13 +334,17 @@ def _described(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | No
 
 
 def _table(question: Question, answers: RowAnswers) -> EstimateTable:
+    return EstimateTable(question=question, **_columns(question, answers))
+
+
+def _columns(question: Question, answers: RowAnswers | None = None) -> dict[str, NDArray[Any]]:
     rows = len(question.allocations)
     columns: dict[str, NDArray[Any]] = {
         name: np.zeros(rows, _TYPES[name]) if name in _TYPES else np.full(rows, np.nan)
         for name in COLUMNS
     }
-    answers.fill(question, columns)
-    return EstimateTable(question=question, **columns)
+    (answers or RowAnswers(question)).fill(question, columns)
+    return columns
 
 
 def _pieces(
