@@ -99,10 +99,10 @@ def _probed(name: str, like: str) -> Any:
         random.Random(7),
     )
     known = with_typical_costs(load_profile(like))
-    laws = {math_: Roofline(known, precision=math_ or "fp32") for math_ in ("", "tf32")}
+    kernel_models = {math_: Roofline(known, precision=math_ or "fp32") for math_ in ("", "tf32")}
     points: defaultdict[tuple[str, str], list[KernelPoint]] = defaultdict(list)
     for call, math_ in _grid():
-        found = laws[math_].predict(call)
+        found = kernel_models[math_].predict(call)
         if found is not None:
             off = math.exp(scatter.gauss(0.0, SCATTER))
             point = KernelPoint(
@@ -125,7 +125,7 @@ def _probed(name: str, like: str) -> Any:
     )
     assert isinstance(known.host, HostCost)
     return replace(
-        known, name=name, kernels=kernels, contentions=contentions, rank_spread_ratio=0.01
+        known, name=name, kernels=kernels, contentions=contentions, rank_jitter_ratio=0.01
     )
 
 

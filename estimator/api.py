@@ -107,7 +107,7 @@ def with_timings(
     """The graph with its distinct ops timed on this machine, at its traced batch size."""
     from estimator.probe.ops import measure_ops
 
-    machine = load_profile(profile) if isinstance(profile, str) else profile
+    machine = profile if isinstance(profile, MachineProfile) else load_profile(profile)
     timings = measure_ops(graph, machine, report=report)
     return replace(graph, timings=timings, timed_on=machine.name)
 

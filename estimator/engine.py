@@ -15,7 +15,7 @@ from estimator.coefficients import (
     PredictedStep,
     StepQuestion,
 )
-from estimator.errors import WorkloadError
+from estimator.errors import ProfileError, TopologyError, WorkloadError, quoted
 from estimator.estimates import (
     FITS,
     Estimate,
@@ -70,6 +70,7 @@ class Engine:
         """An allocation on its machines, unless it is placed already; see `placement.place`."""
         if isinstance(allocation, Placement):
             return allocation
+        check_kinds(cluster=cluster, profile=profile)
         return place(allocation, cluster=cluster, profile=profile, cache=self.cache)
 
     def estimate(
@@ -101,6 +102,7 @@ class Engine:
         )
         coefficients = UNCALIBRATED
         if calibration is not None:
+            check_kinds(calibration=calibration)
             (coefficients,) = calibration.coefficients_for(
                 [asked.question(graph)],
                 [asked.mesh.placement.allocation],
@@ -190,7 +192,7 @@ class _Asked(NamedTuple):
             machines="+".join(sorted({kind.profile.name for kind in placement.kinds})),
             ranks=placement.ranks,
             nodes=placement.nodes,
-            most_on_node=max([kind.busy for kind in placement.kinds]),
+            most_on_node=max([kind.ranks_per_node for kind in placement.kinds]),
             batch=samples / placement.ranks,
             accumulation_steps=self.shape.accumulation_steps,
             strategy=self.shape.strategy,
@@ -237,6 +239,23 @@ class TrialEngine:
             compute_s=lane_s / accumulation_steps + parts.update_s,
             sync_s=plan.alone_s(answer.slowest),
             step_s=parts.total_s,
+        )
+
+
+def check_kinds(*, cluster: Any = None, profile: Any = None, calibration: Any = None) -> None:
+    """Raise TopologyError, ProfileError or WorkloadError for arguments of another kind."""
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise TopologyError(
+            f"cluster is a Cluster or the path of its file, found {quoted(cluster)}; give one"
+        )
+    if profile is not None and not isinstance(profile, MachineProfile):
+        raise ProfileError(
+            f"profile is a MachineProfile, found {quoted(profile)}; load_profile gives one by name"
+        )
+    if calibration is not None and not hasattr(calibration, "coefficients_for"):
+        raise WorkloadError(
+            f"calibration is a Calibrator, found {quoted(calibration)}; write "
+            "Calibrator(PATH), or leave it out"
         )
 
 

@@ -93,7 +93,7 @@ def test_programs_are_compiled_once_however_many_threads_ask(
     real = program._compile
 
     def counted(asked: Any) -> Any:
-        of = id(asked.graph), asked.bound.batch, asked.profile.name, asked.busy
+        of = id(asked.graph), asked.bound.batch, asked.profile.name, asked.devices_busy
         compiled[*of, asked.merging, asked.strategy] += 1
         return real(asked)
 

@@ -78,14 +78,14 @@ def machine(name: str, shape: Machine, rate: float, *groups: tuple[int, int]) ->
         network=(
             Link(
                 kind="tcp",
-                reach="rack",
+                locality="rack",
                 latency_s=1e-4 + 1e4 / rate * 1e-6,
                 bandwidth_bytes_per_s=rate,
                 provenance=CHOSEN,
             ),
             Link(
                 kind="tcp",
-                reach="cluster",
+                locality="cluster",
                 latency_s=3e-4,
                 bandwidth_bytes_per_s=rate / 2,
                 provenance=CHOSEN,
@@ -108,7 +108,7 @@ def on_gpus(profile: MachineProfile) -> MachineProfile:
 
 def machines() -> dict[str, MachineProfile]:
     """Machines that differ in everything that a step depends on."""
-    slow = machine("slow", Machine(devices=4, rank_spread_ratio=0.03), 1e8, (4, 2), (8, 4))
+    slow = machine("slow", Machine(devices=4, rank_jitter_ratio=0.03), 1e8, (4, 2), (8, 4))
     fast = machine(
         "fast",
         Machine(
@@ -139,7 +139,7 @@ def machines() -> dict[str, MachineProfile]:
     # Nothing measured of collectives over nodes, nor of overlap; small memory.
     bare = machine("bare", Machine(devices=3, flops_per_s=2e10), 5e8)
     tiny = tuple(replace(device, memory_bytes=3 << 20) for device in bare.devices)
-    bare = replace(bare, overlaps=(), devices=tiny, rank_spread_ratio=None)
+    bare = replace(bare, overlaps=(), devices=tiny, rank_jitter_ratio=None)
     # Neither a network nor collectives but those of a ring within the node.
     lone = replace(Machine(devices=2).profile(), name="lone", network=())
     # Known by its datasheet to have several network cards, each near one or two devices.
@@ -490,8 +490,8 @@ PLAIN = perceptron([64, 96, 32], batch=8)
 def test_columns_and_texts_and_allocations_give_the_same_table() -> None:
     texts = ["1x1:slow", "2x4:slow+1x8:fast", "3x2:fast"]
     columns = AllocationColumns(
-        sites=("fast", "slow"),
-        site=np.array([[1, -1], [1, 0], [0, -1]]),
+        machines=("fast", "slow"),
+        machine=np.array([[1, -1], [1, 0], [0, -1]]),
         nodes=np.array([[1, 0], [2, 1], [3, 0]]),
         devices=np.array([[1, 0], [4, 8], [2, 0]]),
     )
@@ -635,8 +635,8 @@ def test_rows_without_an_answer_among_texts_and_columns_are_found_alike() -> Non
     assert "error" in table.to_csv().splitlines()[0]
     assert table.to_dict()["error"][0] is None
     columns = AllocationColumns(
-        sites=("slow",),
-        site=np.zeros((3, 1), dtype=int),
+        machines=("slow",),
+        machine=np.zeros((3, 1), dtype=int),
         nodes=np.array([[1], [0], [1]]),
         devices=np.array([[2], [1], [7]]),
     )

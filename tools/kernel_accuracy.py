@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from kernel_fit import fit_law, predict
+from kernel_fit import fit_kernel_model, predict
 from kernel_tables import SOURCES, OpRow, read_op_tables
 from rich.console import Console
 from rich.table import Table
@@ -65,7 +65,7 @@ def unseen_dies(rows: Sequence[OpRow]) -> list[Score]:
     """Scores of every (source, family, die), each die predicted without any row of its own."""
     scores = []
     for die in sorted({row.die for row in rows}):
-        fitted = fit_law([row for row in rows if row.die != die])
+        fitted = fit_kernel_model([row for row in rows if row.die != die])
         groups: dict[tuple[str, str], list[OpRow]] = defaultdict(list)
         for row in rows:
             if row.die == die:

@@ -207,14 +207,14 @@ class Request:
         from estimator.placement.placement import place
 
         for text in allocations:
-            site = place(text, cluster=self.cluster).sites[0]
-            if site.profile.kind != "cuda":
+            nodes = place(text, cluster=self.cluster).node_groups[0]
+            if nodes.profile.kind != "cuda":
                 continue
             from torch import cuda  # cores need no look at what GPUs there are
 
-            if cuda.device_count() < site.per_node:
+            if cuda.device_count() < nodes.per_node:
                 raise AllocationError(
-                    f"'{text}' is to train on {site.per_node} of this machine's GPUs, and torch "
+                    f"'{text}' is to train on {nodes.per_node} of this machine's GPUs, and torch "
                     f"finds {cuda.device_count()}; validate on the machine itself"
                 )
 
@@ -238,7 +238,7 @@ class Request:
                     f"'{predicted.allocation}' spans {placement.nodes} nodes, but this command "
                     "trains on one; validate an allocation such as 1x2:local"
                 )
-            devices = placement.sites[0].profile.devices[: predicted.ranks]
+            devices = placement.node_groups[0].profile.devices[: predicted.ranks]
             training = train(
                 self.model,
                 devices,

@@ -96,6 +96,8 @@ def read_graph(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises GraphFileError if it is missing, damaged or of another version.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise GraphFileError(f"a graph is loaded from a path, found {quoted(path)}; write one")
     try:
         content = unpack(read_file(path), most_bytes=MOST_BYTES)
         if not content.isascii():  # a character of another kind can take four times the memory
@@ -197,7 +199,7 @@ def _encode(graph: Mapping[str, Any]) -> dict[str, Any]:
     parameters = [
         [p.name, specs.add(p.spec), p.gradient, p.ready_after] for p in graph["parameters"]
     ]
-    timings = [[calls.add(c), t.seconds, t.spread_ratio] for c, t in graph["timings"].items()]
+    timings = [[calls.add(c), t.seconds, t.noise_ratio] for c, t in graph["timings"].items()]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -351,7 +353,7 @@ def _checked_call(call: OpCall) -> OpCall:
 def _timing(seconds: Any, spread: Any) -> OpTiming:
     if not (0 <= float(seconds) <= _LONGEST_S and 0 <= float(spread) <= _LONGEST_S):
         raise ValueError(f"an operator takes {quoted(seconds)} seconds")
-    return OpTiming(seconds=float(seconds), spread_ratio=float(spread))
+    return OpTiming(seconds=float(seconds), noise_ratio=float(spread))
 
 
 def _check_plain_fields(graph: Mapping[str, Any]) -> None:

@@ -369,13 +369,13 @@ class _Parts:
     def _call(self, share: float, ends: tuple[int, int, int], *, other: bool) -> OpCall:
         batch, flops = self.batches[other], self.summary.flops_per_sample
         if self.line is None:
-            return self._product(share * (flops or 0.0), batch)
+            return self._matmul(share * (flops or 0.0), batch)
         values = [self.values[value] for value in ends]
         *read, written = (value.other_spec if other else value.spec for value in values)
         part = StepPart(share_ratio=share, batch=batch, line=self.line, flops_per_sample=flops)
         return part.call(tuple(read), (written,))
 
-    def _product(self, flops_per_sample: float, batch: int) -> OpCall:
+    def _matmul(self, flops_per_sample: float, batch: int) -> OpCall:
         """A product by a square matrix as large as the average tensor, as often as FLOPs ask."""
         average = sum(self.summary.numels) / len(self.summary.numels)
         rows = max(round(flops_per_sample / (2 * average)), 1)

@@ -25,18 +25,18 @@ class KernelPoint:
 
     `warm_s`: inputs as the previous op left them (in cache where they fit), output memory already
     touched. `cold_s`: inputs read from main memory; None where the device has no such difference.
-    Neither includes the host's dispatch cost beyond the bare operator call. `spread_ratio` is half
+    Neither includes the host's dispatch cost beyond the bare operator call. `noise_ratio` is half
     the 10–90 % range of the repeats over their median.
     """
 
     call: Mapping[str, Any]
     warm_s: float
     cold_s: float | None = None
-    spread_ratio: float = 0.0
+    noise_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         check_positive(self, "warm_s", "cold_s")
-        check_not_negative(self, "spread_ratio")
+        check_not_negative(self, "noise_ratio")
         try:
             OpCall.decode(dict(self.call))
         except (KeyError, TypeError, ValueError, RecursionError) as error:

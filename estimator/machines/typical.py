@@ -57,7 +57,7 @@ _FOREACH_LAUNCH_S = 5e-5
 # One standard deviation of equal GPUs' compute. On four clusters of some hundred GPUs and more, the
 # fastest and the slowest are 8 % apart on average (Sinha et al.: Not All GPUs Are Created Equal,
 # SC22): six standard deviations of so many draws.
-RANK_SPREAD_RATIO = 0.013
+RANK_JITTER_RATIO = 0.013
 # What a second of NCCL's collectives takes from compute beside it, on one node and on several: its
 # kernel holds up to 24 of 108 to 132 multiprocessors, one for each channel, and a share of the
 # memory's rate, so between nothing and 0.22; over a network it has fewer channels.
@@ -112,12 +112,12 @@ def with_typical_costs(profile: MachineProfile) -> MachineProfile:
 
 
 def _complete(profile: MachineProfile) -> MachineProfile:
-    spread_ratio = profile.rank_spread_ratio
+    jitter_ratio = profile.rank_jitter_ratio
     return replace(
         profile,
         host=profile.host or _HOST,
         updates=profile.updates or _updates(profile),
-        rank_spread_ratio=RANK_SPREAD_RATIO if spread_ratio is None else spread_ratio,
+        rank_jitter_ratio=RANK_JITTER_RATIO if jitter_ratio is None else jitter_ratio,
     )
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from estimator.probe.grid_calls import GridCall, grid_call, tensor
-from estimator.probe.grid_products import (
-    batched_products,
+from estimator.probe.grid_matmuls import (
+    batched_matmuls,
     convolutions,
     heads_inside,
-    matrix_products,
+    matmuls,
 )
 from estimator.tensors import TensorSpec
 
@@ -157,14 +157,14 @@ _RECURRENT = (
 _LSTM_MODE = 2
 
 
-def large_products() -> list[GridCall]:
+def large_matmuls() -> list[GridCall]:
     """Linear layers forward and backward, and batches of products."""
-    return [*matrix_products(_LINEAR), *batched_products(_BATCHED)]
+    return [*matmuls(_LINEAR), *batched_matmuls(_BATCHED)]
 
 
-def products_in_tf32() -> list[GridCall]:
+def matmuls_in_tf32() -> list[GridCall]:
     """The float32 products once more, on tensor cores."""
-    return [replace(call, math="tf32") for call in large_products()]
+    return [replace(call, math="tf32") for call in large_matmuls()]
 
 
 def large_convolutions(*, gradient: bool = False) -> list[GridCall]:

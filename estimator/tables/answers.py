@@ -131,7 +131,9 @@ class RowAnswers:
 
     def __init__(self, question: Question) -> None:
         self._graph, self._strategy = question.graph, question.strategy
-        self._accumulation_steps = max(question.accumulation_steps, 1)
+        self._accumulation_steps = check_count(
+            question.accumulation_steps, "accumulation steps", most=MOST_ACCUMULATION
+        )
         self._shape = StepShape(self._strategy, self._accumulation_steps)
         self._node_groups = NodeGroupTable(question.cluster, question.profile)
         self._reader = TextReader()
@@ -144,9 +146,6 @@ class RowAnswers:
 
         Where the question is strict, the first of those raises.
         """
-        if len(question.allocations):
-            steps = question.accumulation_steps
-            check_count(steps, "accumulation steps", most=MOST_ACCUMULATION)
         for start, part in self._parts(question):
             answer_rows = _rows_at_once(part, question.cluster, self._segments)
             for first in range(0, len(part), answer_rows):
@@ -355,7 +354,7 @@ class RowAnswers:
 
 
 def _rows_at_once(part: AllocationColumns, cluster: Cluster | None, segments: int) -> int:
-    width = part.site.shape[1]
+    width = part.machine.shape[1]
     if cluster is not None and len(part):
         width = max(width, int(np.clip(part.nodes, 0, 1 << 20).sum(axis=1).max()))
     rows = min(_ROWS_AT_ONCE, _CELLS_AT_ONCE // max(width, 1))

@@ -118,7 +118,7 @@ class StepRows:
                 lane_s=lane_s,
                 ranks=ranks,
                 share=share,
-                spread_ratio=largest(kinds.spread_ratio, kind_of),
+                jitter_ratio=largest(kinds.jitter_ratio, kind_of),
                 waiting_s=waiting_s,
                 ratios=ratios,
             ),

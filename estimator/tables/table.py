@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.coefficients import Calibration
-from estimator.engine import DEFAULT, Engine
-from estimator.errors import AllocationError, EstimatorError, WorkloadError
+from estimator.engine import DEFAULT, Engine, check_kinds
+from estimator.errors import AllocationError, EstimatorError, WorkloadError, quoted
 from estimator.estimates import FITS, Estimate
 from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
@@ -249,6 +249,7 @@ def estimate_many(
     """
     _check_graph(graph)
     _check_several(allocations)
+    check_kinds(profile=profile, calibration=calibration)
     question = Question(
         graph=graph,
         allocations=allocations,
@@ -292,6 +293,7 @@ def estimate_chunks(
     """
     _check_graph(graph)
     _check_several(allocations)
+    check_kinds(profile=profile, calibration=calibration)
     described, parsed = _described(cluster), Strategy.parse(strategy)
     answers: RowAnswers | None = None
     first = 0
@@ -327,10 +329,18 @@ def _check_several(allocations: Any) -> None:
         raise AllocationError(
             f"allocations come in a list, found only '{allocations}'; write ['{allocations}']"
         )
+    if isinstance(allocations, bytes) or not isinstance(allocations, Iterable | AllocationColumns):
+        raise AllocationError(
+            f"allocations come in a list, found {quoted(allocations)}; write one such as "
+            "['1x2:local']"
+        )
 
 
 def _described(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
-    return Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster
+    if isinstance(cluster, str | os.PathLike):
+        return Cluster.load(cluster)
+    check_kinds(cluster=cluster)
+    return cluster
 
 
 def _table(question: Question, answers: RowAnswers) -> EstimateTable:

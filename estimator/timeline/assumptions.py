@@ -138,10 +138,12 @@ def _card_assumption(kind: NodeKind) -> str | None:
     network = network_of(kind.profile)
     if network is None or network.cards == 1:
         return None
-    some = "1 rank on a node" if kind.busy == 1 else f"{kind.busy} ranks on a node"
-    verb = "uses" if kind.busy == 1 else "use"
+    some = (
+        "1 rank on a node" if kind.ranks_per_node == 1 else f"{kind.ranks_per_node} ranks on a node"
+    )
+    verb = "uses" if kind.ranks_per_node == 1 else "use"
     return (
-        f"{some} of '{kind.profile.name}' {verb} {network.cards_near(kind.busy)} of its "
+        f"{some} of '{kind.profile.name}' {verb} {network.cards_near(kind.ranks_per_node)} of its "
         f"{network.cards} network cards, the nearest ones, as NCCL does"
     )
 

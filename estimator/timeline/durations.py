@@ -226,7 +226,7 @@ def _timed(
                 Prediction(
                     warm_s=seconds,
                     cold_s=seconds,
-                    relative_error=timing.spread_ratio,
+                    relative_error=timing.noise_ratio,
                     source="measured",
                 )
             )

@@ -58,7 +58,7 @@ class RankClass:
 
 
 class Members(NamedTuple):
-    """The ranks of a placement: what each of its kinds of nodes costs, and each site's kind."""
+    """The ranks of a placement: what each kind of its nodes costs, and the kind of each group."""
 
     table: RankTable
     rules: Rules
@@ -98,7 +98,7 @@ def members_of(
         return Members(table, rules, kinds, placement.kind_of)
     numbers: dict[RankKind, int] = {}
     kind_of = []
-    for number, batch in zip(placement.kind_of, placement.by_site(batches), strict=True):
+    for number, batch in zip(placement.kind_of, placement.by_node_group(batches), strict=True):
         each, _ = compiled_step(graph, shape, batch, merging, cache)
         kind_of.append(numbers.setdefault(each[placement.kinds[number]], len(numbers)))
     return Members(table, rules, tuple(numbers), tuple(kind_of))
@@ -160,9 +160,11 @@ class StepPlan(NamedTuple):
         """Ranks by the program that they run and by how slow they run it."""
         ranks_of: dict[RankKind, list[int]] = {kind: [] for kind in self.kinds}
         first = 0
-        for site, number in zip(self.placement.sites, self.members.kind_of, strict=True):
-            ranks_of[self.kinds[number]].extend(range(first, first + site.ranks))
-            first += site.ranks
+        for node_group, number in zip(
+            self.placement.node_groups, self.members.kind_of, strict=True
+        ):
+            ranks_of[self.kinds[number]].extend(range(first, first + node_group.ranks))
+            first += node_group.ranks
         return tuple(
             RankClass(
                 program=kind.program,
@@ -339,12 +341,12 @@ def answer_of(plan: StepPlan) -> StepAnswer:
     kinds, shards, ratios = plan.members.kinds, plan.shards, plan.ratios
     if len(kinds) == 1:
         slowest = last = kinds[0]
-        spread_ratio = slowest.spread_ratio
+        jitter_ratio = slowest.jitter_ratio
     else:
         slowest = slowest_kind(kinds, shards)
         behind_s = [after_s(kind.update, plan.share, ratios) for kind in kinds]
         last = kinds[behind_s.index(max(behind_s))]
-        spread_ratio = max([kind.spread_ratio for kind in kinds])
+        jitter_ratio = max([kind.jitter_ratio for kind in kinds])
     found, waiting_s = None, 0.0
     if plan.network is not None:
         found = plan.network.communication(plan.ranks(slowest))
@@ -357,7 +359,7 @@ def answer_of(plan: StepPlan) -> StepAnswer:
         lane_s=slowest.lane.length_s(shards),
         ranks=plan.mesh.placement.ranks,
         share=plan.share,
-        spread_ratio=spread_ratio,
+        jitter_ratio=jitter_ratio,
         waiting_s=waiting_s,
         ratios=ratios,
     )

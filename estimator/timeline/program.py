@@ -101,13 +101,13 @@ def step_program(
     profile: MachineProfile,
     *,
     batch: int | None,
-    busy: int,
+    devices_busy: int,
     merging: bool,
     strategy: Strategy,
     accumulation_steps: int = 1,
     cache: Cache,
 ) -> StepProgram:
-    """The program of a rank on a node where `busy` ranks compute.
+    """The program of a rank on a node where `devices_busy` ranks compute.
 
     `merging` says whether there are other ranks to synchronise gradients with. Raises ProfileError,
     WorkloadError.
@@ -119,7 +119,7 @@ def step_program(
         asked = _Asked(
             bound=bound,
             profile=known,
-            busy=busy,
+            devices_busy=devices_busy,
             merging=merging,
             strategy=strategy,
             accumulation_steps=accumulation_steps,
@@ -132,7 +132,7 @@ def step_program(
         "program",
         (graph, profile),
         compiled,
-        *(batch, busy, merging, strategy, accumulation_steps),
+        *(batch, devices_busy, merging, strategy, accumulation_steps),
     )
 
 
@@ -142,7 +142,7 @@ class _Asked:
 
     bound: BoundGraph
     profile: MachineProfile
-    busy: int
+    devices_busy: int
     merging: bool
     strategy: Strategy
     accumulation_steps: int
@@ -156,19 +156,19 @@ class _Asked:
     @property
     def machine(self) -> tuple[MachineProfile, int, Cache]:
         """The machine, how many of its devices are busy, and what is known of it."""
-        return self.profile, self.busy, self.cache
+        return self.profile, self.devices_busy, self.cache
 
 
 def _compile(asked: _Asked) -> StepProgram:
     bound, graph, profile, strategy = asked.bound, asked.graph, asked.profile, asked.strategy
-    accumulation_steps, busy, cache = asked.accumulation_steps, asked.busy, asked.cache
+    accumulation_steps = asked.accumulation_steps
     durations = _durations(asked)
     sharding = asked.merging and strategy.kind == "fsdp"
     accumulate = (accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)
     lane = (_sharded_lane if sharding else _bucketed_lane)(asked, durations)
     stored_ratio = strategy.shard_dtypes(graph.precision).stored_ratio
     update_s, launch_s, update = update_cost(
-        asked.trained, graph, profile, busy, sharding, stored_ratio
+        asked.trained, graph, profile, asked.devices_busy, sharding, stored_ratio
     )
     lanes = lane.lanes
     if graph.grad_scaler:
@@ -181,7 +181,7 @@ def _compile(asked: _Asked) -> StepProgram:
     lane_s = (float(end[-1]) if len(end) else 0.0) * (accumulation_steps if sharding else 1)
     lane_s += lane.copies_s if sharding else 0.0
     lane_s += 0.0 if shared else accumulate
-    is_forward = structure_of(graph, cache).is_forward
+    is_forward = structure_of(graph, asked.cache).is_forward
     forward_s = float(durations.device_s[is_forward].sum()) * accumulation_steps
     backward_s = float(durations.device_s[~is_forward].sum()) * accumulation_steps
     host_s = lane_s - copies_s - forward_s - backward_s
@@ -211,7 +211,7 @@ def _compile(asked: _Asked) -> StepProgram:
         kernels_variance_s2=variance_s2 * accumulation_steps**2,
         kernels=kernels,
         memory=_memory(asked, lane.buckets),
-        flops=cache.get("flops", (bound,), lambda: step_flops(bound)),
+        flops=asked.cache.get("flops", (bound,), lambda: step_flops(bound)),
         in_grid_ratio=float(durations.device_s[durations.in_grid].sum()) / kernels_s,
         durations=durations,
         lanes=lanes,
@@ -222,9 +222,9 @@ def _compile(asked: _Asked) -> StepProgram:
 def _durations(asked: _Asked) -> Durations:
     bound, graph, profile = asked.bound, asked.graph, asked.profile
     if not graph.has_step_times:
-        return op_durations(bound, profile, devices_busy=asked.busy, cache=asked.cache)
+        return op_durations(bound, profile, devices_busy=asked.devices_busy, cache=asked.cache)
     alone_s = update_cost(asked.trained, graph, profile, 1, False)[0]
-    return part_durations(bound, profile, devices_busy=asked.busy, update_s=alone_s)
+    return part_durations(bound, profile, devices_busy=asked.devices_busy, update_s=alone_s)
 
 
 def _memory(asked: _Asked, buckets: tuple[Bucket, ...]) -> ShardedMemory:
@@ -265,7 +265,9 @@ def _bucketed_lane(asked: _Asked, durations: Durations) -> _Lane:
         buckets = asked.cache.get(
             "buckets", (graph,), lambda: gradient_buckets(graph, strategy), strategy
         )
-    each_s = copies_s(asked.profile, [b.size_bytes for b in buckets], asked.busy, asked.cache)
+    each_s = copies_s(
+        asked.profile, [b.size_bytes for b in buckets], asked.devices_busy, asked.cache
+    )
     last_host_s, last_device_s = _ddp_costs(asked, durations, buckets, each_s)
     return _Lane(
         lanes=MicroBatches(

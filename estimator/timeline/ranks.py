@@ -81,7 +81,7 @@ class RankKind:
     update: UpdateCosts
     whole_memory: PeakMemory
     whole_ratio: float
-    spread_ratio: float
+    jitter_ratio: float
     device: DeviceMemory
     ready_s: Array
     segments_s: Array
@@ -116,7 +116,7 @@ class RankKind:
             ),
             whole_memory=whole,
             whole_ratio=whole.total_bytes / device.usable_bytes,
-            spread_ratio=profile.rank_spread_ratio or 0.0,
+            jitter_ratio=profile.rank_jitter_ratio or 0.0,
             device=device,
             ready_s=program.ready_s * slow,
             segments_s=program.segments_s * slow,
@@ -158,16 +158,16 @@ class RankTable:
     def __getitem__(self, node: NodeKind) -> RankKind:
         found = self._of_node.get(node)
         if found is None:
-            found = self.kind(node.profile, node.busy, node.slowdown_ratio)
+            found = self.kind(node.profile, node.ranks_per_node, node.slowdown_ratio)
             if len(self._of_node) >= _MOST_NODES:
                 self._of_node.clear()
             self._of_node[node] = found
         return found
 
-    def kind(self, profile: MachineProfile, busy: int, slowdown_ratio: float) -> RankKind:
-        """The ranks on a node of a machine where `busy` ranks work, by how slow the node is."""
+    def kind(self, profile: MachineProfile, ranks_per_node: int, slowdown_ratio: float) -> RankKind:
+        """The ranks of a node of a machine, by their number and how slow the node is."""
         # Nodes that differ in their network alone run the same program at the same speed.
-        key = (id(profile), busy, slowdown_ratio)
+        key = (id(profile), ranks_per_node, slowdown_ratio)
         found = self._shared.get(key)
         if found is None:
             refusal = why_not_on(self.graph, profile)
@@ -177,7 +177,7 @@ class RankTable:
                 self.graph,
                 profile,
                 batch=self._batch,
-                busy=busy,
+                devices_busy=ranks_per_node,
                 merging=self._merging,
                 strategy=self.shape.strategy,
                 accumulation_steps=self.shape.accumulation_steps,
@@ -220,8 +220,8 @@ class RankColumns:
         self._update = UpdateCosts(
             *_columns([kind.update for kind in kinds], len(UpdateCosts._fields))
         )
-        own = [(kind.spread_ratio, float(kind.device.usable_bytes)) for kind in kinds]
-        self.spread_ratio, self.usable_bytes = _columns(own, 2)
+        own = [(kind.jitter_ratio, float(kind.device.usable_bytes)) for kind in kinds]
+        self.jitter_ratio, self.usable_bytes = _columns(own, 2)
         self.usable_bytes[0] = 1.0
         count = len(kinds) + 1
         buckets = max((len(kind.ready_s) for kind in kinds), default=0)

@@ -88,14 +88,14 @@ def breakdown_of(
     lane_s: Any,
     ranks: Any,
     share: Any,
-    spread_ratio: Any,
+    jitter_ratio: Any,
     waiting_s: Any,
     ratios: Ratios,
 ) -> Breakdown:
     """The parts of a step by its slowest rank and by the one whose update takes longest.
 
     `lane_s` is the slowest one's whole compute without calibration, `share` the part of the update
-    that a rank does, `spread_ratio` one standard deviation of ranks' compute, `waiting_s` the
+    that a rank does, `jitter_ratio` one standard deviation of ranks' compute, `waiting_s` the
     exposed communication.
     """
     compute = ratios.compute
@@ -105,7 +105,7 @@ def breakdown_of(
         backward_s=slowest.backward_s * compute,
         host_exposed_s=slowest.host_s * compute,
         communication_exposed_s=waiting_s,
-        straggler_s=lane_s * compute * spread_ratio * expected_maximum(ranks),
+        straggler_s=lane_s * compute * jitter_ratio * expected_maximum(ranks),
         update_s=last.update_s(share) * ratios.update,
         copies_exposed_s=(slowest.copies_s + sharded_s + last.copy_back_s) * compute,
     )

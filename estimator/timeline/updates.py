@@ -44,7 +44,7 @@ def update_cost(
     trained: Trained,
     graph: OpGraph,
     profile: MachineProfile,
-    busy: int,
+    devices_busy: int,
     sharding: bool,
     stored_ratio: int = 1,
 ) -> tuple[float, float, Provenance]:
@@ -58,7 +58,7 @@ def update_cost(
         parameters=_float32_elements(trained, graph, stored_ratio),
         idle=trained.idle,
     )
-    slowdown = slowdown_ratio(profile, "update", busy, float(trained.size_bytes))
+    slowdown = slowdown_ratio(profile, "update", devices_busy, float(trained.size_bytes))
     fixed_s = cost.launch_s
     if sharding:
         # Every rank updates a part of each tensor; under ZeRO-1 and 2 it updates whole tensors.
