@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from estimator.api import estimate, trace_model
+    from estimator.api import estimate, prepare, trace_model
     from estimator.calibrate.calibrator import Calibrator
     from estimator.calibrate.watching import observe
     from estimator.errors import EstimatorError
@@ -48,6 +48,7 @@ _HOMES = {
     "estimate_many": "estimator.tables",
     "load_profile": "estimator.machines.catalogue",
     "observe": "estimator.calibrate.watching",
+    "prepare": "estimator.api",
     "trace_model": "estimator.api",
 }
 
@@ -70,6 +71,7 @@ __all__ = [
     "estimate_many",
     "load_profile",
     "observe",
+    "prepare",
     "trace_model",
 ]
 

@@ -18,7 +18,7 @@ from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -117,7 +117,7 @@ def with_timings(
     """The graph with its distinct ops timed on this machine, at its traced batch size."""
     from estimator.probe.ops import measure_ops
 
-    machine = load_profile(profile) if isinstance(profile, str) else profile
+    machine = profile if isinstance(profile, MachineProfile) else load_profile(profile)
     timings = measure_ops(graph, machine, report=report)
     return replace(graph, timings=timings, timed_on=machine.name)
 
@@ -168,7 +168,7 @@ def estimate(
     else:
         graph = _traced_for(placement.kinds[0].profile.kind, model_or_graph, batch, parsed)
     if global_batch is not None and batch_per_gpu is None:
-        from estimator.advise.balance import balance
+        from estimator.balance import balance
 
         return balance(
             graph,
@@ -192,4 +192,34 @@ def estimate(
         calibration=calibration,
         profile=profile,
         loader=fed,
+    )
+
+
+def prepare(
+    graph: OpGraph,
+    machines: Iterable[str | MachineProfile],
+    *,
+    batch_per_gpu: int | Sequence[int] | None = None,
+    accumulation_steps: int = 1,
+    strategy: str | Strategy = "ddp",
+) -> None:
+    """Compile a traced graph ahead for every number of devices of some machines.
+
+    The first estimate of a graph, batch, strategy and number of devices in use on a node compiles
+    its operators for that machine; later ones take microseconds. A scheduler does that here, when
+    a job arrives and before it has to decide. `batch_per_gpu` is one batch or several, by default
+    what was traced. Raises ProfileError, UnknownMachineError, WorkloadError, StrategyError.
+    """
+    if not isinstance(graph, OpGraph):
+        raise WorkloadError(
+            f"what is prepared is an OpGraph, found {type(graph).__name__}; make one with "
+            "trace_model"
+        )
+    named = [machines] if isinstance(machines, str | MachineProfile) else machines
+    DEFAULT.prepare(
+        graph,
+        named,
+        batch_per_gpu=batch_per_gpu,
+        accumulation_steps=accumulation_steps,
+        strategy=strategy,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from estimator.cache import Cache
@@ -15,7 +16,7 @@ from estimator.coefficients import (
     PredictedStep,
     StepQuestion,
 )
-from estimator.errors import WorkloadError
+from estimator.errors import ProfileError, TopologyError, WorkloadError, quoted
 from estimator.estimates import (
     FITS,
     Estimate,
@@ -27,6 +28,7 @@ from estimator.estimates import (
 from estimator.graph.content import job_content
 from estimator.graph.op_graph import OpGraph
 from estimator.loader import Loader
+from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.mesh import Mesh
@@ -37,6 +39,7 @@ from estimator.timeline.plan import (
     StepAnswer,
     StepPlan,
     answer_of,
+    compiled_step,
     groups_of,
     members_of,
     step_plan,
@@ -71,6 +74,7 @@ class Engine:
         """An allocation on its machines, unless it is placed already; see `placement.place`."""
         if isinstance(allocation, Placement):
             return allocation
+        check_kinds(cluster=cluster, profile=profile)
         return place(allocation, cluster=cluster, profile=profile, cache=self.cache)
 
     def estimate(
@@ -89,7 +93,7 @@ class Engine:
     ) -> Estimate:
         """Predict the step of a traced graph on an allocation; see `estimator.estimate`.
 
-        Here a global batch is split evenly whatever the devices; `advise.balance` splits it by
+        Here a global batch is split evenly whatever the devices; `balance` splits it by
         speed. Who asks several times of one allocation places it once: `cluster` and `profile` are
         then those that it was placed with.
         """
@@ -104,6 +108,7 @@ class Engine:
         )
         coefficients = UNCALIBRATED
         if calibration is not None:
+            check_kinds(calibration=calibration)
             (coefficients,) = calibration.coefficients_for(
                 [asked.question(graph, self.content(graph).fingerprint)],
                 [asked.mesh.placement.allocation],
@@ -114,6 +119,26 @@ class Engine:
     def content(self, graph: OpGraph) -> JobContent:
         """What a graph computes; worked out once."""
         return self.cache.get("content", (graph,), lambda: job_content(graph))
+
+    def prepare(
+        self,
+        graph: OpGraph,
+        machines: Iterable[str | MachineProfile],
+        *,
+        batch_per_gpu: int | Sequence[int] | None = None,
+        accumulation_steps: int = 1,
+        strategy: str | Strategy = "ddp",
+    ) -> None:
+        """Compile a graph ahead for machines and batches; see `estimator.prepare`."""
+        shape = StepShape(Strategy.parse(strategy), accumulation_steps)
+        given = batch_per_gpu if isinstance(batch_per_gpu, Sequence) else (batch_per_gpu,)
+        batches = [graph.batch if batch is None else check_count(batch) for batch in given]
+        for machine in machines:
+            profile = load_profile(machine) if isinstance(machine, str) else machine
+            for batch, several in product(batches, (False, True)):
+                table, _ = compiled_step(graph, shape, batch, several, self.cache)
+                for busy in range(1, len(profile.devices) + 1 if several else 2):
+                    table.kind(profile, busy, 1.0)
 
     def _asked(
         self,
@@ -233,6 +258,23 @@ class TrialEngine:
             sync_s=plan.alone_s(answer.slowest),
             step_s=parts.total_s,
             relative_error=_engine_error(answer, coefficients, asked.shape.loader),
+        )
+
+
+def check_kinds(*, cluster: Any = None, profile: Any = None, calibration: Any = None) -> None:
+    """Raise TopologyError, ProfileError or WorkloadError for arguments of another kind."""
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise TopologyError(
+            f"cluster is a Cluster or the path of its file, found {quoted(cluster)}; give one"
+        )
+    if profile is not None and not isinstance(profile, MachineProfile):
+        raise ProfileError(
+            f"profile is a MachineProfile, found {quoted(profile)}; load_profile gives one by name"
+        )
+    if calibration is not None and not hasattr(calibration, "coefficients_for"):
+        raise WorkloadError(
+            f"calibration is a Calibrator, found {quoted(calibration)}; write "
+            "Calibrator(PATH), or leave it out"
         )
 
 

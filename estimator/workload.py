@@ -231,7 +231,13 @@ class Strategy:
         >>> Strategy.parse("ddp:bucket=5MiB").first_cap_bytes
         5242880
         """
-        return _parsed(text) if isinstance(text, str) else _same(text)
+        if isinstance(text, str):
+            return _parsed(text)
+        if not isinstance(text, Strategy):
+            raise StrategyError(
+                f"a strategy is text such as ddp or fsdp:shard=8, found {quoted(text)}; write one"
+            )
+        return _same(text)
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from typing import Any
 from estimator.calibrate.database import PATIENCE_S, Database
 from estimator.calibrate.observed import Observation, ObservedWorkload, placement_of
 from estimator.calibrate.outliers import OUTLIER_RATIO, outliers
-from estimator.errors import quoted
+from estimator.errors import StoreError, quoted
 from estimator.machines.files import home
 
 __all__ = ["Observation", "ObservationStore", "ObservedWorkload"]
@@ -107,6 +107,8 @@ class ObservationStore:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise StoreError(f"a store is a path, found {quoted(path)}; write one")
         self.path = Path(path) if path is not None else home() / "observations.db"
         self._database = Database(self.path, application_id=_APPLICATION_ID, migrations=_MIGRATIONS)
 

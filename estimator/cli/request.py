@@ -11,9 +11,9 @@ from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
-    from estimator.advise.balance import Balance
     from estimator.advise.scaling import Scaling
     from estimator.advise.strategies import StrategyRow
+    from estimator.balance import Balance
     from estimator.coefficients import Calibration
     from estimator.estimates import Estimate
     from estimator.graph.op_graph import OpGraph
@@ -183,7 +183,7 @@ class Request:
         """The split of the global batch by speed; None where there is none to split or gain."""
         if self.global_batch is None or self.batch is not None:
             return None
-        from estimator.advise.balance import balance
+        from estimator.balance import balance
 
         found = balance(
             graph,

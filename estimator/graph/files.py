@@ -99,6 +99,8 @@ def read_graph(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises GraphFileError if it is missing, damaged or of another version.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise GraphFileError(f"a graph is loaded from a path, found {quoted(path)}; write one")
     try:
         content = unpack(read_file(path), most_bytes=MOST_BYTES)
         if not content.isascii():  # a character of another kind can take four times the memory

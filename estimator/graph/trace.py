@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
 from estimator.errors import EstimatorError, ModelError, TraceError
 from estimator.graph.batches import (
     check_batch,
+    checked_dim,
     sample_count,
     tokens_per_sample,
     value_range,
@@ -97,7 +98,7 @@ def trace_graph(
         channels_last=channels_last,
         name=name,
     )
-    dim, batch = batch_dim or 0, call.batch
+    dim, batch = checked_dim(batch_dim), call.batch
     samples = _samples(batch, dim, name)
     with kept_as_it_was(model), quiet_fakes():
         first = tracer.run(batch)
