@@ -11,11 +11,11 @@ from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import ModelError, WorkloadError
 from estimator.estimates import Estimate
 from estimator.graph.op_graph import OpGraph
-from estimator.loader import Loader
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
+from estimator.workload.loader import Loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -167,32 +167,20 @@ def estimate(
         graph = model_or_graph
     else:
         graph = _traced_for(placement.kinds[0].profile.kind, model_or_graph, batch, parsed)
+    asked: dict[str, Any] = {
+        "global_batch": global_batch,
+        "accumulation_steps": accumulation_steps,
+        "strategy": parsed,
+        "cluster": described,
+        "calibration": calibration,
+        "profile": profile,
+        "loader": fed,
+    }
     if global_batch is not None and batch_per_gpu is None:
-        from estimator.balance import balance
+        from estimator.tables.balance import balance
 
-        return balance(
-            graph,
-            placement,
-            global_batch=global_batch,
-            accumulation_steps=accumulation_steps,
-            strategy=parsed,
-            cluster=described,
-            calibration=calibration,
-            profile=profile,
-            loader=fed,
-        ).answer
-    return estimate_graph(
-        graph,
-        placement,
-        batch_per_gpu=batch_per_gpu,
-        global_batch=global_batch,
-        accumulation_steps=accumulation_steps,
-        strategy=parsed,
-        cluster=described,
-        calibration=calibration,
-        profile=profile,
-        loader=fed,
-    )
+        return balance(graph, placement, **asked).answer
+    return estimate_graph(graph, placement, batch_per_gpu=batch_per_gpu, **asked)
 
 
 def prepare(

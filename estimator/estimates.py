@@ -13,7 +13,6 @@ from estimator.accuracy import Z_80
 from estimator.elementwise import exp, maximum, sqrt, where
 from estimator.errors import WorkloadError
 from estimator.graph.memory import PeakMemory
-from estimator.loader import Loader
 from estimator.machines.device_memory import DeviceMemory
 from estimator.machines.typical import is_known_by_datasheet
 from estimator.placement.allocation import Allocation
@@ -26,6 +25,7 @@ from estimator.timeline.ranks import LaneCosts, RankKind
 from estimator.timeline.spans import Timeline
 from estimator.timeline.step import Breakdown
 from estimator.units import format_count, format_interval, format_ratio
+from estimator.workload.loader import Loader
 
 Value = TypeVar("Value")
 

@@ -10,15 +10,15 @@ import click
 
 from estimator.cli.console import printing_to_stderr, progress, waiting
 from estimator.cli.request import Request
-from estimator.optimizers import OPTIMIZERS
-from estimator.precision import PRECISIONS
 from estimator.probe.option_types import Count
+from estimator.workload.optimizers import OPTIMIZERS
+from estimator.workload.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator
     from estimator.graph.op_graph import OpGraph
-    from estimator.loader import Loader
     from estimator.placement.topology import Cluster
+    from estimator.workload.loader import Loader
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -42,7 +42,7 @@ def _calibration(
 
 
 def _loader(context: click.Context, option: click.Parameter, text: str | None) -> Loader | None:
-    from estimator.loader import Loader
+    from estimator.workload.loader import Loader
 
     return None if text is None else Loader.parse(text)
 

@@ -13,13 +13,13 @@ from estimator.workload import Strategy
 if TYPE_CHECKING:
     from estimator.advise.scaling import Scaling
     from estimator.advise.strategies import StrategyRow
-    from estimator.balance import Balance
     from estimator.coefficients import Calibration
     from estimator.estimates import Estimate
     from estimator.graph.op_graph import OpGraph
-    from estimator.loader import Loader
     from estimator.machines.profile import DeviceKind
     from estimator.placement.placement import Placement
+    from estimator.tables.balance import Balance
+    from estimator.workload.loader import Loader
 
 _EXECUTION_OPTIONS = "compile or --cuda-graphs"
 
@@ -183,7 +183,7 @@ class Request:
         """The split of the global batch by speed; None where there is none to split or gain."""
         if self.global_batch is None or self.batch is not None:
             return None
-        from estimator.balance import balance
+        from estimator.tables.balance import balance
 
         found = balance(
             graph,
