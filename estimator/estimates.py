@@ -95,7 +95,7 @@ class Estimate:
     @property
     def loader(self) -> Loader | None:
         """What feeds the ranks, None where batches are taken to be on the device."""
-        return self.plan.members.table.shape.loader
+        return self._told("loader", lambda self: self.plan.members.table.shape.loader)
 
     @property
     def device_memory(self) -> DeviceMemory:
@@ -173,6 +173,7 @@ class PlanFacts:
     device_memory: DeviceMemory
     spare_memory_bytes: int
     mode: str
+    loader: Loader | None
     assumptions: tuple[str, ...]
     provenance: tuple[tuple[str, str, float, float | None], ...]
 
