@@ -398,7 +398,7 @@ def whole_profile() -> MachineProfile:
     """A machine with an entry in every group of a profile."""
     small = make_small_profile()
     link = Link(
-        kind="tcp", reach="rack", latency_s=2e-5, bandwidth_bytes_per_s=1e9, provenance=MEASURED,
+        kind="tcp", locality="rack", latency_s=2e-5, bandwidth_bytes_per_s=1e9, provenance=MEASURED,
         points=((1e3, 3e-5), (1e6, 1e-3)),
     )  # fmt: skip
     pairs = PairMatrix(

@@ -10,7 +10,7 @@ from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progre
 from estimator.cli.options import on_option, traced, workload_options
 from estimator.cli.request import Request
 from estimator.errors import ModelError
-from estimator.option_types import Count
+from estimator.probe.option_types import Count
 
 if TYPE_CHECKING:
     from estimator.estimates import Estimate

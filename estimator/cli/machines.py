@@ -9,7 +9,7 @@ import click
 
 from estimator.cli.console import print_json, print_tables, progress
 from estimator.errors import ProfileError, UnknownMachineError
-from estimator.option_types import Amount, Count
+from estimator.probe.option_types import Amount, Count
 
 if TYPE_CHECKING:
     from estimator.machines.profile import MachineProfile

@@ -17,7 +17,7 @@ from estimator.cli.console import (
     waiting,
 )
 from estimator.cli.request import Request
-from estimator.option_types import Amount, Count
+from estimator.probe.option_types import Amount, Count
 
 if TYPE_CHECKING:
     from estimator.cluster.jobs import Job
@@ -141,12 +141,12 @@ def _jobs(path: Path, nodes: Nodes, models: tuple[str, ...], seed: int) -> list[
     if is_job_file(path):
         if models:
             remark("--model is for traces; each job of this file names its own")
-        with waiting("looking at models"), printing_to_stderr():
+        with waiting("tracing models"), printing_to_stderr():
             return read_jobs(path, lambda model: Request(model=model).graph((where,)))
     rows = read_trace(path)
     if not models:
         raise click.UsageError("a trace names no models; give --model, once or more")
-    with waiting("looking at models"), printing_to_stderr():
+    with waiting("tracing models"), printing_to_stderr():
         graphs = [Request(model=model).graph((where,)) for model in models]
     return jobs_of_trace(rows, graphs, nodes, seed=seed)
 

@@ -32,7 +32,7 @@ def is_job_file(path: Path) -> bool:
 def read_jobs(path: Path, graph_of: Callable[[str], OpGraph]) -> list[Job]:
     """The jobs of a file ``{"jobs": [{"name", "arrival_s", "model", "samples", "devices", …}]}``.
 
-    Other keys are those of `Job`; `model` is a MODEL text, which `graph_of` looks at once each. The
+    Other keys are those of `Job`; `model` is a MODEL text, which `graph_of` traces once each. The
     global batch is by default the model's own on every device asked for. Raises WorkloadError.
     """
     content = _read_json(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ import numpy as np
 from estimator.cluster.jobs import Job
 from estimator.cluster.nodes import Nodes, Shape
 from estimator.cluster.speeds import Speeds
-from estimator.cluster.view import Grant, Policy, View, Waiting
+from estimator.cluster.view import CurveKey, Grant, Policy, View, Waiting
 from estimator.errors import WorkloadError, quoted
 from estimator.graph.user_code import UserCode
 
@@ -132,7 +134,7 @@ class Replay:
         self._left = len(self.jobs)
         self._idle_plans = 0
         self._failed = 0
-        self._known: dict[tuple[str, str, int], dict[int, float]] = {}
+        self._known: dict[str, dict[CurveKey, dict[int, float]]] = {}
 
     def run(self) -> list[Ran]:
         """Play until every job has ended."""
@@ -160,10 +162,10 @@ class Replay:
             self._count_failure(mtbf_s)
             for name in list(self.nodes.holders[index]):
                 self._stop(name, planned=False)
-            self.nodes.is_down[index] = True
+            self.nodes.set_down(index, True)
             self._wake()
             yield self._env.timeout(self.costs.repair_s)
-            self.nodes.is_down[index] = False
+            self.nodes.set_down(index, False)
             self._wake()
 
     def _count_failure(self, mtbf_s: float) -> None:
@@ -223,13 +225,16 @@ class Replay:
         for name in [n for n, held in self._running.items() if grants.get(n) != held.grant]:
             self._stop(name, planned=True)
         # The largest first: what is left between them has room for the small ones.
-        queue = [(name, grant) for name, grant in grants.items() if name not in self._running]
+        starting = [(name, grant) for name, grant in grants.items() if name not in self._running]
+        number = itertools.count()
+        queue = [(-grant.count, next(number), name, grant) for name, grant in starting]
+        heapq.heapify(queue)
         settled: set[str] = set()
         while queue:
-            queue.sort(key=lambda item: -item[1].count)
-            name, grant = queue.pop(0)
+            _, _, name, grant = heapq.heappop(queue)
             for moved in self._in_the_way(grant, settled):
-                queue.append((moved, self._running[moved].grant))
+                held = self._running[moved].grant
+                heapq.heappush(queue, (-held.count, next(number), moved, held))
                 self._stop(moved, planned=True)
             self._start(name, grant)
             settled.add(name)
@@ -269,8 +274,7 @@ class Replay:
 
     def _forget(self, name: str) -> None:
         """Drop a job's believed curves: it was observed, or has ended."""
-        for key in [key for key in self._known if key[0] == name]:
-            del self._known[key]
+        self._known.pop(name, None)
 
     def _check(self, grants: Mapping[str, Grant]) -> None:
         if not isinstance(grants, Mapping):

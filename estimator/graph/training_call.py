@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from estimator.errors import ModelError
-from estimator.graph.stand_ins import map_tensors
+from estimator.errors import ModelError, quoted
+from estimator.graph.fake_tensors import map_tensors
 from estimator.graph.user_code import UserCode
 
 Loss = Callable[[Any, Any], Tensor]
@@ -45,6 +45,11 @@ class TrainingCall:
         gives the loss. Raises ModelError where a loader is empty or raises.
         """
         batch, assumptions = _first_batch(batch)
+        if loss is not None and not callable(loss):
+            raise ModelError(
+                f"loss is a function of (output, targets) or a module such as "
+                f"nn.CrossEntropyLoss(), found {quoted(loss)}; give one"
+            )
         if loss is None:
             if callable(getattr(model, "training_step", None)):
                 return cls(batch=batch, by_training_step=True, assumptions=assumptions)

@@ -18,10 +18,10 @@ from estimator.errors import EstimatorError, ProbeError
 from estimator.machines.catalogue import load_profile
 from estimator.machines.files import check_writable, home
 from estimator.machines.profile import MachineProfile, check_machine_name
-from estimator.option_types import Amount
 from estimator.placement.topology import Cluster
 from estimator.probe.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.discovery import Place, discover
+from estimator.probe.option_types import Amount
 from estimator.probe.worker import run_worker
 
 WRONG_INPUT, INTERRUPTED = 2, 130

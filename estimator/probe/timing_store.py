@@ -41,13 +41,13 @@ class TimingStore:
                     (self.machine, _key(call)),
                 ).fetchone()
                 if row is not None:
-                    found[call] = OpTiming(seconds=row[0], spread_ratio=row[1])
+                    found[call] = OpTiming(seconds=row[0], noise_ratio=row[1])
         return found
 
     def write(self, timings: Mapping[OpCall, OpTiming]) -> None:
         """Keep timings, in place of older ones of the same calls; raises StoreError."""
         rows = [
-            (self.machine, _key(call), timing.seconds, timing.spread_ratio)
+            (self.machine, _key(call), timing.seconds, timing.noise_ratio)
             for call, timing in timings.items()
         ]
         with self._open() as connection:

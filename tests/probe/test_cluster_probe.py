@@ -136,7 +136,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 def test_every_link_and_group_of_two_nodes_is_measured(two_nodes: Ended) -> None:
     profile = two_nodes.profile
     first = profile.network[0]
-    assert (first.kind, first.reach, first.streams) == ("tcp", "rack", 1)
+    assert (first.kind, first.locality, first.flows) == ("tcp", "rack", 1)
     assert profile.pairs is not None
     assert profile.pairs.hosts == ("a", "b")
     assert all(profile.pairs.bandwidth_bytes_per_s[i][1 - i] for i in range(2))
