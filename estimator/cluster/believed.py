@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from estimator.calibrate.baselines import Regressor
 from estimator.calibrate.corrections import StepCorrections
 from estimator.cluster.jobs import Job
-from estimator.cluster.nodes import Shape
+from estimator.cluster.nodes import Nodes, Shape
 from estimator.cluster.speeds import Speeds
 from estimator.coefficients import UNCALIBRATED, PredictedStep
 from estimator.engine import DEFAULT, TrialEngine
@@ -98,3 +99,62 @@ class CalibratedSpeeds:
                 coefficients=UNCALIBRATED,
             )
         return self._predicted[key]
+
+
+class FittedSpeeds:
+    """A throughput model of another system, fitted for each job to the steps that it took.
+
+    As in Optimus (EuroSys 2018, section 3.2) a job first runs for a few steps on a few counts,
+    which is charged to nobody; later steps are added as the replay sees them. `form` makes one of
+    the regressors of `calibrate.baselines`.
+    """
+
+    def __init__(
+        self, form: Callable[[], Regressor], true: Speeds, sampled: Callable[[Job], Sequence[Shape]]
+    ) -> None:
+        self._form, self._true, self._sampled = form, true, sampled
+        self._seen: dict[tuple[str, str], dict[tuple[float, ...], float]] = {}
+        self._fitted: dict[tuple[str, str], Regressor] = {}
+
+    def observe(self, job: Job, shape: Shape, step_s: float, global_batch: int | None) -> bool:
+        """Take in the step time of a running job; whether that changes what is believed."""
+        seen = self._rows(job, shape.machine)
+        row = _row(job, shape, global_batch)
+        if row in seen:
+            return False
+        seen[row] = step_s
+        self._fitted.pop((job.name, shape.machine), None)
+        return True
+
+    def step_times_s(
+        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+    ) -> list[float]:
+        """Seconds of one optimizer step on each shape."""
+        found = []
+        for shape in shapes:
+            key = job.name, shape.machine
+            if key not in self._fitted:
+                seen = self._rows(job, shape.machine)
+                self._fitted[key] = self._form().fit(list(seen), list(seen.values()))
+            found.append(float(self._fitted[key].predict([_row(job, shape, global_batch)])[0]))
+        return found
+
+    def _rows(self, job: Job, machine: str) -> dict[tuple[float, ...], float]:
+        if (job.name, machine) not in self._seen:
+            shapes = [shape for shape in self._sampled(job) if shape.machine == machine]
+            times = self._true.step_times_s(job, shapes)
+            self._seen[job.name, machine] = {
+                _row(job, shape, None): seconds for shape, seconds in zip(shapes, times)
+            }
+        return self._seen[job.name, machine]
+
+
+def sample_counts(nodes: Nodes, job: Job) -> list[Shape]:
+    """One device, two, four, and what was asked for, packed on each machine type."""
+    counts = {count for count in (1, 2, 4, job.devices) if count <= job.highest_count}
+    return [nodes.packed(machine, count) for machine in nodes.machines for count in sorted(counts)]
+
+
+def _row(job: Job, shape: Shape, global_batch: int | None) -> tuple[float, ...]:
+    """Ranks, nodes, samples per rank and micro-batch, micro-batches; see `calibrate.baselines`."""
+    return (shape.ranks, len(shape.per_node), *job.split(shape.ranks, global_batch))
