@@ -47,7 +47,7 @@ def main() -> None:
                 break
             table = est.estimate_many(graph, choices, calibration=calibrator)  # estimate
             # Over √devices: twice as many must bring 1.4 times the rate.
-            best = int(np.argmax(table.samples_per_s / np.sqrt(table.ranks)))
+            best = int(np.nanargmax(table.samples_per_s / np.sqrt(table.ranks)))
             allocation = table.allocation(best)
             free[allocation.groups[0].machine or ""] -= allocation.ranks  # place
             step_s = est.estimate(graph, allocation).step_time_s * hidden[graph.workload]

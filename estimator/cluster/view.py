@@ -10,7 +10,6 @@ from estimator.cluster.jobs import Job
 from estimator.cluster.nodes import Nodes, Shape
 from estimator.cluster.speeds import Speeds
 
-
 CurveKey = tuple[str, int | None, int | None]
 
 

@@ -163,6 +163,8 @@ def test_ones_lets_no_job_grow_before_two_epochs() -> None:
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(WorkloadError, match="'lottery' is no policy; use fifo, max-min"):
         load_policy("lottery")
+    with pytest.raises(WorkloadError, match="':' cannot be imported"):
+        load_policy(":")
     with pytest.raises(WorkloadError, match="'nowhere:plan' cannot be imported"):
         load_policy("nowhere:plan")
 

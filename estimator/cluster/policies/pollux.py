@@ -72,9 +72,7 @@ def batches(job: Job) -> list[int]:
     return found
 
 
-def _fall(
-    name: str, count: int, curves: dict[str, Goodputs]
-) -> tuple[float, str, int] | None:
+def _fall(name: str, count: int, curves: dict[str, Goodputs]) -> tuple[float, str, int] | None:
     """The next count with the fall of 1 / speedup per device, negated by being a difference."""
     curve = curves[name]
     higher = next((each for each in curve if each > count), None)
