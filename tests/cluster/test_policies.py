@@ -206,7 +206,7 @@ def test_calibrated_speeds_move_towards_what_was_observed() -> None:
     job, speeds, shape = real_job(), CalibratedSpeeds(), Shape(MACHINE, (2,))
     (before,) = speeds.step_times_s(job, [shape])
     assert before == pytest.approx(EngineSpeeds().step_times_s(job, [shape])[0])
-    assert speeds.observe(job, shape, 1.5 * before, None)
+    assert list(speeds.observe(job, shape, 1.5 * before, None)) == ["a"]
     assert not speeds.observe(job, shape, 1.5 * before, None)
     (after,) = speeds.step_times_s(job, [shape])
     assert 1.2 * before < after <= 1.5 * before * (1 + 1e-9)
