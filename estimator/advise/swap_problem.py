@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from estimator.advise.swap_updates import Updates, UpdateSlice, update_slices
 from estimator.errors import ProfileError, WorkloadError
 from estimator.estimates import Estimate
-from estimator.graph.memory import StorageSizes, block_bytes, rounded_bytes
+from estimator.graph.memory import StorageSizes
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.ops import Op
+from estimator.graph.optimizer_memory import block_bytes, rounded_bytes, trained_tensors
 from estimator.graph.structure import GraphStructure
 from estimator.machines.profile import Link, LinkKind, MachineProfile
+from estimator.optimizers import state_sizes
 from estimator.timeline.program import StepProgram
-from estimator.workload import OPTIMIZER_STATE_TENSORS
 
 Array = NDArray[np.float64]
 Sizes = NDArray[np.int64]
@@ -29,6 +30,8 @@ TensorKind = Literal["parameter", "gradient", "state", "activation"]
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential")
 
 AT_THE_END = Updates()
+# They take norms or products of a whole parameter.
+_BY_TENSOR = ("lamb", "muon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +140,11 @@ def swap_problem(
             f"ranks and {answer.accumulation_steps} micro-batches; ask for 1x1 of the machine"
         )
     kind = plan.kinds[0]
+    if updates.sub_group_bytes is not None and answer.optimizer in _BY_TENSOR:
+        raise WorkloadError(
+            f"{answer.optimizer} updates whole tensors, found sub-groups of "
+            f"{updates.sub_group_bytes} bytes; leave out sub_group_bytes"
+        )
     if updates.place != "end" and kind.program.bound.graph.grad_scaler:
         raise WorkloadError(
             "a gradient scaler checks all gradients before the update; update at the end"
@@ -250,50 +258,19 @@ class _Builder:
         )
 
     def _temporary(self, size_bytes: int) -> int:
-        """The root of the second moment, and on CPUs the quotient (`update_temporaries_bytes`)."""
+        """The root of the second moment, and on CPUs the quotient (`temporaries_bytes`)."""
         if self.fused or self.graph.optimizer not in ("adam", "adamw"):
             return 0
         return size_bytes if self.graph.target == "cuda" else 2 * size_bytes
 
     def _tensors(self, place: dict[int, int]) -> list[PlannedTensor]:
-        structure, graph, end = self.structure, self.graph, len(self.order)
-        self.touched = accesses, _ = self._touched(place)
-        block = block_bytes(graph)
+        structure, graph = self.structure, self.graph
+        self.touched = self._touched(place)
         updates: dict[int, list[tuple[int, int]]] = {}
         for index, (_, each) in enumerate(self.order):
             if each:
                 updates.setdefault(each.parameter, []).append((index, each.size_bytes))
-        storage_of = {number: storage for storage, number in self.parameter_of.items()}
-        found: list[PlannedTensor] = []
-        for number, parameter in enumerate(graph.parameters):
-            size = rounded_bytes(parameter.spec.nbytes, block)
-            storage = storage_of.get(number)
-            own = [index for index, _ in updates.get(number, [])]
-            held = partial(PlannedTensor, born=-1, dies=end, name=parameter.name)
-            touched = [] if storage is None else accesses.get(storage, [])
-            new = [
-                held(
-                    number=len(found),
-                    kind="parameter",
-                    size_bytes=size,
-                    accesses=tuple(sorted({*touched, *own})),
-                    writers=tuple(own),
-                    value=-1 if storage is None else structure.storages[storage].root,
-                )
-            ]
-            for index, part in updates.get(number, []):
-                for _ in range(OPTIMIZER_STATE_TENSORS[graph.optimizer]):
-                    moment = len(found) + len(new)
-                    new.append(
-                        held(
-                            number=moment,
-                            kind="state",
-                            size_bytes=part,
-                            accesses=(index,),
-                            writers=(index,),
-                        )
-                    )
-            found += new if size else []
+        found = self._standing(updates)
         gradient_of = {
             int(structure.storage_of[p.gradient]): number
             for number, p in enumerate(graph.parameters)
@@ -308,6 +285,44 @@ class _Builder:
             if of is not None:
                 made = replace(made, kind="gradient", name=graph.parameters[of].name)
             found.append(made)
+        return found
+
+    def _standing(self, updates: dict[int, list[tuple[int, int]]]) -> list[PlannedTensor]:
+        """Parameters, and what the optimizer keeps of each slice of them."""
+        structure, graph, block = self.structure, self.graph, block_bytes(self.graph)
+        storage_of = {number: storage for storage, number in self.parameter_of.items()}
+        trained = iter(trained_tensors(graph))
+        found: list[PlannedTensor] = []
+        for number, parameter in enumerate(graph.parameters):
+            size = rounded_bytes(parameter.spec.nbytes, block)
+            storage, own = storage_of.get(number), updates.get(number, [])
+            held = partial(PlannedTensor, born=-1, dies=len(self.order), name=parameter.name)
+            touched = [] if storage is None else self.touched[0].get(storage, [])
+            at = tuple(index for index, _ in own)
+            sizes = state_sizes(graph.optimizer, next(trained)) if own else ()
+            if not size:
+                continue
+            found.append(
+                held(
+                    number=len(found),
+                    kind="parameter",
+                    size_bytes=size,
+                    accesses=tuple(sorted({*touched, *at})),
+                    writers=at,
+                    value=-1 if storage is None else structure.storages[storage].root,
+                )
+            )
+            for index, part in own:
+                for state in sizes:
+                    found.append(
+                        held(
+                            number=len(found),
+                            kind="state",
+                            size_bytes=-(-state * part // size),
+                            accesses=(index,),
+                            writers=(index,),
+                        )
+                    )
         return found
 
     def _made(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.errors import WorkloadError
-from estimator.graph.memory import block_bytes, rounded_bytes
+from estimator.graph.optimizer_memory import block_bytes, rounded_bytes
 from estimator.graph.structure import GraphStructure
 
 UpdatePlace = Literal["end", "ready", "paced"]
