@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from estimator.machines.profile import MachineProfile
     from estimator.placement.allocation import Allocation
     from estimator.placement.columns import AllocationColumns
+    from estimator.stalls.loaders import measure_loader, watch_loader
     from estimator.tables import EstimateTable, estimate_chunks, estimate_many
     from estimator.workload import Strategy
 
@@ -47,8 +48,10 @@ _HOMES = {
     "estimate_chunks": "estimator.tables",
     "estimate_many": "estimator.tables",
     "load_profile": "estimator.machines.catalogue",
+    "measure_loader": "estimator.stalls.loaders",
     "observe": "estimator.calibrate.watching",
     "trace_model": "estimator.api",
+    "watch_loader": "estimator.stalls.loaders",
 }
 
 __all__ = [
@@ -69,8 +72,10 @@ __all__ = [
     "estimate_chunks",
     "estimate_many",
     "load_profile",
+    "measure_loader",
     "observe",
     "trace_model",
+    "watch_loader",
 ]
 
 
