@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from estimator.api import estimate, trace_model
+    from estimator.api import estimate, prepare, trace_model
     from estimator.calibrate.calibrator import Calibrator
     from estimator.calibrate.watching import observe
     from estimator.errors import EstimatorError
@@ -50,6 +50,7 @@ _HOMES = {
     "load_profile": "estimator.machines.catalogue",
     "measure_loader": "estimator.stalls.loaders",
     "observe": "estimator.calibrate.watching",
+    "prepare": "estimator.api",
     "trace_model": "estimator.api",
     "watch_loader": "estimator.stalls.loaders",
 }
@@ -74,6 +75,7 @@ __all__ = [
     "load_profile",
     "measure_loader",
     "observe",
+    "prepare",
     "trace_model",
     "watch_loader",
 ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from estimator.timeline.ranks import LaneCosts, RankKind
 from estimator.timeline.spans import Timeline
 from estimator.timeline.step import Breakdown
 from estimator.units import format_count, format_interval, format_ratio
+
+Value = TypeVar("Value")
 
 # What the physical model itself misses even with perfect kernel times: caches, allocator, overlap.
 # One standard deviation of log(measured / predicted), from benchmarks/local_accuracy.py.
@@ -69,7 +72,8 @@ class Estimate:
     fits: Literal["yes", "no", "uncertain"]
     breakdown: Breakdown
     op_time_in_grid_ratio: float
-    plan: StepPlan
+    # What the rest was worked out from: answers that say the same are equal.
+    plan: StepPlan = field(compare=False)
 
     def __repr__(self) -> str:
         # The generated one would print every operator of the plan.
@@ -78,10 +82,15 @@ class Estimate:
         rate = f", {speed} samples/s" if self.samples_per_s else ""
         return f"Estimate({self.model} on {self.allocation}: {step}{rate})"
 
+    def __getstate__(self) -> list[Any]:
+        # The plan holds the graph and all that was compiled of it: a pickle takes what it says.
+        told = self.plan if isinstance(self.plan, PlanFacts) else PlanFacts.of(self)
+        return [told if item.name == "plan" else getattr(self, item.name) for item in fields(self)]
+
     @property
     def bottleneck(self) -> str:
         """What the step spends most of its time on, in words."""
-        return _bottleneck(self)
+        return self._told("bottleneck", _bottleneck)
 
     @property
     def loader(self) -> Loader | None:
@@ -91,31 +100,31 @@ class Estimate:
     @property
     def device_memory(self) -> DeviceMemory:
         """What the driver and libraries keep of the memory of the devices that are fullest."""
-        return self.plan.fullest_device()[0]
+        return self._told("device_memory", lambda self: self.plan.fullest_device()[0])
 
     @property
     def spare_memory_bytes(self) -> int:
         """How much more live tensors could take on these devices; negative where they lack it."""
-        device, held = self.plan.fullest_device()
-        return device.usable_bytes - held
+        return self._told("spare_memory_bytes", _spare_memory_bytes)
 
     @property
     def mode(self) -> str:
         """How the step is run, in words: precision, compiled or not, layout of images."""
-        return self.plan.members.table.graph.mode
+        return self._told("mode", lambda self: self.plan.members.table.graph.mode)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What the answer takes for granted, one sentence each."""
-        found = plan_assumptions(self.plan, self.ranks)
-        remark = self.plan.coefficients.remark
-        found = (remark, *found) if remark else found
-        return found if self.batches is None else (*split_assumptions(self.batches), *found)
+        return self._told("assumptions", _assumptions)
 
     @property
     def provenance(self) -> tuple[tuple[str, str, float, float | None], ...]:
         """(part, source, share of the step, relative error) of every part; the shares add to 1."""
-        return _provenance(self.plan, self.breakdown)
+        return self._told("provenance", lambda self: _provenance(self.plan, self.breakdown))
+
+    def _told(self, name: str, of: Callable[[Estimate], Value]) -> Value:
+        plan: Any = self.plan
+        return getattr(plan, name) if isinstance(plan, PlanFacts) else of(self)
 
     @property
     def timeline(self) -> Timeline:
@@ -154,6 +163,44 @@ class Estimate:
         ]
         plain["assumptions"] = list(self.assumptions)
         return plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFacts:
+    """What is said of a plan in an estimate that was pickled without it."""
+
+    bottleneck: str
+    device_memory: DeviceMemory
+    spare_memory_bytes: int
+    mode: str
+    assumptions: tuple[str, ...]
+    provenance: tuple[tuple[str, str, float, float | None], ...]
+
+    @classmethod
+    def of(cls, answer: Estimate) -> PlanFacts:
+        """What the plan of an estimate says."""
+        return cls(**{item.name: getattr(answer, item.name) for item in fields(cls)})
+
+    def __getattr__(self, name: str) -> Any:
+        # Python looks for methods of its own by such names.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise WorkloadError(
+            "an estimate that was pickled has no timeline and no plan of its operators; estimate "
+            "again where they are needed"
+        )
+
+
+def _spare_memory_bytes(answer: Estimate) -> int:
+    device, held = answer.plan.fullest_device()
+    return device.usable_bytes - held
+
+
+def _assumptions(answer: Estimate) -> tuple[str, ...]:
+    found = plan_assumptions(answer.plan, answer.ranks)
+    remark = answer.plan.coefficients.remark
+    found = (remark, *found) if remark else found
+    return found if answer.batches is None else (*split_assumptions(answer.batches), *found)
 
 
 def _provenance(
@@ -265,7 +312,7 @@ def utilization(
         per_s = accumulation_steps / step_s
         return lane.model_peak_s * per_s, lane.hardware_peak_s * per_s
     model = hardware = peak_flops_per_s = 0.0
-    for each in plan.classes:
+    for each in plan.ranks_by_kind:
         ranks, program = len(each.ranks), each.program
         peak = program.peak_flops_per_s
         if not peak or not program.flops.model:

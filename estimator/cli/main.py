@@ -92,7 +92,7 @@ def _refuse(message: str) -> int:
 @click.pass_context
 def commands(context: click.Context) -> None:
     """Predict how fast a PyTorch model trains on any set of devices, from one measurement of the
-    machine and one look at the model.
+    machine and one trace of the model.
 
     MODEL is path/to/file.py:function, package.module:function (returning (model, batch) or
     (model, batch, loss)), a saved graph, a summary (job.json), or

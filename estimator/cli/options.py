@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from estimator.cli.console import printing_to_stderr, progress, waiting
-from estimator.cli.numbers import Count
 from estimator.cli.request import Request
-from estimator.workload import OPTIMIZERS, PRECISIONS
+from estimator.optimizers import OPTIMIZERS
+from estimator.precision import PRECISIONS
+from estimator.probe.option_types import Count
 
 if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator
@@ -80,6 +81,10 @@ def training_options(command: Command) -> Command:
             help="Such as ddp:bucket=5MiB,view, zero2, fsdp:shard=8 or ps:2.",
         ),
         click.option("--grad-scaler", is_flag=True, help="Scale fp16 gradients, check for inf."),
+        click.option(
+            "--checkpoint", metavar="FORM", help="full, selective:op, or selective:2 blocks."
+        ),
+        click.option("--clip-grad-norm", is_flag=True, help="Clip gradients by their norm."),
         click.option("--channels-last", is_flag=True, help="Images with their channels innermost."),
         click.option(
             "--cuda-graphs",
@@ -106,7 +111,7 @@ on_option = click.option("--on", required=True, metavar="ALLOCATION", help="Such
 
 def traced(request: Request, allocations: Sequence[str]) -> OpGraph:
     if not request.measure:
-        with waiting(f"looking at {request.model}"), printing_to_stderr():
+        with waiting(f"tracing {request.model}"), printing_to_stderr():
             return request.graph(allocations)
     with progress("timing operators") as report, printing_to_stderr():
         return request.graph(allocations, report)

@@ -11,9 +11,9 @@ from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
-    from estimator.advise.balance import Balance
     from estimator.advise.scaling import Scaling
     from estimator.advise.strategies import StrategyRow
+    from estimator.balance import Balance
     from estimator.coefficients import Calibration
     from estimator.estimates import Estimate
     from estimator.graph.op_graph import OpGraph
@@ -46,6 +46,8 @@ class Request:
     execution: Literal["compiled", "cuda-graphs"] | None = None
     channels_last: bool = False
     grad_scaler: bool = False
+    clip_grad_norm: bool = False
+    checkpoint: str | None = None
 
     def graph(
         self, allocations: Sequence[str], report: Callable[[str, float], None] | None = None
@@ -82,6 +84,8 @@ class Request:
             compiled={None: None, "compiled": True, "cuda-graphs": "cuda-graphs"}[self.execution],
             channels_last=self.channels_last,
             grad_scaler=self.grad_scaler,
+            clip_grad_norm=self.clip_grad_norm,
+            checkpoint=self.checkpoint,
             profile=machines[0],
             name=name,
             report=report,
@@ -97,6 +101,8 @@ class Request:
             (_EXECUTION_OPTIONS, self.execution),
             ("channels-last", self.channels_last),
             ("grad-scaler", self.grad_scaler),
+            ("clip-grad-norm", self.clip_grad_norm),
+            ("checkpoint", self.checkpoint),
             ("seq-len", self.seq_len not in (None, summary.tokens_per_sample)),
         ):
             if asked:
@@ -128,6 +134,8 @@ class Request:
             ("measure", self.measure or None, bool(graph.timings)),
             ("channels-last", self.channels_last or None, graph.channels_last),
             ("grad-scaler", self.grad_scaler or None, graph.grad_scaler),
+            ("clip-grad-norm", self.clip_grad_norm or None, graph.clip_grad_norm),
+            ("checkpoint", self.checkpoint, graph.checkpoint),
             ("seq-len", self.seq_len, graph.tokens_per_sample),
         ):
             if asked is not None and asked != traced:
@@ -175,7 +183,7 @@ class Request:
         """The split of the global batch by speed; None where there is none to split or gain."""
         if self.global_batch is None or self.batch is not None:
             return None
-        from estimator.advise.balance import balance
+        from estimator.balance import balance
 
         found = balance(
             graph,

@@ -79,6 +79,10 @@ class StepRows:
             found = [each.name for each in self._network_table.profiles].index(profile.name)
         return found
 
+    def are_mixed(self, placed: PlacedColumns) -> Flags:
+        """The rows whose devices differ in machine or speed; see `Placement.is_mixed`."""
+        return self._kinds.are_mixed(placed)
+
     def columns(
         self,
         placed: PlacedColumns,

@@ -47,7 +47,7 @@ Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankClass:
+class RanksOfKind:
     """Ranks that run the same program; their lane takes `slowdown_ratio` times as long.
 
     Tensors can have `usable_bytes` of the memory of a device.
@@ -158,7 +158,7 @@ class StepPlan(NamedTuple):
         return () if self.network is None else tuple(self.network.reductions(self.groups))
 
     @property
-    def classes(self) -> tuple[RankClass, ...]:
+    def ranks_by_kind(self) -> tuple[RanksOfKind, ...]:
         """Ranks by the program that they run and by how slow they run it."""
         ranks_of: dict[RankKind, list[int]] = {kind: [] for kind in self.kinds}
         first = 0
@@ -168,7 +168,7 @@ class StepPlan(NamedTuple):
             ranks_of[self.kinds[number]].extend(range(first, first + node_group.ranks))
             first += node_group.ranks
         return tuple(
-            RankClass(
+            RanksOfKind(
                 program=kind.program,
                 usable_bytes=kind.device.usable_bytes,
                 slowdown_ratio=kind.slowdown_ratio,

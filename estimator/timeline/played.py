@@ -89,9 +89,9 @@ def timeline_of(plan: StepPlan) -> Timeline:
     """The spans of one step; every rank of a class is listed as its first rank."""
     step = played_step(plan)
     listed = _Listed(plan, step)
-    classes = plan.classes
+    ranks_by_kind = plan.ranks_by_kind
     like = np.zeros(plan.placement.ranks, dtype=np.intp)
-    for number, ranks in enumerate(classes):
+    for number, ranks in enumerate(ranks_by_kind):
         first = ranks.ranks[0]
         like[list(ranks.ranks)] = first
         listed.add_class(number, first)
