@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from estimator.machines.profile import MachineProfile
     from estimator.placement.allocation import Allocation
     from estimator.placement.columns import AllocationColumns
+    from estimator.stalls.loaders import measure_loader, watch_loader
     from estimator.tables import EstimateTable, estimate_chunks, estimate_many
     from estimator.workload import Strategy
     from estimator.workload.loader import Loader
@@ -47,9 +48,11 @@ _HOMES = {
     "estimate_chunks": "estimator.tables",
     "estimate_many": "estimator.tables",
     "load_profile": "estimator.machines.catalogue",
+    "measure_loader": "estimator.stalls.loaders",
     "observe": "estimator.calibrate.watching",
     "prepare": "estimator.api",
     "trace_model": "estimator.api",
+    "watch_loader": "estimator.stalls.loaders",
 }
 
 __all__ = [
@@ -70,9 +73,11 @@ __all__ = [
     "estimate_chunks",
     "estimate_many",
     "load_profile",
+    "measure_loader",
     "observe",
     "prepare",
     "trace_model",
+    "watch_loader",
 ]
 
 
