@@ -144,7 +144,7 @@ def profile_of(known: Sequence[Group]) -> MachineProfile:
         network = (
             Link(
                 kind="tcp",
-                reach="rack",
+                locality="rack",
                 latency_s=slim.latency_s / (2 * slim.group_size),
                 bandwidth_bytes_per_s=slim.bandwidth_bytes_per_s
                 * RING_SHARE[slim.op](slim.group_size),

@@ -170,7 +170,7 @@ def link_halves(profile: MachineProfile) -> Iterator[tuple[str, list[float]]]:
             line = fit_line([size for size, _ in kept], [seconds for _, seconds in kept])
             pinned = ", pinned" if link.pinned else ""
             yield (
-                f"link {link.kind}{pinned}, {link.streams} at once",
+                f"link {link.kind}{pinned}, {link.flows} at once",
                 errors_at(held_out, line.time_s),
             )
 

@@ -30,7 +30,7 @@ from published.timm_questions import timm_verdicts
 from records import now, say
 
 from estimator.machines.files import home
-from estimator.timeline.kernel_law import choose_law
+from estimator.timeline.kernel_model import choose_kernel_model
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--from", nargs="+", type=Path, dest="runs", help="files of --json")
     parser.add_argument("--graphs", type=Path, help="where traced models are kept")
     parser.add_argument("--timm", type=Path, help="a folder of timm's graphs, to judge its rows by")
-    parser.add_argument("--law", type=Path, help="a law fitted without what is judged")
+    parser.add_argument("--kernels", type=Path, help="a kernel model fitted without what is judged")
     options = parser.parse_args()
     try:
         _answer(options)
@@ -52,8 +52,8 @@ def main() -> None:
 
 
 def _answer(options: argparse.Namespace) -> None:
-    if options.law:
-        choose_law(options.law)
+    if options.kernel_model:
+        choose_kernel_model(options.kernel_model)
     found, cases = read_runs(options.runs) if options.runs else _run(options)
     if options.picture:
         draw(cases, options.picture)

@@ -88,20 +88,23 @@ def columns(rows: int, first: int = 0) -> tuple[AllocationColumns, Integers]:
     """
     generator = np.random.default_rng(first)
     shape = (rows, 4)
-    site = generator.integers(0, 4, shape, dtype=np.int32)
+    machine = generator.integers(0, 4, shape, dtype=np.int32)
     nodes = generator.integers(1, MOST_NODES + 1, shape, dtype=np.int32)
     devices = generator.integers(1, DEVICES + 1, shape, dtype=np.int32)
     code = np.arange(first, first + rows)
     for group in (0, 1):
-        code, site[:, group] = np.divmod(code, 4)
+        code, machine[:, group] = np.divmod(code, 4)
         code, devices[:, group] = np.divmod(code, DEVICES)
         code, nodes[:, group] = np.divmod(code, MOST_NODES)
     devices[:, :2] += 1
     nodes[:, :2] += 1
     groups = generator.integers(2, 5, rows)
-    site[np.arange(4) >= groups[:, None]] = -1
+    machine[np.arange(4) >= groups[:, None]] = -1
     found = AllocationColumns(
-        sites=tuple(f"m{number}" for number in range(4)), site=site, nodes=nodes, devices=devices
+        machines=tuple(f"m{number}" for number in range(4)),
+        machine=machine,
+        nodes=nodes,
+        devices=devices,
     )
     return found, generator.choice(np.array(BATCHES, dtype=np.int32), rows)
 
@@ -110,8 +113,8 @@ def texts(rows: int, at_once: int = 1 << 14) -> Iterator[str]:
     """The same allocations as texts, made as they are asked for."""
     for first in range(0, rows, at_once):
         part, _ = columns(min(at_once, rows - first), first)
-        groups = zip(*(c.tolist() for c in (part.site, part.nodes, part.devices)), strict=True)
-        for site, nodes, devices in groups:
+        groups = zip(*(c.tolist() for c in (part.machine, part.nodes, part.devices)), strict=True)
+        for machine, nodes, devices in groups:
             yield "+".join(
-                f"{n}x{d}:m{s}" for s, n, d in zip(site, nodes, devices, strict=True) if s >= 0
+                f"{n}x{d}:m{s}" for s, n, d in zip(machine, nodes, devices, strict=True) if s >= 0
             )

@@ -58,9 +58,9 @@ BATCHES = (0.5, 1.0, 1.5, 2.0)
 STRATEGIES = ("ddp", "fsdp", "ddp:bucket=5MiB,view", "zero1", "zero2")
 ACCUMULATION = (1, 1, 4)
 BY_DATASHEET = ("dgx-h100", "dgx-a100", "v100-p3dn", "t4-g4dn")
-# Probed machines are made of these, every call of the probe's grid timed as the kernel law has it.
+# Probed machines are made of these, every call of the probe's grid timed as the model has it.
 PROBED = {"probed-a100": "a100-p4d", "probed-h100": "h100-p5", "probed-a10g": "a10g-g5"}
-# How far a timed call is from the law, one standard deviation of the logarithm.
+# How far a timed call is from the kernel model, one standard deviation of the logarithm.
 SCATTER = 0.15
 ALLOCATIONS, THREADS = 32, 16
 
@@ -99,10 +99,10 @@ def _probed(name: str, like: str) -> Any:
         random.Random(7),
     )
     known = with_typical_costs(load_profile(like))
-    laws = {math_: Roofline(known, precision=math_ or "fp32") for math_ in ("", "tf32")}
+    kernel_models = {math_: Roofline(known, precision=math_ or "fp32") for math_ in ("", "tf32")}
     points: defaultdict[tuple[str, str], list[KernelPoint]] = defaultdict(list)
     for call, math_ in _grid():
-        found = laws[math_].predict(call)
+        found = kernel_models[math_].predict(call)
         if found is not None:
             off = math.exp(scatter.gauss(0.0, SCATTER))
             point = KernelPoint(
@@ -125,7 +125,7 @@ def _probed(name: str, like: str) -> Any:
     )
     assert isinstance(known.host, HostCost)
     return replace(
-        known, name=name, kernels=kernels, contentions=contentions, rank_spread_ratio=0.01
+        known, name=name, kernels=kernels, contentions=contentions, rank_jitter_ratio=0.01
     )
 
 

@@ -11,13 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from estimator.api import estimate, trace_model
+    from estimator.api import estimate, prepare, trace_model
     from estimator.calibrate.calibrator import Calibrator
     from estimator.calibrate.watching import observe
     from estimator.errors import EstimatorError
     from estimator.estimates import Estimate
     from estimator.graph.op_graph import OpGraph
     from estimator.interop.apply_plan import MemoryPlan, apply_plan
+    from estimator.loader import Loader
     from estimator.machines.catalogue import load_profile
     from estimator.machines.profile import MachineProfile
     from estimator.placement.allocation import Allocation
@@ -36,6 +37,7 @@ _HOMES = {
     "Estimate": "estimator.estimates",
     "EstimateTable": "estimator.tables",
     "EstimatorError": "estimator.errors",
+    "Loader": "estimator.loader",
     "MachineProfile": "estimator.machines.profile",
     "OpGraph": "estimator.graph.op_graph",
     "Strategy": "estimator.workload",
@@ -46,6 +48,7 @@ _HOMES = {
     "estimate_many": "estimator.tables",
     "load_profile": "estimator.machines.catalogue",
     "observe": "estimator.calibrate.watching",
+    "prepare": "estimator.api",
     "trace_model": "estimator.api",
 }
 
@@ -57,6 +60,7 @@ __all__ = [
     "Estimate",
     "EstimateTable",
     "EstimatorError",
+    "Loader",
     "MachineProfile",
     "MemoryPlan",
     "OpGraph",
@@ -67,6 +71,7 @@ __all__ = [
     "estimate_many",
     "load_profile",
     "observe",
+    "prepare",
     "trace_model",
 ]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from estimator.cache import Cache
@@ -15,7 +16,7 @@ from estimator.coefficients import (
     PredictedStep,
     StepQuestion,
 )
-from estimator.errors import WorkloadError
+from estimator.errors import ProfileError, TopologyError, WorkloadError, quoted
 from estimator.estimates import (
     FITS,
     Estimate,
@@ -26,6 +27,8 @@ from estimator.estimates import (
 )
 from estimator.graph.content import job_content
 from estimator.graph.op_graph import OpGraph
+from estimator.loader import Loader
+from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.mesh import Mesh
@@ -36,6 +39,7 @@ from estimator.timeline.plan import (
     StepAnswer,
     StepPlan,
     answer_of,
+    compiled_step,
     groups_of,
     members_of,
     step_plan,
@@ -70,6 +74,7 @@ class Engine:
         """An allocation on its machines, unless it is placed already; see `placement.place`."""
         if isinstance(allocation, Placement):
             return allocation
+        check_kinds(cluster=cluster, profile=profile)
         return place(allocation, cluster=cluster, profile=profile, cache=self.cache)
 
     def estimate(
@@ -84,10 +89,11 @@ class Engine:
         cluster: Cluster | None = None,
         calibration: Calibration | None = None,
         profile: MachineProfile | None = None,
+        loader: Loader | None = None,
     ) -> Estimate:
         """Predict the step of a traced graph on an allocation; see `estimator.estimate`.
 
-        Here a global batch is split evenly whatever the devices; `advise.balance` splits it by
+        Here a global batch is split evenly whatever the devices; `balance` splits it by
         speed. Who asks several times of one allocation places it once: `cluster` and `profile` are
         then those that it was placed with.
         """
@@ -98,9 +104,11 @@ class Engine:
             global_batch=global_batch,
             accumulation_steps=accumulation_steps,
             strategy=strategy,
+            loader=loader,
         )
         coefficients = UNCALIBRATED
         if calibration is not None:
+            check_kinds(calibration=calibration)
             (coefficients,) = calibration.coefficients_for(
                 [asked.question(graph, self.content(graph).fingerprint)],
                 [asked.mesh.placement.allocation],
@@ -112,6 +120,26 @@ class Engine:
         """What a graph computes; worked out once."""
         return self.cache.get("content", (graph,), lambda: job_content(graph))
 
+    def prepare(
+        self,
+        graph: OpGraph,
+        machines: Iterable[str | MachineProfile],
+        *,
+        batch_per_gpu: int | Sequence[int] | None = None,
+        accumulation_steps: int = 1,
+        strategy: str | Strategy = "ddp",
+    ) -> None:
+        """Compile a graph ahead for machines and batches; see `estimator.prepare`."""
+        shape = StepShape(Strategy.parse(strategy), accumulation_steps)
+        given = batch_per_gpu if isinstance(batch_per_gpu, Sequence) else (batch_per_gpu,)
+        batches = [graph.batch if batch is None else check_count(batch) for batch in given]
+        for machine in machines:
+            profile = load_profile(machine) if isinstance(machine, str) else machine
+            for batch, several in product(batches, (False, True)):
+                table, _ = compiled_step(graph, shape, batch, several, self.cache)
+                for busy in range(1, len(profile.devices) + 1 if several else 2):
+                    table.kind(profile, busy, 1.0)
+
     def _asked(
         self,
         graph: OpGraph,
@@ -121,6 +149,7 @@ class Engine:
         global_batch: int | None,
         accumulation_steps: int,
         strategy: str | Strategy,
+        loader: Loader | None = None,
     ) -> _Asked:
         """Check what is asked of a placement and compile its ranks; raises WorkloadError."""
         parsed = Strategy.parse(strategy)
@@ -129,7 +158,7 @@ class Engine:
         )
         batches = _batches(graph, placement, batch_per_gpu, global_batch, accumulation_steps)
         mesh = Mesh.data_parallel(placement, parsed, micro_batches=accumulation_steps)
-        shape = StepShape(parsed, accumulation_steps)
+        shape = StepShape(parsed, accumulation_steps, loader)
         return _Asked(
             mesh, shape, batches, members_of(graph, placement, batches, shape, self.cache)
         )
@@ -156,7 +185,7 @@ class Engine:
 
 
 class _Asked(NamedTuple):
-    """What an estimate is made of before the network and calibration are looked at."""
+    """What an estimate is made of before the network and calibration are added."""
 
     mesh: Mesh
     shape: StepShape
@@ -175,7 +204,7 @@ class _Asked(NamedTuple):
             machines="+".join(sorted({kind.profile.name for kind in placement.kinds})),
             ranks=placement.ranks,
             nodes=placement.nodes,
-            most_on_node=max([kind.busy for kind in placement.kinds]),
+            most_on_node=max([kind.ranks_per_node for kind in placement.kinds]),
             batch=samples / placement.ranks,
             accumulation_steps=self.shape.accumulation_steps,
             strategy=self.shape.strategy,
@@ -228,7 +257,24 @@ class TrialEngine:
             compute_s=lane_s / accumulation_steps + parts.update_s,
             sync_s=plan.alone_s(answer.slowest),
             step_s=parts.total_s,
-            relative_error=_engine_error(answer, coefficients),
+            relative_error=_engine_error(answer, coefficients, asked.shape.loader),
+        )
+
+
+def check_kinds(*, cluster: Any = None, profile: Any = None, calibration: Any = None) -> None:
+    """Raise TopologyError, ProfileError or WorkloadError for arguments of another kind."""
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise TopologyError(
+            f"cluster is a Cluster or the path of its file, found {quoted(cluster)}; give one"
+        )
+    if profile is not None and not isinstance(profile, MachineProfile):
+        raise ProfileError(
+            f"profile is a MachineProfile, found {quoted(profile)}; load_profile gives one by name"
+        )
+    if calibration is not None and not hasattr(calibration, "coefficients_for"):
+        raise WorkloadError(
+            f"calibration is a Calibrator, found {quoted(calibration)}; write "
+            "Calibrator(PATH), or leave it out"
         )
 
 
@@ -273,7 +319,7 @@ def _even_batch(placement: Placement, global_batch: int, accumulation_steps: int
     return check_count(global_batch // shares)
 
 
-def _engine_error(answer: StepAnswer, coefficients: Coefficients) -> float:
+def _engine_error(answer: StepAnswer, coefficients: Coefficients, loader: Loader | None) -> float:
     """The relative error of a step by those of what the engine made it of."""
     parts, slowest, waited = answer
     return float(
@@ -284,6 +330,7 @@ def _engine_error(answer: StepAnswer, coefficients: Coefficients) -> float:
             waited.relative_error if waited else 0.0,
             waited.slower_s if waited else 0.0,
             parts.total_s,
+            loader.relative_error if loader else 0.0,
         )
     )
 
@@ -297,7 +344,7 @@ def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
     memory, used_ratio = plan.memory()
     error = coefficients.relative_error
     if error is None:
-        error = _engine_error(answer, coefficients)
+        error = _engine_error(answer, coefficients, asked.shape.loader)
     spread = interval_ratio(error)
     even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
     global_batch = mesh.global_batch(batches) if batches is not None else None

@@ -27,7 +27,7 @@ from estimator.tensors import OpCall, TensorSpec
 MEASURED = Provenance(source="measured", at="2026-01-01", samples=5, relative_error=0.05)
 
 
-def matrix_product(size: int, flops_per_s: float) -> KernelPoint:
+def matmul(size: int, flops_per_s: float) -> KernelPoint:
     """A square aten.mm at a given rate."""
     square = TensorSpec((size, size))
     call = OpCall("aten.mm.default", (square, square), outputs=(square,))
@@ -64,7 +64,7 @@ def make_small_profile(name: str = "local") -> MachineProfile:
         bandwidth_bytes_per_s=1e9,
         provenance=MEASURED,
     )
-    products = tuple(matrix_product(size, 4e10) for size in (64, 256, 1024))
+    matmuls = tuple(matmul(size, 4e10) for size in (64, 256, 1024))
     sums = tuple(sum_of_two(numel, 1e10) for numel in (1 << 10, 1 << 16, 1 << 22))
     return MachineProfile(
         name=name,
@@ -84,7 +84,7 @@ def make_small_profile(name: str = "local") -> MachineProfile:
         ),
         kernels=(
             KernelCost(
-                target="aten.mm.default", dtype="float32", points=products, provenance=MEASURED
+                target="aten.mm.default", dtype="float32", points=matmuls, provenance=MEASURED
             ),
             KernelCost(target="aten.add.Tensor", dtype="float32", points=sums, provenance=MEASURED),
         ),
@@ -127,7 +127,7 @@ def make_small_profile(name: str = "local") -> MachineProfile:
             )
             for optimizer in ("sgd", "sgd-momentum", "adam", "adamw")
         ),
-        rank_spread_ratio=0.02,
+        rank_jitter_ratio=0.02,
         provenance=MEASURED,
     )
 

@@ -42,7 +42,7 @@ class Machine:
     slowdown_ratio: float = 1.3
     two_at_once_ratio: float = 1.6
     memory_contention: float = 1.0
-    rank_spread_ratio: float = 0.01
+    rank_jitter_ratio: float = 0.01
     network_latency_s: float = 2e-4
     network_bytes_per_s: float = 1e8
 
@@ -64,7 +64,7 @@ class Machine:
             network=(
                 Link(
                     kind="tcp",
-                    reach="rack",
+                    locality="rack",
                     latency_s=self.network_latency_s,
                     bandwidth_bytes_per_s=self.network_bytes_per_s,
                     provenance=CHOSEN,
@@ -73,7 +73,7 @@ class Machine:
             collectives=tuple(self._collective(op) for op in ("all_reduce", "broadcast")),
             overlaps=(self._overlap(),),
             kernels=(
-                self._kernels("aten.mm.default", _product),
+                self._kernels("aten.mm.default", _matmul),
                 self._kernels("aten.relu.default", _map),
                 self._kernels("aten.threshold_backward.default", _threshold),
                 self._kernels("aten.copy_.default", _pair),
@@ -111,7 +111,7 @@ class Machine:
                 )
                 for optimizer, per_parameter_s in (("adamw", 3e-9), ("sgd", 1e-9))
             ),
-            rank_spread_ratio=self.rank_spread_ratio,
+            rank_jitter_ratio=self.rank_jitter_ratio,
             provenance=CHOSEN,
         )
 
@@ -177,7 +177,7 @@ def _square(size: int) -> TensorSpec:
     return TensorSpec((size, size))
 
 
-def _product(target: str, size: int) -> OpCall:
+def _matmul(target: str, size: int) -> OpCall:
     return OpCall(target, (_square(size), _square(size)), outputs=(_square(size),))
 
 
@@ -237,21 +237,21 @@ def perceptron(widths: Sequence[int], *, batch: int = 16) -> OpGraph:
     """A multi-layer perceptron's step: one product and one relu per layer, then their gradients."""
     step = _Step(batch, 2 * batch)
     hidden = [step.value("input", 0, widths[0])]
-    weights, products = [], []
+    weights, matmuls = [], []
     for inner, outer in itertools.pairwise(widths):
         weights.append(step.value("parameter", inner, outer))
-        product = step.value("activation", 0, outer)
-        step.call("aten.mm.default", "forward", [hidden[-1], weights[-1]], product)
-        products.append(product)
+        matmul = step.value("activation", 0, outer)
+        step.call("aten.mm.default", "forward", [hidden[-1], weights[-1]], matmul)
+        matmuls.append(matmul)
         active = step.value("activation", 0, outer)
-        hidden.append(step.call("aten.relu.default", "forward", [product], active))
+        hidden.append(step.call("aten.relu.default", "forward", [matmul], active))
     parameters = []
     upstream = hidden[-1]
     for layer in reversed(range(len(weights))):
         inner, outer = widths[layer], widths[layer + 1]
         through = step.value("activation", 0, outer)
         step.call(
-            "aten.threshold_backward.default", "backward", [upstream, products[layer]], through, 0
+            "aten.threshold_backward.default", "backward", [upstream, matmuls[layer]], through, 0
         )
         # The transposed factors are laid out anew, so that every product is a plain one.
         turned = step.value("activation", inner, 0)

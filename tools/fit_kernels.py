@@ -1,12 +1,12 @@
-"""Fit the kernel law to published operators and write the file that ships.
+"""Fit the kernel model to published operators and write the file that ships.
 
     PYTHONPATH=benchmarks python tools/fit_kernels.py --data DIR --bank DIR
         [--without SOURCE ...] [--out FILE]
 
-Products, attention and streams are learnt from tables of operators, convolutions and what goes
-with them from timm's steps, whose graphs are in the bank (`benchmarks/published/timm_bank.py`).
+Matmuls, attention and memory-bound kernels are fitted to tables of operators, convolutions and what
+goes with them to timm's steps, whose graphs are in the bank (`benchmarks/published/timm_bank.py`).
 `--without` leaves sources out, so that what is judged on them was not learnt from them. The error
-of each family is that on dies the law was not fitted to (`kernel_accuracy.py`), that of
+of each family is that on dies the kernel model was not fitted to (`kernel_accuracy.py`), that of
 convolutions the one on models of families that were not fitted to.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from kernel_accuracy import Score, unseen_dies
-from kernel_fit import CACHE_SPEEDUP, START_S, fit_law
+from kernel_fit import CACHE_SPEEDUP, START_S, fit_kernel_model
 from kernel_tables import SOURCES, read_op_tables
 from rich.console import Console
 from whole_models import (
@@ -59,11 +59,11 @@ KINDS = ("first", "dense", "pointwise", "grouped", "depthwise", "wide depthwise"
 PHASES = ("forward", "backward")
 
 
-def shipped_law(sources: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The law fitted to these tables of operators, as plain JSON values."""
+def shipped_kernel_model(sources: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The kernel model fitted to these tables of operators, as plain JSON values."""
     tables = read_op_tables(folder, tuple(sources))
-    fitted = fit_law(tables.rows)
-    streams = {**fitted.streams, "cache_speedup": CACHE_SPEEDUP, "start_s": START_S}
+    fitted = fit_kernel_model(tables.rows)
+    memory_bound = {**fitted.memory_bound, "cache_speedup": CACHE_SPEEDUP, "start_s": START_S}
     prior = {name: value for name, (value, _) in CONVOLUTION_PRIORS.items()}
     convolutions = {
         f"{kind}.{phase}": [prior["flops"], prior[f"{phase} bytes"]]
@@ -71,9 +71,9 @@ def shipped_law(sources: Sequence[str], folder: Path) -> dict[str, Any]:
         for phase in PHASES
     }
     return {
-        "products": _rounded(fitted.products),
+        "matmuls": _rounded(fitted.matmuls),
         "convolutions": convolutions | VECTOR_CONVOLUTIONS,
-        "streams": streams,
+        "memory_bound": memory_bound,
         "attention": _rounded(fitted.attention),
         "errors": {
             **family_errors(unseen_dies(tables.rows)),
@@ -89,25 +89,28 @@ def shipped_law(sources: Sequence[str], folder: Path) -> dict[str, Any]:
     }
 
 
-def add_vision(law: dict[str, Any], design: Design) -> None:
-    """Put what whole models teach into a law: convolutions, batch norm, pooling, this memory."""
+def add_vision(model: dict[str, Any], design: Design) -> None:
+    """Put what whole models teach into a model: convolutions, batch norm, pooling, this memory."""
     found = multiples(design)
     device = load_profile(VISION_MACHINE).devices[0]
-    ratios, shares = law["streams"]["memory_ratios"], law["streams"]["shares"]
-    ratio = round(1.0 / found.pop("stream"), 4)
+    ratios, shares = (
+        model["memory_bound"]["memory_ratios"],
+        model["memory_bound"]["shares"],
+    )
+    ratio = round(1.0 / found.pop("plain"), 4)
     ratios[str(device.details["architecture"])] = ratio
     for name, multiple in found.items():
         if name.endswith(" flops"):
             kind = name.removesuffix(" flops")
             flops, moved = (found[f"{kind} {term}"] for term in ("flops", "bytes"))
-            law["convolutions"][kind] = [round(flops, 4), round(moved * ratio, 4)]
+            model["convolutions"][kind] = [round(flops, 4), round(moved * ratio, 4)]
         elif not name.endswith((" bytes", " statistics")) and multiple > 0:
             shares[name] = round(1.0 / (multiple * ratio), 4)
     trained = design.only([not case.is_inference for case in design.cases])
     errors = np.abs(without_own_family(design, trained) / trained.measured_s - 1.0)
-    law["errors"]["convolution"] = round(float(np.median(errors)), 3)
-    law["provenance"]["samples"] += len(design.cases)
-    law["provenance"]["note"] += f", {VISION}, {INFERENCE}"
+    model["errors"]["convolution"] = round(float(np.median(errors)), 3)
+    model["provenance"]["samples"] += len(design.cases)
+    model["provenance"]["note"] += f", {VISION}, {INFERENCE}"
 
 
 def family_errors(scores: Sequence[Score]) -> dict[str, float]:
@@ -137,20 +140,20 @@ def main() -> None:
         parser.error(f"give --bank, the graphs of {VISION}, or leave it out: --without {VISION}")
     sources = [source for source in SOURCES if source not in options.without]
     with Console(stderr=True).status(f"fitting to {', '.join(sources)}"):
-        law = shipped_law(sources, options.data)
-    write(law, options.out)
+        model = shipped_kernel_model(sources, options.data)
+    write(model, options.out)
     if VISION not in options.without:
-        # The steps are set beside the law of the operators, so that goes first.
+        # The steps are set beside the kernel model of the operators, so that goes first.
         with Console(stderr=True).status(f"fitting to {VISION}"):
-            add_vision(law, design_of(vision_cases(options.data, options.bank), options.out))
-        write(law, options.out)
-    print(f"wrote {options.out.name}, fitted to {law['provenance']['samples']} rows")
+            add_vision(model, design_of(vision_cases(options.data, options.bank), options.out))
+        write(model, options.out)
+    print(f"wrote {options.out.name}, fitted to {model['provenance']['samples']} rows")
 
 
-def write(law: dict[str, Any], path: Path) -> None:
-    """Write a law, whole or not at all."""
+def write(model: dict[str, Any], path: Path) -> None:
+    """Write a model, whole or not at all."""
     whole = path.with_suffix(".new")
-    whole.write_text(json.dumps(law, indent=1) + "\n", encoding="utf-8")
+    whole.write_text(json.dumps(model, indent=1) + "\n", encoding="utf-8")
     os.replace(whole, path)
 
 

@@ -1,8 +1,8 @@
-"""Fit the kernel law to published operators.
+"""Fit the kernel model to published operators.
 
 Every source times its operators in its own way, so each has its own fixed cost per call, fitted
-beside the law and then forgotten: what ships as a kernel's start is that of a source that times
-whole CUDA graphs. Groups (source, pass, machine, dtype) weigh the same, whatever their rows.
+beside the kernel model and then forgotten: what ships as a kernel's start is that of a source that
+times whole CUDA graphs. Groups (source, pass, machine, dtype) weigh the same, whatever their rows.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 from kernel_tables import OpRow, device_of
-from memory_bound_fit import FIXED_S, fit_streams, stream_key, timing_key, usual_fixed_s
+from memory_bound_fit import FIXED_S, fit_memory_bound, memory_bound_key, timing_key, usual_fixed_s
 from numpy.typing import NDArray
 from scipy.optimize import brentq, least_squares
 
 from estimator.timeline.chips import Chip, chip_of
-from estimator.timeline.kernel_law import (
-    AttentionLaw,
-    ProductLaw,
-    StreamLaw,
+from estimator.timeline.kernel_model import (
+    AttentionModel,
+    MatmulModel,
+    MemoryBoundModel,
     attention_seconds,
-    product_seconds,
+    matmul_seconds,
     sustained_ratio,
 )
 
@@ -60,7 +60,7 @@ RATIOS = (
     "padded_ratio",
 )
 AS_THEY_ARE = ("process_exponent", "long_inner", "old_tlb_long_inner")
-# Products of 4096³ in fp16, one after another, on a T4 of 65 Tflop/s and 70 W: a user's
+# Matmuls of 4096³ in fp16, one after another, on a T4 of 65 Tflop/s and 70 W: a user's
 # measurement, explained by the power limit (NVIDIA developer forum, thread 264462).
 SUSTAINED_SIZE, SUSTAINED_FLOPS_PER_S = 4096, 24e12
 ATTENTION_PRIOR: dict[str, tuple[float, float]] = {
@@ -78,27 +78,31 @@ START_S = 2e-6
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A law's sections as they are written, and fixed seconds per call by way of timing."""
+    """A model's sections as they are written, and fixed seconds per call by way of timing."""
 
-    products: dict[str, float]
+    matmuls: dict[str, float]
     attention: dict[str, float]
-    streams: dict[str, Any]
+    memory_bound: dict[str, Any]
     fixed_s: dict[str, dict[str, float]]
 
 
-def fit_law(rows: Sequence[OpRow], *, seed: int = 0) -> Fitted:
-    """Fit every section of the law to rows of operators."""
+def fit_kernel_model(rows: Sequence[OpRow], *, seed: int = 0) -> Fitted:
+    """Fit every section of the kernel model to rows of operators."""
     families: dict[str, list[OpRow]] = defaultdict(list)
     for row in rows:
         families[_kind(row)].append(row)
-    products, products_fixed_s = fit_products(drawn(families["matmul"], seed))
-    attention, attention_fixed_s = fit_attention(drawn(families["attention"], seed), products)
-    streams, streams_fixed_s = fit_streams(drawn(families["streams"], seed))
+    matmuls, matmuls_fixed_s = fit_matmuls(drawn(families["matmul"], seed))
+    attention, attention_fixed_s = fit_attention(drawn(families["attention"], seed), matmuls)
+    memory_bound, memory_bound_fixed_s = fit_memory_bound(drawn(families["memory_bound"], seed))
     return Fitted(
-        products,
+        matmuls,
         attention,
-        streams,
-        {"matmul": products_fixed_s, "attention": attention_fixed_s, "streams": streams_fixed_s},
+        memory_bound,
+        {
+            "matmul": matmuls_fixed_s,
+            "attention": attention_fixed_s,
+            "memory_bound": memory_bound_fixed_s,
+        },
     )
 
 
@@ -125,21 +129,21 @@ def chips_of(rows: Sequence[OpRow]) -> Chip:
     return Chip(**{name: np.array([getattr(chip, name) for chip in found]) for name in names})
 
 
-def product_columns(rows: Sequence[OpRow]) -> dict[str, Any]:
-    """Arguments of `product_seconds`, but for the law."""
+def matmul_columns(rows: Sequence[OpRow]) -> dict[str, Any]:
+    """Arguments of `matmul_seconds`, but for the kernel model."""
     sizes = np.array([row.dims for row in rows]).T
     named = dict(zip(("batch", "rows", "columns", "inner"), sizes, strict=True))
     moved = np.array([row.moved_bytes for row in rows])
     return {"chip": chips_of(rows), **named, "moved_bytes": moved}
 
 
-def attention_columns(rows: Sequence[OpRow], products: dict[str, float]) -> dict[str, Any]:
-    """Arguments of `attention_seconds`, but for the law."""
+def attention_columns(rows: Sequence[OpRow], matmuls: dict[str, float]) -> dict[str, Any]:
+    """Arguments of `attention_seconds`, but for the kernel model."""
     chip = chips_of(rows)
     sizes = np.array([row.dims for row in rows]).T
     return {
         "chip": chip,
-        "sustained": sustained_ratio(ProductLaw(**products), chip),
+        "sustained": sustained_ratio(MatmulModel(**matmuls), chip),
         **dict(zip(("heads", "queries", "head_size"), sizes, strict=True)),
         "flops": np.array([row.flops for row in rows]),
         "moved_bytes": np.array([row.moved_bytes for row in rows]),
@@ -147,54 +151,54 @@ def attention_columns(rows: Sequence[OpRow], products: dict[str, float]) -> dict
     }
 
 
-def fit_products(rows: Sequence[OpRow]) -> tuple[dict[str, float], dict[str, float]]:
-    """(section "products", fixed seconds by timing) that minimise the robust log error."""
-    columns = product_columns(rows)
+def fit_matmuls(rows: Sequence[OpRow]) -> tuple[dict[str, float], dict[str, float]]:
+    """(section "matmuls", fixed seconds by timing) that minimise the robust log error."""
+    columns = matmul_columns(rows)
 
     def seconds(found: dict[str, float]) -> Array:
-        return product_seconds(
-            ProductLaw(**found, sustained_tensor_headroom=0.0, start_s=0.0), **columns
+        return matmul_seconds(
+            MatmulModel(**found, sustained_tensor_headroom=0.0, start_s=0.0), **columns
         )
 
     found, fixed_s = _fit(rows, PRODUCT_PRIOR, seconds)
     start_s = fixed_s.get("aic_gemm.matmul", FIXED_S["aic_gemm"])
-    burst = ProductLaw(**found, sustained_tensor_headroom=0.0, start_s=start_s)
+    burst = MatmulModel(**found, sustained_tensor_headroom=0.0, start_s=start_s)
     sustained = sustained_tensor_headroom(burst)
     return {**found, "sustained_tensor_headroom": sustained, "start_s": start_s}, fixed_s
 
 
-def sustained_tensor_headroom(law: ProductLaw) -> float:
+def sustained_tensor_headroom(model: MatmulModel) -> float:
     """The headroom from which a T4 that multiplies without pause runs as fast as it is known to.
 
     Operators are timed in bursts with pauses, often of zeros, which draw less power than training.
     """
     chip = chip_of(device_of("t4"), "float16")
     size = SUSTAINED_SIZE
-    free = replace(law, tensor_headroom=1e-9)
+    free = replace(model, tensor_headroom=1e-9)
     shape = {"batch": 1, "rows": size, "columns": size, "inner": size}
-    burst_s = product_seconds(free, chip, **shape, moved_bytes=6 * size**2)[0]
+    burst_s = matmul_seconds(free, chip, **shape, moved_bytes=6 * size**2)[0]
     wanted = SUSTAINED_FLOPS_PER_S / (2 * size**3 / burst_s)
 
     def miss(headroom: float) -> float:
-        return float(sustained_ratio(replace(law, tensor_headroom=headroom), chip)) - wanted
+        return float(sustained_ratio(replace(model, tensor_headroom=headroom), chip)) - wanted
 
     return float(brentq(miss, 1e-3, 1e2))
 
 
 def fit_attention(
-    rows: Sequence[OpRow], products: dict[str, float]
+    rows: Sequence[OpRow], matmuls: dict[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(section "attention", fixed seconds by timing); the prior itself where there are no rows."""
     if not rows:
         prior = {name: value for name, (value, _) in ATTENTION_PRIOR.items()}
-        return {**prior, "start_s": products["start_s"]}, {}
-    columns = attention_columns(rows, products)
+        return {**prior, "start_s": matmuls["start_s"]}, {}
+    columns = attention_columns(rows, matmuls)
 
     def seconds(found: dict[str, float]) -> Array:
-        return attention_seconds(AttentionLaw(**found, start_s=0.0), **columns)
+        return attention_seconds(AttentionModel(**found, start_s=0.0), **columns)
 
     found, fixed_s = _fit(rows, ATTENTION_PRIOR, seconds)
-    return {**found, "start_s": products["start_s"]}, fixed_s
+    return {**found, "start_s": matmuls["start_s"]}, fixed_s
 
 
 def _fit(
@@ -236,12 +240,12 @@ def _bound(name: str, free: float) -> float:
 
 
 def predict(fitted: Fitted, rows: Sequence[OpRow]) -> Array:
-    """Seconds of rows as their sources time them: the law's, and the source's fixed seconds."""
+    """Seconds of rows as their sources time them: the model's, and the source's fixed seconds."""
     seconds = np.zeros(len(rows))
-    for kind, law in (
-        ("matmul", _products_s),
+    for kind, model in (
+        ("matmul", _matmuls_s),
         ("attention", _attention_s),
-        ("streams", _streams_s),
+        ("memory_bound", _memory_bound_s),
     ):
         mine = [index for index, row in enumerate(rows) if _kind(row) == kind]
         if mine:
@@ -249,29 +253,29 @@ def predict(fitted: Fitted, rows: Sequence[OpRow]) -> Array:
             fixed_s = fitted.fixed_s[kind]
             timings = [timing_key(row) for row in chosen]
             fixed = [fixed_s.get(timing, usual_fixed_s(timing)) for timing in timings]
-            seconds[mine] = law(fitted, chosen) + np.array(fixed)
+            seconds[mine] = model(fitted, chosen) + np.array(fixed)
     return seconds
 
 
 def _kind(row: OpRow) -> str:
-    return row.family if row.family in ("matmul", "attention") else "streams"
+    return row.family if row.family in ("matmul", "attention") else "memory_bound"
 
 
-def _products_s(fitted: Fitted, rows: Sequence[OpRow]) -> Array:
-    return product_seconds(ProductLaw(**fitted.products), **product_columns(rows))
+def _matmuls_s(fitted: Fitted, rows: Sequence[OpRow]) -> Array:
+    return matmul_seconds(MatmulModel(**fitted.matmuls), **matmul_columns(rows))
 
 
 def _attention_s(fitted: Fitted, rows: Sequence[OpRow]) -> Array:
-    columns = attention_columns(rows, fitted.products)
-    return attention_seconds(AttentionLaw(**fitted.attention), **columns)
+    columns = attention_columns(rows, fitted.matmuls)
+    return attention_seconds(AttentionModel(**fitted.attention), **columns)
 
 
-def _streams_s(fitted: Fitted, rows: Sequence[OpRow]) -> Array:
-    law = StreamLaw(**fitted.streams, cache_speedup=CACHE_SPEEDUP, start_s=START_S)
+def _memory_bound_s(fitted: Fitted, rows: Sequence[OpRow]) -> Array:
+    model = MemoryBoundModel(**fitted.memory_bound, cache_speedup=CACHE_SPEEDUP, start_s=START_S)
     seconds = []
     for row in rows:
         device = row.device
-        share = law.share((stream_key(row), row.family), row.dims[1])
-        rate = (device.memory_bandwidth_bytes_per_s or 0.0) * law.memory_ratio(device)
+        share = model.share((memory_bound_key(row), row.family), row.dims[1])
+        rate = (device.memory_bandwidth_bytes_per_s or 0.0) * model.memory_ratio(device)
         seconds.append(row.moved_bytes / (rate * share))
     return np.array(seconds)

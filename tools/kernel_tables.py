@@ -1,4 +1,4 @@
-"""Read published measurements of single GPU operators, for the kernel law to be fitted to.
+"""Read published measurements of single GPU operators, for the kernel model to be fitted to.
 
 Sources: NeuSight (fp32, five GPUs), Sailor (fp16 and fp32 layers of GPT models, three GPUs), a
 study of GPT-NeoX operators on A100 and TensorRT-LLM's kernel database (`aic`, A100 and H100); see
@@ -49,7 +49,7 @@ class OpRow:
     """One measured operator.
 
     `family` is matmul, attention, elementwise, softmax or normalization; `dims` are (batch, rows,
-    columns, inner) of a product, (batch x heads, tokens, head size) of attention, else (rows, row
+    columns, inner) of a matmul, (batch x heads, tokens, head size) of attention, else (rows, row
     length). `dtype` names the peak it computes at.
     """
 
@@ -102,7 +102,7 @@ def _number(plain: dict[str, str], name: str) -> float:
     return float(plain[name]) if plain.get(name) else 1.0
 
 
-def _product(
+def _matmul(
     source: str, operator: str, machine: str, dtype: str, dims: tuple[float, ...], seconds: float
 ) -> OpRow:
     batch, rows, columns, inner = dims
@@ -123,7 +123,7 @@ def _product(
     )
 
 
-def _stream(
+def _memory_bound(
     source: str,
     family: str,
     operator: str,
@@ -162,12 +162,14 @@ def _read_neusight(plain: dict[str, str], tables: OpTables) -> None:
     batch, m, n, k = (_number(plain, name) for name in "BMNK")
     if operator in ("bmm", "linear"):
         dims = (batch, m, k, n) if operator == "bmm" else (1.0, batch * m, k, n)
-        row = _product("neusight_ops", operator, machine, "float32", dims, seconds)
+        row = _matmul("neusight_ops", operator, machine, "float32", dims, seconds)
     else:
         family = _NEUSIGHT_FAMILIES.get(operator, "elementwise")
         tensors = 3.0 if operator in _TWO_INPUTS else 2.0
         shape = (batch, _number(plain, "H"))
-        row = _stream("neusight_ops", family, operator, machine, "float32", shape, tensors, seconds)
+        row = _memory_bound(
+            "neusight_ops", family, operator, machine, "float32", shape, tensors, seconds
+        )
     tables.rows.append(row)
 
 
@@ -175,7 +177,7 @@ def _read_aic_gemm(plain: dict[str, str], tables: OpTables) -> None:
     dims = (1.0, *(float(plain[name]) for name in "mnk"))
     seconds = float(plain["latency_ms"]) * 1e-3
     machine = MACHINES[plain["gpu"]]
-    tables.rows.append(_product("aic_gemm", "gemm", machine, "bfloat16", dims, seconds))
+    tables.rows.append(_matmul("aic_gemm", "gemm", machine, "bfloat16", dims, seconds))
 
 
 def _read_aic_attention(plain: dict[str, str], tables: OpTables) -> None:
@@ -196,7 +198,7 @@ def _read_aic_attention(plain: dict[str, str], tables: OpTables) -> None:
     )
 
 
-def _neox_product(operator: str, plain: dict[str, str]) -> tuple[float, ...] | None:
+def _neox_matmul(operator: str, plain: dict[str, str]) -> tuple[float, ...] | None:
     batch, tokens, width, split = (_number(plain, name) for name in ("b", "l", "dim", "mp"))
     heads = _number(plain, "h")
     return {
@@ -232,16 +234,16 @@ def _read_neox(plain: dict[str, str], tables: OpTables) -> None:
     source = "hpc_train_ops"
     forward_s = _number(plain, "fwd_us") * 1e-6
     backward_s = _number(plain, "bwd_us") * 1e-6
-    product = _neox_product(operator, plain)
-    if product is not None:
-        tables.rows.append(_product(source, operator, machine, "float16", product, forward_s))
+    matmul = _neox_matmul(operator, plain)
+    if matmul is not None:
+        tables.rows.append(_matmul(source, operator, machine, "float16", matmul, forward_s))
     elif operator in _NEOX_STREAMS:
         family, forward, backward = _NEOX_STREAMS[operator]
         for tensors, seconds in ((forward, forward_s), (backward, backward_s)):
             if tensors is not None:
                 shape = _neox_shape(operator, plain)
                 row = (source, family, operator, machine, "float16", shape, tensors, seconds)
-                tables.rows.append(_stream(*row, is_backward=tensors is backward))
+                tables.rows.append(_memory_bound(*row, is_backward=tensors is backward))
     elif operator == "flash_atten":
         tables.rows.extend(_neox_attention(plain, machine, forward_s, backward_s))
     elif operator.lower().endswith("optimizer"):
@@ -288,29 +290,29 @@ def _read_sailor(plain: dict[str, str], tables: OpTables) -> None:
     batch, split = float(plain["micro_batch"]), float(plain["tp"])
     tokens = SAILOR_TOKENS * batch
     dtype = {"fp16": "float16", "fp32": "float32"}[plain["dtype"]]
-    shape = _sailor_product(operator, tokens, width, heads * batch / split, split)
+    shape = _sailor_matmul(operator, tokens, width, heads * batch / split, split)
     if shape is not None:
         if split > 1 and operator in ("enc-attention-dense", "enc-MLP-GEMM-2"):
             tables.refused["sailor_ops: contains an all-reduce"] += 1
             return
-        # NGC images allow TF32 for products on Ampere: it runs at 6 times the fp32 peak.
+        # NGC images allow TF32 for matmuls on Ampere: it runs at 6 times the fp32 peak.
         if dtype == "float32" and machine.startswith("a100"):
             dtype = "tfloat32"
         seconds = float(plain["fwd_us"]) * 1e-6
-        tables.rows.append(_product("sailor_ops", operator, machine, dtype, shape, seconds))
+        tables.rows.append(_matmul("sailor_ops", operator, machine, dtype, shape, seconds))
         return
-    streams = _sailor_streams(operator, tokens, width, heads * batch / split, split)
-    if streams is None:
+    memory_bound = _sailor_memory_bound(operator, tokens, width, heads * batch / split, split)
+    if memory_bound is None:
         tables.refused[f"sailor_ops: {operator}: several kernels, or none of PyTorch's"] += 1
         return
-    family, dims, forward, backward = streams
+    family, dims, forward, backward = memory_bound
     for tensors, name in ((forward, "fwd_us"), (backward, "bwd_us")):
         row = ("sailor_ops", family, operator, machine, dtype, dims, tensors)
         seconds = float(plain[name]) * 1e-6
-        tables.rows.append(_stream(*row, seconds, is_backward=name == "bwd_us"))
+        tables.rows.append(_memory_bound(*row, seconds, is_backward=name == "bwd_us"))
 
 
-def _sailor_product(
+def _sailor_matmul(
     operator: str, tokens: float, width: int, heads: float, split: float
 ) -> tuple[float, ...] | None:
     size = width / (heads * split / (tokens / SAILOR_TOKENS))
@@ -324,7 +326,7 @@ def _sailor_product(
     }.get(operator)
 
 
-def _sailor_streams(
+def _sailor_memory_bound(
     operator: str, tokens: float, width: int, heads: float, split: float
 ) -> tuple[str, tuple[float, float], float, float] | None:
     return {

@@ -10,7 +10,7 @@ from kernel_tables import OpRow, device_of
 from numpy.typing import NDArray
 from sklearn.linear_model import HuberRegressor
 
-from estimator.timeline.kernel_law import memory_class
+from estimator.timeline.kernel_model import memory_class
 
 Array = NDArray[np.float64]
 
@@ -55,13 +55,13 @@ def usual_fixed_s(timing: str) -> float:
     return FIXED_S[timing.split(".")[0]]
 
 
-def fit_streams(rows: Sequence[OpRow]) -> tuple[dict[str, Any], dict[str, float]]:
-    """(section "streams", fixed seconds by timing): memory ratios and shares by Huber's regression.
+def fit_memory_bound(rows: Sequence[OpRow]) -> tuple[dict[str, Any], dict[str, float]]:
+    """(section "memory_bound", fixed seconds by timing), by Huber's regression.
 
     log(measured / seconds at the peak rate) is a sum of what the memory and what the kernel leave
     unused; an elementwise pass forward leaves nothing. Fixed seconds are chosen one by one.
     """
-    design = _Streams(rows)
+    design = _MemoryBound(rows)
     fixed_s = {timing: usual_fixed_s(timing) for timing in design.timings}
     for timing in design.timings:
         fixed_s[timing] = min(
@@ -71,14 +71,14 @@ def fit_streams(rows: Sequence[OpRow]) -> tuple[dict[str, Any], dict[str, float]
     return design.section(weights), fixed_s
 
 
-class _Streams:
+class _MemoryBound:
     """The regression's columns: classes of memory, then kernels by the length of their rows."""
 
     def __init__(self, rows: Sequence[OpRow]) -> None:
         self.rows = rows
         self.timings = sorted({timing_key(row) for row in rows})
         self.memories = sorted({memory_key(row) for row in rows})
-        self.kernels = sorted({stream_key(row) for row in rows} - {"elementwise.forward"})
+        self.kernels = sorted({memory_bound_key(row) for row in rows} - {"elementwise.forward"})
         self.columns = [("memory", key, 0.0) for key in self.memories]
         for key in self.kernels:
             lengths = ROW_LENGTHS if key in BY_ROW_LENGTH else (1.0,)
@@ -89,7 +89,7 @@ class _Streams:
         self.matrix = np.array([self._row(row) for row in rows])
 
     def _row(self, row: OpRow) -> list[float]:
-        key, memory = stream_key(row), memory_key(row)
+        key, memory = memory_bound_key(row), memory_key(row)
         shares = dict(zip(ROW_LENGTHS, _hats(row.dims[1]), strict=True))
         return [
             float(name == memory)
@@ -157,6 +157,6 @@ def memory_key(row: OpRow) -> str:
     return row.die if row.die in OWN_MEMORY else memory_class(row.device)
 
 
-def stream_key(row: OpRow) -> str:
+def memory_bound_key(row: OpRow) -> str:
     """Under which name a row's kernel is fitted."""
     return f"{row.family}.{'backward' if row.is_backward else 'forward'}"

@@ -1,9 +1,9 @@
 """Learn what no operator table measures from step times of whole models on one GPU.
 
-A step is the sum of its kernels; those that operator tables cover take what the law says, every
-other kind takes a multiple of its seconds at the chip's peaks. The multiples come from non-negative
-least squares of the relative error over many models, weighted towards the median (IRLS), with a
-light prior. Convolutions, batch norm, pooling, copies and reductions are learnt so.
+A step is the sum of its kernels; those that operator tables cover take what the kernel model says,
+every other kind takes a multiple of its seconds at the chip's peaks. The multiples come from
+non-negative least squares of the relative error over many models, weighted towards the median
+(IRLS), with a light prior. Convolutions, batch norm, pooling, copies and reductions are learnt so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from estimator.graph.costs import Features, features_of
 from estimator.machines.profile import MachineProfile, UpdateCost
 from estimator.machines.typical import with_typical_costs
 from estimator.tensors import OpCall
-from estimator.timeline.roofline import Roofline, phase_of, stream_keys
+from estimator.timeline.roofline import Roofline, memory_bound_keys, phase_of
 
 Array = NDArray[np.float64]
 
@@ -37,14 +37,14 @@ VISION_MACHINE = "rtx-3090"
 INFERENCE = "timm_infer"
 EAGER_INFERENCE_TORCH = "1.13"
 # Families whose seconds are learnt here, kinds of normalization that no operator table holds, and
-# families that are plain streams.
+# families that are plain memory-bound kernels.
 LEARNT = ("convolution", "pooling", "reduction")
 LEARNT_KINDS = ("batch_norm", "group_norm")
 PLAIN = ("elementwise", "copy", "fill")
 # Multiples before anything was seen, and how strongly they hold: a gradient of a convolution copies
 # and sums more than its forward pass; a plain stream's multiple is the memory's.
 PRIORS: Mapping[str, tuple[float, float]] = {
-    "stream": (1.15, 10.0),
+    "plain": (1.15, 10.0),
     "batch_norm.forward": (1.4, 3.0),
     "batch_norm.backward": (1.7, 3.0),
     "pooling.forward": (2.0, 5.0),
@@ -57,7 +57,7 @@ CONVOLUTION_PRIORS = {
 }
 USUAL_PRIOR = (1.5, 1.0)
 PRIOR_STRENGTH = 0.03
-# A kernel computes at the peak at best, and streams at what the best streams get of a memory.
+# A kernel computes at the peak at best, and streams at what the best kernels get of a memory.
 LEAST_FLOPS_MULTIPLE = 1.0
 LEAST_STREAM_MULTIPLE = 1.08
 ITERATIONS = 25
@@ -112,10 +112,10 @@ class Design:
 class ModelTerms:
     """Seconds at the peaks of every kind of kernel of a graph on a machine of the catalogue."""
 
-    def __init__(self, profile: MachineProfile, law: Path | None = None) -> None:
+    def __init__(self, profile: MachineProfile, kernel_model: Path | None = None) -> None:
         self.profile = with_typical_costs(profile)
-        self._laws: dict[str, Roofline] = {}
-        self._law = law
+        self._kernel_models: dict[str, Roofline] = {}
+        self._kernel_model = kernel_model
         self._bytes_per_s = profile.devices[0].memory_bandwidth_bytes_per_s or 1e12
 
     def of(
@@ -141,9 +141,11 @@ class ModelTerms:
         return fixed_s + (0.0 if is_inference else self._update_s(graph)), terms
 
     def _roofline(self, precision: str) -> Roofline:
-        if precision not in self._laws:
-            self._laws[precision] = Roofline(self.profile, precision=precision, law=self._law)
-        return self._laws[precision]
+        if precision not in self._kernel_models:
+            self._kernel_models[precision] = Roofline(
+                self.profile, precision=precision, kernel_model=self._kernel_model
+            )
+        return self._kernel_models[precision]
 
     def _terms(
         self, features: Features, roofline: Roofline, layout: str
@@ -156,15 +158,15 @@ class ModelTerms:
             yield f"{name} flops", cost.flops / rate
             yield f"{name} bytes", cost.moved_bytes / self._bytes_per_s
         elif features.family in PLAIN:
-            yield "stream", cost.moved_bytes / self._bytes_per_s
-        elif features.family in LEARNT or stream_keys(features)[0].startswith(LEARNT_KINDS):
-            yield stream_keys(features)[0], cost.moved_bytes / self._bytes_per_s
+            yield "plain", cost.moved_bytes / self._bytes_per_s
+        elif features.family in LEARNT or memory_bound_keys(features)[0].startswith(LEARNT_KINDS):
+            yield memory_bound_keys(features)[0], cost.moved_bytes / self._bytes_per_s
 
     def _fixed_s(
         self, call: OpCall, features: Features, roofline: Roofline, is_learnt: bool
     ) -> float:
         if is_learnt:
-            return roofline.law.streams.start_s
+            return roofline.kernel_model.memory_bound.start_s
         predicted = roofline.predict(call)
         return predicted.cold_s if predicted else 0.0
 
@@ -223,9 +225,11 @@ def _inferred(table: Path, bank: Path) -> list[ModelCase]:
     return cases
 
 
-def design_of(cases: Sequence[ModelCase], law: Path | None = None) -> Design:
+def design_of(cases: Sequence[ModelCase], kernel_model: Path | None = None) -> Design:
     """The rows of cases; graphs are read once each."""
-    machines = {case.machine: ModelTerms(load_profile(case.machine), law) for case in cases}
+    machines = {
+        case.machine: ModelTerms(load_profile(case.machine), kernel_model) for case in cases
+    }
     by_graph: dict[Path, list[ModelCase]] = defaultdict(list)
     for case in cases:
         by_graph[case.graph_path].append(case)

@@ -149,8 +149,8 @@ def predict_with_timings(case: Case, folder: Path, profile: MachineProfile) -> R
     skipped: list[Any] = []
 
     def take(message: dict[str, Any]) -> None:
-        for number, seconds, spread_ratio in message.get("timings", ()):
-            timings[calls[number]] = OpTiming(seconds=seconds, spread_ratio=spread_ratio)
+        for number, seconds, noise_ratio in message.get("timings", ()):
+            timings[calls[number]] = OpTiming(seconds=seconds, noise_ratio=noise_ratio)
         skipped.extend([calls[n].target, reason] for n, reason in message.get("skipped", ()))
 
     backend = device_backend(profile.kind)

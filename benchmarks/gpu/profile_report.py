@@ -59,7 +59,7 @@ def fact_lines(measured: MachineProfile) -> Iterator[list[str]]:
         yield [name, str(value)]
 
 
-def product_lines(measured: MachineProfile, table: Path, gpu: str) -> Iterator[list[str]]:
+def matmul_lines(measured: MachineProfile, table: Path, gpu: str) -> Iterator[list[str]]:
     """Published seconds of (m, k) x (k, n) products in 16 bits beside the profile's prediction."""
     yield ["products of", "rows", "median error", "90 % below", "bias"]
     fits = kernel_fits(measured)
@@ -94,8 +94,8 @@ def main() -> None:
     measured = load_profile(options.profile)
     print(format_table(list(rate_lines(measured, load_profile(options.datasheet)))))
     print(format_table(list(fact_lines(measured))))
-    if options.products is not None:
-        print(format_table(list(product_lines(measured, options.products, options.gpu))))
+    if options.matmuls is not None:
+        print(format_table(list(matmul_lines(measured, options.matmuls, options.gpu))))
     for part in measured.missing:
         print(f"not measured: {part}")
 

@@ -15,7 +15,7 @@ from zoo.gpu import BY_NAME
 from zoo.inputs import Workload
 
 from estimator.graph.training_call import TrainingCall
-from estimator.probe.kernels import float32_products
+from estimator.probe.kernels import float32_matmuls
 from gpu.cases import Case
 
 WARM_UP_STEPS, TIMED_STEPS = 4, 20
@@ -75,7 +75,7 @@ class RealTraining:
 def run_for_real(case: Case, device: str) -> dict[str, Any]:
     """Build, warm up and time a case; everything it held is let go before it returns."""
     before_bytes = allocated_bytes(device)
-    with float32_products(on_tensor_cores=case.precision == "tf32"):
+    with float32_matmuls(on_tensor_cores=case.precision == "tf32"):
         training = RealTraining(case, device)
         try:
             found = time_training(training)

@@ -102,7 +102,7 @@ def _variant(name: str, setting: Setting | None, most: int) -> MachineProfile:
         return profile
     link = Link(
         kind=setting.network,
-        reach="rack",
+        locality="rack",
         latency_s=_LATENCY_S.get(setting.network, _OTHER_LATENCY_S),
         bandwidth_bytes_per_s=setting.network_bit_per_s / 8,
         provenance=Provenance(source="datasheet", note=setting.source),

@@ -11,6 +11,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ _OBSERVED_AT = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def observe(calibrator: Any, graph: Any, name: str) -> None:
-    """Keep step times by a plain law, so that what is observed does not depend on the version."""
+    """Keep step times by a plain rule, so that what is observed does not depend on the version."""
     for (seen, machine, devices), (start_s, sample_s, within_s, between_s) in OBSERVED.items():
         if seen != name:
             continue
@@ -271,15 +272,18 @@ class Recorder:
             [self.package.Allocation.parse(group).groups[0] for group in text.split("+")]
             for text in texts
         ]
-        sites = tuple(sorted({group.machine for row in rows for group in row}))
+        names = tuple(sorted({group.machine for row in rows for group in row}))
         shape = (len(rows), max(map(len, rows)))
-        site, nodes, devices = np.full(shape, -1), np.zeros(shape, int), np.zeros(shape, int)
+        name, nodes, devices = np.full(shape, -1), np.zeros(shape, int), np.zeros(shape, int)
         for row, groups in enumerate(rows):
             for column, group in enumerate(groups):
-                site[row, column] = sites.index(group.machine)
+                name[row, column] = names.index(group.machine)
                 nodes[row, column] = group.nodes
                 devices[row, column] = group.devices_per_node
-        return self.package.AllocationColumns(sites=sites, site=site, nodes=nodes, devices=devices)
+        columns = self.package.AllocationColumns
+        # What the first two are called depends on the version.
+        machines, machine = [field.name for field in fields(columns)][:2]
+        return columns(**{machines: names, machine: name}, nodes=nodes, devices=devices)
 
 
 def _refused(error: BaseException) -> Values:

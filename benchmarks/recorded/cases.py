@@ -306,11 +306,11 @@ _GPUS = {"h100-sxm": 8, "a100-sxm-80gb": 8, "t4-g4dn": 4}
 
 
 def _drawn_allocation(draw: random.Random, target: Kind) -> str:
-    sites: dict[str, int] = dict(_DEVICES)
+    machines: dict[str, int] = dict(_DEVICES)
     if target == "cuda":
-        sites = {f"{name}-gpu": count for name, count in _DEVICES.items()} | _GPUS
+        machines = {f"{name}-gpu": count for name, count in _DEVICES.items()} | _GPUS
     groups: Sequence[str] = [
-        f"{draw.choice((1, 2, 3, 5, 12, 40))}x{draw.randint(1, sites[name])}:{name}"
-        for name in draw.choices(list(sites), k=draw.randint(1, 4))
+        f"{draw.choice((1, 2, 3, 5, 12, 40))}x{draw.randint(1, machines[name])}:{name}"
+        for name in draw.choices(list(machines), k=draw.randint(1, 4))
     ]
     return "+".join(groups)

@@ -45,7 +45,7 @@ class Machine:
     slowdown_ratio: float = 1.3
     two_at_once_ratio: float = 1.6
     memory_contention: float = 1.0
-    rank_spread_ratio: float | None = 0.01
+    rank_jitter_ratio: float | None = 0.01
     network_source: Literal["measured", "datasheet"] = "measured"
 
     def profile(self, kind: Literal["cpu", "cuda"]) -> Json:
@@ -57,7 +57,7 @@ class Machine:
             "network": self._network(),
             "collectives": self._collectives(),
             "overlaps": self._overlaps(),
-            "kernels": [self._products(), *map(self._elementwise, ELEMENTWISE)],
+            "kernels": [self._matmuls(), *map(self._elementwise, ELEMENTWISE)],
             "contentions": [
                 {
                     "bound": "memory",
@@ -97,7 +97,7 @@ class Machine:
                     ("adamw", 3),
                 )
             ],
-            "rank_spread_ratio": self.rank_spread_ratio,
+            "rank_spread_ratio": self.rank_jitter_ratio,
             "provenance": CHOSEN,
         }
 
@@ -116,12 +116,12 @@ class Machine:
         return [
             {
                 "kind": "tcp",
-                "reach": reach,
+                "reach": locality,
                 "latency_s": latency_s,
                 "bandwidth_bytes_per_s": rate / slower,
                 "provenance": provenance,
             }
-            for reach, latency_s, slower in (
+            for locality, latency_s, slower in (
                 ("rack", 1e-4 + 1e-2 / rate, 1),
                 ("cluster", 3e-4, 2),
             )
@@ -187,7 +187,7 @@ class Machine:
             }
         ]
 
-    def _products(self) -> Json:
+    def _matmuls(self) -> Json:
         points = [
             _point("aten.mm.default", side, 2, False, 2 * side**3 / self.flops_per_s)
             for side in SIDES
@@ -227,7 +227,7 @@ MACHINES = (
         devices=4,
         network_bytes_per_s=1e8,
         groups=((4, 2), (8, 4)),
-        rank_spread_ratio=0.03,
+        rank_jitter_ratio=0.03,
     ),
     Machine(
         name="fast",
@@ -259,7 +259,7 @@ MACHINES = (
         flops_per_s=2e10,
         memory_bytes=3 << 20,
         exposed_ratio=None,
-        rank_spread_ratio=None,
+        rank_jitter_ratio=None,
     ),
     # No network, and no collectives but those of a ring within the node.
     Machine(name="lone", devices=2, network_bytes_per_s=1e8, groups=()),

@@ -77,7 +77,7 @@ def perceptron(
     step = _Step(batch)
     modules = [f"layers.{layer}" if blocks and layer else "" for layer in range(len(widths) - 1)]
     hidden = step.value("input", 0, widths[0])
-    weights, products = [], []
+    weights, matmuls = [], []
     for (inner, outer), module in zip(itertools.pairwise(widths), modules, strict=True):
         if views:
             seen = step.value("activation", 0, inner, base=hidden)
@@ -85,10 +85,10 @@ def perceptron(
                 "aten.alias.default", "forward", [hidden], seen, module=module, is_view=True
             )
         weights.append(step.value("parameter", inner, outer))
-        products.append(step.value("activation", 0, outer))
-        step.call("aten.mm.default", "forward", [hidden, weights[-1]], products[-1], module=module)
+        matmuls.append(step.value("activation", 0, outer))
+        step.call("aten.mm.default", "forward", [hidden, weights[-1]], matmuls[-1], module=module)
         hidden = step.value("activation", 0, outer)
-        step.call("aten.relu.default", "forward", [products[-1]], hidden, module=module)
+        step.call("aten.relu.default", "forward", [matmuls[-1]], hidden, module=module)
     parameters = []
     upstream = hidden
     for layer in reversed(range(len(weights))):
@@ -96,7 +96,7 @@ def perceptron(
             step,
             widths[layer : layer + 2],
             weights[layer],
-            products[layer],
+            matmuls[layer],
             upstream,
             modules[layer],
         )
@@ -131,7 +131,7 @@ def perceptron(
 
 
 def _backward(
-    step: _Step, widths: Sequence[int], weight: int, product: int, upstream: int, module: str
+    step: _Step, widths: Sequence[int], weight: int, matmul: int, upstream: int, module: str
 ) -> tuple[int, list[int]]:
     """Of one layer: (gradient of what it read, its parameter's spec, gradient and last op)."""
     inner, outer = widths
@@ -139,7 +139,7 @@ def _backward(
     step.call(
         "aten.threshold_backward.default",
         "backward",
-        [upstream, product],
+        [upstream, matmul],
         through,
         0,
         module=module,

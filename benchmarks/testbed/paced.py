@@ -387,5 +387,5 @@ def paced_machine(
         overlaps=(),
         contentions=(),
         updates=(update,),
-        rank_spread_ratio=0.0,
+        rank_jitter_ratio=0.0,
     )

@@ -17,17 +17,17 @@ def _convolution(
     channels_in: int, channels_out: int, size: int, *, stride: int = 1, dilation: int = 1,
     separable: bool = False,
 ) -> list[nn.Module]:  # fmt: skip
-    reach = dilation * (size - 1) // 2
+    locality = dilation * (size - 1) // 2
     if separable:
         return [
             nn.Conv1d(
-                channels_in, channels_in, size, stride, reach, dilation, channels_in, bias=False
+                channels_in, channels_in, size, stride, locality, dilation, channels_in, bias=False
             ),
             nn.Conv1d(channels_in, channels_out, 1, bias=False),
             nn.BatchNorm1d(channels_out),
         ]
     return [
-        nn.Conv1d(channels_in, channels_out, size, stride, reach, dilation, bias=False),
+        nn.Conv1d(channels_in, channels_out, size, stride, locality, dilation, bias=False),
         nn.BatchNorm1d(channels_out),
     ]
 

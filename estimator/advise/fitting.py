@@ -47,6 +47,7 @@ def remedies(graph: OpGraph, answer: Estimate, **more: Any) -> list[Remedy]:
 
     `more` goes to `estimate` (cluster, calibration, profile).
     """
+    more = {"loader": answer.loader, **more}
     found = [*_smaller_batches(graph, answer, more), *_strategies(graph, answer, more)]
     found += [*_more_devices(graph, answer, more), *_plans(answer)]
     return sorted(found, key=lambda remedy: remedy.cost_ratio)

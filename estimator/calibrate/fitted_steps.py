@@ -11,7 +11,7 @@ from estimator.calibrate.calibrator import Calibrator
 from estimator.calibrate.observations import ObservationStore
 from estimator.calibrate.observed import Observation
 from estimator.engine import DEFAULT, estimate_graph
-from estimator.errors import EstimatorError, ObservationError
+from estimator.errors import EstimatorError, ObservationError, printable
 from estimator.graph.files import is_saved_graph
 from estimator.graph.op_graph import OpGraph, workload_name
 from estimator.placement.topology import Cluster
@@ -52,10 +52,11 @@ def observations_of(store: ObservationStore, model: str, precision: str) -> list
             return found
     if found := [one for one in store if one.fingerprint is not None]:
         return found
-    known = ", ".join(list(store.workloads())[:5]) or "nothing"
+    known = ", ".join(store.workload_names()[:5])
+    has = f"has {printable(known)}; name one of these" if known else "is empty"
     raise ObservationError(
-        f"no step of '{name}' was observed in {store.path}, which has {known}; name one of these, "
-        "or observe some steps"
+        f"no step of '{name}' was observed in {store.path}, which {has}; 'estimator calibrate "
+        "observe' keeps steps"
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from estimator.calibrate.database import PATIENCE_S, Database
 from estimator.calibrate.observed import Observation, ObservedWorkload, placement_of
 from estimator.calibrate.outliers import OUTLIER_RATIO, outliers
-from estimator.errors import quoted
+from estimator.errors import StoreError, quoted
 from estimator.machines.files import home
 
 __all__ = ["Observation", "ObservationStore", "ObservedWorkload"]
@@ -107,6 +107,8 @@ class ObservationStore:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise StoreError(f"a store is a path, found {quoted(path)}; write one")
         self.path = Path(path) if path is not None else home() / "observations.db"
         self._database = Database(self.path, application_id=_APPLICATION_ID, migrations=_MIGRATIONS)
 
@@ -200,6 +202,13 @@ class ObservationStore:
             except (ValueError, TypeError) as error:
                 _tell_left_out(quoted(row[0]), str(error))
         return found
+
+    def workload_names(self) -> list[str]:
+        """The names of every workload observed or described."""
+        query = "SELECT DISTINCT CAST(name AS TEXT) AS name FROM jobs ORDER BY name"
+        none: list[Any] = []
+        rows = self._database.read(lambda connection: connection.execute(query).fetchall(), none)
+        return [row[0] for row in rows]
 
     def close(self) -> None:
         """Let go of the file; the next use opens it again."""

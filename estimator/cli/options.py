@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from estimator.cli.console import printing_to_stderr, progress, waiting
-from estimator.cli.numbers import Count
 from estimator.cli.request import Request
-from estimator.workload import OPTIMIZERS, PRECISIONS
+from estimator.optimizers import OPTIMIZERS
+from estimator.precision import PRECISIONS
+from estimator.probe.option_types import Count
 
 if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator
     from estimator.graph.op_graph import OpGraph
+    from estimator.loader import Loader
     from estimator.placement.topology import Cluster
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -39,8 +41,19 @@ def _calibration(
     return Calibrator(None if path == "-" else path)
 
 
+def _loader(context: click.Context, option: click.Parameter, text: str | None) -> Loader | None:
+    from estimator.loader import Loader
+
+    return None if text is None else Loader.parse(text)
+
+
 def workload_options(command: Command) -> Command:
     """Give a command MODEL and the options that make a Request."""
+    return training_options(click.argument("model")(command))
+
+
+def training_options(command: Command) -> Command:
+    """Give a command the options that make a Request of a MODEL."""
     positive = Count()
     for option in (
         click.option("--measure", is_flag=True, help="Time this model's own operators first."),
@@ -57,11 +70,21 @@ def workload_options(command: Command) -> Command:
             help="Correct by the steps observed in this store; - is the user's own.",
         ),
         click.option(
+            "--loader",
+            callback=_loader,
+            metavar="PARTS",
+            help="What feeds each rank, as in sample=150kB,prep=8ms,workers=4.",
+        ),
+        click.option(
             "--strategy",
             default="ddp",
             help="Such as ddp:bucket=5MiB,view, zero2, fsdp:shard=8 or ps:2.",
         ),
         click.option("--grad-scaler", is_flag=True, help="Scale fp16 gradients, check for inf."),
+        click.option(
+            "--checkpoint", metavar="FORM", help="full, selective:op, or selective:2 blocks."
+        ),
+        click.option("--clip-grad-norm", is_flag=True, help="Clip gradients by their norm."),
         click.option("--channels-last", is_flag=True, help="Images with their channels innermost."),
         click.option(
             "--cuda-graphs",
@@ -78,7 +101,6 @@ def workload_options(command: Command) -> Command:
         click.option("--accumulation", type=positive, default=1, help="Micro-batches per step."),
         click.option("--global-batch", type=positive, help="Samples of a step, split by speed."),
         click.option("--batch", type=positive, help="Samples per device and micro-batch."),
-        click.argument("model"),
     ):
         command = option(command)
     return command
@@ -89,7 +111,7 @@ on_option = click.option("--on", required=True, metavar="ALLOCATION", help="Such
 
 def traced(request: Request, allocations: Sequence[str]) -> OpGraph:
     if not request.measure:
-        with waiting(f"looking at {request.model}"), printing_to_stderr():
+        with waiting(f"tracing {request.model}"), printing_to_stderr():
             return request.graph(allocations)
     with progress("timing operators") as report, printing_to_stderr():
         return request.graph(allocations, report)

@@ -22,10 +22,10 @@ from estimator.units import (
 )
 
 if TYPE_CHECKING:
-    from estimator.advise.balance import Balance
     from estimator.advise.scaling import Scaling
     from estimator.advise.strategies import StrategyRow
     from estimator.advise.sweeps import SweepRow
+    from estimator.balance import Balance
     from estimator.estimates import Estimate
     from estimator.report.validation import Validation
 

@@ -236,8 +236,8 @@ def _host_facts(profile: MachineProfile) -> Table | None:
         per_gib_s = profile.memory.first_touch_s_per_byte * 2**30
         rows.append(("first touch of 1 GiB", format_seconds(per_gib_s)))
         rows.append(("allocator", profile.memory.allocator))
-    if profile.rank_spread_ratio is not None:
-        rows.append(("spread between ranks", format_ratio(profile.rank_spread_ratio)))
+    if profile.rank_jitter_ratio is not None:
+        rows.append(("spread between ranks", format_ratio(profile.rank_jitter_ratio)))
     return facts(rows) if rows else None
 
 
@@ -277,12 +277,12 @@ def _kernels_table(profile: MachineProfile) -> Table | None:
 
 
 def _links_table(profile: MachineProfile) -> Table | None:
-    table = grid("links", "link", "streams", "latency", "bandwidth", "fit error", numbers=4)
+    table = grid("links", "link", "flows", "latency", "bandwidth", "fit error", numbers=4)
     for link in (*profile.links, *profile.network):
         error = link.provenance.relative_error
         table.add_row(
             _link_name(link),
-            str(link.streams),
+            str(link.flows),
             format_seconds(link.latency_s),
             format_bandwidth(link.bandwidth_bytes_per_s),
             "" if error is None else format_ratio(error),
@@ -290,7 +290,7 @@ def _links_table(profile: MachineProfile) -> Table | None:
     return table if table.row_count else None
 
 
-_REACH_WORDS = {
+_LOCALITY_WORDS = {
     "device_switch": ", behind one switch",
     "socket": ", in one socket",
     "node": "",
@@ -301,7 +301,7 @@ _REACH_WORDS = {
 
 def _link_name(link: Link) -> str:
     words = link.kind.replace("_", " ") + (", pinned" if link.pinned else "")
-    words += _REACH_WORDS[link.reach]
+    words += _LOCALITY_WORDS[link.locality]
     if link.ring_devices is not None:
         words += f", rings of up to {link.ring_devices}"
     if not link.peer_to_peer:

@@ -11,12 +11,13 @@ from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
-    from estimator.advise.balance import Balance
     from estimator.advise.scaling import Scaling
     from estimator.advise.strategies import StrategyRow
+    from estimator.balance import Balance
     from estimator.coefficients import Calibration
     from estimator.estimates import Estimate
     from estimator.graph.op_graph import OpGraph
+    from estimator.loader import Loader
     from estimator.machines.profile import DeviceKind
     from estimator.placement.placement import Placement
 
@@ -40,10 +41,13 @@ class Request:
     strategy: str = "ddp"
     cluster: Cluster | None = None
     calibration: Calibration | None = None
+    loader: Loader | None = None
     measure: bool = False
     execution: Literal["compiled", "cuda-graphs"] | None = None
     channels_last: bool = False
     grad_scaler: bool = False
+    clip_grad_norm: bool = False
+    checkpoint: str | None = None
 
     def graph(
         self, allocations: Sequence[str], report: Callable[[str, float], None] | None = None
@@ -80,6 +84,8 @@ class Request:
             compiled={None: None, "compiled": True, "cuda-graphs": "cuda-graphs"}[self.execution],
             channels_last=self.channels_last,
             grad_scaler=self.grad_scaler,
+            clip_grad_norm=self.clip_grad_norm,
+            checkpoint=self.checkpoint,
             profile=machines[0],
             name=name,
             report=report,
@@ -95,6 +101,8 @@ class Request:
             (_EXECUTION_OPTIONS, self.execution),
             ("channels-last", self.channels_last),
             ("grad-scaler", self.grad_scaler),
+            ("clip-grad-norm", self.clip_grad_norm),
+            ("checkpoint", self.checkpoint),
             ("seq-len", self.seq_len not in (None, summary.tokens_per_sample)),
         ):
             if asked:
@@ -126,6 +134,8 @@ class Request:
             ("measure", self.measure or None, bool(graph.timings)),
             ("channels-last", self.channels_last or None, graph.channels_last),
             ("grad-scaler", self.grad_scaler or None, graph.grad_scaler),
+            ("clip-grad-norm", self.clip_grad_norm or None, graph.clip_grad_norm),
+            ("checkpoint", self.checkpoint, graph.checkpoint),
             ("seq-len", self.seq_len, graph.tokens_per_sample),
         ):
             if asked is not None and asked != traced:
@@ -134,19 +144,22 @@ class Request:
                     "name the model itself"
                 )
 
-    def estimate(self, graph: OpGraph, allocation: str) -> Estimate:
-        """The estimate of a traced graph on an allocation."""
+    def estimate(
+        self, graph: OpGraph, allocation: str, batches: Sequence[int] | None = None
+    ) -> Estimate:
+        """The estimate of a traced graph on an allocation, `batches` one for each of its groups."""
         from estimator.api import estimate
 
         return estimate(
             graph,
             allocation,
-            batch_per_gpu=self.batch,
-            global_batch=self.global_batch,
+            batch_per_gpu=self.batch if batches is None else batches,
+            global_batch=self.global_batch if batches is None else None,
             accumulation_steps=self.accumulation,
             strategy=self.strategy,
             cluster=self.cluster,
             calibration=self.calibration,
+            loader=self.loader,
         )
 
     def exists(self, allocation: str) -> bool:
@@ -170,7 +183,7 @@ class Request:
         """The split of the global batch by speed; None where there is none to split or gain."""
         if self.global_batch is None or self.batch is not None:
             return None
-        from estimator.advise.balance import balance
+        from estimator.balance import balance
 
         found = balance(
             graph,
@@ -180,6 +193,7 @@ class Request:
             strategy=self.strategy,
             cluster=self.cluster,
             calibration=self.calibration,
+            loader=self.loader,
         )
         return found if found.answer is not found.even else None
 
@@ -207,14 +221,14 @@ class Request:
         from estimator.placement.placement import place
 
         for text in allocations:
-            site = place(text, cluster=self.cluster).sites[0]
-            if site.profile.kind != "cuda":
+            nodes = place(text, cluster=self.cluster).node_groups[0]
+            if nodes.profile.kind != "cuda":
                 continue
             from torch import cuda  # cores need no look at what GPUs there are
 
-            if cuda.device_count() < site.per_node:
+            if cuda.device_count() < nodes.per_node:
                 raise AllocationError(
-                    f"'{text}' is to train on {site.per_node} of this machine's GPUs, and torch "
+                    f"'{text}' is to train on {nodes.per_node} of this machine's GPUs, and torch "
                     f"finds {cuda.device_count()}; validate on the machine itself"
                 )
 
@@ -238,7 +252,7 @@ class Request:
                     f"'{predicted.allocation}' spans {placement.nodes} nodes, but this command "
                     "trains on one; validate an allocation such as 1x2:local"
                 )
-            devices = placement.sites[0].profile.devices[: predicted.ranks]
+            devices = placement.node_groups[0].profile.devices[: predicted.ranks]
             training = train(
                 self.model,
                 devices,

@@ -35,9 +35,10 @@ from estimator.graph.repeated import with_repeated
 from estimator.graph.step_parts import STEP_PART, StepPart
 from estimator.graph.summary import WorkloadSummary
 from estimator.machines.files import write_bytes_atomically
+from estimator.optimizers import check_optimizer
+from estimator.precision import check_precision
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree, tensor_leaves
 from estimator.units import MIB
-from estimator.workload import check_optimizer, check_precision
 
 FORMAT = "estimator-graph"
 VERSION = 1
@@ -59,10 +60,12 @@ _PLAIN_FIELDS = (
     "timed_on",
 )
 # Absent from files written before the package knew of them.
-_LATER_FIELDS: dict[str, str | bool] = {
+_LATER_FIELDS: dict[str, str | bool | None] = {
     "execution": "eager",
     "channels_last": False,
     "grad_scaler": False,
+    "clip_grad_norm": False,
+    "checkpoint": None,
 }
 _DAMAGE = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 # More of one thing than any model has: they bound what an estimate of a graph takes.
@@ -96,6 +99,8 @@ def read_graph(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises GraphFileError if it is missing, damaged or of another version.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise GraphFileError(f"a graph is loaded from a path, found {quoted(path)}; write one")
     try:
         content = unpack(read_file(path), most_bytes=MOST_BYTES)
         if not content.isascii():  # a character of another kind can take four times the memory
@@ -197,7 +202,7 @@ def _encode(graph: Mapping[str, Any]) -> dict[str, Any]:
     parameters = [
         [p.name, specs.add(p.spec), p.gradient, p.ready_after] for p in graph["parameters"]
     ]
-    timings = [[calls.add(c), t.seconds, t.spread_ratio] for c, t in graph["timings"].items()]
+    timings = [[calls.add(c), t.seconds, t.noise_ratio] for c, t in graph["timings"].items()]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -227,6 +232,8 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
         )
         for spec, other, kind, base in data["values"]
     )
+    for spec, other in {(row[0], row[1]) for row in data["values"]}:
+        _check_alike(specs[spec], specs[other])
     ops = tuple(_decode_op(row, calls, len(values)) for row in data["ops"])
     for one, two in {(op.call, op.other_call) for op in ops}:
         _check_alike(one, two)
@@ -351,14 +358,15 @@ def _checked_call(call: OpCall) -> OpCall:
 def _timing(seconds: Any, spread: Any) -> OpTiming:
     if not (0 <= float(seconds) <= _LONGEST_S and 0 <= float(spread) <= _LONGEST_S):
         raise ValueError(f"an operator takes {quoted(seconds)} seconds")
-    return OpTiming(seconds=float(seconds), spread_ratio=float(spread))
+    return OpTiming(seconds=float(seconds), noise_ratio=float(spread))
 
 
 def _check_plain_fields(graph: Mapping[str, Any]) -> None:
     for name in ("name", "target", "precision", "optimizer"):
         _text(graph[name])
-    if graph["timed_on"] is not None:
-        _text(graph["timed_on"])
+    for name in ("timed_on", "checkpoint"):
+        if graph[name] is not None:
+            _text(graph[name])
     check_optimizer(graph["optimizer"])
     check_precision(graph["precision"])
     for name in ("batch", "other_batch", "tokens_per_sample"):
@@ -379,6 +387,6 @@ def _check_plain_fields(graph: Mapping[str, Any]) -> None:
     if graph["target"] not in ("cpu", "cuda"):
         raise ValueError(f"target is {quoted(graph['target'])}")
     _one_of(Execution, graph["execution"])
-    for name in ("channels_last", "grad_scaler"):
+    for name in ("channels_last", "grad_scaler", "clip_grad_norm"):
         if type(graph[name]) is not bool:
             raise ValueError(f"'{name}' is {quoted(graph[name])}")

@@ -6,6 +6,8 @@ and each tensor is kept at two batch sizes, and `OpGraph.at` gives them at any o
 
 from __future__ import annotations
 
+import pickle
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -39,7 +41,9 @@ class OpGraph:
     `parameters` stand in the order in which their gradients become ready. `batch` is the traced
     batch size (samples per device and micro-batch), None where the model has a fixed batch.
     `execution` says how its calls are issued, `channels_last` that images were laid out so,
-    `grad_scaler` that gradients are unscaled and checked before the update.
+    `grad_scaler` that gradients are unscaled and checked before the update, `clip_grad_norm` that
+    they are clipped by their norm. `checkpoint` is the form of activation checkpointing that was
+    asked for; what it computes again is among `ops`.
     `timings` holds the calls measured on the machine `timed_on` when tracing asked for it. A graph
     made from a summary has `timed_on` if whole steps were timed there.
     """
@@ -54,6 +58,8 @@ class OpGraph:
     execution: Execution = "eager"
     channels_last: bool = False
     grad_scaler: bool = False
+    clip_grad_norm: bool = False
+    checkpoint: str | None = None
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     parameters: tuple[Parameter, ...]
@@ -75,6 +81,16 @@ class OpGraph:
             f"{self.parameter_count:,} parameters)"
         )
 
+    def __hash__(self) -> int:
+        # Equal graphs have equal sizes; their thousands of operators need not be gone through.
+        sizes = (len(self.ops), len(self.values), self.parameter_bytes)
+        return hash((self.name, self.target, self.mode, self.optimizer, self.batch, sizes))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Compressed, as a file of it is: the operators of a model are much alike.
+        own = {item.name: getattr(self, item.name) for item in fields(self)}
+        return _unpickled, (zlib.compress(pickle.dumps(own)),)
+
     @property
     def mode(self) -> str:
         """How a step is run, in words: its precision and what differs from plain eager training."""
@@ -82,6 +98,8 @@ class OpGraph:
             () if self.execution == "eager" else (self.execution,),
             ("channels last",) if self.channels_last else (),
             ("gradient scaler",) if self.grad_scaler else (),
+            ("gradients clipped",) if self.clip_grad_norm else (),
+            (f"checkpoint {self.checkpoint}",) if self.checkpoint else (),
         )
         return ", ".join((self.precision, *(word for words in more for word in words)))
 
@@ -167,6 +185,10 @@ class OpGraph:
         (109500000, False)
         """
         return summary_graph(WorkloadSummary(**known), target=target, profile=profile)
+
+
+def _unpickled(content: bytes) -> OpGraph:
+    return OpGraph(**pickle.loads(zlib.decompress(content)))
 
 
 def summary_graph(

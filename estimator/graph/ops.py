@@ -100,4 +100,4 @@ class OpTiming:
     """Measured seconds of one exact call on one machine, memory already touched."""
 
     seconds: float
-    spread_ratio: float = 0.0
+    noise_ratio: float = 0.0

@@ -32,7 +32,7 @@ def workspace_bytes(call: OpCall, *, threads: int = 1) -> int:
 
 def _forward(call: OpCall, threads: int) -> float:
     image, weight, output = call.arguments[0], call.arguments[1], call.outputs[0]
-    if _is_product(image, weight, argument(call, 3, "stride", ()), threads):
+    if _is_matmul(image, weight, argument(call, 3, "stride", ()), threads):
         return _contiguous_copy(image)
     blocked = _blocked_weight(weight, image)
     if _channels_last(image) or _channels_last(weight):
@@ -47,7 +47,7 @@ def _backward(call: OpCall, threads: int) -> float:
     gradient, image, weight = call.arguments[:3]
     wants_image, wants_weight = argument(call, 10, "output_mask", (True, True, True))[:2]
     copied = _contiguous_copy(gradient) + _contiguous_copy(image)
-    if _is_product(image, weight, argument(call, 4, "stride", ()), threads):
+    if _is_matmul(image, weight, argument(call, 4, "stride", ()), threads):
         return copied
     blocked = _blocked_weight(weight, image)
     depthwise = _is_depthwise(weight, image)
@@ -66,10 +66,10 @@ def _backward(call: OpCall, threads: int) -> float:
     return copied + max(first, second) - image_bytes - weight_bytes
 
 
-def _is_product(
+def _is_matmul(
     image: TensorSpec, weight: TensorSpec, strides: tuple[int, ...], threads: int
 ) -> bool:
-    """Whether a 1 x 1 convolution runs as a matrix product on the tensors as they are.
+    """Whether a 1 x 1 convolution runs as a matmul on the tensors as they are.
 
     ConvParams::use_mkldnn in aten/src/ATen/native/Convolution.cpp (torch 2.13): on one thread,
     below 16 images, without stride and in float32.

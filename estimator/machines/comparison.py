@@ -115,10 +115,10 @@ def _link_quantities(links: Sequence[Link], group: str, role: str) -> Iterator[_
     named: set[str] = set()
     for link in sorted(links, key=lambda link: -link.bandwidth_bytes_per_s):
         name = _ROLES.get(link.kind, role) + (", pinned" if link.pinned else "")
-        if link.reach not in ("node", "rack"):
-            name += f", {_spaced(link.reach)}"
-        if link.streams > 1:
-            name += f", {link.streams} at once"
+        if link.locality not in ("node", "rack"):
+            name += f", {_spaced(link.locality)}"
+        if link.flows > 1:
+            name += f", {link.flows} at once"
         if link.ring_devices is not None:
             name += f", rings of up to {link.ring_devices}"
         if name in named:

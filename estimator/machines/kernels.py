@@ -25,18 +25,18 @@ class KernelPoint:
 
     `warm_s`: inputs as the previous op left them (in cache where they fit), output memory already
     touched. `cold_s`: inputs read from main memory; None where the device has no such difference.
-    Neither includes the host's dispatch cost beyond the bare operator call. `spread_ratio` is half
+    Neither includes the host's dispatch cost beyond the bare operator call. `noise_ratio` is half
     the 10–90 % range of the repeats over their median.
     """
 
     call: Mapping[str, Any]
     warm_s: float
     cold_s: float | None = None
-    spread_ratio: float = 0.0
+    noise_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         check_positive(self, "warm_s", "cold_s")
-        check_not_negative(self, "spread_ratio")
+        check_not_negative(self, "noise_ratio")
         try:
             OpCall.decode(dict(self.call))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -137,7 +137,7 @@ class UpdateCost:
         if not all(0 <= value <= MOST for lane in self.lanes for value in lane):
             raise ValueError("UpdateCost.lanes must be numbers from 0 on")
 
-    def update_time_s(self, *, tensors: int, parameters: float, idle: float = 0.0) -> float:
+    def update_time_s(self, *, tensors: float, parameters: float, idle: float = 0.0) -> float:
         """Seconds of a step; `idle` of the `parameters` elements in `tensors` tensors are idle."""
         busy_s = self.launch_s + tensors * self.per_tensor_s + parameters * self.per_parameter_s
         return busy_s + idle * self.per_idle_parameter_s

@@ -29,17 +29,17 @@ LinkKind = Literal[
 ]
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
 # How far apart the two ends of a link are, nearest first.
-Reach = Literal["device_switch", "socket", "node", "rack", "cluster"]
+Locality = Literal["device_switch", "socket", "node", "rack", "cluster"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """One direction of one connection; n bytes take latency_s + n / bandwidth_bytes_per_s.
 
-    `reach` says how far apart its ends are: behind one device switch, on one socket, in one node,
-    in nodes of one rack, in other racks. `streams` such links were in use at once when it was
-    measured (between nodes: flows through one NIC), and the rate is what one of them got. `points`
-    are the measured (bytes, seconds), kept beside the fit.
+    `locality` says how far apart its ends are: behind one device switch, on one socket, in one
+    node, in nodes of one rack, in other racks. `flows` were concurrent when it was measured
+    (between nodes: those through one NIC), and the rate is what one of them got. `points` are the
+    measured (bytes, seconds), kept beside the fit.
 
     Between devices of a node, the rate is what one device of a ring sends over all its links of the
     kind where the ring joins at most `ring_devices` devices in the order of their indices, None for
@@ -50,11 +50,11 @@ class Link:
     """
 
     kind: LinkKind
-    reach: Reach = "node"
+    locality: Locality = "node"
     latency_s: float
     bandwidth_bytes_per_s: float
     pinned: bool = False
-    streams: int = 1
+    flows: int = 1
     points: tuple[tuple[float, float], ...] = ()
     ring_devices: int | None = None
     peer_to_peer: bool = True
@@ -64,7 +64,7 @@ class Link:
 
     def __post_init__(self) -> None:
         check_not_negative(self, "latency_s")
-        check_positive(self, "bandwidth_bytes_per_s", "streams", "ring_devices", "achieved_ratio")
+        check_positive(self, "bandwidth_bytes_per_s", "flows", "ring_devices", "achieved_ratio")
         check_points(self, self.points)
 
     def transfer_time_s(self, size_bytes: float) -> float:

@@ -32,9 +32,9 @@ from estimator.machines.links import (
     CollectiveName,
     Link,
     LinkKind,
+    Locality,
     OverlapCost,
     PairMatrix,
-    Reach,
 )
 from estimator.machines.provenance import (
     Provenance,
@@ -59,7 +59,7 @@ __all__ = [
     "OverlapCost",
     "PairMatrix",
     "Provenance",
-    "Reach",
+    "Locality",
     "SCHEMA_VERSION",
     "Source",
     "UpdateCost",
@@ -67,14 +67,22 @@ __all__ = [
     "json_schema",
 ]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+# What version 1 called the fields of links, of timed kernels and of the profile itself.
+_NAMES_OF_VERSION_1 = {
+    "reach": "locality",
+    "streams": "flows",
+    "spread_ratio": "noise_ratio",
+    "rank_spread_ratio": "rank_jitter_ratio",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineProfile:
     """Everything known of one machine type: one node with `devices`.
 
-    `network` are the links that leave the node, by reach and by flows through the NIC at once;
+    `network` are the links that leave the node, by locality and by flows through the NIC at once;
     `pairs` holds the single links of the very cluster that was probed.
     """
 
@@ -93,7 +101,7 @@ class MachineProfile:
     software: Mapping[str, str] = field(default_factory=dict)
     hardware: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     canary_s: float | None = None
-    rank_spread_ratio: float | None = None
+    rank_jitter_ratio: float | None = None
     missing: tuple[str, ...] = ()
     provenance: Provenance
     schema_version: int = SCHEMA_VERSION
@@ -107,7 +115,7 @@ class MachineProfile:
                 f"{SCHEMA_VERSION}; probe the machine again"
             )
         check_positive(self, "canary_s")
-        check_not_negative(self, "rank_spread_ratio")
+        check_not_negative(self, "rank_jitter_ratio")
 
     def __repr__(self) -> str:
         # The generated one would print every kernel that was timed.
@@ -179,12 +187,20 @@ def _adapter() -> Any:
 
 
 def _of_this_version(data: Any) -> Any:
-    """A profile's values without contentions of first touches, which earlier versions measured.
+    """A profile's values as this version names them, without contentions of first touches.
 
-    A step that keeps its memory, as all that is timed here, touches nothing for the first time.
-    Keys that have gone need nothing: unknown ones are passed over.
+    Earlier versions measured those; a step that keeps its memory, as all that is timed here,
+    touches nothing for the first time. Keys that have gone need nothing: unknown ones are passed
+    over.
     """
-    contentions = data.get("contentions") if isinstance(data, dict) else None
+    if not isinstance(data, dict):
+        return data
+    if data.get("schema_version", 1) == 1:
+        data = {_NAMES_OF_VERSION_1.get(key, key): value for key, value in data.items()}
+        for key in ("links", "network", "kernels"):
+            data[key] = _renamed(data.get(key, ()))
+        data["schema_version"] = SCHEMA_VERSION
+    contentions = data.get("contentions")
     if not isinstance(contentions, list | tuple):
         return data
     kept = [
@@ -193,6 +209,20 @@ def _of_this_version(data: Any) -> Any:
         if not (isinstance(item, dict) and item.get("bound") == "first_touch")
     ]
     return {**data, "contentions": kept}
+
+
+def _renamed(items: Any) -> Any:
+    """A list of records of version 1, and their points, with the names of this version."""
+    if not isinstance(items, list | tuple):
+        return items
+    found = []
+    for item in items:
+        if isinstance(item, dict):
+            item = {_NAMES_OF_VERSION_1.get(key, key): value for key, value in item.items()}
+            if "points" in item:
+                item["points"] = _renamed(item["points"])
+        found.append(item)
+    return found
 
 
 def json_schema() -> dict[str, Any]:

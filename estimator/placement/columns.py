@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import methodcaller
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,43 +28,47 @@ _count_joins = methodcaller("count", "+")
 class AllocationColumns:
     """One allocation a row, its groups in rank order from the left.
 
-    `site` is an index into `sites`, −1 where a row has no further group; `nodes` and `devices` say
-    how many nodes, and how many devices on each. All have the shape (rows, groups). A site is a
-    machine type, or with ``[]`` behind its name a host of a cluster file, of which a group takes
-    one node. `highest` is the highest device index named on a host; None where hosts give devices
-    in order.
+    `machine` is an index into `machines`, −1 where a row has no further group; `nodes` and
+    `devices` say how many nodes, and how many devices on each. All have the shape (rows, groups).
+    A machine is a type, or with ``[]`` behind its name a host of a cluster file, of which a group
+    takes one node. `highest` is the highest device index named on a host; None where hosts give
+    devices in order.
 
     >>> columns = AllocationColumns.from_texts(["1x8:v100+2x4:t4", "a1[0,1]"])
-    >>> columns.sites, columns.site.tolist()
+    >>> columns.machines, columns.machine.tolist()
     (('v100', 't4', 'a1[]'), [[0, 1], [2, -1]])
     """
 
-    sites: tuple[str, ...]
-    site: Integers
+    machines: tuple[str, ...]
+    machine: Integers
     nodes: Integers
     devices: Integers
     highest: Integers | None = None
 
     def __post_init__(self) -> None:
-        for name in ("site", "nodes", "devices", "highest"):
+        for name in ("machine", "nodes", "devices", "highest"):
             column = getattr(self, name)
             if column is None:
                 continue
-            if column.ndim != 2 or column.shape != self.site.shape or column.dtype.kind not in "iu":
+            if (
+                column.ndim != 2
+                or column.shape != self.machine.shape
+                or column.dtype.kind not in "iu"
+            ):
                 raise AllocationError(
                     f"column '{name}' is {column.dtype} of shape {column.shape}; give integers, "
                     "one row an allocation and one column a group, alike for all columns"
                 )
-        _check_sites(self.site, len(self.sites))
+        _check_machines(self.machine, len(self.machines))
 
     def __len__(self) -> int:
-        return len(self.site)
+        return len(self.machine)
 
-    def __getitem__(self, rows: slice) -> AllocationColumns:
-        """Some of the rows, as views."""
+    def __getitem__(self, rows: slice | NDArray[Any]) -> AllocationColumns:
+        """Some of the rows: a slice, row numbers or flags."""
         return AllocationColumns(
-            sites=self.sites,
-            site=self.site[rows],
+            machines=self.machines,
+            machine=self.machine[rows],
             nodes=self.nodes[rows],
             devices=self.devices[rows],
             highest=None if self.highest is None else self.highest[rows],
@@ -73,11 +78,11 @@ class AllocationColumns:
         """A row as an allocation; a host gives its devices in order. Raises AllocationError."""
         groups: list[DeviceGroup] = []
         given: dict[str, int] = {}
-        columns = (self.site[row].tolist(), self.nodes[row].tolist(), self.devices[row].tolist())
-        for site, nodes, devices in zip(*columns, strict=True):
-            if site < 0:
+        columns = (self.machine[row].tolist(), self.nodes[row].tolist(), self.devices[row].tolist())
+        for machine, nodes, devices in zip(*columns, strict=True):
+            if machine < 0:
                 break
-            name = self.sites[site]
+            name = self.machines[machine]
             if not name.endswith(HOST_MARK):
                 groups.append(DeviceGroup(nodes=nodes, devices_per_node=devices, machine=name))
                 continue
@@ -97,7 +102,7 @@ class AllocationColumns:
         parts = list(reader.parts(texts))
         if len(parts) == 1:
             return parts[0][1]
-        width = max((part.site.shape[1] for _, part in parts), default=0)
+        width = max((part.machine.shape[1] for _, part in parts), default=0)
 
         def stacked(name: str, missing: int) -> Integers:
             whole = np.full((width, len(texts)), missing, dtype=np.int32)
@@ -108,26 +113,26 @@ class AllocationColumns:
 
         named = any(part.highest is not None for _, part in parts)
         return cls(
-            sites=reader.sites,
-            site=stacked("site", -1),
+            machines=reader.machines,
+            machine=stacked("machine", -1),
             nodes=stacked("nodes", 0),
             devices=stacked("devices", 0),
             highest=stacked("highest", 0) if named else None,
         )
 
 
-def _check_sites(site: Integers, known: int) -> None:
-    if not len(site):
+def _check_machines(machine: Integers, known: int) -> None:
+    if not len(machine):
         return
-    if not site.shape[1]:
+    if not machine.shape[1]:
         raise AllocationError("row 0 has no group; give each row at least one")
-    if site.max() >= known or site.min() < -1:
-        row = int(((site >= known) | (site < -1)).any(axis=1).argmax())
+    if machine.max() >= known or machine.min() < -1:
+        row = int(((machine >= known) | (machine < -1)).any(axis=1).argmax())
         raise AllocationError(
-            f"row {row} has site numbers {site[row].tolist()} of {known} sites; count them from 0 "
-            "and write -1 where a row has no further group"
+            f"row {row} has machine numbers {machine[row].tolist()} of {known} machines; count "
+            "from 0 and write -1 where a row has no further group"
         )
-    absent = site.T < 0
+    absent = machine.T < 0
     ragged = absent[0].copy()
     for left, right in pairwise(absent):
         ragged |= left & ~right
@@ -139,28 +144,30 @@ def _check_sites(site: Integers, known: int) -> None:
 
 
 class TextReader:
-    """Reads texts in parts; a site keeps its number from part to part.
+    """Reads texts in parts; a machine keeps its number from part to part.
 
-    Each distinct group, such as ``2x8:h100``, is read once and then only looked up.
+    Each distinct group, such as ``2x8:h100``, is read once and then only looked up. What is no
+    group becomes one of 0 nodes, unless reading is strict.
     """
 
     def __init__(self) -> None:
         self._groups = _Groups()
         self._first_row = 0
+        self._strict = True
 
     @property
-    def sites(self) -> tuple[str, ...]:
-        """The sites met so far, in the order of their numbers."""
-        return tuple(self._groups.sites)
+    def machines(self) -> tuple[str, ...]:
+        """The machines met so far, in the order of their numbers."""
+        return tuple(self._groups.machines)
 
     def parts(
-        self, texts: Sequence[str | Allocation], *, first_row: int = 0
+        self, texts: Sequence[str | Allocation], *, first_row: int = 0, strict: bool = True
     ) -> Iterator[tuple[int, AllocationColumns]]:
         """(first row, columns) of some thousand rows at a time.
 
-        Raises AllocationError that names the row, counted from `first_row`.
+        If strict, raises AllocationError that names the row, counted from `first_row`.
         """
-        self._first_row = first_row
+        self._first_row, self._strict = first_row, strict
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             yield from self._part(texts[start : start + _TEXTS_AT_ONCE], start)
 
@@ -177,6 +184,10 @@ class TextReader:
         try:
             columns = self._read(texts, joins)
         except AllocationError:
+            if not self._strict:
+                self._groups.read_all("+".join(texts).split("+"))
+                yield start, self._read(texts, joins)
+                return
             _raise_first(texts, self._first_row + start)
             raise
         yield start, columns
@@ -195,32 +206,37 @@ class TextReader:
             group = codes[np.minimum(first + number, len(codes) - 1)]
             columns[:, number] = known[:, group]
             columns[0, number][~there] = -1
-        site, nodes, devices, highest = (column.T for column in columns)
+        machine, nodes, devices, highest = (column.T for column in columns)
         named = groups.any_host
         if named:
-            self._check_devices(texts, columns[0])
+            self._check_devices(texts, columns[0], columns[1])
         return AllocationColumns(
-            sites=self.sites,
-            site=site,
+            machines=self.machines,
+            machine=machine,
             nodes=nodes,
             devices=devices,
             highest=highest if named else None,
         )
 
-    def _check_devices(self, texts: Sequence[str], site: Integers) -> None:
+    def _check_devices(self, texts: Sequence[str], machine: Integers, nodes: Integers) -> None:
         """Rows that name a host twice may name a device twice, which only their text tells."""
-        is_host = np.array([name.endswith(HOST_MARK) for name in self.sites])
-        in_order = np.sort(site, axis=0)
+        is_host = np.array([name.endswith(HOST_MARK) for name in self.machines])
+        in_order = np.sort(machine, axis=0)
         again = (in_order[1:] == in_order[:-1]) & (in_order[1:] >= 0) & is_host[in_order[1:]]
         for row in np.flatnonzero(again.any(axis=0)).tolist():
-            Allocation.parse(texts[row])
+            try:
+                Allocation.parse(texts[row])
+            except AllocationError:
+                if self._strict:
+                    raise
+                nodes[0, row] = 0
 
 
 class _Groups(dict[str, int]):
     """Numbers of the groups met so far, by their text; an unknown one is read and numbered."""
 
     def __init__(self) -> None:
-        self.sites: dict[str, int] = {}
+        self.machines: dict[str, int] = {}
         self.columns: list[list[int]] = [[], [], [], []]
         self.any_host = False
 
@@ -231,16 +247,25 @@ class _Groups(dict[str, int]):
         else:
             name, highest = group.host + HOST_MARK, max(group.devices)
             self.any_host = True
-        site = self.sites.setdefault(name, len(self.sites))
-        for column, value in zip(
-            self.columns, (site, group.nodes, group.devices_per_node, highest), strict=True
-        ):
+        return self._number(text, name, group.nodes, group.devices_per_node, highest)
+
+    def _number(self, text: str, name: str, nodes: int, devices: int, highest: int) -> int:
+        machine = self.machines.setdefault(name, len(self.machines))
+        for column, value in zip(self.columns, (machine, nodes, devices, highest), strict=True):
             column.append(value)
         number = self[text] = len(self)
         return number
 
+    def read_all(self, texts: Sequence[str]) -> None:
+        """Number every group; what is none becomes one of 0 nodes."""
+        for text in dict.fromkeys(texts):
+            try:
+                self[text]
+            except AllocationError:
+                self._number(text, "", 0, 0, 0)
+
     def forget_if_many(self) -> None:
-        """Start again, sites apart, before the groups themselves fill the memory."""
+        """Start again, machines apart, before the groups themselves fill the memory."""
         if len(self) > _MOST_GROUPS_KNOWN:
             self.clear()
             self.columns = [[], [], [], []]

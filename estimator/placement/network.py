@@ -48,7 +48,7 @@ def network_of(profile: MachineProfile) -> NodeNetwork | None:
     The fastest single flow measured is what any number of ranks gets. A datasheet's line rate is
     that of all cards together, and counts with what collectives usually get of it.
     """
-    links = [link for link in profile.network if link.streams == 1]
+    links = [link for link in profile.network if link.flows == 1]
     if not links:
         return None
     best = max(links, key=achieved_bytes_per_s)

@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class NodeGroup:
     """`nodes` equal nodes in rank order with `per_node` ranks each.
 
     `host` names the node of a cluster file (then `nodes` is 1).
@@ -42,13 +42,13 @@ class Site:
 class NodeKind:
     """Nodes that are alike for a step: one object for one machine, load, speed and network.
 
-    `busy` ranks work on each. `nic_bytes_per_s` is the payload rate that they get of the node's
-    network, each way; None where nothing is known of it. `hop_latency_s` is that of a hop to the
-    next node. `by_network` sorts by network: the slowest first, then the one with most ranks.
+    `nic_bytes_per_s` is the payload rate that the ranks of a node get of its network, each way;
+    None where nothing is known of it. `hop_latency_s` is that of a hop to the next node.
+    `by_network` sorts by network: the slowest first, then the one with most ranks.
     """
 
     profile: MachineProfile
-    busy: int
+    ranks_per_node: int
     slowdown_ratio: float
     nic_bytes_per_s: float | None
     hop_latency_s: float
@@ -56,7 +56,7 @@ class NodeKind:
 
     def __post_init__(self) -> None:
         rate = math.inf if self.nic_bytes_per_s is None else self.nic_bytes_per_s
-        object.__setattr__(self, "by_network", (rate, -self.busy))
+        object.__setattr__(self, "by_network", (rate, -self.ranks_per_node))
 
     @property
     def rate_bytes_per_s(self) -> float:
@@ -66,10 +66,10 @@ class NodeKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """An allocation on its machines: sites in rank order; one host may come more than once.
+    """An allocation on its machines: groups of nodes in rank order; a host may come more than once.
 
     `kinds` are the unlike kinds of its nodes in the order in which ranks meet them, `kind_of` is
-    the number of each site's kind.
+    that of each group.
     """
 
     allocation: Allocation
@@ -78,34 +78,36 @@ class Placement:
     kind_of: tuple[int, ...]
     ranks: int
     nodes: int
-    hosted: tuple[Site, ...] = ()
+    hosted: tuple[NodeGroup, ...] = ()
 
     @property
-    def sites(self) -> tuple[Site, ...]:
-        """In a cluster its hosts, else a site for each group."""
+    def node_groups(self) -> tuple[NodeGroup, ...]:
+        """In a cluster its hosts, else equal nodes for each of its groups."""
         if self.cluster is not None:
             return self.hosted
         kinds = [self.kinds[number] for number in self.kind_of]
         return tuple(
-            Site(profile=kind.profile, nodes=group.nodes, per_node=group.devices_per_node)
+            NodeGroup(profile=kind.profile, nodes=group.nodes, per_node=group.devices_per_node)
             for group, kind in zip(self.allocation.groups, kinds, strict=True)
         )
 
     @property
-    def busy(self) -> tuple[int, ...]:
-        """For each site, the ranks of the whole allocation on one of its nodes."""
-        return tuple(self.kinds[number].busy for number in self.kind_of)
+    def ranks_per_node(self) -> tuple[int, ...]:
+        """For each group of nodes, the ranks of the whole allocation on one of its nodes."""
+        return tuple(self.kinds[number].ranks_per_node for number in self.kind_of)
 
     @property
     def is_mixed(self) -> bool:
         """Whether devices differ in machine or speed, so that some wait under equal batches."""
         return len({(id(kind.profile), kind.slowdown_ratio) for kind in self.kinds}) > 1
 
-    def by_site(self, values: Sequence[Value]) -> list[Value]:
-        """Values given one for each group of the allocation, as one for each site."""
-        # In a cluster each node of a counted group is a site of its own.
-        sites = [group.nodes if self.cluster else 1 for group in self.allocation.groups]
-        return [value for value, count in zip(values, sites, strict=True) for _ in range(count)]
+    def by_node_group(self, values: Sequence[Value]) -> list[Value]:
+        """Values given one for each group of the allocation, as one for each `NodeGroup`."""
+        # In a cluster each node of a counted group is a `NodeGroup` of its own.
+        node_groups = [group.nodes if self.cluster else 1 for group in self.allocation.groups]
+        return [
+            value for value, count in zip(values, node_groups, strict=True) for _ in range(count)
+        ]
 
 
 def place(
@@ -139,7 +141,7 @@ def _on_machines(
     kinds: list[NodeKind] = []
     kind_of: list[int] = []
     machines: dict[str | None, _Nodes] = {}
-    reach = hop_reach(None)
+    locality = hop_locality(None)
     ranks = nodes = 0
     for group in allocation.groups:
         count, devices, name = group.nodes, group.devices_per_node, group.machine
@@ -148,7 +150,7 @@ def _on_machines(
             number = numbers[name, devices] = len(kinds)
             if name not in machines:
                 machine = profile or load_profile(_machine_name(group))
-                machines[name] = _nodes_of(machine, reach, cache)
+                machines[name] = _nodes_of(machine, locality, cache)
             loads = machines[name]
             if devices > loads.most:
                 raise _too_many(allocation, loads.profile, devices)
@@ -180,27 +182,31 @@ def _machine_name(group: DeviceGroup) -> str:
 
 
 def _on_hosts(
-    allocation: Allocation, sites: Sequence[Site], cluster: Cluster, cache: Cache | None
+    allocation: Allocation, node_groups: Sequence[NodeGroup], cluster: Cluster, cache: Cache | None
 ) -> Placement:
     """Check that no host gives more devices than it has, and that hosts can reach each other."""
     on_host: dict[str | None, int] = {}
-    for site in sites:
-        on_host[site.host] = on_host.get(site.host, 0) + site.per_node
-    for site in sites:
-        if on_host[site.host] > len(site.profile.devices):
-            raise _too_many(allocation, site.profile, on_host[site.host], site.host)
-    reach = hop_reach(cluster)
+    for node_group in node_groups:
+        on_host[node_group.host] = on_host.get(node_group.host, 0) + node_group.per_node
+    for node_group in node_groups:
+        if on_host[node_group.host] > len(node_group.profile.devices):
+            raise _too_many(
+                allocation, node_group.profile, on_host[node_group.host], node_group.host
+            )
+    locality = hop_locality(cluster)
     kinds = []
     unlike: dict[tuple[int, NodeNetwork | None, float], _Nodes] = {}
-    for site in sites:
-        network = network_in_cluster(site.profile, cluster, site.host or "")
-        key = (id(site.profile), network, site.slowdown_ratio)
+    for node_group in node_groups:
+        network = network_in_cluster(node_group.profile, cluster, node_group.host or "")
+        key = (id(node_group.profile), network, node_group.slowdown_ratio)
         if key not in unlike:
-            unlike[key] = _nodes_of(site.profile, reach, cache, network, site.slowdown_ratio)
+            unlike[key] = _nodes_of(
+                node_group.profile, locality, cache, network, node_group.slowdown_ratio
+            )
         nodes = unlike[key]
-        kind = nodes[on_host[site.host]]
+        kind = nodes[on_host[node_group.host]]
         if kind.nic_bytes_per_s is None and len(on_host) > 1:
-            raise _no_network(allocation, site.host)
+            raise _no_network(allocation, node_group.host)
         kinds.append(kind)
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     kind_of = tuple(numbers[kind] for kind in kinds)
@@ -212,7 +218,7 @@ def _on_hosts(
         kind_of=kind_of,
         ranks=ranks,
         nodes=len(on_host),
-        hosted=tuple(sites),
+        hosted=tuple(node_groups),
     )
 
 
@@ -238,22 +244,22 @@ class _Nodes(dict[int, NodeKind]):
     def __init__(
         self,
         profile: MachineProfile,
-        reach: str,
+        locality: str,
         network: NodeNetwork | None,
         slowdown_ratio: float,
     ) -> None:
         self.profile, self.most = profile, len(profile.devices)
         self._network = network or network_of(profile)
         self._slowdown_ratio = slowdown_ratio
-        self._hop_latency_s = hop_latency_s(profile, reach)
+        self._hop_latency_s = hop_latency_s(profile, locality)
 
-    def __missing__(self, busy: int) -> NodeKind:
+    def __missing__(self, ranks_per_node: int) -> NodeKind:
         network = self._network
-        kind = self[busy] = NodeKind(
+        kind = self[ranks_per_node] = NodeKind(
             profile=self.profile,
-            busy=busy,
+            ranks_per_node=ranks_per_node,
             slowdown_ratio=self._slowdown_ratio,
-            nic_bytes_per_s=None if network is None else network.sent_bytes_per_s(busy),
+            nic_bytes_per_s=None if network is None else network.sent_bytes_per_s(ranks_per_node),
             hop_latency_s=self._hop_latency_s,
         )
         return kind
@@ -261,7 +267,7 @@ class _Nodes(dict[int, NodeKind]):
 
 def _nodes_of(
     profile: MachineProfile,
-    reach: str,
+    locality: str,
     cache: Cache | None,
     network: NodeNetwork | None = None,
     slowdown_ratio: float = 1.0,
@@ -269,22 +275,22 @@ def _nodes_of(
     """The nodes of that kind, kept from one placement to the next; by default as the profile is."""
 
     def made() -> _Nodes:
-        return _Nodes(profile, reach, network, slowdown_ratio)
+        return _Nodes(profile, locality, network, slowdown_ratio)
 
     if cache is None:
         return made()
-    return cache.get("nodes", (profile,), made, reach, network, slowdown_ratio)
+    return cache.get("nodes", (profile,), made, locality, network, slowdown_ratio)
 
 
-def hop_reach(cluster: Cluster | None) -> str:
+def hop_locality(cluster: Cluster | None) -> str:
     """How far a hop goes: racks count as soon as the cluster has more than one switch."""
     return "cluster" if cluster is not None and len(cluster.switches) > 1 else "rack"
 
 
-def hop_latency_s(profile: MachineProfile, reach: str) -> float:
-    """One-way seconds of a hop between nodes; that of any reach where this one is unknown."""
-    singles = [link for link in profile.network if link.streams == 1]
-    near = [link for link in singles if link.reach == reach] or singles
+def hop_latency_s(profile: MachineProfile, locality: str) -> float:
+    """One-way seconds of a hop between nodes; that of any locality where this one is unknown."""
+    singles = [link for link in profile.network if link.flows == 1]
+    near = [link for link in singles if link.locality == locality] or singles
     return max((achieved_latency_s(link, profile.kind) for link in near), default=0.0)
 
 
@@ -296,13 +302,13 @@ def nic_of(profile: MachineProfile, ranks: int) -> float | None:
 
 def _in_cluster(
     allocation: Allocation, cluster: Cluster, profile: MachineProfile | None
-) -> list[Site]:
+) -> list[NodeGroup]:
     taken = {group.host for group in allocation.groups if group.host is not None}
     known: dict[str, MachineProfile] = {}
-    sites: list[Site] = []
+    node_groups: list[NodeGroup] = []
     for group in allocation.groups:
         if group.host is not None:
-            sites.append(site_of(group.host, group.devices, cluster, profile, known))
+            node_groups.append(node_group_of(group.host, group.devices, cluster, profile, known))
             continue
         free = [name for name in cluster.hosts_of(group.machine or "") if name not in taken]
         if len(free) < group.nodes:
@@ -313,17 +319,17 @@ def _in_cluster(
         for host in free[: group.nodes]:
             taken.add(host)
             devices = tuple(range(group.devices_per_node))
-            sites.append(site_of(host, devices, cluster, profile, known))
-    return sites
+            node_groups.append(node_group_of(host, devices, cluster, profile, known))
+    return node_groups
 
 
-def site_of(
+def node_group_of(
     host: str,
     devices: tuple[int, ...],
     cluster: Cluster,
     profile: MachineProfile | None = None,
     known: dict[str, MachineProfile] | None = None,
-) -> Site:
+) -> NodeGroup:
     """Some devices of one named node of a cluster; raises AllocationError for unknown ones.
 
     `known` keeps the machines that were looked up for other nodes of the same allocation.
@@ -341,7 +347,7 @@ def site_of(
         raise AllocationError(
             f"node '{host}' has no device {unknown}; it has {len(machine.devices)}, counted from 0"
         )
-    return Site(
+    return NodeGroup(
         profile=machine,
         nodes=1,
         per_node=len(devices),

@@ -20,7 +20,7 @@ from estimator.machines.profile import (
     PairMatrix,
 )
 from estimator.placement.network import network_in_cluster
-from estimator.placement.placement import NodeKind, Placement, Site
+from estimator.placement.placement import NodeGroup, NodeKind, Placement
 from estimator.placement.topology import Cluster
 
 Array = NDArray[np.float64]
@@ -59,7 +59,7 @@ def carrier_of(op: CollectiveName, kind: DeviceKind) -> CollectiveName:
 def whole_group(placement: Placement) -> ProcessGroup:
     """All ranks of a placement: a ring in rank order; gloo and NCCL keep the order of nodes."""
     kinds = placement.kinds
-    per_node = max([kind.busy for kind in kinds])
+    per_node = max([kind.ranks_per_node for kind in kinds])
     if placement.nodes <= 1:
         return ProcessGroup(ranks=placement.ranks, nodes=1, per_node=per_node)
     rate, link = math.inf, ""
@@ -88,13 +88,13 @@ def _limits(placement: Placement) -> Iterator[_Limit]:
         slowest = slowest_network(placement)
         yield slowest.rate_bytes_per_s, _NETWORK, (slowest.profile.name,)
         return
-    sites = placement.sites
-    hops = list(_hops(sites))
+    node_groups = placement.node_groups
+    hops = list(_hops(node_groups))
     flows = Counter([a.host for a, _ in hops])
-    for site, number in zip(sites, placement.kind_of, strict=True):
-        leaving, rate = flows[site.host], placement.kinds[number].nic_bytes_per_s
+    for node_group, number in zip(node_groups, placement.kind_of, strict=True):
+        leaving, rate = flows[node_group.host], placement.kinds[number].nic_bytes_per_s
         if rate is not None and leaving:
-            yield rate / leaving, _UPLINK, (site.host or "",)
+            yield rate / leaving, _UPLINK, (node_group.host or "",)
     for a, b in hops:
         yield from _measured_limit(a.profile.pairs, (a.host or "", b.host or ""))
     named = [(a.host or "", b.host or "") for a, b in hops]
@@ -105,12 +105,12 @@ _NETWORK = "the network of '{}'"
 _UPLINK = "the uplink of node '{}'"
 
 
-def _hops(sites: Sequence[Site]) -> Iterator[tuple[Site, Site]]:
-    """Neighbouring sites on unlike nodes, the last and the first included."""
-    for index, site in enumerate(sites):
-        following = sites[(index + 1) % len(sites)]
-        if following.host != site.host:
-            yield site, following
+def _hops(node_groups: Sequence[NodeGroup]) -> Iterator[tuple[NodeGroup, NodeGroup]]:
+    """Neighbouring groups of nodes on unlike nodes, the last and the first included."""
+    for index, node_group in enumerate(node_groups):
+        following = node_groups[(index + 1) % len(node_groups)]
+        if following.host != node_group.host:
+            yield node_group, following
 
 
 def _measured_limit(pairs: PairMatrix | None, hop: _Hop) -> Iterator[_Limit]:
@@ -245,15 +245,15 @@ class _Nodes:
         self._hosts: list[str | None] = []
         number_of: dict[str, int] = {}
         ranks: list[int] = []
-        for site, number in zip(placement.sites, placement.kind_of, strict=True):
-            for _ in range(site.nodes):
+        for node_group, number in zip(placement.node_groups, placement.kind_of, strict=True):
+            for _ in range(node_group.nodes):
                 node = len(self.kinds)
-                if site.host is not None:
-                    node = number_of.setdefault(site.host, node)
+                if node_group.host is not None:
+                    node = number_of.setdefault(node_group.host, node)
                 if node == len(self.kinds):
                     self.kinds.append(placement.kinds[number])
-                    self._hosts.append(site.host)
-                ranks += [node] * site.per_node
+                    self._hosts.append(node_group.host)
+                ranks += [node] * node_group.per_node
         self.of_rank: Indices = np.array(ranks, dtype=np.intp)
         self._number_of = number_of
 

@@ -45,8 +45,8 @@ class ClusterFindings:
         self, base: MachineProfile, *, name: str, workers: WorkerGroup, used_s: float
     ) -> MachineProfile:
         """The machine's own numbers with the network's; what was measured anew wins."""
-        anew = {(link.kind, link.reach, link.streams) for link in self.links}
-        kept = [link for link in base.links if (link.kind, link.reach, link.streams) not in anew]
+        anew = {(link.kind, link.locality, link.flows) for link in self.links}
+        kept = [link for link in base.links if (link.kind, link.locality, link.flows) not in anew]
         groups = {(cost.op, cost.group_size, cost.nodes) for cost in self.collectives}
         collectives = [
             cost

@@ -17,7 +17,7 @@ Bound = Literal["compute", "memory", "update"]
 _ADDED_BYTES = (64 << 20, 4 << 20, 16 << 20, 512 << 10, 192 << 20, 64 << 10)
 _ADDED_FIRST = 3
 _UPDATED_PARAMETERS = 4_000_000
-_PRODUCT_SIDE = 512
+_MATMUL_SIDE = 512
 _LEAST_CALLS = 3
 # Of a normal distribution, over the median of absolute deviations.
 _SIGMA_OF_MEDIAN_DEVIATION = 1.4826
@@ -30,7 +30,7 @@ class ContentionFindings:
     """Contentions by bound and number of busy devices, and how unlike equal ranks run."""
 
     contentions: tuple[Contention, ...] = ()
-    rank_spread_ratio: float | None = None
+    rank_jitter_ratio: float | None = None
     notes: tuple[str, ...] = field(default_factory=tuple)
 
 
@@ -54,8 +54,8 @@ def probe_contention(
             world=True,
         )
         contentions += summarise(results, at=at)
-        spreads.append(_rank_spread_ratio(results))
-    return ContentionFindings(contentions=tuple(contentions), rank_spread_ratio=spreads[-1])
+        spreads.append(_rank_jitter_ratio(results))
+    return ContentionFindings(contentions=tuple(contentions), rank_jitter_ratio=spreads[-1])
 
 
 def summarise(results: Sequence[Sequence[Mapping[str, Any]]], *, at: str = "") -> list[Contention]:
@@ -79,8 +79,8 @@ def summarise(results: Sequence[Sequence[Mapping[str, Any]]], *, at: str = "") -
     ]
 
 
-def _rank_spread_ratio(results: Sequence[Sequence[Mapping[str, Any]]]) -> float:
-    """One standard deviation of a rank's time over a window of products beside the others.
+def _rank_jitter_ratio(results: Sequence[Sequence[Mapping[str, Any]]]) -> float:
+    """One standard deviation of a rank's time over a window of matmuls beside the others.
 
     By the median distance from the median: one window that something else disturbed is no spread.
     """
@@ -149,11 +149,11 @@ def _window(backend: Any, call: Callable[[int], object], window_s: float) -> lis
 
 
 def _cases(device: Any) -> Iterator[tuple[Bound, int, Callable[[int], object]]]:
-    """(bound, bytes touched, call): products, streaming sums, optimizer steps."""
+    """(bound, bytes touched, call): matmuls, streaming sums, optimizer steps."""
     import torch
 
-    left = torch.randn(_PRODUCT_SIDE, _PRODUCT_SIDE, device=device)
-    product = torch.empty_like(left)
+    left = torch.randn(_MATMUL_SIDE, _MATMUL_SIDE, device=device)
+    matmul = torch.empty_like(left)
     weight = torch.nn.Parameter(torch.ones(_UPDATED_PARAMETERS, device=device))
     weight.grad = torch.full_like(weight, 0.01)
     stepper = torch.optim.AdamW([weight], lr=1e-4)
@@ -164,7 +164,7 @@ def _cases(device: Any) -> Iterator[tuple[Bound, int, Callable[[int], object]]]:
         return lambda _: torch.add(a, b, out=c)
 
     # What most of a step runs at first, since a busy machine may not come to the end.
-    yield "compute", 3 * 4 * _PRODUCT_SIDE**2, lambda _: torch.mm(left, left, out=product)
+    yield "compute", 3 * 4 * _MATMUL_SIDE**2, lambda _: torch.mm(left, left, out=matmul)
     for size in _ADDED_BYTES[:_ADDED_FIRST]:
         yield "memory", size, sum_of(size)
     # Weight, gradient and two moments in float32.

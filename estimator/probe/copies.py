@@ -64,7 +64,7 @@ def probe_copies(
 
 
 def link_from(
-    kind: LinkKind, points: Points, *, pinned: bool = False, streams: int = 1, note: str = ""
+    kind: LinkKind, points: Points, *, pinned: bool = False, flows: int = 1, note: str = ""
 ) -> Link:
     """A Link fitted to (bytes, seconds) samples; the points kept are medians by size."""
     by_size: dict[float, list[float]] = {}
@@ -77,7 +77,7 @@ def link_from(
         latency_s=line.latency_s,
         bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
         pinned=pinned,
-        streams=streams,
+        flows=flows,
         points=medians,
         provenance=Provenance(
             source="measured",
@@ -138,7 +138,7 @@ def _probe_accelerators(
 ) -> None:
     groups = [1] if len(devices) == 1 else [1, len(devices)]
     shares = len(groups) + (len(devices) > 1)
-    for streams in groups:
+    for flows in groups:
         gathered: dict[tuple[str, bool], Points] = {}
 
         def take(
@@ -148,16 +148,16 @@ def _probe_accelerators(
             into.setdefault(key, []).extend((size, s) for size, s in message["points"])
 
         run_on_devices(
-            devices[:streams],
+            devices[:flows],
             f"{__name__}:time_host_copies",
             {"kind": devices[0].kind, "budget_s": budget_s / shares},
             timeout_s=_START_ALLOWANCE_S + 2 * budget_s,
-            world=streams > 1,
+            world=flows > 1,
             on_report=take,
         )
         for (kind, pinned), points in gathered.items():
             host_kind: LinkKind = "h2d" if kind == "h2d" else "d2h"
-            keep(link_from(host_kind, points, pinned=pinned, streams=streams))
+            keep(link_from(host_kind, points, pinned=pinned, flows=flows))
     if len(devices) > 1:
         _probe_peers(devices, budget_s / shares, keep)
 

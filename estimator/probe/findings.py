@@ -41,7 +41,7 @@ class Findings:
     overlaps: list[OverlapCost] = field(default_factory=list)
     contentions: list[Contention] = field(default_factory=list)
     canary_s: float | None = None
-    rank_spread_ratio: float | None = None
+    rank_jitter_ratio: float | None = None
     memory_resident: bool | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     sustained: dict[str, Any] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class Findings:
                     source="measured",
                     at=self.at,
                     samples=len(points),
-                    relative_error=statistics.median(point.spread_ratio for point in points),
+                    relative_error=statistics.median(point.noise_ratio for point in points),
                     note="" if self.memory_resident is not False else "page faults included",
                 ),
             )
@@ -183,7 +183,7 @@ class Findings:
 
 
 def with_best_rates(devices: Sequence[Device], points: Sequence[KernelPoint]) -> tuple[Device, ...]:
-    """The devices with the best rates seen: products and convolutions by dtype, a streaming sum.
+    """The devices with the best rates seen: matmuls and convolutions by dtype, a streaming sum.
 
     What a datasheet already says of a device stays.
     """

@@ -9,10 +9,10 @@ from __future__ import annotations
 from estimator.machines.profile import DeviceKind
 from estimator.probe import (
     grid_cuda,
-    grid_cuda_streams,
-    grid_products,
+    grid_cuda_memory_bound,
+    grid_matmuls,
+    grid_memory_bound,
     grid_shapes,
-    grid_streams,
 )
 from estimator.probe.grid_calls import GridCall, in_dtype, interleave
 
@@ -22,7 +22,7 @@ def kernel_grid(kind: DeviceKind, *, thorough: bool = False) -> list[GridCall]:
     dense, light = _dense(), _light()
     if kind == "cuda":
         return _cuda_grid(dense, light)
-    own = [grid_products.attention_on_cpu(), grid_products.recurrent_on_cpu()]
+    own = [grid_matmuls.attention_on_cpu(), grid_matmuls.recurrent_on_cpu()]
     grid = interleave([*dense, *own, *light])
     if not thorough:
         return grid
@@ -30,29 +30,29 @@ def kernel_grid(kind: DeviceKind, *, thorough: bool = False) -> list[GridCall]:
 
 
 def _cuda_grid(dense: list[list[GridCall]], light: list[list[GridCall]]) -> list[GridCall]:
-    """The sizes that fill a GPU in every dtype that its products take; then every other small one.
+    """The sizes that fill a GPU in every dtype that its matmuls take; then every other small one.
 
     Small calls are bound by their launch, which is alike for all of them.
     """
-    products = grid_cuda.large_products()
+    matmuls = grid_cuda.large_matmuls()
     large = [
-        products,
+        matmuls,
         grid_cuda.large_convolutions(),
         grid_cuda.large_convolutions(gradient=True),
-        grid_cuda_streams.pointwise(),
-        grid_cuda_streams.rows(),
-        grid_cuda_streams.strided(),
-        grid_cuda_streams.lookups(),
-        grid_cuda_streams.pools(),
+        grid_cuda_memory_bound.pointwise(),
+        grid_cuda_memory_bound.rows(),
+        grid_cuda_memory_bound.strided(),
+        grid_cuda_memory_bound.lookups(),
+        grid_cuda_memory_bound.pools(),
     ]
     own = [
-        grid_cuda.products_in_tf32(),
+        grid_cuda.matmuls_in_tf32(),
         grid_cuda.attention(),
         grid_cuda.recurrent(),
-        grid_cuda_streams.batch_norms_by_cudnn(),
+        grid_cuda_memory_bound.batch_norms_by_cudnn(),
     ]
     low = [in_dtype(family, "bfloat16") for family in [*large, grid_cuda.recurrent()]]
-    low.append(in_dtype(products[::3], "float16"))
+    low.append(in_dtype(matmuls[::3], "float16"))
     small = [family[::2] for family in [*dense, *light]]
     small_low = [in_dtype(family, "bfloat16") for family in [*small[:4], *small[4:12]]]
     return interleave([interleave([*large, *own, *low]), interleave([*small, *small_low])])
@@ -60,23 +60,23 @@ def _cuda_grid(dense: list[list[GridCall]], light: list[list[GridCall]]) -> list
 
 def _dense() -> list[list[GridCall]]:
     return [
-        grid_products.matrix_products(),
-        grid_products.batched_products(),
-        grid_products.convolutions(),
-        grid_products.convolutions(gradient=True),
+        grid_matmuls.matmuls(),
+        grid_matmuls.batched_matmuls(),
+        grid_matmuls.convolutions(),
+        grid_matmuls.convolutions(gradient=True),
     ]
 
 
 def _light() -> list[list[GridCall]]:
     return [
-        grid_streams.pointwise(),
-        grid_streams.pointwise_gradients(),
-        grid_streams.in_place(),
-        grid_streams.broadcasts(),
-        grid_streams.strided(),
-        grid_streams.reductions(),
-        grid_streams.softmaxes(),
-        grid_streams.normalisations(),
+        grid_memory_bound.pointwise(),
+        grid_memory_bound.pointwise_gradients(),
+        grid_memory_bound.in_place(),
+        grid_memory_bound.broadcasts(),
+        grid_memory_bound.strided(),
+        grid_memory_bound.reductions(),
+        grid_memory_bound.softmaxes(),
+        grid_memory_bound.normalisations(),
         grid_shapes.lookups(),
         grid_shapes.joins(),
         grid_shapes.fills(),

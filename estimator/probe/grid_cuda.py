@@ -1,4 +1,4 @@
-"""Grid families at the sizes that fill a GPU, and the operators that only CUDA has: products."""
+"""Grid families at the sizes that fill a GPU, and the operators that only CUDA has: matmuls."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from estimator.probe.grid_calls import GridCall, grid_call, tensor
-from estimator.probe.grid_products import (
-    batched_products,
+from estimator.probe.grid_matmuls import (
+    batched_matmuls,
     convolutions,
     heads_inside,
-    matrix_products,
+    matmuls,
 )
 from estimator.tensors import TensorSpec
 
@@ -157,14 +157,14 @@ _RECURRENT = (
 _LSTM_MODE = 2
 
 
-def large_products() -> list[GridCall]:
-    """Linear layers forward and backward, and batches of products."""
-    return [*matrix_products(_LINEAR), *batched_products(_BATCHED)]
+def large_matmuls() -> list[GridCall]:
+    """Linear layers forward and backward, and batches of matmuls."""
+    return [*matmuls(_LINEAR), *batched_matmuls(_BATCHED)]
 
 
-def products_in_tf32() -> list[GridCall]:
-    """The float32 products once more, on tensor cores."""
-    return [replace(call, math="tf32") for call in large_products()]
+def matmuls_in_tf32() -> list[GridCall]:
+    """The float32 matmuls once more, on tensor cores."""
+    return [replace(call, math="tf32") for call in large_matmuls()]
 
 
 def large_convolutions(*, gradient: bool = False) -> list[GridCall]:
@@ -223,7 +223,7 @@ def _by_cudnn(x: TensorSpec, causal: bool, flops: float) -> list[GridCall]:
 def _with_gradient(
     kind: str, forward: tuple[Any, ...], gradient: tuple[Any, ...], flops: float
 ) -> list[GridCall]:
-    """One implementation of attention; its gradient makes 5 products where forward makes 2."""
+    """One implementation of attention; its gradient makes 5 matmuls where forward makes 2."""
     name = f"_scaled_dot_product_{kind}_attention"
     return [
         grid_call(f"{name}.default", *forward, flops=flops),

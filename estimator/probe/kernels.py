@@ -60,12 +60,12 @@ def prepare(backend: Backend, emit: Emit, *, budget_s: float) -> None:
 
 
 def measure_canary(backend: Backend, emit: Emit, *, budget_s: float) -> None:
-    """The fixed product that tells two states of a machine apart."""
+    """The fixed matmul that tells two states of a machine apart."""
     emit({"canary_s": canary_s(backend)})
 
 
 def canary_s(backend: Backend) -> float:
-    """Median seconds of a 512 × 512 × 512 float32 matrix product."""
+    """Median seconds of a 512 × 512 × 512 float32 matmul."""
     import torch
 
     side = (_CANARY_SIDE, _CANARY_SIDE)
@@ -99,7 +99,7 @@ def measure_kernels(
             break
         done += 1
         try:
-            with float32_products(on_tensor_cores=grid_call.math == "tf32"):
+            with float32_matmuls(on_tensor_cores=grid_call.math == "tf32"):
                 point = measure_call(backend, source, grid_call)
         # An operator that this build or device does not have, or calls otherwise; listed below.
         except (ProbeError, RuntimeError, TypeError, IndexError, ValueError) as error:
@@ -112,7 +112,7 @@ def measure_kernels(
                 "call": dict(point.call),
                 "warm_s": point.warm_s,
                 "cold_s": point.cold_s,
-                "spread_ratio": point.spread_ratio,
+                "noise_ratio": point.noise_ratio,
                 "math": grid_call.math,
             }
         )
@@ -120,8 +120,8 @@ def measure_kernels(
 
 
 @contextlib.contextmanager
-def float32_products(*, on_tensor_cores: bool) -> Iterator[None]:
-    """Let float32 products round to TF32 within, if asked for."""
+def float32_matmuls(*, on_tensor_cores: bool) -> Iterator[None]:
+    """Let float32 matmuls round to TF32 within, if asked for."""
     import torch
 
     if not on_tensor_cores:
@@ -165,11 +165,11 @@ def measure_call(backend: Backend, source: TensorSource, grid_call: GridCall) ->
         call=replace(grid_call.call, outputs=tuple(outputs)).encode(),
         warm_s=warm_s,
         cold_s=cold_s,
-        spread_ratio=spread_ratio(warm),
+        noise_ratio=noise_ratio(warm),
     )
 
 
-def spread_ratio(seconds: list[float]) -> float:
+def noise_ratio(seconds: list[float]) -> float:
     """Half the 10–90 % range of repeats over their median."""
     if len(seconds) < 2:
         return 0.0

@@ -11,7 +11,7 @@ from estimator.machines.profile import LinkKind, MachineProfile
 from estimator.probe.cluster_findings import ClusterFindings
 from estimator.probe.copies import MESSAGE_SIZES_BYTES
 from estimator.probe.leader import Outcome, Slot, Task
-from estimator.probe.members import Member, WorkerGroup, device_reach
+from estimator.probe.members import Member, WorkerGroup, device_locality
 from estimator.probe.network import (
     CELL_SIZES_BYTES,
     FLOW_SIZES_BYTES,
@@ -40,18 +40,20 @@ class LinkParts:
         """A few pairs of nodes of one rack, and of unlike ones; the middle pair stands for all."""
         workers = slot.workers
         chosen: list[tuple[str, str]] = []
-        for reach in ("rack", "cluster"):
+        for locality in ("rack", "cluster"):
             near = [
-                pair for pair in permutations(workers.nodes, 2) if workers.reach(*pair) == reach
+                pair
+                for pair in permutations(workers.nodes, 2)
+                if workers.locality(*pair) == locality
             ]
             chosen += _spread_out(near, _PAIRS_PER_CLASS)
         outcome = self._time_pairs(chosen, MESSAGE_SIZES_BYTES, slot, slot.measuring_s)
         kind = network_kind(workers.members[0].device.kind)
-        for reach in ("rack", "cluster"):
+        for locality in ("rack", "cluster"):
             links = [
-                pair_link(kind, reach, message, note=f"{source} to {target}")
+                pair_link(kind, locality, message, note=f"{source} to {target}")
                 for (source, target), message in _sent(workers, outcome).items()
-                if workers.reach(source, target) == reach
+                if workers.locality(source, target) == locality
             ]
             if links:
                 self.findings.network.append(typical_link(links))
@@ -123,8 +125,8 @@ class LinkParts:
             outcome = slot.run(task)
             messages = [message for reports in outcome.by_position() for message in reports]
             if len(messages) == count:
-                reach = workers.reach(*workers.hosts((ranks[0], ranks[-1])))
-                self.findings.network.append(flow_link(kind, reach, messages, note=note))
+                locality = workers.locality(*workers.hosts((ranks[0], ranks[-1])))
+                self.findings.network.append(flow_link(kind, locality, messages, note=note))
             if outcome.failures:
                 return outcome.failure
         return ""
@@ -133,12 +135,12 @@ class LinkParts:
         """One pair of devices of one node for each way in which two of them are near."""
         members = slot.workers.densest_first[0]
         kind: LinkKind = "d2d" if members[0].device.kind == "cuda" else "loopback"
-        known = {(link.kind, link.reach) for link in (self.base.links if self.base else ())}
+        known = {(link.kind, link.locality) for link in (self.base.links if self.base else ())}
         pairs: dict[Any, tuple[int, int]] = {}
         for (a, one), (b, two) in permutations(enumerate(members), 2):
-            reach = device_reach(one.device, two.device)
-            if (kind, reach) not in known:
-                pairs.setdefault(reach, (a, b))
+            locality = device_locality(one.device, two.device)
+            if (kind, locality) not in known:
+                pairs.setdefault(locality, (a, b))
         if not pairs:
             return ""
         task = Task(
@@ -151,11 +153,11 @@ class LinkParts:
             },
         )
         outcome = slot.run(task)
-        reach_of = {pair: reach for reach, pair in pairs.items()}
+        locality_of = {pair: locality for locality, pair in pairs.items()}
         for reports in outcome.by_position():
             for message in reports:
-                reach = reach_of[message["from"], message["to"]]
-                self.findings.links.append(pair_link(kind, reach, message))
+                locality = locality_of[message["from"], message["to"]]
+                self.findings.links.append(pair_link(kind, locality, message))
         return outcome.failure
 
 
@@ -175,14 +177,16 @@ def _flow_cases(nodes: Sequence[Sequence[Member]]) -> Iterator[tuple[tuple[int, 
 def _doubtful(
     workers: WorkerGroup, found: Mapping[tuple[str, str], Mapping[str, Any]]
 ) -> list[tuple[str, str]]:
-    """The pairs that look slow among those of the same reach."""
+    """The pairs that look slow among those of the same locality."""
     rates = {pair: _rate_bytes_per_s(message) for pair, message in found.items()}
     usual: dict[str, float] = {}
-    for reach in ("rack", "cluster"):
-        near = [rate for pair, rate in rates.items() if workers.reach(*pair) == reach]
-        usual[reach] = statistics.median(near) if near else 0.0
+    for locality in ("rack", "cluster"):
+        near = [rate for pair, rate in rates.items() if workers.locality(*pair) == locality]
+        usual[locality] = statistics.median(near) if near else 0.0
     return [
-        pair for pair, rate in rates.items() if rate < _DOUBTFUL_RATIO * usual[workers.reach(*pair)]
+        pair
+        for pair, rate in rates.items()
+        if rate < _DOUBTFUL_RATIO * usual[workers.locality(*pair)]
     ]
 
 

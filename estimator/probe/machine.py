@@ -163,7 +163,7 @@ class _Probe:
             software=software_versions(self.devices[0]),
             hardware=hardware,
             canary_s=findings.canary_s,
-            rank_spread_ratio=findings.rank_spread_ratio,
+            rank_jitter_ratio=findings.rank_jitter_ratio,
             missing=tuple(findings.missing),
             provenance=Provenance(
                 source="measured",
@@ -262,7 +262,7 @@ class _Probe:
 
         found = probe_contention(self.devices, budget_s=budget_s, at=self.findings.at)
         self.findings.contentions.extend(found.contentions)
-        self.findings.rank_spread_ratio = found.rank_spread_ratio
+        self.findings.rank_jitter_ratio = found.rank_jitter_ratio
 
     def _collectives(self, budget_s: float) -> None:
         from estimator.probe.collectives import probe_collectives

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from estimator.machines.profile import Device, Reach
+from estimator.machines.profile import Device, Locality
 from estimator.placement.topology import Cluster
 
-DeviceReach = Literal["device_switch", "socket", "node"]
+DeviceLocality = Literal["device_switch", "socket", "node"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class WorkerGroup:
             return ()
         return tuple(host for host in self.nodes if self._name_of(host) is None)
 
-    def reach(self, host: str, other: str) -> Reach:
+    def locality(self, host: str, other: str) -> Locality:
         """How far apart two nodes are."""
         return "rack" if self.rack_of(host) == self.rack_of(other) else "cluster"
 
@@ -126,7 +126,7 @@ class WorkerGroup:
         return self.cluster.switches_above(name)
 
 
-def device_reach(device: Device, other: Device) -> DeviceReach:
+def device_locality(device: Device, other: Device) -> DeviceLocality:
     """How far apart two devices of one node are: a switch of their own (NVLink), or NUMA nodes."""
     peers = str(device.details.get("peer_access") or "").split()
     if f"{other.index}:nvlink" in peers:

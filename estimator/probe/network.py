@@ -10,7 +10,7 @@ from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any
 
-from estimator.machines.profile import DeviceKind, Link, LinkKind, PairMatrix, Provenance, Reach
+from estimator.machines.profile import DeviceKind, Link, LinkKind, Locality, PairMatrix, Provenance
 from estimator.probe.copies import Points, link_from
 from estimator.probe.pacing import Pace
 from estimator.probe.ranks import report
@@ -169,10 +169,12 @@ class _Messenger:
         return self.torch.tensor([size, repeats], dtype=self.torch.int64, device=self.device)
 
 
-def pair_link(kind: LinkKind, reach: Reach, message: Mapping[str, Any], *, note: str = "") -> Link:
+def pair_link(
+    kind: LinkKind, locality: Locality, message: Mapping[str, Any], *, note: str = ""
+) -> Link:
     """The Link of one pair from what its sender reported."""
     points = [(size, seconds) for size, seconds in message["points"]]
-    link = replace(link_from(kind, points, note=note), reach=reach)
+    link = replace(link_from(kind, points, note=note), locality=locality)
     return _with_line(link, message["latency_s"])
 
 
@@ -230,7 +232,7 @@ def typical_link(links: Sequence[Link]) -> Link:
 
 
 def flow_link(
-    kind: LinkKind, reach: Reach, messages: Sequence[Mapping[str, Any]], *, note: str
+    kind: LinkKind, locality: Locality, messages: Sequence[Mapping[str, Any]], *, note: str
 ) -> Link:
     """The Link that one of several flows through one NIC had: each waits for the slowest."""
     latency_s = statistics.median(message["latency_s"] for message in messages)
@@ -239,8 +241,8 @@ def flow_link(
         # The senders are on one node and read one clock.
         taken_s = max(left for _, _, left in calls) - max(entered for _, entered, _ in calls)
         points.append((calls[0][0], max(1e-9, taken_s - latency_s)))
-    link = link_from(kind, points, streams=len(messages), note=note)
-    return _with_line(replace(link, reach=reach), latency_s)
+    link = link_from(kind, points, flows=len(messages), note=note)
+    return _with_line(replace(link, locality=locality), latency_s)
 
 
 def pair_matrix(

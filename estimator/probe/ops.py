@@ -126,8 +126,8 @@ def _replay(
             failures.append(f"{part}: {message['failed']}")
         if "fraction" in message:
             say("timing the model's operators", message["fraction"])
-        for number, seconds, spread_ratio in message.get("timings", ()):
-            timings[wanted[number]] = OpTiming(seconds=seconds, spread_ratio=spread_ratio)
+        for number, seconds, noise_ratio in message.get("timings", ()):
+            timings[wanted[number]] = OpTiming(seconds=seconds, noise_ratio=noise_ratio)
         skipped.extend((wanted[n].target, reason) for n, reason in message.get("skipped", ()))
 
     jobs = [

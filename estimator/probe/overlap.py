@@ -24,7 +24,7 @@ _LEAST_COMPUTE_S = 0.01
 _LEAST_EXPOSED_RATIO = 0.1
 _FEWEST_REPEATS, _MOST_REPEATS = 3, 40
 _START_ALLOWANCE_S = 60.0
-_PRODUCT_SIDE = {"cpu": 384, "cuda": 4096}
+_MATMUL_SIDE = {"cpu": 384, "cuda": 4096}
 _STREAM_ELEMENTS = {"cpu": 8 << 20, "cuda": 64 << 20}
 
 Finding = OverlapCost | str
@@ -151,7 +151,7 @@ class _Meeting:
         self.dist: Any = torch_distributed
         self.on_cuda = kind == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else None
-        side = _PRODUCT_SIDE[kind]
+        side = _MATMUL_SIDE[kind]
         left, right, out = (torch.randn(side, side, device=self.device) for _ in range(3))
         stream = torch.zeros(_STREAM_ELEMENTS[kind], device=self.device).fill_(0.0)
         self.ops: dict[str, Callable[[], object]] = {

@@ -17,7 +17,7 @@ from estimator.probe.calls import (
     torch_dtype,
 )
 from estimator.probe.jobs import Emit
-from estimator.probe.kernels import canary_s, float32_products, spread_ratio
+from estimator.probe.kernels import canary_s, float32_matmuls, noise_ratio
 from estimator.tensors import OpCall, TensorSpec, decode_tree
 
 _WARM_UPS, _LEAST_PASSES, _MOST_PASSES = 2, 5, 15
@@ -51,7 +51,7 @@ def replay(
     step = _Step(backend, plan, begin + budget_s)
     canaries: list[float] = []
     # Grad mode on and nothing requiring gradients: what runs below autograd in a training step.
-    with torch.enable_grad(), float32_products(on_tensor_cores=plan.get("tf32", False)):
+    with torch.enable_grad(), float32_matmuls(on_tensor_cores=plan.get("tf32", False)):
         last_s = 0.0
         while True:
             started = time.monotonic()
@@ -175,7 +175,7 @@ class _Step:
             if timed < 0 or index in self.failed or not steady:
                 continue
             medians.setdefault(timed, []).append(statistics.median(steady))
-            spreads.setdefault(timed, []).append(spread_ratio(steady))
+            spreads.setdefault(timed, []).append(noise_ratio(steady))
         return [
             [timed, statistics.fmean(values), statistics.fmean(spreads[timed])]
             for timed, values in medians.items()

@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from estimator.errors import StoreError
+from estimator.errors import StoreError, cause
 from estimator.graph.ops import OpTiming
 from estimator.tensors import OpCall
 
@@ -41,13 +41,13 @@ class TimingStore:
                     (self.machine, _key(call)),
                 ).fetchone()
                 if row is not None:
-                    found[call] = OpTiming(seconds=row[0], spread_ratio=row[1])
+                    found[call] = OpTiming(seconds=row[0], noise_ratio=row[1])
         return found
 
     def write(self, timings: Mapping[OpCall, OpTiming]) -> None:
         """Keep timings, in place of older ones of the same calls; raises StoreError."""
         rows = [
-            (self.machine, _key(call), timing.seconds, timing.spread_ratio)
+            (self.machine, _key(call), timing.seconds, timing.noise_ratio)
             for call, timing in timings.items()
         ]
         with self._open() as connection:
@@ -64,8 +64,8 @@ class TimingStore:
                     yield connection
         except (sqlite3.Error, OSError) as error:
             raise StoreError(
-                f"cannot use the timing store {self.path} ({error}); delete it, or choose another "
-                "place with ESTIMATOR_HOME"
+                f"cannot use the timing store {self.path} ({cause(error)}); delete it, or choose "
+                "another place with ESTIMATOR_HOME"
             ) from None
 
 

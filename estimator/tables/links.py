@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.machines.profile import MachineProfile, PairMatrix
-from estimator.placement.placement import Site, hop_latency_s, hop_reach
+from estimator.placement.placement import NodeGroup, hop_latency_s, hop_locality
 from estimator.placement.process_groups import ProcessGroup
 from estimator.placement.topology import Cluster
 from estimator.tables.placed import NodeGroupTable, PlacedColumns
@@ -40,7 +40,7 @@ class NetworkTable:
             of_group.append(index_of[id(group.profile)])
         self.number_of = index_of
         self.profile_of: Indices = np.array([*of_group, 0], dtype=np.intp)
-        locality = hop_reach(table.cluster)
+        locality = hop_locality(table.cluster)
         hops = [hop_latency_s(profile, locality) for profile in self.profiles]
         self._latency = np.array([hops[profile] for profile in of_group] + [0.0])
         self._pairs = _measured_pairs(groups)
@@ -167,7 +167,7 @@ def _stacked(groups: Sequence[ProcessGroup]) -> ProcessGroup:
 class _Switches:
     """The switches above each node, by depth from the root, and the rates of their uplinks."""
 
-    def __init__(self, groups: Sequence[Site], cluster: Cluster) -> None:
+    def __init__(self, groups: Sequence[NodeGroup], cluster: Cluster) -> None:
         index_of = {name: index for index, name in enumerate(cluster.switches)}
         rates = [switch.uplink_bytes_per_s for switch in cluster.switches.values()]
         self._rates = np.array(
@@ -194,7 +194,7 @@ class _Switches:
         return np.asarray(np.where(flows_of > 0, shares, math.inf).min(axis=0))
 
 
-def _measured_pairs(groups: Sequence[Site]) -> list[tuple[Indices, Indices, Array]]:
+def _measured_pairs(groups: Sequence[NodeGroup]) -> list[tuple[Indices, Indices, Array]]:
     """For each pair matrix: the row and the column of every node group in it, and its rates.
 
     The rate of a hop is in the matrix of its source node's profile. The last row and column stand

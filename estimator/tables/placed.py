@@ -15,7 +15,7 @@ from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import MOST_RANKS
 from estimator.placement.columns import HOST_MARK, AllocationColumns
 from estimator.placement.network import NodeNetwork, network_in_cluster, network_of, rates_by_ranks
-from estimator.placement.placement import Site, place, site_of
+from estimator.placement.placement import NodeGroup, node_group_of, place
 from estimator.placement.topology import Cluster
 
 Indices = NDArray[np.intp]
@@ -55,7 +55,7 @@ class NodeGroupTable:
     def __init__(self, cluster: Cluster | None, profile: MachineProfile | None) -> None:
         self.cluster = cluster
         self.profile = profile
-        self.groups: list[Site] = []
+        self.groups: list[NodeGroup] = []
         self.devices: Indices = np.zeros(1, dtype=np.intp)
         self.nic_bytes_per_s: Array = np.full((1, 1), math.inf)
         self._indices: dict[str, int] = {}
@@ -82,17 +82,17 @@ class NodeGroupTable:
                 self._networks.append(network)
         return self._indices[name]
 
-    def _node_group(self, name: str) -> tuple[Site, NodeNetwork | None]:
+    def _node_group(self, name: str) -> tuple[NodeGroup, NodeNetwork | None]:
         if self.cluster is not None:
-            site = site_of(name, (0,), self.cluster, self.profile)
-            return site, network_in_cluster(site.profile, self.cluster, name)
+            node_group = node_group_of(name, (0,), self.cluster, self.profile)
+            return node_group, network_in_cluster(node_group.profile, self.cluster, name)
         machine = self.profile or load_profile(name)
-        return Site(profile=machine, nodes=1, per_node=1), network_of(machine)
+        return NodeGroup(profile=machine, nodes=1, per_node=1), network_of(machine)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Groups:
-    """The groups of a chunk of rows, in arrays (groups, rows); `name` indexes `columns.sites`."""
+    """The groups of a chunk of rows, in arrays (groups, rows); `name` is in `columns.machines`."""
 
     columns: AllocationColumns
     name: Indices
@@ -122,11 +122,11 @@ def place_columns(columns: AllocationColumns, table: NodeGroupTable) -> PlacedCo
 
 def _checked(columns: AllocationColumns, *, one_machine: bool) -> _Groups:
     """The groups of rows; rows whose counts no allocation can have are invalid."""
-    name = np.ascontiguousarray(columns.site.T, dtype=np.intp)
+    name = np.ascontiguousarray(columns.machine.T, dtype=np.intp)
     nodes = np.ascontiguousarray(columns.nodes.T, dtype=np.intp)
     devices = np.ascontiguousarray(columns.devices.T, dtype=np.intp)
     is_present = name >= 0
-    hosts = [text.endswith(HOST_MARK) for text in columns.sites]
+    hosts = [text.endswith(HOST_MARK) for text in columns.machines]
     out_of_range = (nodes < 1) | (nodes > MOST_RANKS) | (devices < 1) | (devices > MOST_RANKS)
     out_of_range &= is_present
     is_host = np.array([*hosts, False])[name] if any(hosts) else np.broadcast_to(False, name.shape)
@@ -138,8 +138,8 @@ def _checked(columns: AllocationColumns, *, one_machine: bool) -> _Groups:
         name = np.where(is_present, name, -1)
         nodes, devices = nodes * is_present, devices * is_present
     invalid |= (nodes * devices).sum(axis=0) > MOST_RANKS
-    if one_machine and len(columns.sites) > 1:
-        named = np.where(is_host, len(columns.sites), name)
+    if one_machine and len(columns.machines) > 1:
+        named = np.where(is_host, len(columns.machines), name)
         invalid |= ((named != named[0]) & is_present).any(axis=0)
     return _Groups(
         columns=columns, name=name, nodes=nodes, devices=devices, is_host=is_host, invalid=invalid
@@ -147,7 +147,7 @@ def _checked(columns: AllocationColumns, *, one_machine: bool) -> _Groups:
 
 
 def _on_machines(groups: _Groups, table: NodeGroupTable) -> PlacedColumns:
-    names = groups.columns.sites
+    names = groups.columns.machines
     indices = np.array([*table.indices(names), -1], dtype=np.intp)
     node_group = indices[groups.name]
     invalid = groups.invalid | (groups.is_host | (node_group == _UNKNOWN)).any(axis=0)
@@ -164,7 +164,7 @@ def _on_machines(groups: _Groups, table: NodeGroupTable) -> PlacedColumns:
 
 def _in_cluster(groups: _Groups, table: NodeGroupTable, cluster: Cluster) -> PlacedColumns:
     """Expand each row's groups node by node; counted groups take the first free nodes."""
-    names = groups.columns.sites
+    names = groups.columns.machines
     hosts = [name.removesuffix(HOST_MARK) if name.endswith(HOST_MARK) else None for name in names]
     indices = iter(table.indices(host for host in hosts if host is not None))
     host_index = np.array([-1 if h is None else next(indices) for h in hosts] + [-1])
@@ -235,8 +235,10 @@ def _place_row(
     except EstimatorError:
         invalid[row] = True
         return
-    node_group[: len(placed.sites), row] = table.indices(s.host or "" for s in placed.sites)
-    per_node[: len(placed.sites), row] = [s.per_node for s in placed.sites]
+    node_group[: len(placed.node_groups), row] = table.indices(
+        s.host or "" for s in placed.node_groups
+    )
+    per_node[: len(placed.node_groups), row] = [s.per_node for s in placed.node_groups]
 
 
 def _joined(node_group: Indices, per_node: Indices, invalid: Flags) -> PlacedColumns:

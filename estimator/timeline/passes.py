@@ -26,22 +26,24 @@ _SCALER_OPS = 6
 FP32_PASS_BYTES = 8.0
 
 
-def streams_s(
-    profile: MachineProfile, target: str, elements: Sequence[int], busy: int, cache: Cache
+def memory_bound_s(
+    profile: MachineProfile, target: str, elements: Sequence[int], devices_busy: int, cache: Cache
 ) -> Array:
-    """Seconds of elementwise passes over cold float32 memory, with `busy` devices busy."""
+    """Seconds of elementwise passes over cold float32 memory, with `devices_busy` devices busy."""
     sizes = tuple(elements)
     alone_s = cache.get(
-        "streams",
+        "memory-bound",
         (profile,),
-        lambda: _streams_alone_s(kernel_fits(profile, cache=cache), target, sizes),
+        lambda: _memory_bound_alone_s(kernel_fits(profile, cache=cache), target, sizes),
         *(target, sizes),
     )
     moved_bytes = FP32_PASS_BYTES * np.array(sizes, dtype=np.float64)
-    return np.asarray(alone_s * slowdown_curve(profile, "memory", busy).at(moved_bytes))
+    return np.asarray(alone_s * slowdown_curve(profile, "memory", devices_busy).at(moved_bytes))
 
 
-def _streams_alone_s(fits: KernelFits | Roofline, target: str, sizes: tuple[int, ...]) -> Array:
+def _memory_bound_alone_s(
+    fits: KernelFits | Roofline, target: str, sizes: tuple[int, ...]
+) -> Array:
     numbers: dict[int, int] = {}
     of = [numbers.setdefault(max(size, 1), len(numbers)) for size in sizes]
     specs = [TensorSpec((size,)) for size in numbers]
@@ -50,21 +52,27 @@ def _streams_alone_s(fits: KernelFits | Roofline, target: str, sizes: tuple[int,
     return np.array([each.cold_s if each else 0.0 for each in found], dtype=np.float64)[of]
 
 
-def copies_s(profile: MachineProfile, sizes_bytes: Sequence[int], busy: int, cache: Cache) -> Array:
+def copies_s(
+    profile: MachineProfile, sizes_bytes: Sequence[int], devices_busy: int, cache: Cache
+) -> Array:
     """DDP scales gradients by 1/world while it copies them into their buckets, one pass each."""
     elements = [size // 4 for size in sizes_bytes]
-    return streams_s(profile, "aten.copy_.default", elements, busy, cache)
+    return memory_bound_s(profile, "aten.copy_.default", elements, devices_busy, cache)
 
 
-def accumulate_s(trained: Trained, profile: MachineProfile, busy: int, cache: Cache) -> float:
+def accumulate_s(
+    trained: Trained, profile: MachineProfile, devices_busy: int, cache: Cache
+) -> float:
     """Adding one micro-batch's gradients to those of the ones before it, in place."""
     if not trained.words:
         return 0.0
-    return float(streams_s(profile, "aten.add_.Tensor", [trained.words], busy, cache)[0])
+    return float(
+        memory_bound_s(profile, "aten.add_.Tensor", [trained.words], devices_busy, cache)[0]
+    )
 
 
 def unscale_s(
-    trained: Trained, graph: OpGraph, profile: MachineProfile, busy: int, cache: Cache
+    trained: Trained, graph: OpGraph, profile: MachineProfile, devices_busy: int, cache: Cache
 ) -> float:
     """What a GradScaler adds: every gradient unscaled and checked in place, some small operators.
 
@@ -76,5 +84,5 @@ def unscale_s(
     prediction = kernel_fits(profile, graph.precision, cache=cache).predict(call)
     if prediction is None or profile.host is None:
         return 0.0
-    slowdown = slowdown_ratio(profile, "memory", busy, FP32_PASS_BYTES * trained.elements)
+    slowdown = slowdown_ratio(profile, "memory", devices_busy, FP32_PASS_BYTES * trained.elements)
     return prediction.cold_s * slowdown + _SCALER_OPS * profile.host.bare_op_s

@@ -19,6 +19,7 @@ from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import Mesh
 from estimator.placement.placement import NodeKind, Placement
 from estimator.placement.process_groups import ProcessGroup, slowest_network, whole_group
+from estimator.timeline.inputs import InputCosts
 from estimator.timeline.program import StepProgram
 from estimator.timeline.ranks import STEP, RankKind, RankTable, StepShape, step_key
 from estimator.timeline.step import (
@@ -27,6 +28,7 @@ from estimator.timeline.step import (
     Ratios,
     after_s,
     breakdown_of,
+    with_input,
 )
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import (
@@ -45,7 +47,7 @@ Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankClass:
+class RanksOfKind:
     """Ranks that run the same program; their lane takes `slowdown_ratio` times as long.
 
     Tensors can have `usable_bytes` of the memory of a device.
@@ -58,7 +60,7 @@ class RankClass:
 
 
 class Members(NamedTuple):
-    """The ranks of a placement: what each of its kinds of nodes costs, and each site's kind."""
+    """The ranks of a placement: what each kind of its nodes costs, and the kind of each group."""
 
     table: RankTable
     rules: Rules
@@ -98,7 +100,7 @@ def members_of(
         return Members(table, rules, kinds, placement.kind_of)
     numbers: dict[RankKind, int] = {}
     kind_of = []
-    for number, batch in zip(placement.kind_of, placement.by_site(batches), strict=True):
+    for number, batch in zip(placement.kind_of, placement.by_node_group(batches), strict=True):
         each, _ = compiled_step(graph, shape, batch, merging, cache)
         kind_of.append(numbers.setdefault(each[placement.kinds[number]], len(numbers)))
     return Members(table, rules, tuple(numbers), tuple(kind_of))
@@ -156,15 +158,17 @@ class StepPlan(NamedTuple):
         return () if self.network is None else tuple(self.network.reductions(self.groups))
 
     @property
-    def classes(self) -> tuple[RankClass, ...]:
+    def ranks_by_kind(self) -> tuple[RanksOfKind, ...]:
         """Ranks by the program that they run and by how slow they run it."""
         ranks_of: dict[RankKind, list[int]] = {kind: [] for kind in self.kinds}
         first = 0
-        for site, number in zip(self.placement.sites, self.members.kind_of, strict=True):
-            ranks_of[self.kinds[number]].extend(range(first, first + site.ranks))
-            first += site.ranks
+        for node_group, number in zip(
+            self.placement.node_groups, self.members.kind_of, strict=True
+        ):
+            ranks_of[self.kinds[number]].extend(range(first, first + node_group.ranks))
+            first += node_group.ranks
         return tuple(
-            RankClass(
+            RanksOfKind(
                 program=kind.program,
                 usable_bytes=kind.device.usable_bytes,
                 slowdown_ratio=kind.slowdown_ratio,
@@ -339,12 +343,12 @@ def answer_of(plan: StepPlan) -> StepAnswer:
     kinds, shards, ratios = plan.members.kinds, plan.shards, plan.ratios
     if len(kinds) == 1:
         slowest = last = kinds[0]
-        spread_ratio = slowest.spread_ratio
+        jitter_ratio = slowest.jitter_ratio
     else:
         slowest = slowest_kind(kinds, shards)
         behind_s = [after_s(kind.update, plan.share, ratios) for kind in kinds]
         last = kinds[behind_s.index(max(behind_s))]
-        spread_ratio = max([kind.spread_ratio for kind in kinds])
+        jitter_ratio = max([kind.jitter_ratio for kind in kinds])
     found, waiting_s = None, 0.0
     if plan.network is not None:
         found = plan.network.communication(plan.ranks(slowest))
@@ -357,8 +361,16 @@ def answer_of(plan: StepPlan) -> StepAnswer:
         lane_s=slowest.lane.length_s(shards),
         ranks=plan.mesh.placement.ranks,
         share=plan.share,
-        spread_ratio=spread_ratio,
+        jitter_ratio=jitter_ratio,
         waiting_s=waiting_s,
         ratios=ratios,
     )
+    if plan.members.table.shape.loader is not None:
+        parts = with_input(parts, slowest_input(kinds))
     return StepAnswer(parts, slowest, found)
+
+
+def slowest_input(kinds: Sequence[RankKind]) -> InputCosts:
+    """What the loaders of all kinds of ranks add together: every step waits for the slowest."""
+    each = [kind.input for kind in kinds]
+    return InputCosts(max(one.own_s for one in each), max(one.period_s for one in each))

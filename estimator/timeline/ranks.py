@@ -15,10 +15,12 @@ from estimator.errors import WorkloadError
 from estimator.graph.memory import PeakMemory
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.sharded_memory import Envelope, held_bytes
+from estimator.loader import Loader
 from estimator.machines.device_memory import DeviceMemory, device_memory
 from estimator.machines.profile import MachineProfile
 from estimator.placement.placement import NodeKind
 from estimator.timeline.ability import why_not_on
+from estimator.timeline.inputs import NO_INPUT, InputCosts, input_costs
 from estimator.timeline.program import StepProgram, step_program
 from estimator.workload import Strategy
 
@@ -81,13 +83,20 @@ class RankKind:
     update: UpdateCosts
     whole_memory: PeakMemory
     whole_ratio: float
-    spread_ratio: float
+    jitter_ratio: float
     device: DeviceMemory
     ready_s: Array
     segments_s: Array
+    input: InputCosts = NO_INPUT
 
     @classmethod
-    def of(cls, program: StepProgram, slowdown_ratio: float, communicators: int) -> RankKind:
+    def of(
+        cls,
+        program: StepProgram,
+        slowdown_ratio: float,
+        communicators: int,
+        costs: InputCosts = NO_INPUT,
+    ) -> RankKind:
         profile, slow = program.profile, slowdown_ratio
         peak = program.peak_flops_per_s or math.nan
         host, whole = profile.host, program.memory.peak(1)
@@ -116,10 +125,11 @@ class RankKind:
             ),
             whole_memory=whole,
             whole_ratio=whole.total_bytes / device.usable_bytes,
-            spread_ratio=profile.rank_spread_ratio or 0.0,
+            jitter_ratio=profile.rank_jitter_ratio or 0.0,
             device=device,
             ready_s=program.ready_s * slow,
             segments_s=program.segments_s * slow,
+            input=costs,
         )
 
 
@@ -128,6 +138,7 @@ class StepShape(NamedTuple):
 
     strategy: Strategy
     accumulation_steps: int
+    loader: Loader | None = None
 
 
 class RankTable:
@@ -158,16 +169,16 @@ class RankTable:
     def __getitem__(self, node: NodeKind) -> RankKind:
         found = self._of_node.get(node)
         if found is None:
-            found = self.kind(node.profile, node.busy, node.slowdown_ratio)
+            found = self.kind(node.profile, node.ranks_per_node, node.slowdown_ratio)
             if len(self._of_node) >= _MOST_NODES:
                 self._of_node.clear()
             self._of_node[node] = found
         return found
 
-    def kind(self, profile: MachineProfile, busy: int, slowdown_ratio: float) -> RankKind:
-        """The ranks on a node of a machine where `busy` ranks work, by how slow the node is."""
+    def kind(self, profile: MachineProfile, ranks_per_node: int, slowdown_ratio: float) -> RankKind:
+        """The ranks of a node of a machine, by their number and how slow the node is."""
         # Nodes that differ in their network alone run the same program at the same speed.
-        key = (id(profile), busy, slowdown_ratio)
+        key = (id(profile), ranks_per_node, slowdown_ratio)
         found = self._shared.get(key)
         if found is None:
             refusal = why_not_on(self.graph, profile)
@@ -177,13 +188,21 @@ class RankTable:
                 self.graph,
                 profile,
                 batch=self._batch,
-                busy=busy,
+                devices_busy=ranks_per_node,
                 merging=self._merging,
                 strategy=self.shape.strategy,
                 accumulation_steps=self.shape.accumulation_steps,
                 cache=self._cache,
             )
-            found = RankKind.of(program, slowdown_ratio, self._communicators)
+            batches = self.shape.accumulation_steps
+            costs = input_costs(
+                self.shape.loader,
+                profile,
+                samples=batches * (self._batch or self.graph.batch or 1),
+                batches=batches,
+                ranks_per_node=ranks_per_node,
+            )
+            found = RankKind.of(program, slowdown_ratio, self._communicators, costs)
             # The table keeps it, also when the cache forgets the program as such.
             owners, details = step_key(self.graph, self.shape, self._batch, self._merging)
             self._cache.grown(program, STEP, owners, *details)
@@ -200,7 +219,7 @@ def step_key(
     graph: OpGraph, shape: StepShape, batch: int | None, merging: bool
 ) -> tuple[tuple[object, ...], tuple[Hashable, ...]]:
     """(objects, details) by which the cache keeps a step: see `plan.compiled_step`."""
-    return (graph, shape.strategy), (shape.accumulation_steps, batch, merging)
+    return (graph, shape.strategy), (shape.accumulation_steps, batch, merging, shape.loader)
 
 
 # Kinds of nodes that one table keeps: more than any cluster has.
@@ -220,8 +239,9 @@ class RankColumns:
         self._update = UpdateCosts(
             *_columns([kind.update for kind in kinds], len(UpdateCosts._fields))
         )
-        own = [(kind.spread_ratio, float(kind.device.usable_bytes)) for kind in kinds]
-        self.spread_ratio, self.usable_bytes = _columns(own, 2)
+        self.input = InputCosts(*_columns([kind.input for kind in kinds], len(InputCosts._fields)))
+        own = [(kind.jitter_ratio, float(kind.device.usable_bytes)) for kind in kinds]
+        self.jitter_ratio, self.usable_bytes = _columns(own, 2)
         self.usable_bytes[0] = 1.0
         count = len(kinds) + 1
         buckets = max((len(kind.ready_s) for kind in kinds), default=0)

@@ -1,6 +1,6 @@
-"""Give operator calls their seconds on a machine known by its datasheet, by the fitted kernel law.
+"""Give operator calls their seconds on a machine known by its datasheet, by the kernel model.
 
-What the law covers by a shape of its own (products, convolutions, attention) it computes on the
+What the model covers by a shape of its own (matmuls, convolutions, attention) it computes on the
 chip's multiprocessors; every other operator streams its bytes. Bytes that are still in the
 last-level cache come faster, which is what `Prediction` calls warm.
 """
@@ -19,21 +19,21 @@ from estimator.machines.profile import MachineProfile
 from estimator.tensors import OpCall
 from estimator.timeline.chips import Chip, chip_of, peak_flops_per_s
 from estimator.timeline.kernel_fits import Prediction
-from estimator.timeline.kernel_law import (
+from estimator.timeline.kernel_model import (
     attention_seconds,
     convolution_kind,
-    load_law,
-    product_seconds,
+    load_kernel_model,
+    matmul_seconds,
     sustained_ratio,
 )
 
-# Recurrent layers by cuDNN: a small product per step, whose weights stay where they are; small
-# products leave tensor cores idle more than other units.
+# Recurrent layers by cuDNN: a small matmul per step, whose weights stay where they are; small
+# matmuls leave tensor cores idle more than other units.
 _RECURRENT_RATIO = 0.45
 _TENSOR_RECURRENT_RATIO = 0.30
 # Operators of other families compute in fp32 whatever their tensors hold, far from its peak.
 _OTHER_COMPUTE_RATIO = 0.30
-# torch lets cuDNN round fp32 convolutions to TF32 unless told otherwise; products only when told
+# torch lets cuDNN round fp32 convolutions to TF32 unless told otherwise; matmuls only when told
 # (torch.backends.cudnn.allow_tf32 is True, torch.backends.cuda.matmul.allow_tf32 False).
 _TF32_BY_DEFAULT = ("convolution", "recurrent")
 
@@ -42,20 +42,20 @@ class Roofline:
     """Seconds of calls on a machine known by its datasheet; stands in for `KernelFits`."""
 
     def __init__(
-        self, profile: MachineProfile, *, precision: str = "fp32", law: Path | None = None
+        self, profile: MachineProfile, *, precision: str = "fp32", kernel_model: Path | None = None
     ) -> None:
         self.threads = 1
         self.exact: dict[OpCall, tuple[float, float]] = {}
         self._device = profile.devices[0]
         self._precision = precision
-        self.law = load_law(law)
-        self.shared_error = self.law.errors["model"]
-        self._products = self.law.products.sustained
+        self.kernel_model = load_kernel_model(kernel_model)
+        self.shared_error = self.kernel_model.errors["model"]
+        self._matmuls = self.kernel_model.matmuls.sustained
         self._chips: dict[str, Chip] = {}
         self._held_ratios: dict[str, float] = {}
-        streams = self.law.streams
+        memory_bound = self.kernel_model.memory_bound
         rate = self._device.memory_bandwidth_bytes_per_s or 0.0
-        self._bytes_per_s = rate * streams.memory_ratio(self._device)
+        self._bytes_per_s = rate * memory_bound.memory_ratio(self._device)
         cache = self._device.details.get("l2_cache_bytes")
         self.cache_bytes = float(cache) if isinstance(cache, int | float) else 0.0
 
@@ -72,10 +72,10 @@ class Roofline:
         for number, each in enumerate(features):
             if each is not None:
                 alike[each.family, self._computed_in(each)].append(number)
-        errors, speedup = self.law.errors, self.law.streams.cache_speedup
+        errors, speedup = self.kernel_model.errors, self.kernel_model.memory_bound.cache_speedup
         for (family, dtype), numbers in alike.items():
             some = [each for number in numbers if (each := features[number]) is not None]
-            seconds = _COMPUTED.get(family, Roofline._streams_s)
+            seconds = _COMPUTED.get(family, Roofline._memory_bound_s)
             warm_s, cold_s = (
                 seconds(self, some, self._chip_in(dtype), cached) for cached in (speedup, 1.0)
             )
@@ -87,7 +87,7 @@ class Roofline:
         return found
 
     def _computed_in(self, features: Features) -> str:
-        """In which dtype a call's products are, as the law tells them apart."""
+        """In which dtype a call's matmuls are, as the kernel model tells them apart."""
         dtype = features.dtype
         if dtype == "float32" and (
             self._precision == "tf32" or features.family in _TF32_BY_DEFAULT
@@ -103,15 +103,15 @@ class Roofline:
     def _held_ratio(self, dtype: str) -> float:
         """The share of its clock that the chip holds, computing in a dtype."""
         if dtype not in self._held_ratios:
-            ratio = sustained_ratio(self._products, self._chip_in(dtype))
+            ratio = sustained_ratio(self._matmuls, self._chip_in(dtype))
             self._held_ratios[dtype] = float(ratio)
         return self._held_ratios[dtype]
 
-    def _products_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
-        law = self._products
+    def _matmuls_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
+        kernel_model = self._matmuls
         batch, rows, columns, inner = np.array([each.dims[:4] for each in some], dtype=float).T
-        seconds = product_seconds(
-            law,
+        seconds = matmul_seconds(
+            kernel_model,
             chip,
             batch=batch,
             rows=rows,
@@ -120,19 +120,19 @@ class Roofline:
             moved_bytes=[each.cost.moved_bytes for each in some],
             cached=cached,
         )
-        # A gradient of several products is costed as one; its flops say how many there are.
+        # A gradient of several matmuls is costed as one; its flops say how many there are.
         flops = np.array([each.cost.flops for each in some])
         times = flops / np.maximum(2.0 * batch * rows * columns * inner, 1.0)
-        found: list[float] = (law.start_s + seconds * np.maximum(times, 1.0)).tolist()
+        found: list[float] = (kernel_model.start_s + seconds * np.maximum(times, 1.0)).tolist()
         return found
 
     def _attentions_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
-        law = self.law.attention
+        kernel_model = self.kernel_model.attention
         heads, queries, _, head_size = np.array([each.dims[:4] for each in some], dtype=float).T
         seconds = attention_seconds(
-            law,
+            kernel_model,
             chip,
-            sustained=sustained_ratio(self._products, chip),
+            sustained=sustained_ratio(self._matmuls, chip),
             heads=heads,
             queries=queries,
             head_size=head_size,
@@ -141,7 +141,7 @@ class Roofline:
             is_backward=[phase_of(each) == "backward" for each in some],
             cached=cached,
         )
-        found: list[float] = (law.start_s + seconds).tolist()
+        found: list[float] = (kernel_model.start_s + seconds).tolist()
         return found
 
     def _convolutions_s(self, some: Sequence[Features], _chip: Chip, cached: float) -> list[float]:
@@ -149,9 +149,15 @@ class Roofline:
 
     def _convolution_s(self, features: Features, cached: float) -> float:
         kind, rate = self.convolution(features)
-        flops, moved = self.law.convolutions.factors(kind, phase_of(features), features.layout)
+        flops, moved = self.kernel_model.convolutions.factors(
+            kind, phase_of(features), features.layout
+        )
         bytes_s = features.cost.moved_bytes / (self._bytes_per_s * cached)
-        return self.law.streams.start_s + flops * features.cost.flops / rate + moved * bytes_s
+        return (
+            self.kernel_model.memory_bound.start_s
+            + flops * features.cost.flops / rate
+            + moved * bytes_s
+        )
 
     def convolution(self, features: Features) -> tuple[str, float]:
         """(kind of convolution, flops/s that its units can hold) of a call."""
@@ -165,7 +171,7 @@ class Roofline:
         ratio = _TENSOR_RECURRENT_RATIO if chip.is_tensor else _RECURRENT_RATIO
         return self._rooflines_s(some, ratio * float(chip.flops_per_s), cached)
 
-    def _streams_s(self, some: Sequence[Features], _chip: Chip, cached: float) -> list[float]:
+    def _memory_bound_s(self, some: Sequence[Features], _chip: Chip, cached: float) -> list[float]:
         rate = _OTHER_COMPUTE_RATIO * peak_flops_per_s(self._device, "float32")
         return self._rooflines_s(some, rate, cached)
 
@@ -173,22 +179,22 @@ class Roofline:
         self, some: Sequence[Features], flops_per_s: float, cached: float
     ) -> list[float]:
         return [
-            self.law.streams.start_s
-            + max(each.cost.flops / flops_per_s, self._stream_s(each, cached))
+            self.kernel_model.memory_bound.start_s
+            + max(each.cost.flops / flops_per_s, self._memory_bound_one_s(each, cached))
             for each in some
         ]
 
-    def _stream_s(self, features: Features, cached: float) -> float:
+    def _memory_bound_one_s(self, features: Features, cached: float) -> float:
         if not self._bytes_per_s:
             return 0.0
-        keys = stream_keys(features)
+        keys = memory_bound_keys(features)
         length = features.dims[1] if len(features.dims) > 1 else 1.0
-        share = self.law.streams.share(keys, length)
+        share = self.kernel_model.memory_bound.share(keys, length)
         return features.cost.moved_bytes / (share * self._bytes_per_s * cached)
 
 
-def stream_keys(features: Features) -> tuple[str, ...]:
-    """Under which names the law may know what a call reaches of a stream, the closest first."""
+def memory_bound_keys(features: Features) -> tuple[str, ...]:
+    """Under which names a call's share of the memory's rate may be known, the closest first."""
     phase = phase_of(features)
     kinds = (kind for kind in _OWN_SHARES if kind in features.target)
     return (*(f"{kind}.{phase}" for kind in kinds), f"{features.family}.{phase}", features.family)
@@ -202,7 +208,7 @@ def phase_of(features: Features) -> str:
 # Kinds of operators whose kernels are unlike the rest of their family.
 _OWN_SHARES = ("batch_norm", "group_norm")
 _COMPUTED: Mapping[Family, Callable[[Roofline, Sequence[Features], Chip, float], list[float]]] = {
-    "matmul": Roofline._products_s,
+    "matmul": Roofline._matmuls_s,
     "convolution": Roofline._convolutions_s,
     "attention": Roofline._attentions_s,
     "recurrent": Roofline._recurrents_s,

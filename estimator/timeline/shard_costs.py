@@ -136,7 +136,7 @@ def segment_seconds(lanes: MicroBatches, passes: ShardedPasses) -> Array:
 
 
 def unit_copies_s(
-    passes: ShardedPasses, profile: MachineProfile, busy: int, cache: Cache
+    passes: ShardedPasses, profile: MachineProfile, devices_busy: int, cache: Cache
 ) -> tuple[Array, Array]:
     """Seconds of copying each unit's parameters out of a buffer, and its gradients into one.
 
@@ -145,7 +145,7 @@ def unit_copies_s(
 
     def seconds(sizes_bytes: Array) -> Array:
         sizes = [int(size) for size in sizes_bytes]
-        return np.where(sizes_bytes > 0, copies_s(profile, sizes, busy, cache), 0.0)
+        return np.where(sizes_bytes > 0, copies_s(profile, sizes, devices_busy, cache), 0.0)
 
     copied_in = (passes.gradient_bytes + passes.reduced_bytes) / 2
     return seconds(passes.gathered_bytes), seconds(copied_in)

@@ -6,7 +6,7 @@ update with the copies around it. What ranks wait for is told by their strategy 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.elementwise import expected_maximum
+from estimator.timeline.inputs import InputCosts
 from estimator.timeline.ranks import LaneCosts, UpdateCosts
 
 Array = NDArray[np.float64]
 
 # What a step may spend most of its time on.
-BOTTLENECKS = ("compute", "host", "communication", "update", "stragglers")
+BOTTLENECKS = ("compute", "host", "communication", "update", "stragglers", "input")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,8 @@ class Breakdown:
     """Exclusive parts of the step of the slowest rank; they add up to the step time.
 
     In seconds, of one step or a row for each. `idle_s` is what pipelines wait in; data-parallel
-    ranks wait for communication alone.
+    ranks wait for communication alone. `input_stall_s` is what a loader adds: work of the rank's
+    own cores, copies to the device, waiting for batches.
     """
 
     forward_s: Any
@@ -38,6 +40,7 @@ class Breakdown:
     update_s: Any
     copies_exposed_s: Any
     idle_s: Any = 0.0
+    input_stall_s: Any = 0.0
 
     @property
     def total_s(self) -> Any:
@@ -57,6 +60,7 @@ class Breakdown:
             self.communication_exposed_s + self.copies_exposed_s,
             self.update_s,
             self.straggler_s + self.idle_s,
+            self.input_stall_s,
         )
 
     @property
@@ -88,14 +92,14 @@ def breakdown_of(
     lane_s: Any,
     ranks: Any,
     share: Any,
-    spread_ratio: Any,
+    jitter_ratio: Any,
     waiting_s: Any,
     ratios: Ratios,
 ) -> Breakdown:
     """The parts of a step by its slowest rank and by the one whose update takes longest.
 
     `lane_s` is the slowest one's whole compute without calibration, `share` the part of the update
-    that a rank does, `spread_ratio` one standard deviation of ranks' compute, `waiting_s` the
+    that a rank does, `jitter_ratio` one standard deviation of ranks' compute, `waiting_s` the
     exposed communication.
     """
     compute = ratios.compute
@@ -105,10 +109,15 @@ def breakdown_of(
         backward_s=slowest.backward_s * compute,
         host_exposed_s=slowest.host_s * compute,
         communication_exposed_s=waiting_s,
-        straggler_s=lane_s * compute * spread_ratio * expected_maximum(ranks),
+        straggler_s=lane_s * compute * jitter_ratio * expected_maximum(ranks),
         update_s=last.update_s(share) * ratios.update,
         copies_exposed_s=(slowest.copies_s + sharded_s + last.copy_back_s) * compute,
     )
+
+
+def with_input(parts: Breakdown, costs: InputCosts) -> Breakdown:
+    """A step with what its loader adds."""
+    return replace(parts, input_stall_s=costs.stall_s(parts.total_s))
 
 
 def after_s(update: UpdateCosts, share: Any, ratios: Ratios) -> Any:

@@ -41,7 +41,7 @@ def rewrite(path: Path, change: Any) -> None:
 def test_a_loaded_graph_equals_the_saved_one(graph: OpGraph, tmp_path: Path) -> None:
     timed = OpGraph(
         **{name: getattr(graph, name) for name in OpGraph.__slots__ if name != "timings"},
-        timings={graph.ops[0].call: OpTiming(seconds=1e-6, spread_ratio=0.1)},
+        timings={graph.ops[0].call: OpTiming(seconds=1e-6, noise_ratio=0.1)},
     )
     timed.save(tmp_path / "timed.graph")
     assert OpGraph.load(tmp_path / "timed.graph") == timed

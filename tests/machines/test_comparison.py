@@ -28,9 +28,9 @@ def test_a_ratio_is_the_second_over_the_first(small_profile: MachineProfile) -> 
 
 
 def test_kernels_are_compared_call_by_call(small_profile: MachineProfile) -> None:
-    product, addition = small_profile.kernels
-    slow = replace(product.points[1], warm_s=3 * product.points[1].warm_s)
-    other = replace(small_profile, kernels=(replace(product, points=(slow,)), addition))
+    matmul, addition = small_profile.kernels
+    slow = replace(matmul.points[1], warm_s=3 * matmul.points[1].warm_s)
+    other = replace(small_profile, kernels=(replace(matmul, points=(slow,)), addition))
     rows = [row for row in compare_profiles(small_profile, other) if "aten.mm" in row.group]
     assert [row.ratio for row in rows] == [pytest.approx(3.0)]
 

@@ -29,7 +29,7 @@ machines = st.builds(
     slowdown_ratio=st.floats(1, 3),
     two_at_once_ratio=st.floats(1, 2),
     memory_contention=st.floats(1, 2),
-    rank_spread_ratio=st.floats(0, 0.05),
+    rank_jitter_ratio=st.floats(0, 0.05),
 )
 # Communication beside compute may cost more than after it; what delays it then shortens the step.
 overlapping = machines.filter(lambda machine: machine.exposed_ratio <= 1)
@@ -142,16 +142,16 @@ def test_one_product_on_one_device_takes_what_the_machine_says() -> None:
     # three products of 2·2048³ flops at 50 Gflop/s, 1 µs each to start.
     graph = perceptron([2048, 2048], batch=2048)
     found = answer(graph, Machine(), 1)
-    products_s = 3 * (2 * 2048**3 / 5e10 + 1e-6)
+    matmuls_s = 3 * (2 * 2048**3 / 5e10 + 1e-6)
     # relu moves 2, threshold 3, two copies 2 times 16 MiB each, at 10 GB/s.
     passes_s = (2 + 3 + 2 + 2) * (4 * 2048**2) / 1e10 + 4e-6
     kernels_s = found.breakdown.forward_s + found.breakdown.backward_s
-    assert kernels_s == pytest.approx(products_s + passes_s, rel=1e-6)
+    assert kernels_s == pytest.approx(matmuls_s + passes_s, rel=1e-6)
     # 2 forward and 5 backward ops, one gradient handed to its parameter, one empty step.
     assert found.breakdown.host_exposed_s == pytest.approx(2 * 4e-6 + 6 * 3e-6 + 2e-5, rel=1e-6)
     assert found.breakdown.update_s == pytest.approx(1e-5 + 2e-5 + 3e-9 * 2048**2, rel=1e-6)
     assert found.step_time_s == pytest.approx(
-        products_s + passes_s + 2 * 4e-6 + 6 * 3e-6 + 2e-5 + 3e-5 + 3e-9 * 2048**2, rel=1e-6
+        matmuls_s + passes_s + 2 * 4e-6 + 6 * 3e-6 + 2e-5 + 3e-5 + 3e-9 * 2048**2, rel=1e-6
     )
     # 1.046 of 1.059 s.
     assert found.bottleneck == "computing on the cpu device (99 % of the step)"
@@ -164,7 +164,7 @@ def test_one_bucket_on_two_ranks_is_exposed_where_it_takes_the_cores(
     # The only gradient, of 16 MiB, is ready before a product of 0.34 s, beside which it is reduced:
     # 0.1 ms and 16.8 ms at 1 GB/s, of which the cores work for 0.8.
     graph = perceptron([2048, 2048], batch=2048)
-    machine = Machine(rank_spread_ratio=0.0)
+    machine = Machine(rank_jitter_ratio=0.0)
     alone, found = (answer(graph, machine, ranks, strategy=strategy) for ranks in (1, 2))
     reduced_s = 1e-4 + 4 * 2048**2 / 1e9
     assert found.breakdown.communication_exposed_s == pytest.approx(0.8 * reduced_s, rel=5e-3)

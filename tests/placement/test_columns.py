@@ -40,7 +40,7 @@ def test_a_part_of_the_rows_is_a_view() -> None:
     columns = AllocationColumns.from_texts(["1x1:a", "2x2:a", "3x3:b+4x4:a"])
     some_rows = columns[1:]
     assert str(some_rows.allocation(1)) == "3x3:b+4x4:a"
-    assert np.shares_memory(some_rows.site, columns.site)
+    assert np.shares_memory(some_rows.machine, columns.machine)
 
 
 @pytest.mark.parametrize(
@@ -64,22 +64,22 @@ def test_spaces_around_groups_mean_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("site", "said"),
+    ("machine", "said"),
     [
-        ([[0, -1], [2, -1]], r"row 1 has site numbers \[2, -1\] of 2 sites"),
+        ([[0, -1], [2, -1]], r"row 1 has machine numbers \[2, -1\] of 2 machines"),
         ([[0, 1], [-1, 0]], "row 1 has no group, or a gap before one"),
         ([[-1, -1], [0, -1]], "row 0 has no group"),
     ],
 )
 def test_columns_that_name_no_site_are_refused_by_their_row(
-    site: list[list[int]], said: str
+    machine: list[list[int]], said: str
 ) -> None:
     ones = np.ones((2, 2), dtype=int)
     with pytest.raises(AllocationError, match=said):
-        AllocationColumns(sites=("a", "b"), site=np.array(site), nodes=ones, devices=ones)
+        AllocationColumns(machines=("a", "b"), machine=np.array(machine), nodes=ones, devices=ones)
 
 
 def test_columns_must_be_integers_of_one_shape() -> None:
     ones = np.ones((2, 2), dtype=int)
     with pytest.raises(AllocationError, match="column 'nodes' is float64"):
-        AllocationColumns(sites=("a",), site=ones - 1, nodes=ones * 0.5, devices=ones)
+        AllocationColumns(machines=("a",), machine=ones - 1, nodes=ones * 0.5, devices=ones)

@@ -133,7 +133,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 def test_every_link_and_group_of_two_nodes_is_measured(two_nodes: Ended) -> None:
     profile = two_nodes.profile
     first = profile.network[0]
-    assert (first.kind, first.reach, first.streams) == ("tcp", "rack", 1)
+    assert (first.kind, first.locality, first.flows) == ("tcp", "rack", 1)
     assert profile.pairs is not None
     assert profile.pairs.hosts == ("a", "b")
     assert all(profile.pairs.bandwidth_bytes_per_s[i][1 - i] for i in range(2))
@@ -335,7 +335,8 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
         ("no machine profile is called 'nobody'", ALONE, ["--base", "nobody"]),
         ("cannot stand in an allocation", ALONE, ["--name", "../up"]),
         ("is a folder", ALONE, ["--out", "."]),
-        ("0.5", ALONE, ["--budget", "0.5"]),
+        ("0.5 is not from 1 to 1e+06; write one that is", ALONE, ["--budget", "0.5"]),
+        ("'soon' is no number; write one such as 1", ALONE, ["--budget", "soon"]),
         ("--pears", ALONE, ["--pears"]),
     ],
 )

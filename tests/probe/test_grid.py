@@ -17,7 +17,7 @@ from estimator.probe.grid_calls import (
     interleave,
     tensor,
 )
-from estimator.probe.kernels import float32_products, measure_call, spread_ratio
+from estimator.probe.kernels import float32_matmuls, measure_call, noise_ratio
 from estimator.probe.source import TensorSource
 from estimator.tensors import OpCall, TensorSpec
 
@@ -98,9 +98,9 @@ class QuickBackend(SmallCache):
 
 def test_the_cuda_grid_has_every_dtype_of_products_and_every_attention() -> None:
     grid = kernel_grid("cuda")
-    products = {(each.call.dtype, each.math) for each in grid if each.call.target == MM}
+    matmuls = {(each.call.dtype, each.math) for each in grid if each.call.target == MM}
     halves = {("bfloat16", ""), ("float16", "")}
-    assert products == {("float32", ""), ("float32", "tf32"), *halves}
+    assert matmuls == {("float32", ""), ("float32", "tf32"), *halves}
     fused = {each.call.target.split(".")[1] for each in grid if "dot_product" in each.call.target}
     kinds = ("flash", "efficient", "cudnn")
     names = [f"_scaled_dot_product_{kind}_attention" for kind in kinds]
@@ -121,7 +121,7 @@ def test_the_call_that_a_gradient_follows_hands_over_the_output_it_names() -> No
 
 
 def test_products_on_tensor_cores_are_asked_for_while_they_are_timed_only() -> None:
-    with float32_products(on_tensor_cores=True):
+    with float32_matmuls(on_tensor_cores=True):
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -163,7 +163,7 @@ def test_cold_inputs_are_timed_where_reading_them_could_tell(source: TensorSourc
 
 def test_the_spread_is_half_the_middle_eighty_percent_over_the_median() -> None:
     # 0, 1, … 100: the 10th percentile is 10, the 90th is 90, the median 50.
-    assert spread_ratio([float(value) for value in range(101)]) == pytest.approx(0.8)
+    assert noise_ratio([float(value) for value in range(101)]) == pytest.approx(0.8)
 
 
 def test_after_an_error_that_loses_the_device_no_further_call_is_tried(

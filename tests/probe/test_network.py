@@ -11,7 +11,7 @@ from estimator.machines.profile import Device
 from estimator.placement.topology import Cluster, Node, Switch
 from estimator.probe.clocks import SharedClock
 from estimator.probe.cluster_findings import slow_links, slow_nodes
-from estimator.probe.members import Member, WorkerGroup, device_reach
+from estimator.probe.members import Member, WorkerGroup, device_locality
 from estimator.probe.network import (
     flow_link,
     grouped,
@@ -103,7 +103,7 @@ def test_flows_that_share_a_nic_get_what_the_slowest_of_them_got() -> None:
     fast = {"latency_s": 1e-3, "windows": [(4 * MB, 0.0, 0.1), (8 * MB, 1.0, 1.2)]}
     slow = {"latency_s": 1e-3, "windows": [(4 * MB, 0.0, 0.161), (8 * MB, 1.0, 1.321)]}
     link = flow_link("tcp", "rack", [fast, slow], note="2 flows")
-    assert link.streams == 2
+    assert link.flows == 2
     assert link.bandwidth_bytes_per_s == pytest.approx(25e6, rel=1e-3)
 
 
@@ -133,8 +133,8 @@ def test_racks_come_from_the_cluster_file_by_host_name_with_or_without_domain() 
         members=(member(0, "a.example.org"), member(1, "b"), member(2, "c"), member(3, "x")),
         cluster=two_racks(),
     )
-    assert workers.reach("a.example.org", "b") == "rack"
-    assert workers.reach("b", "c") == "cluster"
+    assert workers.locality("a.example.org", "b") == "rack"
+    assert workers.locality("b", "c") == "cluster"
     assert workers.unknown_hosts() == ("x",)
 
 
@@ -149,9 +149,9 @@ def test_devices_on_one_numa_node_are_on_one_socket_unless_joined_by_nvlink() ->
             details={"peer_access": peers},
         )
 
-    assert device_reach(gpu(0, 0, "1:nvlink 2:pcie"), gpu(1, 1)) == "device_switch"
-    assert device_reach(gpu(0, 0, "1:nvlink 2:pcie"), gpu(2, 0)) == "socket"
-    assert device_reach(gpu(0, 0, "1:nvlink 2:pcie"), gpu(3, 1)) == "node"
+    assert device_locality(gpu(0, 0, "1:nvlink 2:pcie"), gpu(1, 1)) == "device_switch"
+    assert device_locality(gpu(0, 0, "1:nvlink 2:pcie"), gpu(2, 0)) == "socket"
+    assert device_locality(gpu(0, 0, "1:nvlink 2:pcie"), gpu(3, 1)) == "node"
 
 
 def test_nccl_goes_over_verbs_where_there_are_any(tmp_path: Path) -> None:

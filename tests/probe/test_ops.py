@@ -176,8 +176,8 @@ def test_a_gpu_is_not_timed_where_there_is_none(monkeypatch: pytest.MonkeyPatch)
 
 def test_timings_of_one_machine_are_not_anothers(tmp_path: Path) -> None:
     path, call = tmp_path / "ops.sqlite", OpCall("aten.relu.default", (SQUARE,))
-    TimingStore(path, "one").write({call: OpTiming(seconds=1.5, spread_ratio=0.1)})
-    assert TimingStore(path, "one").read([call]) == {call: OpTiming(seconds=1.5, spread_ratio=0.1)}
+    TimingStore(path, "one").write({call: OpTiming(seconds=1.5, noise_ratio=0.1)})
+    assert TimingStore(path, "one").read([call]) == {call: OpTiming(seconds=1.5, noise_ratio=0.1)}
     assert TimingStore(path, "other").read([call]) == {}
 
 

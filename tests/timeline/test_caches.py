@@ -46,8 +46,8 @@ def test_blocked_copies_are_cold_where_the_tensors_themselves_are_not() -> None:
     image_bytes = 8 * 16 * 16 * 16 * 4
     later = [op.call.target for op in bound.graph.ops].index("aten.convolution.default") + 1
     assert bound.calls[later].target == "aten.convolution.default"
-    products, blocked = (cold_ratios(bound, 8.0 * image_bytes, threads=n) for n in (1, 2))
+    matmuls, blocked = (cold_ratios(bound, 8.0 * image_bytes, threads=n) for n in (1, 2))
     # Its input was just written, its output is new: half the bytes, but for the small weight.
-    assert products[later] == pytest.approx(0.5, abs=0.01)
+    assert matmuls[later] == pytest.approx(0.5, abs=0.01)
     # The copies are as new as the output, so a larger share is cold.
-    assert blocked[later] > products[later] + 0.1
+    assert blocked[later] > matmuls[later] + 0.1

@@ -220,7 +220,7 @@ def test_the_host_and_the_device_are_not_added_up() -> None:
 
 
 def test_a_step_of_ten_million_micro_batches_takes_their_number_of_times_as_long() -> None:
-    machine = profile(rank_spread_ratio=0.0)
+    machine = profile(rank_jitter_ratio=0.0)
     one, many = (answer("1x2:m", "fsdp", machine, accumulation_steps=n) for n in (1, 10**7))
     once_s = one.step_time_s - one.breakdown.update_s
     adding_s = many.plan.kinds[0].lane.sharded_lane_s / 2

@@ -76,7 +76,7 @@ def test_a_measured_pair_slower_than_its_uplinks_wins() -> None:
 
 def test_counted_groups_take_free_nodes_in_the_order_of_the_file() -> None:
     placed = place("a1[0]+2x1:m", cluster=cluster(), profile=Machine().profile())
-    assert [site.host for site in placed.sites] == ["a1", "a2", "b1"]
+    assert [node_group.host for node_group in placed.node_groups] == ["a1", "a2", "b1"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Calls on machines known by their datasheet take what the kernel law says."""
+"""Calls on machines known by their datasheet take what the kernel model says."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from estimator.graph.costs import features_of
 from estimator.machines.profile import Device, MachineProfile, Provenance
 from estimator.tensors import OpCall, TensorSpec
-from estimator.timeline.kernel_law import convolution_kind
+from estimator.timeline.kernel_model import convolution_kind
 from estimator.timeline.roofline import Roofline
 
-# A law of round numbers: half of the peak for products, whole tiles for free, power to spare.
-LAW: dict[str, Any] = {
-    "products": {
+# A model of round numbers: half of the peak for matmuls, whole tiles for free, power to spare.
+COEFFICIENTS: dict[str, Any] = {
+    "matmuls": {
         **{"vector_ratio": 0.5, "tensor_ratio": 0.5, "early_tensor_ratio": 0.5},
         **{"vector_half_tile": 0.0, "tensor_half_tile": 0.0},
         **{"vector_extra_inner": 0.0, "tensor_extra_inner": 0.0, "memory_ratio": 1.0},
@@ -29,7 +29,7 @@ LAW: dict[str, Any] = {
         "vector dense.forward": [3.0, 1.0],
         "depthwise.forward": [4.0, 1.0],
     },
-    "streams": {
+    "memory_bound": {
         "memory_ratios": {"HBM": 0.8, "other": 0.5},
         "shares": {"elementwise": 1.0, "other": 0.5},
         "cache_speedup": 2.5,
@@ -44,9 +44,9 @@ LAW: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def law(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("law") / "law.json"
-    path.write_text(json.dumps(LAW), encoding="utf-8")
+def kernel_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fit") / "kernels.json"
+    path.write_text(json.dumps(COEFFICIENTS), encoding="utf-8")
     return path
 
 
@@ -64,7 +64,7 @@ def machine(**peaks: float) -> MachineProfile:
     return MachineProfile(name="card", devices=(device,), provenance=Provenance(source="datasheet"))
 
 
-def product(rows: int, inner: int, columns: int, dtype: str = "float32") -> OpCall:
+def matmul(rows: int, inner: int, columns: int, dtype: str = "float32") -> OpCall:
     left, right = TensorSpec((rows, inner), dtype), TensorSpec((inner, columns), dtype)
     return OpCall("aten.mm.default", (left, right), outputs=(TensorSpec((rows, columns), dtype),))
 
@@ -95,106 +95,108 @@ def lstm(batch: int, steps: int, width: int, dtype: str) -> OpCall:
 
 
 def seconds(
-    profile: MachineProfile, call: OpCall, law: Path | None = None, precision: str = "fp32"
+    profile: MachineProfile, call: OpCall, kernel_model: Path | None = None, precision: str = "fp32"
 ) -> float:
-    found = Roofline(profile, precision=precision, law=law).predict(call)
+    found = Roofline(profile, precision=precision, kernel_model=kernel_model).predict(call)
     assert found is not None
     assert found.source == "datasheet"
     return found.cold_s
 
 
-def test_a_large_sum_streams_at_the_share_of_stacked_memory(law: Path) -> None:
+def test_a_large_sum_streams_at_the_share_of_stacked_memory(kernel_model: Path) -> None:
     # Two tensors of 4 · 10⁸ bytes read, one written, at 0.8 of 1 TB/s: 1.5 ms, and 2 µs to start.
-    assert seconds(machine(), addition(10**8), law) == pytest.approx(1.5e-3 + 2e-6)
+    assert seconds(machine(), addition(10**8), kernel_model) == pytest.approx(1.5e-3 + 2e-6)
 
 
-def test_what_is_still_in_the_cache_comes_faster(law: Path) -> None:
-    found = Roofline(machine(), law=law).predict(addition(10**8))
+def test_what_is_still_in_the_cache_comes_faster(kernel_model: Path) -> None:
+    found = Roofline(machine(), kernel_model=kernel_model).predict(addition(10**8))
     assert found is not None
     # 1.5 ms at 2.5 times the memory's rate.
     assert found.warm_s == pytest.approx(0.6e-3 + 2e-6)
 
 
-def test_the_smallest_call_takes_a_start(law: Path) -> None:
+def test_the_smallest_call_takes_a_start(kernel_model: Path) -> None:
     # 12 bytes at 0.8 TB/s are 15 ps.
-    assert seconds(machine(), addition(1), law) == pytest.approx(2e-6 + 15e-12)
+    assert seconds(machine(), addition(1), kernel_model) == pytest.approx(2e-6 + 15e-12)
 
 
-def test_a_family_has_its_own_error_and_others_one_together(law: Path) -> None:
-    found = Roofline(machine(), law=law)
-    errors = [found.predict(call) for call in (product(8, 8, 8), addition(8))]
+def test_a_family_has_its_own_error_and_others_one_together(kernel_model: Path) -> None:
+    found = Roofline(machine(), kernel_model=kernel_model)
+    errors = [found.predict(call) for call in (matmul(8, 8, 8), addition(8))]
     assert [each.relative_error for each in errors if each] == [0.1, 0.3]
     assert found.shared_error == 0.2
 
 
-def test_a_product_of_one_whole_wave_runs_at_the_share_of_the_peak(law: Path) -> None:
+def test_a_product_of_one_whole_wave_runs_at_the_share_of_the_peak(kernel_model: Path) -> None:
     # 10 · 10 tiles of 128 · 128 on 100 multiprocessors at half of 10 Tflop/s, and 3 µs to start;
     # its 11.8 MB take 12 µs beside 336 µs, and hide but for a millionth.
-    call = product(1280, 512, 1280)
+    call = matmul(1280, 512, 1280)
     expected = 2 * 1280 * 512 * 1280 / 5e12 + 3e-6
-    assert seconds(machine(), call, law) == pytest.approx(expected, rel=1e-5)
+    assert seconds(machine(), call, kernel_model) == pytest.approx(expected, rel=1e-5)
 
 
 def test_no_product_beats_its_peak() -> None:
     for rows, inner, columns in ((64, 64, 64), (320, 1024, 320), (4096, 4096, 4096)):
         least = 2 * rows * inner * columns / 1e13
-        assert seconds(machine(), product(rows, inner, columns)) > least
+        assert seconds(machine(), matmul(rows, inner, columns)) > least
 
 
 def test_a_product_with_few_tiles_leaves_multiprocessors_idle() -> None:
     # one tile on 100 multiprocessors, a short sum: half of its rate is out of reach
-    alone = seconds(machine(), product(128, 128, 128)) - seconds(machine(), product(1, 1, 1))
+    alone = seconds(machine(), matmul(128, 128, 128)) - seconds(machine(), matmul(1, 1, 1))
     assert alone > 2 * 2 * 128**3 / 1e13
 
 
-def test_products_use_tf32_only_when_told(law: Path) -> None:
+def test_products_use_tf32_only_when_told(kernel_model: Path) -> None:
     profile = machine(tfloat32=8e13)
-    call = product(4096, 4096, 4096)
-    fp32, tf32 = (seconds(profile, call, law, precision) - 3e-6 for precision in ("fp32", "tf32"))
+    call = matmul(4096, 4096, 4096)
+    fp32, tf32 = (
+        seconds(profile, call, kernel_model, precision) - 3e-6 for precision in ("fp32", "tf32")
+    )
     assert fp32 == pytest.approx(2 * 4096**3 / 5e12, rel=1e-2)
     assert tf32 == pytest.approx(fp32 / 8, rel=1e-2)
-    assert seconds(machine(), call, law, "tf32") == pytest.approx(fp32 + 3e-6)
+    assert seconds(machine(), call, kernel_model, "tf32") == pytest.approx(fp32 + 3e-6)
 
 
-def test_a_convolution_adds_its_bytes_to_its_flops(law: Path) -> None:
+def test_a_convolution_adds_its_bytes_to_its_flops(kernel_model: Path) -> None:
     # 2 · 9 · 256 operations for each of the 64 · 256 · 56 · 56 outputs at 80 Tflop/s, half as long
     # again; images read and written, and filters, in 2 bytes each at 0.8 TB/s, twice.
     outputs = 64 * 256 * 56 * 56
     moved_s = 2 * (2 * outputs + 256 * 256 * 9) / 0.8e12
     expected = 2e-6 + 1.5 * 2 * 9 * 256 * outputs / 8e13 + 2.0 * moved_s
-    assert seconds(machine(float16=8e13), convolution(256), law) == pytest.approx(expected)
+    assert seconds(machine(float16=8e13), convolution(256), kernel_model) == pytest.approx(expected)
 
 
-def test_attention_computes_and_then_moves_its_tensors(law: Path) -> None:
+def test_attention_computes_and_then_moves_its_tensors(kernel_model: Path) -> None:
     # 100 heads of 128 queries fill the multiprocessors once: two products of 2 · 128 · 128 · 64
     # each at half of 80 Tflop/s; four tensors of 2 bytes at 1 TB/s on top, and 5 µs.
     flops, moved = 100 * 2 * 2 * 128 * 128 * 64, 4 * 2 * 100 * 128 * 64
     expected = 5e-6 + flops / 4e13 + moved / 1e12
-    found = seconds(machine(float16=8e13), attention(100, 128, 64), law)
+    found = seconds(machine(float16=8e13), attention(100, 128, 64), kernel_model)
     assert found == pytest.approx(expected, rel=1e-2)
 
 
 @pytest.mark.parametrize(("dtype", "rate"), [("float32", 0.45 * 1e13), ("float16", 0.30 * 8e13)])
 def test_recurrent_layers_leave_units_idle_tensor_cores_most(
-    law: Path, dtype: str, rate: float
+    kernel_model: Path, dtype: str, rate: float
 ) -> None:
     # Eight products of 64 · 1024 · 1024 in each of 128 steps.
-    found = seconds(machine(float16=8e13), lstm(64, 128, 1024, dtype), law)
+    found = seconds(machine(float16=8e13), lstm(64, 128, 1024, dtype), kernel_model)
     assert found == pytest.approx(2e-6 + 128 * 8 * 2 * 64 * 1024**2 / rate, rel=1e-2)
 
 
-def test_what_only_streams_computes_in_fp32_far_from_its_peak(law: Path) -> None:
+def test_what_only_streams_computes_in_fp32_far_from_its_peak(kernel_model: Path) -> None:
     # A memory a thousand times as fast: 10⁹ additions at 0.3 of 10 Tflop/s.
     fast = replace(machine().devices[0], memory_bandwidth_bytes_per_s=1e15)
-    found = seconds(replace(machine(), devices=(fast,)), addition(10**9), law)
+    found = seconds(replace(machine(), devices=(fast,)), addition(10**9), kernel_model)
     assert found == pytest.approx(2e-6 + 1e9 / 3e12)
 
 
-def test_depthwise_filters_stream_beside_the_vector_units(law: Path) -> None:
+def test_depthwise_filters_stream_beside_the_vector_units(kernel_model: Path) -> None:
     # 2 · 9 operations an output at the 10 Tflop/s of fp32, four times as long, and its bytes.
     outputs = 64 * 256 * 56 * 56
     expected = 2e-6 + 4.0 * 2 * 9 * outputs / 1e13 + 2 * (2 * outputs + 256 * 9) / 0.8e12
-    found = seconds(machine(float16=8e13), convolution(256, groups=256), law)
+    found = seconds(machine(float16=8e13), convolution(256, groups=256), kernel_model)
     assert found == pytest.approx(expected)
 
 
@@ -219,11 +221,11 @@ def test_an_operator_without_a_formula_has_no_time() -> None:
 def test_several_calls_take_what_each_takes_alone() -> None:
     roofline = Roofline(machine(float16=1e14))
     calls = [
-        product(512, 256, 128),
+        matmul(512, 256, 128),
         addition(10**6),
-        product(4096, 64, 100, "float16"),
+        matmul(4096, 64, 100, "float16"),
         convolution(64),
-        product(512, 1024, 2048),
+        matmul(512, 1024, 2048),
         OpCall("mine.unknown.default", ()),
     ]
     together = roofline.predict_each(calls, [features_of(call) for call in calls])

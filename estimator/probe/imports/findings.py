@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from estimator.errors import ImportedFileError, quoted
-from estimator.machines.profile import CollectiveCost, Link, LinkKind, Provenance, Reach
+from estimator.machines.profile import CollectiveCost, Link, LinkKind, Locality, Provenance
 from estimator.placement.topology import Cluster
 
 Fact = str | int | float | bool | None
@@ -47,12 +47,12 @@ class Route:
     """How two devices, or a device and a NIC, are joined within a node."""
 
     kind: LinkKind
-    reach: Reach
+    locality: Locality
     links: int = 0
 
     def __str__(self) -> str:
         counted = f":{self.links}" if self.links else ""
-        return f"{self.kind}:{self.reach}{counted}"
+        return f"{self.kind}:{self.locality}{counted}"
 
 
 def routes_fact(paths: Mapping[int | str, Route]) -> str:

@@ -62,7 +62,7 @@ def merge_profiles(profiles: Sequence[MachineProfile]) -> MachineProfile:
         software=_filled(p.software for p in profiles),
         hardware=_filled(p.hardware for p in profiles),
         canary_s=_first(p.canary_s for p in profiles),
-        rank_spread_ratio=_first(p.rank_spread_ratio for p in profiles),
+        rank_jitter_ratio=_first(p.rank_jitter_ratio for p in profiles),
         missing=tuple(dict.fromkeys(text for p in profiles for text in p.missing)),
     )
 
@@ -268,7 +268,7 @@ def _first(values: Iterable[Entry | None]) -> Entry | None:
 
 
 def _link_key(link: Link) -> Hashable:
-    return link.kind, link.reach, link.pinned, link.streams, link.ring_devices, link.peer_to_peer
+    return link.kind, link.locality, link.pinned, link.flows, link.ring_devices, link.peer_to_peer
 
 
 def _collective_key(cost: CollectiveCost) -> Hashable:

@@ -173,7 +173,7 @@ def _nvlinks(gpus: Sequence[_Part]) -> Iterator[Link]:
         most.append(max(counts) * _NVLINK_BYTES_PER_S[max(known, default=60)])
     yield Link(
         kind="nvlink",
-        reach="device_switch",
+        locality="device_switch",
         latency_s=0.0,
         bandwidth_bytes_per_s=min(most),
         provenance=Provenance(source="datasheet", note=f"{FORMAT}: line rate, latency not known"),
@@ -192,7 +192,7 @@ def _network(nets: Sequence[_Part]) -> Iterator[Link]:
         if rate > 0:
             yield Link(
                 kind=kind,
-                reach="rack",
+                locality="rack",
                 latency_s=0.0,
                 bandwidth_bytes_per_s=rate,
                 provenance=Provenance(

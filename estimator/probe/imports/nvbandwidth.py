@@ -71,7 +71,7 @@ def _host_links(cases: Mapping[str, Mapping[str, Any]], at: str) -> list[Link]:
             continue
         rates = _cells(case)
         links.append(
-            _link(kind, rates, latency_s, at, pinned=True, streams=len(rates) if at_once else 1)
+            _link(kind, rates, latency_s, at, pinned=True, flows=len(rates) if at_once else 1)
         )
     return links
 
@@ -93,7 +93,7 @@ def _link(
     at: str,
     *,
     pinned: bool = False,
-    streams: int = 1,
+    flows: int = 1,
 ) -> Link:
     middle = statistics.median(rates)
     spread = statistics.median(abs(rate / middle - 1) for rate in rates)
@@ -102,7 +102,7 @@ def _link(
         latency_s=latency_s,
         bandwidth_bytes_per_s=middle * 1e9,
         pinned=pinned,
-        streams=streams,
+        flows=flows,
         provenance=imported(
             at,
             samples=len(rates),

@@ -44,7 +44,7 @@ def read_perftest(text: str, *, at: str) -> Imported:
     network = [
         Link(
             kind=kind,
-            reach="rack",
+            locality="rack",
             latency_s=0.0,
             bandwidth_bytes_per_s=max(rate for _, rate in found),
             provenance=imported(at, samples=len(found), note=FORMAT),

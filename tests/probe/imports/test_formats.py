@@ -30,7 +30,7 @@ def test_nvbandwidth_gives_host_links_one_by_one_and_all_at_once() -> None:
     # github.com/wubh576/nvbandwidth_5090, myresults/result.json (nvbandwidth 0.8, 4 RTX 5090)
     found = imported("nvbandwidth_rtx5090.json")
     assert found.device_names[3] == "NVIDIA GeForce RTX 5090"
-    links = {(link.kind, link.streams): link for link in found.links}
+    links = {(link.kind, link.flows): link for link in found.links}
     # Medians of the four columns, in GB/s.
     assert links["h2d", 1].bandwidth_bytes_per_s == pytest.approx((56.3829 + 56.3944) / 2 * 1e9)
     assert links["d2h", 4].bandwidth_bytes_per_s == pytest.approx((37.9928 + 38.4018) / 2 * 1e9)

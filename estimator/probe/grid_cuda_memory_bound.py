@@ -9,9 +9,9 @@ from estimator.probe.grid_calls import (
     indices,
     tensor,
 )
-from estimator.probe.grid_products import heads_inside
+from estimator.probe.grid_matmuls import heads_inside
+from estimator.probe.grid_memory_bound import layer_norm, softmax
 from estimator.probe.grid_shapes import embedding_bag, likelihood, max_pools, picking
-from estimator.probe.grid_streams import layer_norm, softmax
 from estimator.tensors import TensorSpec
 
 # Tensors of 1 to 4 times the last-level cache of an H100 in float32, and one far beyond.

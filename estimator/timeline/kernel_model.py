@@ -1,6 +1,6 @@
 """Say how long a GPU's kernels take, from their sizes and the chip's datasheet.
 
-Matrix products run as tiles on multiprocessors: whole waves of tiles, each tile paying for its own
+Matmuls run as tiles on multiprocessors: whole waves of tiles, each tile paying for its own
 edges, with the tile size and the number of pieces of the inner sum that finish first; everything
 else streams its bytes at a share of the memory's rate. A chip whose power limit does not feed its
 units at full clock runs them slower. The shares are learnt from measured operators
@@ -48,8 +48,8 @@ _POWER_SHARPNESS = 6.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProductLaw:
-    """Matrix products: shares of the peak by kind of unit, and what tiles cost beyond their work.
+class MatmulModel:
+    """Matmuls: shares of the peak by kind of unit, and what tiles cost beyond their work.
 
     A tile of r × c reaches the share (1 + half_tile · (r + c) / (r · c))⁻¹ of `*_ratio` of the
     peak, as if its inner sum were `*_extra_inner` longer. `*_headroom` is where power begins to
@@ -74,28 +74,28 @@ class ProductLaw:
     start_s: float
 
     @property
-    def sustained(self) -> ProductLaw:
-        """The law of chips that have been training for minutes."""
+    def sustained(self) -> MatmulModel:
+        """The model of chips that have been training for minutes."""
         return replace(self, tensor_headroom=self.sustained_tensor_headroom)
 
 
-def sustained_ratio(law: ProductLaw, chip: Chip) -> Array:
+def sustained_ratio(model: MatmulModel, chip: Chip) -> Array:
     """The share of its boost clock that a chip holds within its power limit, units fully busy.
 
     >>> from estimator.machines.catalogue import load_profile
     >>> from estimator.timeline.chips import chip_of
     >>> chip = chip_of(load_profile("t4").devices[0], "float16")  # 70 W
-    >>> bool(sustained_ratio(load_law().products.sustained, chip) < 0.6)
+    >>> bool(sustained_ratio(load_kernel_model().matmuls.sustained, chip) < 0.6)
     True
     """
-    needed = np.where(chip.is_tensor, law.tensor_headroom, law.vector_headroom)
-    needed = needed * np.asarray(chip.process_ratio) ** law.process_exponent
+    needed = np.where(chip.is_tensor, model.tensor_headroom, model.vector_headroom)
+    needed = needed * np.asarray(chip.process_ratio) ** model.process_exponent
     lack = needed / np.asarray(chip.headroom)
     return np.asarray((1.0 + lack**_POWER_SHARPNESS) ** (-1.0 / _POWER_SHARPNESS))
 
 
-def product_seconds(
-    law: ProductLaw,
+def matmul_seconds(
+    model: MatmulModel,
     chip: Chip,
     *,
     batch: ArrayLike,
@@ -105,9 +105,9 @@ def product_seconds(
     moved_bytes: ArrayLike,
     cached: float = 1.0,
 ) -> Array:
-    """Seconds of products (batch, rows, inner) × (batch, inner, columns), without the start.
+    """Seconds of matmuls (batch, rows, inner) × (batch, inner, columns), without the start.
 
-    Sizes and `moved_bytes` (what the product must read and write) are numbers or arrays of one
+    Sizes and `moved_bytes` (what the matmul must read and write) are numbers or arrays of one
     length. `cached` multiplies the memory's rate where the factors are in the last-level cache.
     """
     count, m, n, k, moved = (
@@ -115,12 +115,12 @@ def product_seconds(
         for item in (batch, rows, columns, inner, moved_bytes)
     )
     tensor = _column(chip.is_tensor)
-    share = np.where(_column(chip.is_early_tensor), law.early_tensor_ratio, law.tensor_ratio)
-    share = np.where(tensor, share, law.vector_ratio)
-    extra_inner = np.where(tensor, law.tensor_extra_inner, law.vector_extra_inner)
-    half_tile = np.where(tensor, law.tensor_half_tile, law.vector_half_tile)
-    long_inner = np.where(_column(chip.has_old_tlb), law.old_tlb_long_inner, law.long_inner)
-    rate = _column(chip.flops_per_s) * share * _column(sustained_ratio(law, chip))
+    share = np.where(_column(chip.is_early_tensor), model.early_tensor_ratio, model.tensor_ratio)
+    share = np.where(tensor, share, model.vector_ratio)
+    extra_inner = np.where(tensor, model.tensor_extra_inner, model.vector_extra_inner)
+    half_tile = np.where(tensor, model.tensor_half_tile, model.vector_half_tile)
+    long_inner = np.where(_column(chip.has_old_tlb), model.old_tlb_long_inner, model.long_inner)
+    rate = _column(chip.flops_per_s) * share * _column(sustained_ratio(model, chip))
     rate = rate / (1.0 + long_inner * np.maximum(0.0, np.log(k / _LONG_INNER)))
 
     tiles = count * np.ceil(m / _TILE_ROWS) * np.ceil(n / _TILE_COLUMNS) * _TILE_PIECES
@@ -130,7 +130,7 @@ def product_seconds(
     tile_flops = 2.0 * area * (k / _TILE_PIECES + extra_inner)
     compute_s = waves * tile_flops * edge * _column(chip.multiprocessors) / rate
     partial = np.where(_TILE_PIECES > 1, _PARTIAL_SUM_BYTES * count * m * n * _TILE_PIECES, 0.0)
-    bytes_per_s = _column(chip.memory_bytes_per_s) * law.memory_ratio * cached
+    bytes_per_s = _column(chip.memory_bytes_per_s) * model.memory_ratio * cached
     memory_s = (moved + partial) / bytes_per_s
     return np.asarray(_longer(compute_s, memory_s).min(axis=1))
 
@@ -152,10 +152,10 @@ def memory_class(device: Device) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamLaw:
+class MemoryBoundModel:
     """Kernels that move bytes: shares of the memory's peak rate.
 
-    `memory_ratios` are what a plain stream reaches, by architecture, else by class of memory, else
+    `memory_ratios` are what a plain kernel reaches, by architecture, else by class of memory, else
     "other": stacked memory ("HBM") reaches more than cards' ("GDDR"). `shares` are what kernels
     reach of that, by "operator.phase", "family.phase" or "family", the first that is known: a
     number, or (row length, share) points that are interpolated over the logarithm.
@@ -167,7 +167,7 @@ class StreamLaw:
     start_s: float
 
     def memory_ratio(self, device: Device) -> float:
-        """The share of the memory's peak rate that a plain stream reaches on a device."""
+        """The share of the memory's peak rate that a plain kernel reaches on a device."""
         keys = (str(device.details.get("architecture")), memory_class(device), "other")
         return next(self.memory_ratios[key] for key in keys if key in self.memory_ratios)
 
@@ -182,7 +182,7 @@ class StreamLaw:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionLaw:
+class AttentionModel:
     """Fused attention: flops at a share of the peak, and the tensors' bytes on top.
 
     The share grows with the head size: small heads leave the exponentials' units the bottleneck.
@@ -198,12 +198,12 @@ class AttentionLaw:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvolutionLaw:
+class ConvolutionModel:
     """Convolutions: seconds over those of the flops at the peak, plus those of the bytes streamed.
 
     `times` are the two factors by "kind.phase", or by "kind.phase.layout" for a layout of its own:
     libraries copy images into the layout that their kernels want, and sums over all positions
-    (gradients of filters) go through memory, so bytes cost more than a stream's.
+    (gradients of filters) go through memory, so bytes cost more than those of a plain kernel.
     """
 
     times: Mapping[str, tuple[float, float]]
@@ -242,7 +242,7 @@ _FULL_HEAD = 128.0
 
 
 def attention_seconds(
-    law: AttentionLaw,
+    model: AttentionModel,
     chip: Chip,
     *,
     sustained: ArrayLike,
@@ -262,46 +262,46 @@ def attention_seconds(
     blocks = np.asarray(heads) * np.ceil(np.asarray(queries) / _QUERY_BLOCK)
     filled = blocks / np.asarray(chip.multiprocessors)
     padded = np.ceil(np.asarray(head_size) / _HEAD_STEP) * _HEAD_STEP
-    share = np.where(is_backward, law.backward_ratio, law.forward_ratio)
-    share = share * np.where(padded > np.asarray(head_size), law.padded_ratio, 1.0)
+    share = np.where(is_backward, model.backward_ratio, model.forward_ratio)
+    share = share * np.where(padded > np.asarray(head_size), model.padded_ratio, 1.0)
     size = np.minimum(padded, _FULL_HEAD)
-    share = share * (1.0 + law.small_head / _FULL_HEAD) / (1.0 + law.small_head / size)
+    share = share * (1.0 + model.small_head / _FULL_HEAD) / (1.0 + model.small_head / size)
     rate = np.asarray(chip.flops_per_s) * share * np.asarray(sustained)
     compute_s = np.asarray(flops) * (padded / np.asarray(head_size)) / rate
     compute_s = compute_s * np.ceil(filled) / filled
-    bytes_per_s = np.asarray(chip.memory_bytes_per_s) * law.memory_ratio * cached
+    bytes_per_s = np.asarray(chip.memory_bytes_per_s) * model.memory_ratio * cached
     return np.asarray(compute_s + np.asarray(moved_bytes) / bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelLaw:
-    """The law's learnt numbers, and how far each family's calls are off on chips not learnt from.
+class KernelModel:
+    """The fitted coefficients, and how far each family's calls are off on chips not fitted to.
 
     `errors` are medians of |predicted − measured| / measured by family, "other" for the rest;
     "model" is one standard deviation of what the kernels of a whole step are off together.
     """
 
-    products: ProductLaw
-    convolutions: ConvolutionLaw
-    streams: StreamLaw
-    attention: AttentionLaw
+    matmuls: MatmulModel
+    convolutions: ConvolutionModel
+    memory_bound: MemoryBoundModel
+    attention: AttentionModel
     errors: Mapping[str, float]
 
     @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> KernelLaw:
-        """The law of a fitted file (`data/fits/kernels.json`)."""
-        streams = plain["streams"]
+    def from_dict(cls, plain: Mapping[str, Any]) -> KernelModel:
+        """The coefficients of a fitted file (`data/fits/kernels.json`)."""
+        memory_bound = plain["memory_bound"]
         shares = {
             key: value if isinstance(value, float | int) else tuple(map(tuple, value))
-            for key, value in streams["shares"].items()
+            for key, value in memory_bound["shares"].items()
         }
         return cls(
-            products=ProductLaw(**plain["products"]),
-            convolutions=ConvolutionLaw(
+            matmuls=MatmulModel(**plain["matmuls"]),
+            convolutions=ConvolutionModel(
                 times={key: (flops, moved) for key, (flops, moved) in plain["convolutions"].items()}
             ),
-            streams=StreamLaw(**{**streams, "shares": shares}),
-            attention=AttentionLaw(**plain["attention"]),
+            memory_bound=MemoryBoundModel(**{**memory_bound, "shares": shares}),
+            attention=AttentionModel(**plain["attention"]),
             errors=plain["errors"],
         )
 
@@ -309,20 +309,20 @@ class KernelLaw:
 _chosen: list[Path] = []
 
 
-def choose_law(path: Path) -> None:
-    """Let everything estimated from now on take this law instead of the one that ships.
+def choose_kernel_model(path: Path) -> None:
+    """Let everything estimated from now on take this model instead of the one that ships.
 
-    For judging a law on what it was not fitted to, before anything else is estimated.
+    For judging a model on what it was not fitted to, before anything else is estimated.
     """
     _chosen[:] = [path]
 
 
-def load_law(path: Path | None = None) -> KernelLaw:
-    """A fitted law, by default the chosen one, else the one that ships; read once."""
+def load_kernel_model(path: Path | None = None) -> KernelModel:
+    """A fitted kernel model, by default the chosen one, else the one that ships; read once."""
     chosen = _chosen[0] if _chosen else shipped_data("fits") / "kernels.json"
-    return _read_law(path or chosen)
+    return _read_kernel_model(path or chosen)
 
 
 @lru_cache(maxsize=4)
-def _read_law(path: Path) -> KernelLaw:
-    return KernelLaw.from_dict(json.loads(path.read_text(encoding="utf-8")))
+def _read_kernel_model(path: Path) -> KernelModel:
+    return KernelModel.from_dict(json.loads(path.read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""Grid families that multiply: matrix products, convolutions, attention, recurrent layers."""
+"""Grid families that multiply: matmuls, convolutions, attention, recurrent layers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _LINEAR = (
 )
 
 
-def matrix_products(shapes: Shapes = _LINEAR) -> list[GridCall]:
+def matmuls(shapes: Shapes = _LINEAR) -> list[GridCall]:
     """Linear layers as training runs them: forward x·Wᵀ + b, then grad·W and gradᵀ·x."""
     calls = []
     for number, (rows, inner, columns) in enumerate(shapes):
@@ -104,7 +104,7 @@ _BATCHED = (
 )
 
 
-def batched_products(shapes: Shapes = _BATCHED) -> list[GridCall]:
+def batched_matmuls(shapes: Shapes = _BATCHED) -> list[GridCall]:
     """bmm in its three layouts, in the proportions that attention and mixing layers have."""
     calls = []
     for number, (batch, rows, inner, columns) in enumerate(shapes):

@@ -1,4 +1,4 @@
-"""The kernel law: tiles in waves, streams at shares, clocks under a power limit."""
+"""The kernel model: tiles in waves, streams at shares, clocks under a power limit."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 
 from estimator.machines.catalogue import load_profile
 from estimator.machines.files import shipped_data
-from estimator.timeline import kernel_law
+from estimator.timeline import kernel_model
 from estimator.timeline.chips import Chip, chip_of
-from estimator.timeline.kernel_law import (
-    AttentionLaw,
-    ProductLaw,
-    StreamLaw,
+from estimator.timeline.kernel_model import (
+    AttentionModel,
+    MatmulModel,
+    MemoryBoundModel,
     attention_seconds,
-    load_law,
-    product_seconds,
+    load_kernel_model,
+    matmul_seconds,
     sustained_ratio,
 )
 
 # Whole tiles cost nothing beyond their work, and memory never waits.
-PLAIN = ProductLaw(
+PLAIN = MatmulModel(
     vector_ratio=0.5,
     tensor_ratio=0.5,
     early_tensor_ratio=0.25,
@@ -55,9 +55,15 @@ CHIP = Chip(
 )
 
 
-def seconds(law: ProductLaw, chip: Chip, m: float, n: float, k: float) -> float:
-    found = product_seconds(
-        law, chip, batch=1, rows=m, columns=n, inner=k, moved_bytes=2 * (m * k + k * n + m * n)
+def seconds(model: MatmulModel, chip: Chip, m: float, n: float, k: float) -> float:
+    found = matmul_seconds(
+        model,
+        chip,
+        batch=1,
+        rows=m,
+        columns=n,
+        inner=k,
+        moved_bytes=2 * (m * k + k * n + m * n),
     )
     return float(found[0])
 
@@ -87,10 +93,12 @@ def test_a_product_of_vectors_waits_for_memory() -> None:
 
 
 def test_half_the_power_that_full_speed_needs_halves_the_clock() -> None:
-    law = replace(PLAIN, vector_headroom=2.0)
+    model = replace(PLAIN, vector_headroom=2.0)
     # (1 + 2⁶)^(−1/6): the sharper the limit, the closer to a half
-    assert float(sustained_ratio(law, CHIP)) == pytest.approx(65 ** (-1 / 6))
-    assert float(sustained_ratio(law, replace(CHIP, headroom=20.0))) == pytest.approx(1.0, abs=1e-5)
+    assert float(sustained_ratio(model, CHIP)) == pytest.approx(65 ** (-1 / 6))
+    assert float(sustained_ratio(model, replace(CHIP, headroom=20.0))) == pytest.approx(
+        1.0, abs=1e-5
+    )
 
 
 @given(
@@ -102,50 +110,57 @@ def test_half_the_power_that_full_speed_needs_halves_the_clock() -> None:
 def test_time_never_rises_with_the_chip_or_falls_with_the_product(
     m: int, n: int, k: int, more: float
 ) -> None:
-    law = load_law().products
-    base = seconds(law, CHIP, m, n, k)
+    model = load_kernel_model().matmuls
+    base = seconds(model, CHIP, m, n, k)
     faster = replace(CHIP, flops_per_s=1e13 * more, memory_bytes_per_s=1e15 * more)
-    assert seconds(law, faster, m, n, k) <= base * (1 + 1e-9)
-    assert seconds(law, CHIP, m, n, k + 64) >= base * (1 - 1e-9)
+    assert seconds(model, faster, m, n, k) <= base * (1 + 1e-9)
+    assert seconds(model, CHIP, m, n, k + 64) >= base * (1 - 1e-9)
 
 
 def test_rows_of_arrays_are_costed_as_one_by_one() -> None:
-    law = load_law().products
+    model = load_kernel_model().matmuls
     sizes = [(64.0, 512.0, 128.0), (1280.0, 1280.0, 512.0), (7.0, 9.0, 70000.0)]
     m, n, k = (np.array(column) for column in zip(*sizes, strict=True))
-    together = product_seconds(
-        law, CHIP, batch=1, rows=m, columns=n, inner=k, moved_bytes=2 * (m * k + k * n + m * n)
+    together = matmul_seconds(
+        model,
+        CHIP,
+        batch=1,
+        rows=m,
+        columns=n,
+        inner=k,
+        moved_bytes=2 * (m * k + k * n + m * n),
     )
-    assert together == pytest.approx([seconds(law, CHIP, *size) for size in sizes])
+    assert together == pytest.approx([seconds(model, CHIP, *size) for size in sizes])
 
 
 def test_a_share_between_two_row_lengths_is_interpolated_over_their_logarithm() -> None:
-    law = StreamLaw(
+    model = MemoryBoundModel(
         memory_ratios={"other": 0.8},
         shares={"softmax.forward": ((256.0, 0.4), (4096.0, 0.8)), "other": 0.5},
         cache_speedup=2.0,
         start_s=0.0,
     )
-    assert law.share(("softmax.forward", "softmax"), 1024.0) == pytest.approx(0.6)
-    assert law.share(("softmax.forward",), 1e6) == pytest.approx(0.8)
-    assert law.share(("index.forward", "index"), 100.0) == 0.5
+    assert model.share(("softmax.forward", "softmax"), 1024.0) == pytest.approx(0.6)
+    assert model.share(("softmax.forward",), 1e6) == pytest.approx(0.8)
+    assert model.share(("index.forward", "index"), 100.0) == 0.5
 
 
 def test_memory_goes_by_architecture_before_class() -> None:
-    law = StreamLaw(
+    model = MemoryBoundModel(
         memory_ratios={"HBM": 0.9, "gp100": 0.7, "other": 0.8},
         shares={},
         cache_speedup=2.0,
         start_s=0.0,
     )
     ratios = [
-        law.memory_ratio(load_profile(name).devices[0]) for name in ("h100-sxm", "p100-pcie", "t4")
+        model.memory_ratio(load_profile(name).devices[0])
+        for name in ("h100-sxm", "p100-pcie", "t4")
     ]
     assert ratios == [0.9, 0.7, 0.8]
 
 
 def test_attention_pads_heads_and_fills_multiprocessors_in_waves() -> None:
-    law = AttentionLaw(
+    model = AttentionModel(
         forward_ratio=0.5,
         backward_ratio=0.25,
         padded_ratio=1.0,
@@ -157,7 +172,7 @@ def test_attention_pads_heads_and_fills_multiprocessors_in_waves() -> None:
     def taken_s(heads: float, size: float, *, is_backward: bool = False) -> float:
         return float(
             attention_seconds(
-                law,
+                model,
                 CHIP,
                 sustained=1.0,
                 heads=heads,
@@ -188,10 +203,10 @@ def test_tensor_cores_are_known_by_architecture_and_dtype() -> None:
 def test_a_chosen_law_answers_in_place_of_the_shipped_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_law, "_chosen", [])
+    monkeypatch.setattr(kernel_model, "_chosen", [])
     plain = json.loads((shipped_data("fits") / "kernels.json").read_text(encoding="utf-8"))
-    plain["streams"]["start_s"] = 1.0
-    path = tmp_path / "law.json"
+    plain["memory_bound"]["start_s"] = 1.0
+    path = tmp_path / "kernels.json"
     path.write_text(json.dumps(plain), encoding="utf-8")
-    kernel_law.choose_law(path)
-    assert load_law().streams.start_s == 1.0
+    kernel_model.choose_kernel_model(path)
+    assert load_kernel_model().memory_bound.start_s == 1.0
