@@ -38,7 +38,7 @@ class BatchRow:
 
 
 def read_batches(text: str) -> tuple[int, ...]:
-    """The batches of ``1..64``, doubled from the first to the last, or of a list. Raises AllocationError.
+    """The batches of ``1..64``, doubled up to the last, or of a list; raises AllocationError.
 
     >>> read_batches("6..40"), read_batches("8,3")
     ((6, 12, 24, 40), (3, 8))

@@ -404,3 +404,17 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, tiny: str, command: C
 def test_lists_and_ranges_of_nodes_and_devices(store: Path, tiny: str, command: Command) -> None:
     rows = json.loads(command("sweep", tiny, "--on", "1x1,2:local", "--json").out)
     assert [row["allocation"] for row in rows] == ["1x1:local", "1x2:local"]
+
+
+def test_a_matrix_of_some_of_a_machines_devices_is_imported_with_a_remark(
+    tmp_path: Path, command: Command
+) -> None:
+    samples = Path(__file__).parent.parent / "probe" / "imports" / "samples"
+    told = {}
+    for name in ("topo_m_2x_phb.txt", "topo_m_8x_a100.txt"):
+        out = tmp_path / f"{name}.json"
+        answer = command("profile", "import", samples / name, "--into", "dgx-a100", "--out", out)
+        assert answer.code == 0
+        told[name] = answer.err
+    assert "2 of the 8 devices of 'dgx-a100'" in told["topo_m_2x_phb.txt"]
+    assert told["topo_m_8x_a100.txt"] == ""
