@@ -291,7 +291,7 @@ def _batches(
         raise WorkloadError("give either the batch per device or the global batch, not both")
     if global_batch is not None:
         global_batch = check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
-        return (_even_batch(placement, global_batch, accumulation_steps),) * groups
+        return (even_batch(placement, global_batch, accumulation_steps),) * groups
     if batch_per_gpu is None:
         return None if graph.batch is None else (graph.batch,) * groups
     given: Any = batch_per_gpu
@@ -305,7 +305,8 @@ def _batches(
     return tuple(map(check_count, given))
 
 
-def _even_batch(placement: Placement, global_batch: int, accumulation_steps: int) -> int:
+def even_batch(placement: Placement, global_batch: int, accumulation_steps: int) -> int:
+    """Samples per rank and micro-batch; raises WorkloadError where that is no whole number."""
     ranks = placement.ranks
     shares = ranks * accumulation_steps
     if global_batch % shares:
