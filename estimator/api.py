@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from estimator.placement.allocation import Allocation
 
 
+_EXECUTIONS = {True: "compiled", "blocks": "compiled-blocks"}
+
+
 def trace_model(
     model: nn.Module,
     batch: Any = None,
@@ -35,11 +38,12 @@ def trace_model(
     target: DeviceKind = "cpu",
     measure: bool = False,
     *,
-    compiled: bool | Literal["cuda-graphs"] | None = None,
+    compiled: bool | Literal["cuda-graphs", "blocks"] | None = None,
     channels_last: bool = False,
     grad_scaler: bool = False,
     clip_grad_norm: bool = False,
     checkpoint: str | None = None,
+    float8: str | None = None,
     batch_dim: int | None = None,
     name: str | None = None,
     profile: MachineProfile | str = "local",
@@ -55,13 +59,14 @@ def trace_model(
     be the one `profile` describes; timings are kept in the user's store.
 
     The optimizer is one of torch.optim or its name. The step is eager unless `compiled`: as
-    `torch.compile` fuses it, or as its ``mode="reduce-overhead"`` replays it ("cuda-graphs"); by
-    default as `model` is. `channels_last` lays images and filters out as
-    ``.to(memory_format=torch.channels_last)`` does, `grad_scaler` adds what a
-    ``torch.amp.GradScaler`` does to gradients, `clip_grad_norm` what
+    `torch.compile` fuses it, in each repeated block alone ("blocks"), or as its
+    ``mode="reduce-overhead"`` replays it ("cuda-graphs"); by default as `model` is.
+    `channels_last` lays images and filters out as ``.to(memory_format=torch.channels_last)`` does,
+    `grad_scaler` adds what a ``torch.amp.GradScaler`` does to gradients, `clip_grad_norm` what
     ``torch.nn.utils.clip_grad_norm_`` does. `checkpoint` computes repeated blocks again in the
     backward pass: "full", "selective:2" (every second one) or "selective:op" (all but attention and
-    every other product). Raises ModelError, TraceError, ProbeError.
+    every other product). `float8` has the linear layers of a compiled model in float8, "tensorwise"
+    or "rowwise" as torchao scales them. Raises ModelError, TraceError, ProbeError.
     """
     from estimator.graph.checkpointing import checkpointed
     from estimator.graph.trace import trace_graph
@@ -89,7 +94,11 @@ def trace_model(
     if compiled:
         from estimator.graph.fusion import compile_graph
 
-        return compile_graph(graph, "compiled" if compiled is True else compiled)
+        graph = compile_graph(graph, _EXECUTIONS.get(compiled, compiled))  # type: ignore[arg-type]
+    if float8 is not None:
+        from estimator.graph.float8 import with_float8
+
+        graph = with_float8(graph, float8)
     return with_timings(graph, profile, report=report) if measure else graph
 
 

@@ -77,6 +77,17 @@ def workload_options(command: Command) -> Command:
         click.option(
             "--compile", "execution", flag_value="compiled", help="As torch.compile fuses it."
         ),
+        click.option(
+            "--compile-blocks",
+            "execution",
+            flag_value="compiled-blocks",
+            help="Each repeated block compiled by itself.",
+        ),
+        click.option(
+            "--float8",
+            type=click.Choice(("tensorwise", "rowwise")),
+            help="Linear layers as torchao.float8 has them.",
+        ),
         click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32."),
         click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Default adamw."),
         click.option("--seq-len", type=positive, help="Tokens per sample, where the model asks."),
