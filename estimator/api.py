@@ -54,8 +54,8 @@ def trace_model(
     `batch` is what the model is called with: tensors, or a DataLoader or Dataset that gives them;
     `loss` is called with (output, batch), or with (output, targets) where the batch holds what
     ``forward()`` does not take, and defaults to the model's ``training_step(batch, batch_idx)``,
-    else ``output.loss``, else the mean of the floating outputs. With `measure`, the distinct ops of the step are also timed on this machine, which must
-    be the one `profile` describes; timings are kept in the user's store.
+    else ``output.loss``, else the mean of the floating outputs. With `measure`, the distinct ops
+    of the step are timed on this machine, that of `profile`, and kept in the user's store.
 
     The optimizer is one of torch.optim or its name. The step is eager unless `compiled`: as
     `torch.compile` fuses it, in each repeated block alone ("blocks"), or replayed as CUDA graphs
