@@ -69,10 +69,7 @@ def trace_model(
     from estimator.graph.checkpointing import checkpointed
     from estimator.graph.trace import trace_graph
 
-    # What torch.compile returns holds the model that it compiles (torch/_dynamo/eval_frame.py).
-    original = getattr(model, "_orig_mod", None)
-    if original is not None:
-        model, compiled = original, True if compiled is None else compiled
+    model, compiled = _original(model, compiled)
     _check_options(measure and bool(compiled), grad_scaler, precision)
     with checkpointed(model, checkpoint):
         graph = trace_graph(
@@ -91,6 +88,12 @@ def trace_model(
     )
     graph = _compiled(graph, compiled, float8)
     return with_timings(graph, profile, report=report) if measure else graph
+
+
+def _original(model: Any, compiled: Any) -> tuple[Any, Any]:
+    """The model that torch.compile was given (torch/_dynamo/eval_frame.py), and how it is run."""
+    original = getattr(model, "_orig_mod", None)
+    return (model, compiled) if original is None else (original, compiled is None or compiled)
 
 
 def _compiled(
