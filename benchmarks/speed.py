@@ -1,13 +1,14 @@
 """Time what TARGETS bounds: looks at models (P1), estimates (P2–P4), refits (P5), start-up (P6).
 
-    python benchmarks/speed.py [--parts looks one many memory timeline calibration start-up cold]
+    python benchmarks/speed.py [--parts looks one many memory timeline …]
     python benchmarks/speed.py --picture docs/speed.svg
 
 P2 to P4 run in one thread and are given in seconds of its CPU, since others share the machine.
 `--adaptdl PYTHON` names an interpreter that has AdaptDL (pip install adaptdl), whose goodput
 function is then timed beside ours; without it the same published form (Pollux, OSDI 2020, section
 3.2) is, as written here. `cold` times the first answers of fresh processes (wall time), graphs and
-machines being written to the folder `--graphs` beforehand, or found there.
+machines being written to the folder `--graphs` beforehand, or found there; `loop` times the rounds
+of a scheduler that asks of the same jobs again (CPU).
 """
 
 from __future__ import annotations
@@ -327,6 +328,23 @@ def cold_answers(options: argparse.Namespace) -> Found:
         return cold(options, in_child)
 
 
+def rounds(options: argparse.Namespace) -> Found:
+    """A scheduler's first and later rounds."""
+    from speed_loop import loop
+
+    with tempfile.TemporaryDirectory(prefix="speed-") as folder:
+        options.graphs = options.graphs or folder
+        in_child("cases", options)
+        return loop(options, in_child)
+
+
+def ask_rounds(options: argparse.Namespace, *, is_prepared: bool = False) -> dict[str, Any]:
+    """Ask all questions of `loop`."""
+    from speed_loop import ask
+
+    return ask(options, is_prepared=is_prepared)
+
+
 def write_cases(options: argparse.Namespace) -> None:
     """Write the graphs and machines of `cold`."""
     from speed_cold import write_cases
@@ -350,6 +368,7 @@ PARTS = {
     "calibration": calibration,
     "start-up": start_up,
     "cold": cold_answers,
+    "loop": rounds,
 }
 CHILDREN: dict[str, Callable[[argparse.Namespace], Any]] = {
     "look": look_ratio,
@@ -358,6 +377,8 @@ CHILDREN: dict[str, Callable[[argparse.Namespace], Any]] = {
     "chunks": chunks,
     "cases": write_cases,
     "cold": ask_cold,
+    "loop": ask_rounds,
+    "prepared": partial(ask_rounds, is_prepared=True),
 }
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from estimator.api import estimate, trace_model
+    from estimator.api import estimate, prepare, trace_model
     from estimator.calibrate.calibrator import Calibrator
     from estimator.calibrate.watching import observe
     from estimator.errors import EstimatorError
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from estimator.machines.profile import MachineProfile
     from estimator.placement.allocation import Allocation
     from estimator.placement.columns import AllocationColumns
+    from estimator.stalls.loaders import measure_loader, watch_loader
     from estimator.tables import EstimateTable, estimate_chunks, estimate_many
     from estimator.workload import Strategy
+    from estimator.workload.loader import Loader
 
 __version__ = "0.1.0"
 
@@ -36,6 +38,7 @@ _HOMES = {
     "Estimate": "estimator.estimates",
     "EstimateTable": "estimator.tables",
     "EstimatorError": "estimator.errors",
+    "Loader": "estimator.workload.loader",
     "MachineProfile": "estimator.machines.profile",
     "OpGraph": "estimator.graph.op_graph",
     "Strategy": "estimator.workload",
@@ -45,8 +48,11 @@ _HOMES = {
     "estimate_chunks": "estimator.tables",
     "estimate_many": "estimator.tables",
     "load_profile": "estimator.machines.catalogue",
+    "measure_loader": "estimator.stalls.loaders",
     "observe": "estimator.calibrate.watching",
+    "prepare": "estimator.api",
     "trace_model": "estimator.api",
+    "watch_loader": "estimator.stalls.loaders",
 }
 
 __all__ = [
@@ -57,6 +63,7 @@ __all__ = [
     "Estimate",
     "EstimateTable",
     "EstimatorError",
+    "Loader",
     "MachineProfile",
     "MemoryPlan",
     "OpGraph",
@@ -66,8 +73,11 @@ __all__ = [
     "estimate_chunks",
     "estimate_many",
     "load_profile",
+    "measure_loader",
     "observe",
+    "prepare",
     "trace_model",
+    "watch_loader",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Join stages into the public functions: look at a model, ask for its step time anywhere."""
+"""Join stages into the public functions: trace a model, ask for its step time anywhere."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
+from estimator.workload.loader import Loader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -49,7 +50,7 @@ def trace_model(
     profile: MachineProfile | str = "local",
     report: Callable[[str, float], None] | None = None,
 ) -> OpGraph:
-    """Look at one training step of `model` once, for every batch size.
+    """Trace one training step of `model` once, for every batch size.
 
     `batch` is what the model is called with: tensors, or a DataLoader or Dataset that gives them;
     `loss` is called with (output, batch), or with (output, targets) where the batch holds what
@@ -69,7 +70,7 @@ def trace_model(
     from estimator.graph.checkpointing import checkpointed
     from estimator.graph.trace import trace_graph
 
-    model, compiled = _original(model, compiled)
+    model, compiled = _uncompiled(model, compiled)
     _check_options(measure and bool(compiled), grad_scaler, precision)
     with checkpointed(model, checkpoint):
         graph = trace_graph(
@@ -90,12 +91,6 @@ def trace_model(
     return with_timings(graph, profile, report=report) if measure else graph
 
 
-def _original(model: Any, compiled: Any) -> tuple[Any, Any]:
-    """The model that torch.compile was given (torch/_dynamo/eval_frame.py), and how it is run."""
-    original = getattr(model, "_orig_mod", None)
-    return (model, compiled) if original is None else (original, compiled is None or compiled)
-
-
 def _compiled(
     graph: OpGraph, compiled: bool | Literal["cuda-graphs", "blocks"] | None, float8: str | None
 ) -> OpGraph:
@@ -108,6 +103,14 @@ def _compiled(
     from estimator.graph.float8 import with_float8
 
     return with_float8(graph, float8)
+
+
+def _uncompiled(model: nn.Module, compiled: Any) -> tuple[nn.Module, Any]:
+    """What torch.compile returns holds the model that it compiles (torch/_dynamo/eval_frame.py)."""
+    original = getattr(model, "_orig_mod", None)
+    if original is None:
+        return model, compiled
+    return original, True if compiled is None else compiled
 
 
 def _check_options(measures_compiled: bool, grad_scaler: bool, precision: str) -> None:
@@ -133,7 +136,7 @@ def with_timings(
     """The graph with its distinct ops timed on this machine, at its traced batch size."""
     from estimator.probe.ops import measure_ops
 
-    machine = load_profile(profile) if isinstance(profile, str) else profile
+    machine = profile if isinstance(profile, MachineProfile) else load_profile(profile)
     timings = measure_ops(graph, machine, report=report)
     return replace(graph, timings=timings, timed_on=machine.name)
 
@@ -161,6 +164,7 @@ def estimate(
     *,
     batch: Any = None,
     profile: MachineProfile | None = None,
+    loader: Loader | str | None = None,
 ) -> Estimate:
     """Predict the step time of a model on an allocation such as ``1x2:local``.
 
@@ -170,37 +174,59 @@ def estimate(
     over ranks, times `accumulation_steps`. A global batch is split evenly over equal devices, by
     speed over unlike ones: `batches` of the answer says how. `cluster` (or its file) names nodes
     and the switches between them; without one, nodes hang on one switch. `profile` stands in for
-    the machine that the allocation names. Raises AllocationError, WorkloadError, ProfileError,
-    UnknownMachineError, StrategyError, TopologyError.
+    the machine that the allocation names; `loader`, or its text (``prep=8ms,workers=4``), feeds
+    every rank. Raises AllocationError, WorkloadError, ProfileError, UnknownMachineError,
+    StrategyError, TopologyError.
     """
     described = Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster
     placement = DEFAULT.place(allocation, cluster=described, profile=profile)
     parsed = Strategy.parse(strategy)
+    fed = None if loader is None else Loader.parse(loader)
     if isinstance(model_or_graph, OpGraph):
         graph = model_or_graph
     else:
         graph = _traced_for(placement.kinds[0].profile.kind, model_or_graph, batch, parsed)
+    asked: dict[str, Any] = {
+        "global_batch": global_batch,
+        "accumulation_steps": accumulation_steps,
+        "strategy": parsed,
+        "cluster": described,
+        "calibration": calibration,
+        "profile": profile,
+        "loader": fed,
+    }
     if global_batch is not None and batch_per_gpu is None:
-        from estimator.advise.balance import balance
+        from estimator.tables.balance import balance
 
-        return balance(
-            graph,
-            placement,
-            global_batch=global_batch,
-            accumulation_steps=accumulation_steps,
-            strategy=parsed,
-            cluster=described,
-            calibration=calibration,
-            profile=profile,
-        ).answer
-    return estimate_graph(
+        return balance(graph, placement, **asked).answer
+    return estimate_graph(graph, placement, batch_per_gpu=batch_per_gpu, **asked)
+
+
+def prepare(
+    graph: OpGraph,
+    machines: Iterable[str | MachineProfile],
+    *,
+    batch_per_gpu: int | Sequence[int] | None = None,
+    accumulation_steps: int = 1,
+    strategy: str | Strategy = "ddp",
+) -> None:
+    """Compile a traced graph ahead for every number of devices of some machines.
+
+    The first estimate of a graph, batch, strategy and number of devices in use on a node compiles
+    its operators for that machine; later ones take microseconds. A scheduler does that here, when
+    a job arrives and before it has to decide. `batch_per_gpu` is one batch or several, by default
+    what was traced. Raises ProfileError, UnknownMachineError, WorkloadError, StrategyError.
+    """
+    if not isinstance(graph, OpGraph):
+        raise WorkloadError(
+            f"what is prepared is an OpGraph, found {type(graph).__name__}; make one with "
+            "trace_model"
+        )
+    named = [machines] if isinstance(machines, str | MachineProfile) else machines
+    DEFAULT.prepare(
         graph,
-        placement,
+        named,
         batch_per_gpu=batch_per_gpu,
-        global_batch=global_batch,
         accumulation_steps=accumulation_steps,
-        strategy=parsed,
-        cluster=described,
-        calibration=calibration,
-        profile=profile,
+        strategy=strategy,
     )

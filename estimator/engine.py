@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from estimator.cache import Cache
@@ -11,10 +12,11 @@ from estimator.coefficients import (
     UNCALIBRATED,
     Calibration,
     Coefficients,
+    JobContent,
     PredictedStep,
     StepQuestion,
 )
-from estimator.errors import WorkloadError
+from estimator.errors import ProfileError, TopologyError, WorkloadError, quoted
 from estimator.estimates import (
     FITS,
     Estimate,
@@ -23,7 +25,9 @@ from estimator.estimates import (
     relative_error,
     utilization,
 )
+from estimator.graph.content import job_content
 from estimator.graph.op_graph import OpGraph
+from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.mesh import Mesh
@@ -31,8 +35,10 @@ from estimator.placement.placement import Placement, place
 from estimator.placement.topology import Cluster
 from estimator.timeline.plan import (
     Members,
+    StepAnswer,
     StepPlan,
     answer_of,
+    compiled_step,
     groups_of,
     members_of,
     step_plan,
@@ -41,6 +47,7 @@ from estimator.timeline.ranks import StepShape
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import Groups
 from estimator.workload import MOST_ACCUMULATION, MOST_GLOBAL_BATCH, Strategy, check_count
+from estimator.workload.loader import Loader
 
 # Compiled programs of some thousand (graph, machine, batch) and what their estimates share.
 CACHE_BYTES = 512 << 20
@@ -67,6 +74,7 @@ class Engine:
         """An allocation on its machines, unless it is placed already; see `placement.place`."""
         if isinstance(allocation, Placement):
             return allocation
+        check_kinds(cluster=cluster, profile=profile)
         return place(allocation, cluster=cluster, profile=profile, cache=self.cache)
 
     def estimate(
@@ -81,10 +89,11 @@ class Engine:
         cluster: Cluster | None = None,
         calibration: Calibration | None = None,
         profile: MachineProfile | None = None,
+        loader: Loader | None = None,
     ) -> Estimate:
         """Predict the step of a traced graph on an allocation; see `estimator.estimate`.
 
-        Here a global batch is split evenly whatever the devices; `advise.balance` splits it by
+        Here a global batch is split evenly whatever the devices; `balance` splits it by
         speed. Who asks several times of one allocation places it once: `cluster` and `profile` are
         then those that it was placed with.
         """
@@ -95,15 +104,41 @@ class Engine:
             global_batch=global_batch,
             accumulation_steps=accumulation_steps,
             strategy=strategy,
+            loader=loader,
         )
         coefficients = UNCALIBRATED
         if calibration is not None:
+            check_kinds(calibration=calibration)
             (coefficients,) = calibration.coefficients_for(
-                [asked.question(graph)],
+                [asked.question(graph, self.content(graph).fingerprint)],
                 [asked.mesh.placement.allocation],
                 TrialEngine(engine=self, graph=graph, cluster=cluster, profile=profile),
             )
         return _answered(step_plan(asked.mesh, asked.members, self.cache, coefficients), asked)
+
+    def content(self, graph: OpGraph) -> JobContent:
+        """What a graph computes; worked out once."""
+        return self.cache.get("content", (graph,), lambda: job_content(graph))
+
+    def prepare(
+        self,
+        graph: OpGraph,
+        machines: Iterable[str | MachineProfile],
+        *,
+        batch_per_gpu: int | Sequence[int] | None = None,
+        accumulation_steps: int = 1,
+        strategy: str | Strategy = "ddp",
+    ) -> None:
+        """Compile a graph ahead for machines and batches; see `estimator.prepare`."""
+        shape = StepShape(Strategy.parse(strategy), accumulation_steps)
+        given = batch_per_gpu if isinstance(batch_per_gpu, Sequence) else (batch_per_gpu,)
+        batches = [graph.batch if batch is None else check_count(batch) for batch in given]
+        for machine in machines:
+            profile = load_profile(machine) if isinstance(machine, str) else machine
+            for batch, several in product(batches, (False, True)):
+                table, _ = compiled_step(graph, shape, batch, several, self.cache)
+                for busy in range(1, len(profile.devices) + 1 if several else 2):
+                    table.kind(profile, busy, 1.0)
 
     def _asked(
         self,
@@ -114,6 +149,7 @@ class Engine:
         global_batch: int | None,
         accumulation_steps: int,
         strategy: str | Strategy,
+        loader: Loader | None = None,
     ) -> _Asked:
         """Check what is asked of a placement and compile its ranks; raises WorkloadError."""
         parsed = Strategy.parse(strategy)
@@ -122,7 +158,7 @@ class Engine:
         )
         batches = _batches(graph, placement, batch_per_gpu, global_batch, accumulation_steps)
         mesh = Mesh.data_parallel(placement, parsed, micro_batches=accumulation_steps)
-        shape = StepShape(parsed, accumulation_steps)
+        shape = StepShape(parsed, accumulation_steps, loader)
         return _Asked(
             mesh, shape, batches, members_of(graph, placement, batches, shape, self.cache)
         )
@@ -149,20 +185,21 @@ class Engine:
 
 
 class _Asked(NamedTuple):
-    """What an estimate is made of before the network and calibration are looked at."""
+    """What an estimate is made of before the network and calibration are added."""
 
     mesh: Mesh
     shape: StepShape
     batches: tuple[int, ...] | None
     members: Members
 
-    def question(self, graph: OpGraph) -> StepQuestion:
+    def question(self, graph: OpGraph, job: str) -> StepQuestion:
         """What calibration is asked."""
         placement, batches = self.mesh.placement, self.batches
         groups = placement.allocation.groups
         each = batches or [0] * len(groups)
         samples = sum(g.ranks * batch for g, batch in zip(groups, each, strict=True))
         return StepQuestion(
+            job=job,
             workload=graph.workload,
             machines="+".join(sorted({kind.profile.name for kind in placement.kinds})),
             ranks=placement.ranks,
@@ -184,8 +221,14 @@ class TrialEngine:
     profile: MachineProfile | None
 
     @property
-    def key(self) -> tuple[int, int, int]:
-        return id(self.graph), id(self.cluster), id(self.profile)
+    def content(self) -> JobContent:
+        return self.engine.content(self.graph)
+
+    @property
+    def key(self) -> tuple[str, int, int, int]:
+        # Calls that were timed on a machine count as measured there, whatever computes the same.
+        timings = id(self.graph.timings) if self.graph.timings else 0
+        return self.content.fingerprint, timings, id(self.cluster), id(self.profile)
 
     def predict(
         self,
@@ -210,10 +253,28 @@ class TrialEngine:
         parts = answer.parts
         lane_s = parts.forward_s + parts.backward_s + parts.host_exposed_s + parts.copies_exposed_s
         return PredictedStep(
-            question=asked.question(self.graph),
+            question=asked.question(self.graph, self.content.fingerprint),
             compute_s=lane_s / accumulation_steps + parts.update_s,
             sync_s=plan.alone_s(answer.slowest),
             step_s=parts.total_s,
+            relative_error=_engine_error(answer, coefficients, asked.shape.loader),
+        )
+
+
+def check_kinds(*, cluster: Any = None, profile: Any = None, calibration: Any = None) -> None:
+    """Raise TopologyError, ProfileError or WorkloadError for arguments of another kind."""
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise TopologyError(
+            f"cluster is a Cluster or the path of its file, found {quoted(cluster)}; give one"
+        )
+    if profile is not None and not isinstance(profile, MachineProfile):
+        raise ProfileError(
+            f"profile is a MachineProfile, found {quoted(profile)}; load_profile gives one by name"
+        )
+    if calibration is not None and not hasattr(calibration, "coefficients_for"):
+        raise WorkloadError(
+            f"calibration is a Calibrator, found {quoted(calibration)}; write "
+            "Calibrator(PATH), or leave it out"
         )
 
 
@@ -230,7 +291,7 @@ def _batches(
         raise WorkloadError("give either the batch per device or the global batch, not both")
     if global_batch is not None:
         global_batch = check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
-        return (_even_batch(placement, global_batch, accumulation_steps),) * groups
+        return (even_batch(placement, global_batch, accumulation_steps),) * groups
     if batch_per_gpu is None:
         return None if graph.batch is None else (graph.batch,) * groups
     given: Any = batch_per_gpu
@@ -244,7 +305,8 @@ def _batches(
     return tuple(map(check_count, given))
 
 
-def _even_batch(placement: Placement, global_batch: int, accumulation_steps: int) -> int:
+def even_batch(placement: Placement, global_batch: int, accumulation_steps: int) -> int:
+    """Samples per rank and micro-batch; raises WorkloadError where that is no whole number."""
     ranks = placement.ranks
     shares = ranks * accumulation_steps
     if global_batch % shares:
@@ -258,18 +320,32 @@ def _even_batch(placement: Placement, global_batch: int, accumulation_steps: int
     return check_count(global_batch // shares)
 
 
+def _engine_error(answer: StepAnswer, coefficients: Coefficients, loader: Loader | None) -> float:
+    """The relative error of a step by those of what the engine made it of."""
+    parts, slowest, waited = answer
+    return float(
+        relative_error(
+            parts,
+            slowest.lane,
+            coefficients.compute_ratio,
+            waited.relative_error if waited else 0.0,
+            waited.slower_s if waited else 0.0,
+            parts.total_s,
+            loader.relative_error if loader else 0.0,
+        )
+    )
+
+
 def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
-    parts, slowest, waited = answer_of(plan)
+    answer = answer_of(plan)
+    parts, slowest, _ = answer
     mesh, batches, coefficients = asked.mesh, asked.batches, plan.coefficients
     graph, step_s = plan.members.table.graph, parts.total_s
     accumulation_steps = asked.shape.accumulation_steps
     memory, used_ratio = plan.memory()
     error = coefficients.relative_error
     if error is None:
-        communication_error = waited.relative_error if waited else 0.0
-        compute = coefficients.compute_ratio
-        slower_s = waited.slower_s if waited else 0.0
-        error = relative_error(parts, slowest.lane, compute, communication_error, slower_s, step_s)
+        error = _engine_error(answer, coefficients, asked.shape.loader)
     spread = interval_ratio(error)
     even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
     global_batch = mesh.global_batch(batches) if batches is not None else None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from estimator.machines.device_memory import DeviceMemory
 from estimator.machines.typical import is_known_by_datasheet
 from estimator.placement.allocation import Allocation
 from estimator.timeline.assumptions import plan_assumptions, split_assumptions
+from estimator.timeline.input_remedies import remedy_of
 from estimator.timeline.plan import StepPlan, answer_of
 from estimator.timeline.played import timeline_of
 from estimator.timeline.program import COPIES_ERROR, MEDIAN_TO_SIGMA
@@ -23,6 +25,9 @@ from estimator.timeline.ranks import LaneCosts, RankKind
 from estimator.timeline.spans import Timeline
 from estimator.timeline.step import Breakdown
 from estimator.units import format_count, format_interval, format_ratio
+from estimator.workload.loader import Loader
+
+Value = TypeVar("Value")
 
 # What the physical model itself misses even with perfect kernel times: caches, allocator, overlap.
 # One standard deviation of log(measured / predicted), from benchmarks/local_accuracy.py.
@@ -67,7 +72,8 @@ class Estimate:
     fits: Literal["yes", "no", "uncertain"]
     breakdown: Breakdown
     op_time_in_grid_ratio: float
-    plan: StepPlan
+    # What the rest was worked out from: answers that say the same are equal.
+    plan: StepPlan = field(compare=False)
 
     def __repr__(self) -> str:
         # The generated one would print every operator of the plan.
@@ -76,39 +82,49 @@ class Estimate:
         rate = f", {speed} samples/s" if self.samples_per_s else ""
         return f"Estimate({self.model} on {self.allocation}: {step}{rate})"
 
+    def __getstate__(self) -> list[Any]:
+        # The plan holds the graph and all that was compiled of it: a pickle takes what it says.
+        told = self.plan if isinstance(self.plan, PlanFacts) else PlanFacts.of(self)
+        return [told if item.name == "plan" else getattr(self, item.name) for item in fields(self)]
+
     @property
     def bottleneck(self) -> str:
         """What the step spends most of its time on, in words."""
-        return _bottleneck(self)
+        return self._told("bottleneck", _bottleneck)
+
+    @property
+    def loader(self) -> Loader | None:
+        """What feeds the ranks, None where batches are taken to be on the device."""
+        return self._told("loader", lambda self: self.plan.members.table.shape.loader)
 
     @property
     def device_memory(self) -> DeviceMemory:
         """What the driver and libraries keep of the memory of the devices that are fullest."""
-        return self.plan.fullest_device()[0]
+        return self._told("device_memory", lambda self: self.plan.fullest_device()[0])
 
     @property
     def spare_memory_bytes(self) -> int:
         """How much more live tensors could take on these devices; negative where they lack it."""
-        device, held = self.plan.fullest_device()
-        return device.usable_bytes - held
+        return self._told("spare_memory_bytes", _spare_memory_bytes)
 
     @property
     def mode(self) -> str:
         """How the step is run, in words: precision, compiled or not, layout of images."""
-        return self.plan.members.table.graph.mode
+        return self._told("mode", lambda self: self.plan.members.table.graph.mode)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What the answer takes for granted, one sentence each."""
-        found = plan_assumptions(self.plan, self.ranks)
-        remark = self.plan.coefficients.remark
-        found = (remark, *found) if remark else found
-        return found if self.batches is None else (*split_assumptions(self.batches), *found)
+        return self._told("assumptions", _assumptions)
 
     @property
     def provenance(self) -> tuple[tuple[str, str, float, float | None], ...]:
         """(part, source, share of the step, relative error) of every part; the shares add to 1."""
-        return _provenance(self.plan, self.breakdown)
+        return self._told("provenance", lambda self: _provenance(self.plan, self.breakdown))
+
+    def _told(self, name: str, of: Callable[[Estimate], Value]) -> Value:
+        plan: Any = self.plan
+        return getattr(plan, name) if isinstance(plan, PlanFacts) else of(self)
 
     @property
     def timeline(self) -> Timeline:
@@ -136,6 +152,7 @@ class Estimate:
         plain["allocation"] = str(self.allocation)
         plain["breakdown"] = asdict(self.breakdown)
         plain["mode"] = self.mode
+        plain["loader"] = self.loader.to_dict() if self.loader else None
         plain["bottleneck"] = self.bottleneck
         plain["memory"] = asdict(self.memory)
         plain["device_memory"] = asdict(self.device_memory)
@@ -146,6 +163,45 @@ class Estimate:
         ]
         plain["assumptions"] = list(self.assumptions)
         return plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFacts:
+    """What is said of a plan in an estimate that was pickled without it."""
+
+    bottleneck: str
+    device_memory: DeviceMemory
+    spare_memory_bytes: int
+    mode: str
+    loader: Loader | None
+    assumptions: tuple[str, ...]
+    provenance: tuple[tuple[str, str, float, float | None], ...]
+
+    @classmethod
+    def of(cls, answer: Estimate) -> PlanFacts:
+        """What the plan of an estimate says."""
+        return cls(**{item.name: getattr(answer, item.name) for item in fields(cls)})
+
+    def __getattr__(self, name: str) -> Any:
+        # Python looks for methods of its own by such names.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise WorkloadError(
+            "an estimate that was pickled has no timeline and no plan of its operators; estimate "
+            "again where they are needed"
+        )
+
+
+def _spare_memory_bytes(answer: Estimate) -> int:
+    device, held = answer.plan.fullest_device()
+    return device.usable_bytes - held
+
+
+def _assumptions(answer: Estimate) -> tuple[str, ...]:
+    found = plan_assumptions(answer.plan, answer.ranks)
+    remark = answer.plan.coefficients.remark
+    found = (remark, *found) if remark else found
+    return found if answer.batches is None else (*split_assumptions(answer.batches), *found)
 
 
 def _provenance(
@@ -179,6 +235,10 @@ def _provenance(
             max(found.relative_error, OVERLAP_ERROR) if found else None,
         ),
     ]
+    loader = plan.members.table.shape.loader
+    if loader is not None:
+        share_ratio = breakdown.input_stall_s / step
+        rows.append(("input", loader.source, share_ratio, loader.relative_error))
     return tuple(sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2]))
 
 
@@ -189,12 +249,13 @@ def relative_error(
     communication_error: Any,
     slower_s: Any,
     step_s: Any,
+    input_error: float = 0.0,
 ) -> Any:
     """One standard deviation of log(measured / predicted): parts err independently.
 
     `lane` is that of the slowest rank, `communication_error` the relative error of what reduces
     gradients, 0 where nothing does, and `slower_s` what the step adds if that is slower by as
-    much. Of one step, or a row for each.
+    much; `input_error` is that of what a loader adds. Of one step, or a row for each.
     """
     waiting_error = maximum(communication_error, OVERLAP_ERROR)
     waiting_error_s = maximum(waiting_error * parts.waiting_s, slower_s)
@@ -203,6 +264,7 @@ def relative_error(
         + (lane.update_error * parts.update_s) ** 2
         + (COPIES_ERROR * parts.copies_exposed_s) ** 2
         + waiting_error_s**2
+        + (input_error * parts.input_stall_s) ** 2
     )
     variance_s2 = lane.kernels_variance_s2 * compute_ratio**2 + MEDIAN_TO_SIGMA**2 * squares
     return sqrt(variance_s2 / step_s**2 + MODEL_ERROR**2)
@@ -251,7 +313,7 @@ def utilization(
         per_s = accumulation_steps / step_s
         return lane.model_peak_s * per_s, lane.hardware_peak_s * per_s
     model = hardware = peak_flops_per_s = 0.0
-    for each in plan.classes:
+    for each in plan.ranks_by_kind:
         ranks, program = len(each.ranks), each.program
         peak = program.peak_flops_per_s
         if not peak or not program.flops.model:
@@ -274,5 +336,8 @@ def _bottleneck(answer: Estimate) -> str:
         "communication": plan.rules.words(plan.placement.ranks) + over,
         "update": "the optimizer's update",
         "stragglers": "waiting for the slowest rank",
+        "input": "",
     }
+    if kind == "input":
+        words[kind] = "waiting for data: " + remedy_of(plan, answer.breakdown)
     return f"{words[kind]} ({format_ratio(share_ratio)} of the step)"

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as some
 
 import estimator
-from estimator.errors import AllocationError, EstimatorError, ProfileError, WorkloadError
+from estimator.errors import (
+    AllocationError,
+    EstimatorError,
+    GraphFileError,
+    ModelError,
+    ProfileError,
+    StoreError,
+    StrategyError,
+    TopologyError,
+    UnknownMachineError,
+    WorkloadError,
+)
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
@@ -559,6 +571,44 @@ def test_one_allocation_is_no_list_of_them() -> None:
 def test_a_table_of_what_is_no_graph_is_refused() -> None:
     with pytest.raises(WorkloadError, match="found str; make one with trace_model"):
         estimator.estimate_many("hf:gpt2", ["1x1:v100-p3"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"calibration": "store.db"}, WorkloadError, "calibration is a Calibrator, found 'store"),
+        ({"strategy": None}, StrategyError, "a strategy is text such as ddp .* found None"),
+        ({"cluster": 5}, TopologyError, "cluster is a Cluster or the path of its file, found 5"),
+        ({"profile": "t4"}, ProfileError, "profile is a MachineProfile, found 't4'; load_profile"),
+        ({"accumulation_steps": "2"}, WorkloadError, "accumulation steps must be a whole number"),
+    ],
+)
+def test_arguments_of_another_kind_get_errors_of_the_package(
+    options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    graph = replace(perceptron([8, 8]), target="cuda")
+    with pytest.raises(error, match=said):
+        estimator.estimate(graph, "1x1:t4", **options)
+    with pytest.raises(error, match=said):
+        estimator.estimate_many(graph, ["1x1:t4"], **options)
+
+
+def test_what_is_loaded_and_traced_by_another_kind_is_refused() -> None:
+    import torch
+
+    with pytest.raises(UnknownMachineError, match="by name or path, found None"):
+        estimator.load_profile(None)  # type: ignore[arg-type]
+    with pytest.raises(GraphFileError, match="from a path, found 5"):
+        estimator.OpGraph.load(5)  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match="a store is a path, found 5"):
+        estimator.Calibrator(5)  # type: ignore[arg-type]
+    with pytest.raises(AllocationError, match="come in a list, found None"):
+        estimator.estimate_many(perceptron([8, 8]), None)  # type: ignore[arg-type]
+    model, batch = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    with pytest.raises(ModelError, match="dimension of the samples, found 'x'"):
+        estimator.trace_model(model, batch, batch_dim="x")  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"loss is a function of .* found 5"):
+        estimator.trace_model(model, batch, loss=5)  # type: ignore[arg-type]
 
 
 def test_training_on_gpus_that_are_not_here_is_refused_before_any_work(

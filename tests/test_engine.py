@@ -13,8 +13,11 @@ import pytest
 
 import estimator.machines.catalogue
 import estimator.timeline.program as program
+from estimator.api import prepare
 from estimator.engine import Engine
+from estimator.errors import WorkloadError
 from estimator.graph.op_graph import OpGraph
+from estimator.tables import estimate_many
 from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
 
 THREADS = 16
@@ -110,3 +113,39 @@ def test_one_file_is_read_once_however_many_threads_ask(machines: Path) -> None:
 
     with ThreadPoolExecutor(THREADS) as pool:
         assert len(set(pool.map(load, range(THREADS)))) == 1
+
+
+def test_what_was_prepared_is_not_compiled_when_asked(
+    machines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[int] = []
+    real = program._compile
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        compiled.append(1)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(program, "_compile", counted)
+    engine = Engine()
+    engine.prepare(GRAPHS[0], ["slow", "fast"], batch_per_gpu=(4, 12))
+    # Two machines, two batches: alone, and beside others with 1 to 9 devices in use.
+    prepared = len(compiled)
+    assert prepared == 2 * 2 * (1 + 9)
+    asked = [
+        f"{nodes}x{devices}:{machine}"
+        for machine in ("slow", "fast")
+        for nodes in (1, 2)
+        for devices in (1, 2, 3, 4)
+    ]
+    for batch in (4, 12):
+        for text in (*asked, "1x2:slow+1x3:fast"):
+            engine.estimate(GRAPHS[0], text, batch_per_gpu=batch)
+        estimate_many(GRAPHS[0], asked, batch_per_gpu=batch, engine=engine)
+    assert len(compiled) == prepared
+    engine.estimate(GRAPHS[0], "1x1:slow", batch_per_gpu=5)
+    assert len(compiled) == prepared + 1
+
+
+def test_only_a_graph_is_prepared() -> None:
+    with pytest.raises(WorkloadError, match="found str; make one with trace_model"):
+        prepare("hf:gpt2", ["t4"])  # type: ignore[arg-type]

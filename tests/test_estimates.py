@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from estimator.api import estimate
+from estimator.errors import WorkloadError
 from estimator.estimates import FITS, fits_code, interval_ratio
+from tests.synthetic import Machine, perceptron
 
 
 def test_an_interval_of_80_percent_is_1_28_standard_deviations_of_the_logarithm() -> None:
@@ -28,3 +34,40 @@ def test_an_interval_of_80_percent_is_1_28_standard_deviations_of_the_logarithm(
 )
 def test_a_model_fits_surely_perhaps_or_not(used_ratio: float, knows_all: bool, fits: str) -> None:
     assert FITS[int(fits_code(np.float64(used_ratio), knows_all))] == fits
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "ps:1"])
+def test_an_estimate_from_another_process_is_equal(strategy: str) -> None:
+    graph = replace(perceptron([64] * 4, batch=8), target="cuda")
+    found = estimate(graph, "2x2:dgx-a100", strategy=strategy)
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found
+    assert hash(again) == hash(found)
+    assert again != estimate(graph, "1x1:dgx-a100")
+
+
+PROFILE = Machine(devices=4).profile()
+
+
+def test_a_pickled_graph_is_small_and_equal_and_has_the_same_hash() -> None:
+    graph = perceptron([64] * 300, batch=8)
+    pickled = pickle.dumps(graph)
+    again = pickle.loads(pickled)
+    assert again == graph
+    assert hash(again) == hash(graph)
+    assert {graph: "known"}[again] == "known"
+    # The operators of so many equal layers are alike: a hundred bytes are left of each.
+    assert len(pickled) < 100 * len(graph.ops)
+
+
+def test_an_estimate_is_pickled_without_its_plan_and_says_the_same() -> None:
+    answer = estimate(perceptron([64] * 300, batch=8), "1x2:m", profile=PROFILE)
+    pickled = pickle.dumps(answer)
+    assert len(pickled) < 10_000
+    again = pickle.loads(pickled)
+    assert again.to_dict() == answer.to_dict()
+    assert repr(again) == repr(answer)
+    assert hash(again) == hash(answer)
+    assert pickle.loads(pickle.dumps(again)).to_dict() == answer.to_dict()
+    with pytest.raises(WorkloadError, match="pickled has no timeline"):
+        _ = again.timeline

@@ -7,9 +7,11 @@ import io
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
+from estimator import engine
+from estimator.api import estimate
 from estimator.coefficients import Calibration, Coefficients, Engine, StepQuestion
 from estimator.engine import estimate_graph
 from estimator.errors import (
@@ -33,7 +37,8 @@ from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
 from estimator.placement.placement import place
 from estimator.placement.topology import Cluster, Node, Switch
-from estimator.tables import EstimateTable, estimate_chunks, estimate_many
+from estimator.tables import COLUMNS, EstimateTable, estimate_chunks, estimate_many
+from estimator.tables.answers import Question, RowAnswers
 from estimator.timeline import ranks
 from tests.synthetic import CHOSEN, Machine, in_blocks, perceptron
 
@@ -221,7 +226,7 @@ def assert_equal(table: EstimateTable) -> None:
         assert table.peak_memory_bytes[row] == scalar.peak_memory_bytes
         assert table.fits[row] == scalar.fits
         assert (table.ranks[row], table.nodes[row]) == (scalar.ranks, scalar.plan.group.nodes)
-        assert table.batch_per_gpu[row] == scalar.batch_per_gpu
+        assert table.batch_per_gpu[row] == (scalar.batch_per_gpu or 0)
         assert table.global_batch[row] == scalar.global_batch
         assert scalar.bottleneck.startswith(BOTTLENECK_TEXTS[table.bottleneck[row]])
 
@@ -584,31 +589,174 @@ GOOD = "1x2:slow"
 HYBRID = {"strategy": "fsdp:shard=2"}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "options", "error", "said"),
-    [
-        ("1x9:slow", {}, AllocationError, "row 2: '1x9:slow' asks for 9 devices of 'slow'"),
-        ("1x2", {}, AllocationError, "row 2: '1x2' is not an allocation"),
-        ("1x2:nowhere", {}, UnknownMachineError, "row 2: no machine profile is called 'nowhere'"),
-        ("h1[0]", {}, AllocationError, "row 2: 'h1\\[0\\]' names a host"),
-        ("1x2:slow-gpu", {}, WorkloadError, "row 2: perceptron was traced for cpu"),
-        (GOOD, {"batch_per_gpu": np.array([1, 1, 0])}, WorkloadError, "row 2: batch size"),
-        ("1x3:slow", {"global_batch": 8}, WorkloadError, "row 2: global batch 8 cannot be split"),
-        ("2x1:lone", {"strategy": "zero2"}, AllocationError, "row 2: .*no network of 'lone'"),
-        ("1x2:lone", {"strategy": "zero2"}, ProfileError, "row 2: .*no all-gather costs"),
-        ("1x2:lone", {"strategy": "ps:1"}, ProfileError, "row 2: .*has no network"),
-        ("1x3:slow", HYBRID, StrategyError, "row 2: 'fsdp:shard=2' shards over 2 ranks"),
-        ("1x1:slow", HYBRID, StrategyError, "row 2: 'fsdp:shard=2' .* do not divide 1"),
-    ],
-)
+WRONG_ROWS = [
+    ("1x9:slow", {}, AllocationError, "row 2: '1x9:slow' asks for 9 devices of 'slow'"),
+    ("1x2", {}, AllocationError, "row 2: '1x2' is not an allocation"),
+    ("1x2:nowhere", {}, UnknownMachineError, "row 2: no machine profile is called 'nowhere'"),
+    ("h1[0]", {}, AllocationError, "row 2: 'h1\\[0\\]' names a host"),
+    ("1x2:slow-gpu", {}, WorkloadError, "row 2: perceptron was traced for cpu"),
+    (GOOD, {"batch_per_gpu": np.array([1, 1, 0])}, WorkloadError, "row 2: batch size"),
+    ("1x3:slow", {"global_batch": 8}, WorkloadError, "row 2: global batch 8 cannot be split"),
+    ("2x1:lone", {"strategy": "zero2"}, AllocationError, "row 2: .*no network of 'lone'"),
+    ("1x2:lone", {"strategy": "zero2"}, ProfileError, "row 2: .*no all-gather costs"),
+    ("1x2:lone", {"strategy": "ps:1"}, ProfileError, "row 2: .*has no network"),
+    ("1x3:slow", HYBRID, StrategyError, "row 2: 'fsdp:shard=2' shards over 2 ranks"),
+    ("1x1:slow", HYBRID, StrategyError, "row 2: 'fsdp:shard=2' .* do not divide 1"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "options", "error", "said"), WRONG_ROWS)
 def test_the_first_invalid_row_is_named(
     wrong: str, options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=f"^{said}"):
-        estimate_many(PLAIN, [GOOD, GOOD, wrong], **options)
+        estimate_many(PLAIN, [GOOD, GOOD, wrong], strict=True, **options)
     if "batch_per_gpu" not in options:
         with pytest.raises(error, match=f"^{said}"):
-            list(estimate_chunks(PLAIN, [GOOD, GOOD, wrong], rows=2, **options))
+            list(estimate_chunks(PLAIN, [GOOD, GOOD, wrong], rows=2, strict=True, **options))
+
+
+@pytest.mark.parametrize(("wrong", "options", "error", "said"), WRONG_ROWS)
+def test_a_row_that_cannot_be_answered_is_empty_and_says_why(
+    wrong: str, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    table = estimate_many(PLAIN, [GOOD, GOOD, wrong, "1x4:slow"], **_padded(options))
+    assert list(table.errors) == [2]
+    assert re.match(said.removeprefix("row 2: "), table.errors[2])
+    assert math.isnan(table.samples_per_s[2])
+    assert (table.ranks[2], table.fits[2], table.bottleneck[2]) == (0, "", "")
+    assert table.order()[-1] == 2
+    with pytest.raises(error):
+        table.row(2)
+    assert_equal(table[table.answered])
+
+
+def _padded(options: dict[str, Any]) -> dict[str, Any]:
+    """Options for one row more."""
+    batches = options.get("batch_per_gpu")
+    return options if batches is None else {"batch_per_gpu": np.append(batches, 5)}
+
+
+def test_rows_without_an_answer_among_texts_and_columns_are_found_alike() -> None:
+    texts = ["1x1:slow", "1x9:slow", "nonsense", "", "1x2:", "a1[0]", "1x1:slow+1x8:fast"]
+    table = estimate_many(PLAIN, texts)
+    assert list(table.errors) == [1, 2, 3, 4, 5]
+    assert "error" in table.to_csv().splitlines()[0]
+    assert table.to_dict()["error"][0] is None
+    columns = AllocationColumns(
+        machines=("slow",),
+        machine=np.zeros((3, 1), dtype=int),
+        nodes=np.array([[1], [0], [1]]),
+        devices=np.array([[2], [1], [7]]),
+    )
+    assert list(estimate_many(PLAIN, columns).errors) == [1, 2]
+    assert estimate_many(PLAIN, columns).to_dict()["allocation"] == ["1x2:slow", "", "1x7:slow"]
+
+
+def test_a_host_whose_device_is_named_twice_is_one_row_without_an_answer() -> None:
+    table = estimate_many(PLAIN, ["a2[0]+a2[0]", "a2[0]+a2[1]"], cluster=CLUSTER)
+    assert list(table.errors) == [0]
+    assert "device" in table.errors[0]
+
+
+def test_no_row_with_an_answer_raises_why_the_first_has_none() -> None:
+    with pytest.raises(AllocationError, match="9 devices"):
+        estimate_many(PLAIN, ["1x9:slow", "1x8:slow"]).best()
+
+
+@settings(max_examples=40, deadline=None)
+@given(some.lists(rows, min_size=1, max_size=6), some.integers(1, 300), some.integers(1, 2))
+def test_a_global_batch_is_split_as_the_estimate_of_the_row_splits_it(
+    texts: list[str], samples: int, accumulation_steps: int
+) -> None:
+    asked: Any = {"global_batch": samples, "accumulation_steps": accumulation_steps}
+    table = estimate_many(PLAIN, texts, **asked)
+    for row, text in enumerate(texts):
+        if row in table.errors:
+            with pytest.raises(WorkloadError, match=re.escape(table.errors[row])):
+                estimate(PLAIN, text, **asked)
+            continue
+        answer = estimate(PLAIN, text, **asked)
+        assert table.step_time_s[row] == pytest.approx(answer.step_time_s, rel=1e-9)
+        assert table.samples_per_s[row] == pytest.approx(answer.samples_per_s, rel=1e-9)
+        assert table.global_batch[row] == answer.global_batch == samples
+        assert table.batch_per_gpu[row] == (answer.batch_per_gpu or 0)
+        assert table.row(row).batches == answer.batches
+
+
+def test_rows_asked_again_are_kept_until_their_machine_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
+    machine_file, asked = tmp_path / "machines" / "slow.json", engine.Engine()
+    slow = machines()["slow"]
+    slow.save(machine_file)
+    before = estimate_many(PLAIN, ["1x1:slow", "1x2:slow"], engine=asked)
+    filled: list[int] = []
+    fill = RowAnswers.fill
+
+    def counted(answers: RowAnswers, question: Question, columns: Any) -> None:
+        filled.append(len(question.allocations))
+        fill(answers, question, columns)
+
+    monkeypatch.setattr(RowAnswers, "fill", counted)
+    again = estimate_many(PLAIN, ["1x4:slow", "1x2:slow", "1x1:slow", "1x1:slow"], engine=asked)
+    assert filled == [1]  # 1x4:slow
+    kept = [before.step_time_s[1], before.step_time_s[0], before.step_time_s[0]]
+    assert again.step_time_s[1:].tolist() == kept
+    estimate_many(PLAIN, ["1x1:slow"], engine=asked, batch_per_gpu=16)
+    assert filled == [1, 1]
+    replace(machines()["fast"], name="slow").save(machine_file)
+    changed = estimate_many(PLAIN, ["1x1:slow"], engine=asked)
+    assert changed.step_time_s[0] < before.step_time_s[0]
+
+
+def test_a_row_without_an_answer_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
+    asked = engine.Engine()
+    machines()["slow"].save(tmp_path / "machines" / "slow.json")
+    texts = ["1x1:slow", "1x1:fast"]
+    assert list(estimate_many(PLAIN, texts, engine=asked).errors) == [1]
+    machines()["fast"].save(tmp_path / "machines" / "fast.json")
+    assert not estimate_many(PLAIN, texts, engine=asked).errors
+
+
+def test_kept_rows_count_towards_the_bytes_of_the_cache() -> None:
+    asked = engine.Engine()
+    texts = [f"{nodes}x2:slow" for nodes in range(1, 900)]
+    estimate_many(PLAIN, texts[:1], engine=asked)
+    before = asked.cache.size_bytes
+    table = estimate_many(PLAIN, texts, engine=asked)
+    grown = asked.cache.size_bytes - before
+    assert grown > sum(getattr(table, name).nbytes for name in COLUMNS)
+
+
+def test_a_table_iterates_and_is_indexed_by_rows() -> None:
+    texts = ["1x1:slow", "1x2:slow", "1x4:slow"]
+    table = estimate_many(PLAIN, texts, batch_per_gpu=np.array([2, 4, 8]))
+    assert [str(answer.allocation) for answer in table] == texts
+    assert table[-1].batch_per_gpu == 8
+    for some_rows in (slice(1, None), [1, 2], np.array([False, True, True])):
+        part = table[some_rows]
+        assert part.step_time_s.tolist() == table.step_time_s[1:].tolist()
+        assert part.row(0).batch_per_gpu == 4
+    with pytest.raises(IndexError):
+        table[3]
+
+
+def test_a_table_becomes_a_data_frame_or_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = estimate_many(PLAIN, ["1x1:slow", "1x9:slow"])
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=dict))
+    frame = table.to_pandas()
+    assert frame["step_time_s"] is table.step_time_s
+    assert frame["error"] == [None, table.errors[1]]
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(WorkloadError, match="install pyarrow, or use to_dict"):
+        table.to_arrow()
 
 
 def test_batches_of_another_length_are_refused() -> None:

@@ -130,6 +130,7 @@ def _asked(job: Job, keys: Sequence[_Key], calibration: Calibration | None) -> d
             batch_per_gpu=np.array([key[1] for key in rows]),
             accumulation_steps=micro_batches,
             calibration=calibration,
+            strict=True,
         )
         found.update(zip(rows, table.step_time_s.tolist(), strict=True))
     return found

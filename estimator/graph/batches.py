@@ -9,11 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from estimator.errors import ModelError
-from estimator.graph.stand_ins import map_tensors
+from estimator.errors import ModelError, quoted
+from estimator.graph.fake_tensors import map_tensors
 
 # A mapping of lists of mappings, as detection models take, has three.
 _MOST_LEVELS = 16
+
+
+def checked_dim(dim: Any) -> int:
+    """The dimension of the samples, by default the first; raises ModelError."""
+    if dim is None:
+        return 0
+    if not isinstance(dim, int) or isinstance(dim, bool) or dim < 0:
+        raise ModelError(
+            f"batch_dim is the number of the dimension of the samples, found {quoted(dim)}; write "
+            "one from 0"
+        )
+    return dim
 
 
 def sample_count(batch: Any, dim: int) -> int | None:
@@ -112,10 +124,10 @@ def tokens_per_sample(batch: Any, samples: int | None) -> int | None:
     """The length of the first integer input of shape (samples, length)."""
     found: list[int] = []
 
-    def look(_path: str, tensor: Tensor) -> Tensor:
+    def check(_path: str, tensor: Tensor) -> Tensor:
         if tensor.dim() == 2 and tensor.shape[0] == samples and tensor.dtype == torch.int64:
             found.append(tensor.shape[1])
         return tensor
 
-    map_tensors(batch, look)
+    map_tensors(batch, check)
     return found[0] if found else None

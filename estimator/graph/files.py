@@ -35,10 +35,10 @@ from estimator.graph.repeated import with_repeated
 from estimator.graph.step_parts import STEP_PART, StepPart
 from estimator.graph.summary import WorkloadSummary
 from estimator.machines.files import write_bytes_atomically
-from estimator.optimizers import check_optimizer
-from estimator.precision import check_precision
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree, tensor_leaves
 from estimator.units import MIB
+from estimator.workload.optimizers import check_optimizer
+from estimator.workload.precision import check_precision
 
 FORMAT = "estimator-graph"
 VERSION = 1
@@ -100,6 +100,8 @@ def read_graph(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises GraphFileError if it is missing, damaged or of another version.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise GraphFileError(f"a graph is loaded from a path, found {quoted(path)}; write one")
     try:
         content = unpack(read_file(path), most_bytes=MOST_BYTES)
         if not content.isascii():  # a character of another kind can take four times the memory
@@ -194,6 +196,7 @@ def _encode(graph: Mapping[str, Any]) -> dict[str, Any]:
             op.outputs,
             int(op.is_view),
             int(op.is_repeated),
+            op.holds,
         ]
         for op in graph["ops"]
     ]
@@ -231,6 +234,8 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
         )
         for spec, other, kind, base in data["values"]
     )
+    for spec, other in {(row[0], row[1]) for row in data["values"]}:
+        _check_alike(specs[spec], specs[other])
     ops = tuple(_decode_op(row, calls, len(values)) for row in data["ops"])
     for one, two in {(op.call, op.other_call) for op in ops}:
         _check_alike(one, two)
@@ -268,7 +273,7 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:
     name, call, other, phase, module, inputs, outputs, is_view, *later = row
-    (is_repeated,) = later or (False,)
+    is_repeated, holds = {0: (False, ()), 1: (*later, ()), 2: later}[len(later)]
     op = Op(
         name=_text(name),
         call=_at(calls, call),
@@ -279,6 +284,7 @@ def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:
         outputs=tuple(_required(index, values) for index in outputs),
         is_view=bool(is_view),
         is_repeated=bool(is_repeated),
+        holds=tuple(_required(index, values) for index in holds),
     )
     if len(op.call.inputs) != len(op.inputs) or len(op.call.outputs) != len(op.outputs):
         raise ValueError(f"op {op.name} names other tensors than its call")

@@ -6,6 +6,8 @@ and each tensor is kept at two batch sizes, and `OpGraph.at` gives them at any o
 
 from __future__ import annotations
 
+import pickle
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -79,6 +81,16 @@ class OpGraph:
             f"OpGraph({self.name} for {self.target}: {len(self.ops)} ops, "
             f"{self.parameter_count:,} parameters)"
         )
+
+    def __hash__(self) -> int:
+        # Equal graphs have equal sizes; their thousands of operators need not be gone through.
+        sizes = (len(self.ops), len(self.values), self.parameter_bytes)
+        return hash((self.name, self.target, self.mode, self.optimizer, self.batch, sizes))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Compressed, as a file of it is: the operators of a model are much alike.
+        own = {item.name: getattr(self, item.name) for item in fields(self)}
+        return _unpickled, (zlib.compress(pickle.dumps(own)),)
 
     @property
     def mode(self) -> str:
@@ -175,6 +187,10 @@ class OpGraph:
         (109500000, False)
         """
         return summary_graph(WorkloadSummary(**known), target=target, profile=profile)
+
+
+def _unpickled(content: bytes) -> OpGraph:
+    return OpGraph(**pickle.loads(zlib.decompress(content)))
 
 
 def summary_graph(

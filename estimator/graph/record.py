@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from estimator.graph.constant_propagation import Constants, flat_results
 from estimator.graph.dynamic import assume_choice, resolve
 from estimator.graph.fake_rules import FAKE_RULES
-from estimator.graph.known import KnownValues, flat_results
+from estimator.graph.lifetimes import Lifetimes
 from estimator.graph.ops import Phase, ValueKind
 from estimator.machines.profile import DeviceKind
 from estimator.tensors import OpCall, TensorSpec
@@ -74,12 +75,20 @@ class _Traits:
     is_view: bool
 
 
-class _Seen(NamedTuple):
-    """The mark that a recorder leaves on a tensor: which value it stands for."""
+class _Seen:
+    """The mark that a recorder leaves on a tensor: which value it stands for.
 
-    owner: Recorder
-    value: int
-    spec: TensorSpec
+    It goes with its tensor, which the recorder is told.
+    """
+
+    __slots__ = ("owner", "spec", "value")
+
+    def __init__(self, owner: Recorder, value: int, spec: TensorSpec) -> None:
+        self.owner, self.value, self.spec = owner, value, spec
+        owner._lifetimes.appeared(owner._root(value))
+
+    def __del__(self) -> None:
+        self.owner.vanished(self.value)
 
 
 class Recorder(TorchDispatchMode):
@@ -94,7 +103,7 @@ class Recorder(TorchDispatchMode):
         self.target = target
         self.ops: list[RecordedOp] = []
         self.values: list[RecordedValue] = []
-        self.known = KnownValues()
+        self.constants = Constants()
         self.fake_mode = fake_mode
         self.phase: Phase = "forward"
         self.module_calls = 0
@@ -108,6 +117,8 @@ class Recorder(TorchDispatchMode):
         self._calls: dict[OpCall, OpCall] = {}
         self._foreign: dict[int, tuple[Tensor, int]] = {}
         self._used: list[int] = []
+        self._lifetimes = Lifetimes()
+        self.holds: dict[int, tuple[int, ...]] = {}
 
     # Modules
 
@@ -190,12 +201,21 @@ class Recorder(TorchDispatchMode):
         index = len(self.values)
         self.values.append(RecordedValue(spec, "constant", None))
         self._foreign[id(tensor)] = (tensor, index)
-        self.known.hold(tensor)
+        self.constants.hold(tensor)
         return index, spec
 
     def _root(self, index: int) -> int:
         base = self.values[index].base
         return index if base is None else base
+
+    def vanished(self, value: int) -> None:
+        """A tensor that stood for a value is gone."""
+        self._lifetimes.vanished(self._root(value), len(self.ops) - 1)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        roots = [self._root(value) for value in range(len(self.values))]
+        self.holds = self._lifetimes.holds(self.ops, roots)
 
     # Operators
 
@@ -217,7 +237,7 @@ class Recorder(TorchDispatchMode):
         try:
             result = FAKE_RULES.get(func, func)(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            result = resolve(func, args, kwargs, self.known, self.fake_mode, module)
+            result = resolve(func, args, kwargs, self.constants, self.fake_mode, module)
         traits = _traits_of(func)
         result, produced = self._produced(result, traits, args, kwargs)
         outputs = [self._new_value(tensor, "activation", base) for _, tensor, base, _ in produced]
@@ -248,9 +268,9 @@ class Recorder(TorchDispatchMode):
             return result
         index, spec = self._seen(source)
         result._estimator_value = _Seen(self, index, spec)
-        known = self.known.of(source)
-        if known is not None:
-            result._known_value = known
+        constants = self.constants.of(source)
+        if constants is not None:
+            result._constant = constants
         return result
 
     def _produced(
@@ -288,16 +308,16 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         if self.phase == "backward" and not self._open:
             return
-        if self.known.knows_result(func, tensors):
+        if self.constants.knows_result(func, tensors):
             outputs = [(position, tensor, source) for position, tensor, _, source in produced]
-            self.known.follow(func, args, kwargs, outputs)
+            self.constants.follow(func, args, kwargs, outputs)
             return
         for where in traits.written:
             written = _argument(where, args, kwargs)
             for tensor in written if isinstance(written, (list, tuple)) else (written,):
                 if isinstance(tensor, Tensor):
-                    self.known.spoil(tensor)
-        assume_choice(func, args, kwargs, [tensor for _, tensor, _, _ in produced], self.known)
+                    self.constants.spoil(tensor)
+        assume_choice(func, args, kwargs, [tensor for _, tensor, _, _ in produced], self.constants)
 
 
 def _with_unlike_tensors(result: Any) -> Any:

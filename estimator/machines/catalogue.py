@@ -56,6 +56,11 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> MachineProfile:
     Raises UnknownMachineError if nothing goes by that name, ProfileError if the file is damaged or
     the limit is none of that machine.
     """
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise UnknownMachineError(
+            f"a machine is loaded by name or path, found {quoted(name_or_path)}; write one such as "
+            "h100-sxm"
+        )
     text, now = os.fspath(name_or_path), time.monotonic()
     key = text, os.environ.get("ESTIMATOR_HOME"), files.written
     fresh = _fresh.get(key)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import methodcaller
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,8 +64,8 @@ class AllocationColumns:
     def __len__(self) -> int:
         return len(self.machine)
 
-    def __getitem__(self, rows: slice) -> AllocationColumns:
-        """Some of the rows, as views."""
+    def __getitem__(self, rows: slice | NDArray[Any]) -> AllocationColumns:
+        """Some of the rows: a slice, row numbers or flags."""
         return AllocationColumns(
             machines=self.machines,
             machine=self.machine[rows],
@@ -145,12 +146,14 @@ def _check_machines(machine: Integers, known: int) -> None:
 class TextReader:
     """Reads texts in parts; a machine keeps its number from part to part.
 
-    Each distinct group, such as ``2x8:h100``, is read once and then only looked up.
+    Each distinct group, such as ``2x8:h100``, is read once and then only looked up. What is no
+    group becomes one of 0 nodes, unless reading is strict.
     """
 
     def __init__(self) -> None:
         self._groups = _Groups()
         self._first_row = 0
+        self._strict = True
 
     @property
     def machines(self) -> tuple[str, ...]:
@@ -158,13 +161,13 @@ class TextReader:
         return tuple(self._groups.machines)
 
     def parts(
-        self, texts: Sequence[str | Allocation], *, first_row: int = 0
+        self, texts: Sequence[str | Allocation], *, first_row: int = 0, strict: bool = True
     ) -> Iterator[tuple[int, AllocationColumns]]:
         """(first row, columns) of some thousand rows at a time.
 
-        Raises AllocationError that names the row, counted from `first_row`.
+        If strict, raises AllocationError that names the row, counted from `first_row`.
         """
-        self._first_row = first_row
+        self._first_row, self._strict = first_row, strict
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             yield from self._part(texts[start : start + _TEXTS_AT_ONCE], start)
 
@@ -181,6 +184,10 @@ class TextReader:
         try:
             columns = self._read(texts, joins)
         except AllocationError:
+            if not self._strict:
+                self._groups.read_all("+".join(texts).split("+"))
+                yield start, self._read(texts, joins)
+                return
             _raise_first(texts, self._first_row + start)
             raise
         yield start, columns
@@ -202,7 +209,7 @@ class TextReader:
         machine, nodes, devices, highest = (column.T for column in columns)
         named = groups.any_host
         if named:
-            self._check_devices(texts, columns[0])
+            self._check_devices(texts, columns[0], columns[1])
         return AllocationColumns(
             machines=self.machines,
             machine=machine,
@@ -211,13 +218,18 @@ class TextReader:
             highest=highest if named else None,
         )
 
-    def _check_devices(self, texts: Sequence[str], machine: Integers) -> None:
+    def _check_devices(self, texts: Sequence[str], machine: Integers, nodes: Integers) -> None:
         """Rows that name a host twice may name a device twice, which only their text tells."""
         is_host = np.array([name.endswith(HOST_MARK) for name in self.machines])
         in_order = np.sort(machine, axis=0)
         again = (in_order[1:] == in_order[:-1]) & (in_order[1:] >= 0) & is_host[in_order[1:]]
         for row in np.flatnonzero(again.any(axis=0)).tolist():
-            Allocation.parse(texts[row])
+            try:
+                Allocation.parse(texts[row])
+            except AllocationError:
+                if self._strict:
+                    raise
+                nodes[0, row] = 0
 
 
 class _Groups(dict[str, int]):
@@ -235,13 +247,22 @@ class _Groups(dict[str, int]):
         else:
             name, highest = group.host + HOST_MARK, max(group.devices)
             self.any_host = True
+        return self._number(text, name, group.nodes, group.devices_per_node, highest)
+
+    def _number(self, text: str, name: str, nodes: int, devices: int, highest: int) -> int:
         machine = self.machines.setdefault(name, len(self.machines))
-        for column, value in zip(
-            self.columns, (machine, group.nodes, group.devices_per_node, highest), strict=True
-        ):
+        for column, value in zip(self.columns, (machine, nodes, devices, highest), strict=True):
             column.append(value)
         number = self[text] = len(self)
         return number
+
+    def read_all(self, texts: Sequence[str]) -> None:
+        """Number every group; what is none becomes one of 0 nodes."""
+        for text in dict.fromkeys(texts):
+            try:
+                self[text]
+            except AllocationError:
+                self._number(text, "", 0, 0, 0)
 
     def forget_if_many(self) -> None:
         """Start again, machines apart, before the groups themselves fill the memory."""

@@ -14,14 +14,14 @@ from typing import Any
 
 from estimator.errors import ProbeError, StrategyError, TrainingError
 from estimator.machines.profile import Device
-from estimator.optimizers import RULES, check_optimizer
-from estimator.precision import check_precision
 from estimator.probe.backend import keep_memory_resident
 from estimator.probe.ranks import run_on_devices
 from estimator.probe.sharding import shard_model
 from estimator.probe.updates import TORCH_OPTIMIZERS
 from estimator.units import MIB
 from estimator.workload import Strategy
+from estimator.workload.optimizers import RULES, check_optimizer
+from estimator.workload.precision import check_precision
 
 _AUTOCAST = {"bf16-amp": "bfloat16", "fp16-amp": "float16"}
 _CAST = {"bf16": "bfloat16", "fp16": "float16"}
@@ -35,7 +35,7 @@ class TrainingRun:
     `step_s` is the wall time of the whole timed window over its steps, `step_times_s` each step by
     itself. `faults_per_step` are page faults and `kernel_s_per_step` the CPU seconds spent in the
     operating system, mostly on them; `peak_memory_bytes` is the most that one rank held (resident
-    memory, or what torch allocated on an accelerator), `canary_s` a fixed matrix product timed just
+    memory, or what torch allocated on an accelerator), `canary_s` a fixed matmul timed just
     before. `phases_s` are seconds per step by phase, if asked for.
     """
 
@@ -330,7 +330,7 @@ def _bucket_cap_mb(strategy: Strategy) -> float | None:
 
 def _moved(batch: Any, device: Any, dtype: Any) -> Any:
     """The batch on its device, floating tensors cast where the precision asks for it."""
-    from estimator.graph.stand_ins import map_tensors
+    from estimator.graph.fake_tensors import map_tensors
 
     def move(_path: str, tensor: Any) -> Any:
         return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
@@ -361,7 +361,7 @@ def _optimizer(name: str, model: Any, *, shared: bool = False) -> Any:
 
 
 def _time_canary() -> float:
-    """Median seconds of a fixed single-precision matrix product on this rank's cores."""
+    """Median seconds of a fixed single-precision matmul on this rank's cores."""
     import torch
 
     left, right = (torch.randn(_CANARY_SIDE, _CANARY_SIDE) for _ in range(2))

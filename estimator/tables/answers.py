@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from estimator.coefficients import Calibration, StepQuestion
 from estimator.engine import Engine, TrialEngine
-from estimator.errors import EstimatorError
+from estimator.errors import AllocationError, EstimatorError
 from estimator.estimates import (
+    FITS,
     Estimate,
     bottleneck_code,
     fits_code,
@@ -24,6 +25,7 @@ from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns, TextReader
 from estimator.placement.topology import Cluster
+from estimator.tables.balance import balance
 from estimator.tables.placed import NodeGroupTable, PlacedColumns, place_columns
 from estimator.tables.steps import StepColumns, StepRows
 from estimator.timeline.ranks import StepShape
@@ -31,10 +33,12 @@ from estimator.timeline.step import UNCALIBRATED_RATIOS, Ratios
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import Groups
 from estimator.workload import MOST_ACCUMULATION, MOST_BATCH, Strategy, check_count
+from estimator.workload.loader import Loader
 
 Array = NDArray[np.float64]
 Integers = NDArray[np.integer]
 Indices = NDArray[np.intp]
+Flags = NDArray[np.bool_]
 Allocations = Sequence[str | Allocation] | AllocationColumns
 Columns = Mapping[str, NDArray[np.generic]]
 
@@ -47,9 +51,10 @@ _SEGMENTS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Question:
-    """What is asked of every allocation: `estimate_graph`'s arguments; batches one each, or one.
+    """What is asked of every allocation: `estimate`'s arguments; batches one each, or one.
 
-    `first_row` is how many rows came before, in other pieces of the same question.
+    Rows that cannot be answered stay empty, or raise where `strict`. `first_row` is how many rows
+    came before, in other pieces of the same question.
     """
 
     graph: OpGraph
@@ -61,7 +66,9 @@ class Question:
     cluster: Cluster | None
     calibration: Calibration | None
     profile: MachineProfile | None
+    loader: Loader | None
     engine: Engine
+    strict: bool = False
     first_row: int = 0
 
     def allocation(self, row: int) -> Allocation:
@@ -70,19 +77,52 @@ class Question:
             return self.allocations.allocation(row)
         return Allocation.parse(self.allocations[row])
 
+    def text(self, row: int) -> str:
+        """The allocation of a row as it was written, or as it prints; empty if it does not."""
+        if not isinstance(self.allocations, AllocationColumns):
+            return str(self.allocations[row])
+        try:
+            return str(self.allocation(row))
+        except AllocationError:
+            return ""
+
     def answer(self, row: int) -> Estimate:
-        """The estimate of one row; raises what `estimate_graph` raises."""
-        return self.engine.estimate(
-            self.graph,
-            self.allocation(row),
-            batch_per_gpu=_of_row(self.batch_per_gpu, row),
-            global_batch=_of_row(self.global_batch, row),
-            accumulation_steps=self.accumulation_steps,
-            strategy=self.strategy,
-            cluster=self.cluster,
-            calibration=self.calibration,
-            profile=self.profile,
+        """The estimate of one row; raises what `estimate` raises."""
+        batch, whole = _of_row(self.batch_per_gpu, row), _of_row(self.global_batch, row)
+        asked: dict[str, Any] = {
+            "accumulation_steps": self.accumulation_steps,
+            "strategy": self.strategy,
+            "cluster": self.cluster,
+            "calibration": self.calibration,
+            "profile": self.profile,
+            "loader": self.loader,
+        }
+        allocation = self.allocation(row)
+        if whole is not None and batch is None:
+            asked |= {"global_batch": whole, "engine": self.engine}
+            return balance(self.graph, allocation, **asked).answer
+        asked |= {"batch_per_gpu": batch, "global_batch": whole}
+        return self.engine.estimate(self.graph, allocation, **asked)
+
+    def refuse(self, row: int) -> None:
+        """Raise why a row has no answer, with its number."""
+        try:
+            self.answer(row)
+        except EstimatorError as error:
+            raise type(error)(f"row {self.first_row + row}: {error}") from None
+
+    def rows(self, chosen: slice | Indices) -> Question:
+        """The same question of some of the rows."""
+        batch, whole = (
+            value[chosen] if isinstance(value, np.ndarray) else value
+            for value in (self.batch_per_gpu, self.global_batch)
         )
+        allocations = self.allocations
+        if isinstance(allocations, AllocationColumns) or isinstance(chosen, slice):
+            some: Allocations = allocations[chosen]  # type: ignore[index]
+        else:
+            some = [allocations[row] for row in chosen.tolist()]
+        return replace(self, allocations=some, batch_per_gpu=batch, global_batch=whole)
 
 
 def _of_row(value: int | Integers | None, row: int) -> int | None:
@@ -94,8 +134,10 @@ class RowAnswers:
 
     def __init__(self, question: Question) -> None:
         self._graph, self._strategy = question.graph, question.strategy
-        self._accumulation_steps = max(question.accumulation_steps, 1)
-        self._shape = StepShape(self._strategy, self._accumulation_steps)
+        self._accumulation_steps = check_count(
+            question.accumulation_steps, "accumulation steps", most=MOST_ACCUMULATION
+        )
+        self._shape = StepShape(self._strategy, self._accumulation_steps, question.loader)
         self._node_groups = NodeGroupTable(question.cluster, question.profile)
         self._reader = TextReader()
         self._engine = question.engine
@@ -103,49 +145,93 @@ class RowAnswers:
         self._indexed_groups = 0
 
     def fill(self, question: Question, columns: Columns) -> None:
-        """Write every row's estimate into `columns`; raises for the first row that has none."""
-        if len(question.allocations):
-            steps = question.accumulation_steps
-            check_count(steps, "accumulation steps", most=MOST_ACCUMULATION)
+        """Write every row's estimate into `columns`; rows that have none are left as they are.
+
+        Where the question is strict, the first of those raises.
+        """
         for start, part in self._parts(question):
             answer_rows = _rows_at_once(part, question.cluster, self._segments)
             for first in range(0, len(part), answer_rows):
                 rows = slice(start + first, start + min(first + answer_rows, len(part)))
-                found = self._answer(question, part[first : first + answer_rows], rows)
-                for name, values in found.items():
-                    columns[name][rows] = values
+                self._answer(question, part[first : first + answer_rows], rows, columns)
 
     def _parts(self, question: Question) -> Iterator[tuple[int, AllocationColumns]]:
         if isinstance(question.allocations, AllocationColumns):
             yield 0, question.allocations
         else:
-            yield from self._reader.parts(question.allocations, first_row=question.first_row)
+            yield from self._reader.parts(
+                question.allocations, first_row=question.first_row, strict=question.strict
+            )
 
     def _answer(
-        self, question: Question, part: AllocationColumns, rows: slice
-    ) -> dict[str, NDArray[np.generic] | float]:
+        self,
+        question: Question,
+        part: AllocationColumns,
+        rows: slice | Indices,
+        columns: Columns,
+    ) -> None:
+        """Write the estimates of `part`, whose rows in the question are `rows`."""
         placed = place_columns(part, self._node_groups)
         steps = self._tables()
         placed.invalid |= ~steps.runs[placed.node_group].all(axis=0)
         batch, invalid = self._batches(question, rows, placed)
+        by_speed = self._by_speed(question, placed, steps)
         invalid |= ~np.asarray(self._strategy.divides(placed.ranks))
-        _raise_first(placed.invalid | invalid, rows.start, question)
-        ratios, errors = self._calibrated(question, placed, batch, rows.start)
-        groups_of = self._groups_of(question, rows.start, steps)
+        apart = placed.invalid | invalid | by_speed
+        if apart.any():
+            self._answer_rest(question, part, rows, columns, apart=apart, by_speed=by_speed)
+            return
+        numbers = _numbers(rows)
+        ratios, errors = self._calibrated(question, placed, batch, numbers)
+        groups_of = self._groups_of(question, numbers, steps)
         with np.errstate(divide="ignore", invalid="ignore"):
             step = steps.columns(placed, batch, ratios, groups_of)
-            _raise_first(step.unknown, rows.start, question)
-            return self._columns(placed, batch, step, ratios, errors)
+            if step.unknown.any():
+                self._answer_rest(question, part, rows, columns, apart=step.unknown)
+                return
+            for name, values in self._columns(placed, batch, step, ratios, errors).items():
+                columns[name][rows] = values
+
+    def _answer_rest(
+        self,
+        question: Question,
+        part: AllocationColumns,
+        rows: slice | Indices,
+        columns: Columns,
+        *,
+        apart: Flags,
+        by_speed: Flags | bool = False,
+    ) -> None:
+        """Answer rows whose batch is split by speed one by one, then all that are not `apart`."""
+        numbers = _numbers(rows)
+        asked = apart if question.strict else apart & by_speed
+        for number in numbers[asked].tolist():
+            try:
+                answer = question.answer(number)
+            except EstimatorError:
+                if question.strict:
+                    question.refuse(number)
+            else:
+                for name, value in _cells(answer).items():
+                    columns[name][number] = value
+        if not apart.all():
+            self._answer(question, part[~apart], numbers[~apart], columns)
+
+    def _by_speed(self, question: Question, placed: PlacedColumns, steps: StepRows) -> Flags | bool:
+        """The rows whose global batch is split over unlike devices."""
+        if question.global_batch is None or question.batch_per_gpu is not None:
+            return False
+        return steps.are_mixed(placed) & ~placed.invalid
 
     def _groups_of(
-        self, question: Question, start: int, steps: StepRows
+        self, question: Question, numbers: Indices, steps: StepRows
     ) -> Callable[[int], Groups]:
         """A function for the process groups of one row, with profiles by the indices of `steps`."""
 
         def groups_of(row: int) -> Groups:
             return self._engine.groups(
                 self._graph,
-                question.allocation(start + row),
+                question.allocation(int(numbers[row])),
                 shape=self._shape,
                 cluster=question.cluster,
                 profile=question.profile,
@@ -167,7 +253,7 @@ class RowAnswers:
         return self._steps
 
     def _batches(
-        self, question: Question, rows: slice, placed: PlacedColumns
+        self, question: Question, rows: slice | Indices, placed: PlacedColumns
     ) -> tuple[Indices | int, NDArray[np.bool_] | bool]:
         """(batch of all rows or of each, 0 as traced; rows without a valid batch)."""
         batch, whole = question.batch_per_gpu, question.global_batch
@@ -184,7 +270,7 @@ class RowAnswers:
         return batch, np.full(len(placed.ranks), not 1 <= batch <= MOST_BATCH)
 
     def _calibrated(
-        self, question: Question, placed: PlacedColumns, batch: Indices | int, start: int
+        self, question: Question, placed: PlacedColumns, batch: Indices | int, numbers: Indices
     ) -> tuple[Ratios, Array | None]:
         """The calibrated factors of each row, and their relative errors (NaN where uncalibrated).
 
@@ -209,8 +295,10 @@ class RowAnswers:
             [placed.ranks, placed.nodes, placed.ranks_on_node.max(axis=0), sizes, has[:-1]]
         )
         distinct, first, index = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+        job = engine.content.fingerprint
         questions = [
             StepQuestion(
+                job=job,
                 workload=self._graph.workload,
                 machines="+".join(n for n, one in zip(names, machines, strict=True) if one),
                 ranks=ranks,
@@ -222,7 +310,7 @@ class RowAnswers:
             )
             for ranks, nodes, most, size, *machines in distinct.T.tolist()
         ]
-        allocations = [question.allocation(start + row) for row in first.tolist()]
+        allocations = [question.allocation(row) for row in numbers[first].tolist()]
         found = question.calibration.coefficients_for(questions, allocations, engine)
         index = index.reshape(-1)
         ratios = Ratios(
@@ -242,8 +330,15 @@ class RowAnswers:
     ) -> dict[str, Any]:
         parts, lane = step.parts, step.lane
         step_s = parts.total_s
+        loader = self._shape.loader
         error = relative_error(
-            parts, lane, ratios.compute, step.communication_error, step.slower_s, step_s
+            parts,
+            lane,
+            ratios.compute,
+            step.communication_error,
+            step.slower_s,
+            step_s,
+            loader.relative_error if loader else 0.0,
         )
         if calibrated_error is not None:
             error = np.where(np.isnan(calibrated_error), error, calibrated_error)
@@ -266,6 +361,7 @@ class RowAnswers:
             "ranks": placed.ranks,
             "nodes": placed.nodes,
             "batch_per_gpu": sizes,
+            "global_batch": samples,
         }
 
 
@@ -277,12 +373,28 @@ def _rows_at_once(part: AllocationColumns, cluster: Cluster | None, segments: in
     return int(max(min(rows, _SEGMENTS_AT_ONCE // max(width * segments, 1)), 1))
 
 
-def _raise_first(invalid: NDArray[np.bool_], start: int, question: Question) -> None:
-    """Raise the error of `estimate` for the first invalid row, with the row's number."""
-    if not invalid.any():
-        return
-    row = start + int(invalid.argmax())
-    try:
-        question.answer(row)
-    except EstimatorError as error:
-        raise type(error)(f"row {question.first_row + row}: {error}") from None
+def _numbers(rows: slice | Indices) -> Indices:
+    """The rows of the question that a part of them has."""
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+
+def _cells(answer: Estimate) -> dict[str, Any]:
+    """One row of the columns."""
+    parts = answer.breakdown
+    nan = float("nan")
+    return {
+        **{name: getattr(parts, name) for name in parts.__dataclass_fields__},
+        "step_time_s": answer.step_time_s,
+        "low_s": answer.low_s,
+        "high_s": answer.high_s,
+        "samples_per_s": answer.samples_per_s or nan,
+        "mfu_ratio": answer.mfu_ratio or nan,
+        "hfu_ratio": answer.hfu_ratio or nan,
+        "peak_memory_bytes": answer.peak_memory_bytes,
+        "fits_code": FITS.index(answer.fits),
+        "bottleneck_code": bottleneck_code(parts),
+        "ranks": answer.ranks,
+        "nodes": answer.plan.group.nodes,
+        "batch_per_gpu": answer.batch_per_gpu or 0,
+        "global_batch": answer.global_batch or 0,
+    }

@@ -45,6 +45,11 @@ class RankKindTable:
         self._kinds: list[RankKind] = []
         self.columns = RankColumns(self._kinds)
 
+    def are_mixed(self, placed: PlacedColumns) -> NDArray[np.bool_]:
+        """The rows whose devices differ in machine or speed."""
+        machine = self._machine_of[placed.node_group]
+        return np.asarray(((machine != machine[0]) & (machine > 0)).any(axis=0))
+
     def indices(self, placed: PlacedColumns, batch: Indices | int) -> Indices:
         """The kind of every node group of every row, in an array (node groups of a row, rows).
 

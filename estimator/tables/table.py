@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
@@ -14,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.coefficients import Calibration
-from estimator.engine import DEFAULT, Engine
-from estimator.errors import AllocationError, WorkloadError
+from estimator.engine import DEFAULT, Engine, check_kinds
+from estimator.errors import AllocationError, EstimatorError, WorkloadError, quoted
 from estimator.estimates import FITS, Estimate
 from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
@@ -23,8 +24,10 @@ from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
 from estimator.placement.topology import Cluster
 from estimator.tables.answers import Allocations, Integers, Question, RowAnswers
+from estimator.tables.known_rows import KnownRows
 from estimator.timeline.step import BOTTLENECKS
 from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
+from estimator.workload.loader import Loader
 
 Array = NDArray[np.float64]
 
@@ -33,8 +36,11 @@ Array = NDArray[np.float64]
 class EstimateTable:
     """One estimate a row, as columns; see `Estimate` and `Breakdown` for what they mean.
 
-    `fits_code` and `bottleneck_code` are indices into `FITS` and `BOTTLENECKS`. `batch_per_gpu` is
-    0 for a graph without a batch size; rates are then NaN, MFU and HFU where no peak is known.
+    `fits_code` and `bottleneck_code` are indices into `FITS` and `BOTTLENECKS`. `global_batch` is 0
+    for a graph without a batch size, whose rates are NaN; `batch_per_gpu` also where groups have
+    unlike batches. MFU and HFU are NaN where no peak is known. A row that cannot be answered is
+    NaN, 0 in columns of integers; `errors` says why. Indexed with a row number, a table gives the
+    full estimate; with a slice, row numbers or flags, a table of those rows.
     """
 
     question: Question
@@ -50,6 +56,7 @@ class EstimateTable:
     ranks: NDArray[np.int32]
     nodes: NDArray[np.int32]
     batch_per_gpu: NDArray[np.int32]
+    global_batch: NDArray[np.int64]
     forward_s: Array
     backward_s: Array
     host_exposed_s: Array
@@ -58,6 +65,7 @@ class EstimateTable:
     update_s: Array
     copies_exposed_s: Array
     idle_s: Array
+    input_stall_s: Array
 
     def __repr__(self) -> str:
         model, columns = self.question.graph.name, ", ".join(self._shown())
@@ -66,8 +74,21 @@ class EstimateTable:
     def __len__(self) -> int:
         return len(self.step_time_s)
 
+    def __iter__(self) -> Iterator[Estimate]:
+        return (self.row(row) for row in range(len(self)))
+
+    def __getitem__(self, rows: Any) -> Any:
+        if isinstance(rows, int | np.integer):
+            return self.row(int(rows))
+        chosen = rows if isinstance(rows, slice) else np.arange(len(self))[np.asarray(rows)]
+        columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
+        return EstimateTable(question=self.question.rows(chosen), **columns)
+
     def row(self, row: int) -> Estimate:
-        """The full estimate of one row, with its assumptions, provenance and timeline."""
+        """The full estimate of one row, with its assumptions, provenance and timeline.
+
+        Raises what `estimate` raises where the row has none.
+        """
         return self.question.answer(range(len(self))[row])
 
     def allocation(self, row: int) -> Allocation:
@@ -75,20 +96,24 @@ class EstimateTable:
         return self.question.allocation(range(len(self))[row])
 
     @property
+    def answered(self) -> NDArray[np.bool_]:
+        """Which rows have an answer."""
+        return ~np.isnan(self.step_time_s)
+
+    @property
+    def errors(self) -> RowErrors:
+        """Why rows have no answer: a sentence by row number, made when looked up."""
+        return RowErrors(self)
+
+    @property
     def fits(self) -> NDArray[np.str_]:
-        """Whether each row fits into memory: ``yes``, ``no`` or ``uncertain``."""
-        return np.array(FITS)[self.fits_code]
+        """Whether each row fits into memory: ``yes``, ``no``, ``uncertain``; empty if unknown."""
+        return np.where(self.answered, np.array(FITS)[self.fits_code], "")
 
     @property
     def bottleneck(self) -> NDArray[np.str_]:
-        """What each row spends most of its step on, one of `BOTTLENECKS`."""
-        return np.array(BOTTLENECKS)[self.bottleneck_code]
-
-    @property
-    def global_batch(self) -> NDArray[np.int64]:
-        """Samples of a step; 0 for a graph without a batch size."""
-        per_rank = self.batch_per_gpu.astype(np.int64) * self.question.accumulation_steps
-        return per_rank * self.ranks
+        """What each row spends most of its step on, one of `BOTTLENECKS`; empty if unknown."""
+        return np.where(self.answered, np.array(BOTTLENECKS)[self.bottleneck_code], "")
 
     @property
     def tokens_per_s(self) -> Array:
@@ -98,25 +123,47 @@ class EstimateTable:
     def order(self, by: str = "samples_per_s") -> NDArray[np.intp]:
         """Row numbers, best first: rows that fit or may fit, then by a column.
 
-        Rates are better when high, anything else when low.
+        Rates are better when high, anything else when low. Rows without an answer come last.
         """
         column = np.asarray(getattr(self, by), dtype=np.float64)
         rising = by.endswith(("_per_s", "mfu_ratio", "hfu_ratio"))
-        return np.lexsort((-column if rising else column, self.fits_code == 0))
+        return np.lexsort((-column if rising else column, self.fits_code == 0, ~self.answered))
 
     def best(self, by: str = "samples_per_s") -> Estimate:
-        """The full estimate of the best row; see `order`. Raises WorkloadError for no rows."""
+        """The full estimate of the best row; see `order`.
+
+        Raises WorkloadError for no rows, and what `estimate` raises where no row has an answer.
+        """
         if not len(self):
             raise WorkloadError("the table has no rows; give at least one allocation")
         return self.row(int(self.order(by)[0]))
 
     def to_dict(self) -> dict[str, list[Any]]:
-        """The columns as lists of plain values in base units, the allocations as text."""
+        """The columns as lists of plain values in base units, allocations and errors as text."""
+        return {
+            name: column.tolist() if isinstance(column, np.ndarray) else column
+            for name, column in self._named().items()
+        }
+
+    def to_pandas(self) -> Any:
+        """The columns of `to_dict` as a DataFrame; raises WorkloadError where pandas is missing."""
+        return _library("pandas", "pandas").DataFrame(self._named())
+
+    def to_arrow(self) -> Any:
+        """The columns of `to_dict` as a pyarrow Table; raises WorkloadError where it is missing."""
+        return _library("pyarrow", "pyarrow").table(self._named())
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        return self.to_arrow().__arrow_c_stream__(requested_schema)
+
+    def _named(self) -> dict[str, Any]:
+        errors = self.errors
         rows = range(len(self))
-        plain: dict[str, list[Any]] = {"allocation": [str(self.allocation(row)) for row in rows]}
-        for shown in self._shown():
-            plain[shown] = getattr(self, shown).tolist()
-        return plain
+        return {
+            "allocation": [self.question.text(row) for row in rows],
+            **{name: getattr(self, name) for name in self._shown()},
+            "error": [errors.get(row) for row in rows],
+        }
 
     def _shown(self) -> list[str]:
         """The columns by the names under which they hold words or numbers for people."""
@@ -132,6 +179,43 @@ class EstimateTable:
         return text.getvalue()
 
 
+class RowErrors(Mapping[int, str]):
+    """Why rows of a table have no answer, by row number; a row is asked again when looked up."""
+
+    def __init__(self, table: EstimateTable) -> None:
+        self._table, self._empty = table, ~table.answered
+
+    def __getitem__(self, row: int) -> str:
+        if not 0 <= row < len(self._empty) or not self._empty[row]:
+            raise KeyError(row)
+        try:
+            self._table.row(row)
+        except EstimatorError as error:
+            return str(error)
+        return "it could not be answered when the table was made; ask for the table again"
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.flatnonzero(self._empty).tolist())
+
+    def __len__(self) -> int:
+        return int(self._empty.sum())
+
+    def __repr__(self) -> str:
+        first = next(iter(self), None)
+        shown = "" if first is None else f", the first {first}: {self[first]}"
+        return f"RowErrors({len(self)} of {len(self._empty)} rows{shown})"
+
+
+def _library(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise WorkloadError(
+            f"a table becomes one of {package} only where that is installed; install {package}, "
+            "or use to_dict()"
+        ) from None
+
+
 _TYPES: dict[str, type] = {
     "peak_memory_bytes": np.int64,
     "fits_code": np.uint8,
@@ -139,6 +223,7 @@ _TYPES: dict[str, type] = {
     "ranks": np.int32,
     "nodes": np.int32,
     "batch_per_gpu": np.int32,
+    "global_batch": np.int64,
 }
 COLUMNS = tuple(item.name for item in fields(EstimateTable) if item.name != "question")
 
@@ -154,16 +239,20 @@ def estimate_many(
     cluster: Cluster | str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
+    loader: Loader | str | None = None,
     engine: Engine = DEFAULT,
+    strict: bool = False,
 ) -> EstimateTable:
     """Predict the step of a traced graph on many allocations, each as `estimate` would.
 
     `allocations` are texts, `Allocation`s or `AllocationColumns`; `batch_per_gpu` and
-    `global_batch` one number, or an array with one for each allocation. A global batch is split
-    evenly over the ranks of its row. Raises what `estimate` raises, naming the first row.
+    `global_batch` one number, or an array with one for each allocation; a `loader` feeds every
+    rank. Rows that cannot be answered are NaN, and `errors` of the table says why; with `strict`
+    the first of them raises what `estimate` raises, with its number.
     """
     _check_graph(graph)
     _check_several(allocations)
+    check_kinds(profile=profile, calibration=calibration)
     question = Question(
         graph=graph,
         allocations=allocations,
@@ -174,9 +263,17 @@ def estimate_many(
         cluster=_described(cluster),
         calibration=calibration,
         profile=profile,
+        loader=_loader(loader),
         engine=engine,
+        strict=strict,
     )
-    return _table(question, RowAnswers(question))
+    known = KnownRows.of(question)
+    if known is None:
+        return _table(question, RowAnswers(question))
+    table = EstimateTable(question=question, **known.table(question, _columns))
+    if strict and table.errors:
+        question.refuse(next(iter(table.errors)))
+    return table
 
 
 def estimate_chunks(
@@ -191,7 +288,9 @@ def estimate_chunks(
     cluster: Cluster | str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
+    loader: Loader | str | None = None,
     engine: Engine = DEFAULT,
+    strict: bool = False,
 ) -> Iterator[EstimateTable]:
     """The table of `estimate_many` in pieces of `rows` rows: memory stays flat for any number.
 
@@ -199,7 +298,8 @@ def estimate_chunks(
     """
     _check_graph(graph)
     _check_several(allocations)
-    described, parsed = _described(cluster), Strategy.parse(strategy)
+    check_kinds(profile=profile, calibration=calibration)
+    described, parsed, fed = _described(cluster), Strategy.parse(strategy), _loader(loader)
     answers: RowAnswers | None = None
     first = 0
     for piece in _pieces(allocations, rows):
@@ -213,7 +313,9 @@ def estimate_chunks(
             cluster=described,
             calibration=calibration,
             profile=profile,
+            loader=fed,
             engine=engine,
+            strict=strict,
             first_row=first,
         )
         answers = answers or RowAnswers(question)
@@ -233,19 +335,36 @@ def _check_several(allocations: Any) -> None:
         raise AllocationError(
             f"allocations come in a list, found only '{allocations}'; write ['{allocations}']"
         )
+    if isinstance(allocations, bytes) or not isinstance(allocations, Iterable | AllocationColumns):
+        raise AllocationError(
+            f"allocations come in a list, found {quoted(allocations)}; write one such as "
+            "['1x2:local']"
+        )
 
 
 def _described(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
-    return Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster
+    if isinstance(cluster, str | os.PathLike):
+        return Cluster.load(cluster)
+    check_kinds(cluster=cluster)
+    return cluster
+
+
+def _loader(loader: Loader | str | None) -> Loader | None:
+    return None if loader is None else Loader.parse(loader)
 
 
 def _table(question: Question, answers: RowAnswers) -> EstimateTable:
+    return EstimateTable(question=question, **_columns(question, answers))
+
+
+def _columns(question: Question, answers: RowAnswers | None = None) -> dict[str, NDArray[Any]]:
     rows = len(question.allocations)
     columns: dict[str, NDArray[Any]] = {
-        name: np.zeros(rows, _TYPES.get(name, np.float64)) for name in COLUMNS
+        name: np.zeros(rows, _TYPES[name]) if name in _TYPES else np.full(rows, np.nan)
+        for name in COLUMNS
     }
-    answers.fill(question, columns)
-    return EstimateTable(question=question, **columns)
+    (answers or RowAnswers(question)).fill(question, columns)
+    return columns
 
 
 def _pieces(

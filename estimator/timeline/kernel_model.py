@@ -1,6 +1,6 @@
 """Say how long a GPU's kernels take, from their sizes and the chip's datasheet.
 
-Matrix products run as tiles on multiprocessors: whole waves of tiles, each tile paying for its own
+Matmuls run as tiles on multiprocessors: whole waves of tiles, each tile paying for its own
 edges, with the tile size and the number of pieces of the inner sum that finish first; everything
 else streams its bytes at a share of the memory's rate. A chip whose power limit does not feed its
 units at full clock runs them slower. The shares are learnt from measured operators
@@ -10,6 +10,7 @@ units at full clock runs them slower. The shares are learnt from measured operat
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -49,7 +50,7 @@ _POWER_SHARPNESS = 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulModel:
-    """Matrix products: shares of the peak by kind of unit, and what tiles cost beyond their work.
+    """Matmuls: shares of the peak by kind of unit, and what tiles cost beyond their work.
 
     A tile of r × c reaches the share (1 + half_tile · (r + c) / (r · c))⁻¹ of `*_ratio` of the
     peak, as if its inner sum were `*_extra_inner` longer. `*_headroom` is where power begins to
@@ -75,7 +76,7 @@ class MatmulModel:
 
     @property
     def sustained(self) -> MatmulModel:
-        """The law of chips that have been training for minutes."""
+        """The model of chips that have been training for minutes."""
         return replace(self, tensor_headroom=self.sustained_tensor_headroom)
 
 
@@ -85,7 +86,7 @@ def sustained_ratio(model: MatmulModel, chip: Chip) -> Array:
     >>> from estimator.machines.catalogue import load_profile
     >>> from estimator.timeline.chips import chip_of
     >>> chip = chip_of(load_profile("t4").devices[0], "float16")  # 70 W
-    >>> bool(sustained_ratio(load_law().products.sustained, chip) < 0.6)
+    >>> bool(sustained_ratio(load_kernel_model().matmuls.sustained, chip) < 0.6)
     True
     """
     needed = np.where(chip.is_tensor, model.tensor_headroom, model.vector_headroom)
@@ -105,9 +106,9 @@ def matmul_seconds(
     moved_bytes: ArrayLike,
     cached: float = 1.0,
 ) -> Array:
-    """Seconds of products (batch, rows, inner) × (batch, inner, columns), without the start.
+    """Seconds of matmuls (batch, rows, inner) × (batch, inner, columns), without the start.
 
-    Sizes and `moved_bytes` (what the product must read and write) are numbers or arrays of one
+    Sizes and `moved_bytes` (what the matmul must read and write) are numbers or arrays of one
     length. `cached` multiplies the memory's rate where the factors are in the last-level cache.
     """
     count, m, n, k, moved = (
@@ -146,16 +147,23 @@ def _longer(compute_s: Array, memory_s: Array) -> Array:
     return np.asarray(longest * (1.0 + (shortest / longest) ** _SHARPNESS) ** (1.0 / _SHARPNESS))
 
 
-def memory_class(device: Device) -> str:
-    """ "HBM" or "GDDR": stacked on the chip's carrier, or soldered around it."""
-    return str(device.details.get("memory_type", "")).rstrip("0123456789eXx")
+def memory_classes(device: Device) -> tuple[str, ...]:
+    """What a device's memory is, the closest class first.
+
+    "HBM" is stacked on the chip's carrier, "GDDR" soldered around it; "GDDR ECC" keeps the check
+    bits of its error correction among the data, to be fetched too.
+    """
+    kind = str(device.details.get("memory_type", "")).rstrip("0123456789eXx")
+    if kind == "GDDR" and device.details.get("memory_ecc_in_band"):
+        return "GDDR ECC", kind
+    return (kind,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBoundModel:
     """Kernels that move bytes: shares of the memory's peak rate.
 
-    `memory_ratios` are what a plain stream reaches, by architecture, else by class of memory, else
+    `memory_ratios` are what a plain kernel reaches, by architecture, else by class of memory, else
     "other": stacked memory ("HBM") reaches more than cards' ("GDDR"). `shares` are what kernels
     reach of that, by "operator.phase", "family.phase" or "family", the first that is known: a
     number, or (row length, share) points that are interpolated over the logarithm.
@@ -167,8 +175,8 @@ class MemoryBoundModel:
     start_s: float
 
     def memory_ratio(self, device: Device) -> float:
-        """The share of the memory's peak rate that a plain stream reaches on a device."""
-        keys = (str(device.details.get("architecture")), memory_class(device), "other")
+        """The share of the memory's peak rate that a plain kernel reaches on a device."""
+        keys = (str(device.details.get("architecture")), *memory_classes(device), "other")
         return next(self.memory_ratios[key] for key in keys if key in self.memory_ratios)
 
     def share(self, keys: tuple[str, ...], row_length: float) -> float:
@@ -199,11 +207,12 @@ class AttentionModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvolutionModel:
-    """Convolutions: seconds over those of the flops at the peak, plus those of the bytes streamed.
+    """Convolutions: seconds over those of their compute, plus those of the bytes streamed.
 
-    `times` are the two factors by "kind.phase", or by "kind.phase.layout" for a layout of its own:
-    libraries copy images into the layout that their kernels want, and sums over all positions
-    (gradients of filters) go through memory, so bytes cost more than a stream's.
+    Compute is that of `implicit_matmuls` on tensor cores, else flops at the peak. `times` are the
+    two factors by "kind.phase", or by "kind.phase.layout" for a layout of its own: libraries copy
+    images into the layout that their kernels want, and sums over all positions (gradients of
+    filters) go through memory, so bytes cost more than those of a plain kernel.
     """
 
     times: Mapping[str, tuple[float, float]]
@@ -216,6 +225,8 @@ class ConvolutionModel:
 
 # Depthwise kernels of cuDNN and torch are written for filters of up to 5 × 5.
 _WIDEST_DEPTHWISE = 25
+# Without tensor cores: transforms are for 3 × 3 filters on images, none for 3 × 3 × 3 on volumes.
+_VECTOR_KINDS = {1: "vector pointwise", 9: "vector transformed", 27: "vector direct"}
 # An image of so few channels is the first layer's.
 _FEW_CHANNELS = 4
 
@@ -228,10 +239,37 @@ def convolution_kind(dims: tuple[float, ...], *, is_tensor: bool) -> str:
     if groups > 1:
         return "grouped"
     if not is_tensor:
-        return "vector pointwise" if kernel == 1 else "vector dense"
+        return _VECTOR_KINDS.get(int(kernel), "vector dense")
     if inputs <= _FEW_CHANNELS:
         return "first"
     return "pointwise" if kernel == 1 else "dense"
+
+
+# Tensor cores take channels in eights (cuDNN developer guide, "Tensor Core Operations").
+_CHANNELS = 8.0
+
+
+def implicit_matmuls(
+    dims: tuple[float, ...], flops: float, *, is_backward: bool, is_tensor: bool
+) -> list[tuple[float, float, float, float]]:
+    """(batch, rows, columns, inner) of the matrix products that a convolution is computed as.
+
+    Forward positions × outputs over inputs × filter. Backward outputs × inputs × filter over
+    positions, and where `flops` are those of two, positions × inputs over outputs × filter, of
+    which a strided convolution has a part at each (Chetlur et al.: cuDNN, 2014).
+    """
+    images, inputs, outputs, groups, out_positions, kernel, in_positions, _ = dims
+    applied = min(out_positions, in_positions)
+    gradients = flops / (2 * images * groups * inputs * outputs * kernel * applied)
+    if is_tensor:
+        inputs, outputs = (math.ceil(count / _CHANNELS) * _CHANNELS for count in (inputs, outputs))
+    if not is_backward:
+        return [(groups, images * applied, outputs, inputs * kernel)]
+    found = [(groups, outputs, inputs * kernel, images * applied)]
+    if gradients > 1.5:
+        met = outputs * kernel * applied / in_positions
+        found.append((groups, images * in_positions, inputs, max(met, 1.0)))
+    return found
 
 
 # Fused attention works on blocks of so many queries, and on head sizes in steps (Dao,
@@ -275,7 +313,7 @@ def attention_seconds(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelModel:
-    """The law's learnt numbers, and how far each family's calls are off on chips not learnt from.
+    """The fitted coefficients, and how far each family's calls are off on chips not fitted to.
 
     `errors` are medians of |predicted − measured| / measured by family, "other" for the rest;
     "model" is one standard deviation of what the kernels of a whole step are off together.
@@ -289,7 +327,7 @@ class KernelModel:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> KernelModel:
-        """The law of a fitted file (`data/fits/kernels.json`)."""
+        """The coefficients of a fitted file (`data/fits/kernels.json`)."""
         memory_bound = plain["memory_bound"]
         shares = {
             key: value if isinstance(value, float | int) else tuple(map(tuple, value))
@@ -310,15 +348,15 @@ _chosen: list[Path] = []
 
 
 def choose_kernel_model(path: Path) -> None:
-    """Let everything estimated from now on take this law instead of the one that ships.
+    """Let everything estimated from now on take this model instead of the one that ships.
 
-    For judging a law on what it was not fitted to, before anything else is estimated.
+    For judging a model on what it was not fitted to, before anything else is estimated.
     """
     _chosen[:] = [path]
 
 
 def load_kernel_model(path: Path | None = None) -> KernelModel:
-    """A fitted law, by default the chosen one, else the one that ships; read once."""
+    """A fitted kernel model, by default the chosen one, else the one that ships; read once."""
     chosen = _chosen[0] if _chosen else shipped_data("fits") / "kernels.json"
     return _read_kernel_model(path or chosen)
 

@@ -1,6 +1,6 @@
-"""Give operator calls their seconds on a machine known by its datasheet, by the fitted kernel law.
+"""Give operator calls their seconds on a machine known by its datasheet, by the kernel model.
 
-What the law covers by a shape of its own (products, convolutions, attention) it computes on the
+What the model covers by a shape of its own (matmuls, convolutions, attention) it computes on the
 chip's multiprocessors; every other operator streams its bytes. Bytes that are still in the
 last-level cache come faster, which is what `Prediction` calls warm.
 """
@@ -22,18 +22,19 @@ from estimator.timeline.kernel_fits import Prediction
 from estimator.timeline.kernel_model import (
     attention_seconds,
     convolution_kind,
+    implicit_matmuls,
     load_kernel_model,
     matmul_seconds,
     sustained_ratio,
 )
 
-# Recurrent layers by cuDNN: a small product per step, whose weights stay where they are; small
-# products leave tensor cores idle more than other units.
+# Recurrent layers by cuDNN: a small matmul per step, whose weights stay where they are; small
+# matmuls leave tensor cores idle more than other units.
 _RECURRENT_RATIO = 0.45
 _TENSOR_RECURRENT_RATIO = 0.30
 # Operators of other families compute in fp32 whatever their tensors hold, far from its peak.
 _OTHER_COMPUTE_RATIO = 0.30
-# torch lets cuDNN round fp32 convolutions to TF32 unless told otherwise; products only when told
+# torch lets cuDNN round fp32 convolutions to TF32 unless told otherwise; matmuls only when told
 # (torch.backends.cudnn.allow_tf32 is True, torch.backends.cuda.matmul.allow_tf32 False).
 _TF32_BY_DEFAULT = ("convolution", "recurrent")
 
@@ -87,7 +88,7 @@ class Roofline:
         return found
 
     def _computed_in(self, features: Features) -> str:
-        """In which dtype a call's products are, as the law tells them apart."""
+        """In which dtype a call's matmuls are, as the kernel model tells them apart."""
         dtype = features.dtype
         if dtype == "float32" and (
             self._precision == "tf32" or features.family in _TF32_BY_DEFAULT
@@ -120,7 +121,7 @@ class Roofline:
             moved_bytes=[each.cost.moved_bytes for each in some],
             cached=cached,
         )
-        # A gradient of several products is costed as one; its flops say how many there are.
+        # A gradient of several matmuls is costed as one; its flops say how many there are.
         flops = np.array([each.cost.flops for each in some])
         times = flops / np.maximum(2.0 * batch * rows * columns * inner, 1.0)
         found: list[float] = (kernel_model.start_s + seconds * np.maximum(times, 1.0)).tolist()
@@ -148,24 +149,45 @@ class Roofline:
         return [self._convolution_s(each, cached) for each in some]
 
     def _convolution_s(self, features: Features, cached: float) -> float:
-        kind, rate = self.convolution(features)
-        flops, moved = self.kernel_model.convolutions.factors(
+        kind, compute_s = self.convolution(features)
+        compute, moved = self.kernel_model.convolutions.factors(
             kind, phase_of(features), features.layout
         )
         bytes_s = features.cost.moved_bytes / (self._bytes_per_s * cached)
-        return (
-            self.kernel_model.memory_bound.start_s
-            + flops * features.cost.flops / rate
-            + moved * bytes_s
-        )
+        return self.kernel_model.memory_bound.start_s + compute * compute_s + moved * bytes_s
 
     def convolution(self, features: Features) -> tuple[str, float]:
-        """(kind of convolution, flops/s that its units can hold) of a call."""
+        """(kind of convolution, seconds that its units compute at best) of a call."""
         dtype = self._computed_in(features)
-        kind = convolution_kind(features.dims, is_tensor=bool(self._chip_in(dtype).is_tensor))
+        chip = self._chip_in(dtype)
+        kind = convolution_kind(features.dims, is_tensor=bool(chip.is_tensor))
         if kind.endswith("depthwise"):  # too little to multiply for tensor cores
             dtype = "float32"
-        return kind, float(self._chip_in(dtype).flops_per_s) * self._held_ratio(dtype)
+        elif chip.is_tensor or kind in ("grouped", "vector direct"):
+            return kind, self._implicit_matmuls_s(features, chip)
+        rate = float(self._chip_in(dtype).flops_per_s) * self._held_ratio(dtype)
+        return kind, features.cost.flops / rate
+
+    def _implicit_matmuls_s(self, features: Features, chip: Chip) -> float:
+        matmuls = implicit_matmuls(
+            features.dims,
+            features.cost.flops,
+            is_backward=phase_of(features) == "backward",
+            is_tensor=bool(chip.is_tensor),
+        )
+        batch, rows, columns, inner = np.array(matmuls, dtype=float).T
+        # Two of image, filter and output, or their gradients, are read, and one written.
+        each_bytes = features.cost.moved_bytes * (2 / 3 if len(matmuls) > 1 else 1.0)
+        seconds = matmul_seconds(
+            self._matmuls,
+            chip,
+            batch=batch,
+            rows=rows,
+            columns=columns,
+            inner=inner,
+            moved_bytes=[each_bytes] * len(matmuls),
+        )
+        return float(seconds.sum())
 
     def _recurrents_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
         ratio = _TENSOR_RECURRENT_RATIO if chip.is_tensor else _RECURRENT_RATIO
@@ -194,7 +216,7 @@ class Roofline:
 
 
 def memory_bound_keys(features: Features) -> tuple[str, ...]:
-    """Under which names the law may know what a call reaches of a stream, the closest first."""
+    """Under which names a call's share of the memory's rate may be known, the closest first."""
     phase = phase_of(features)
     kinds = (kind for kind in _OWN_SHARES if kind in features.target)
     return (*(f"{kind}.{phase}" for kind in kinds), f"{features.family}.{phase}", features.family)

@@ -57,7 +57,7 @@ def test_steps_of_the_model_itself_are_recovered_from_few_rows() -> None:
             WEAK_PRIORS.log_medians(), ROWS, Reference(compute_s=0.4, batch=22.0)
         ).log_step
     )
-    predicted = StepTimeRegressor().fit(ROWS[FEW], truth[FEW]).predict(ROWS)
+    predicted = np.exp(StepTimeRegressor().fit(ROWS[FEW], truth[FEW]).model(ROWS).log_step)
     assert predicted == pytest.approx(truth, rel=0.05)
 
 
@@ -100,7 +100,7 @@ def test_a_down_weighted_outlier_still_widens_the_intervals() -> None:
     times[5] *= 3
     fitted = StepTimeRegressor().fit(ROWS, times)
     assert fitted.observation_weights_[5] < 0.05
-    scores, _ = fitted.posterior_.scores
+    scores, _ = fitted.mixture_.scores
     # It is log 3 away from what its neighbours say, whose spread is some percent.
     assert scores.argmax() == 5
     assert scores[5] > 5
@@ -185,19 +185,19 @@ def test_the_prior_decides_where_no_row_identifies_a_parameter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "times", "weights"),
+    ("rows", "times", "weights", "said"),
     [
-        ([], [], None),
-        ([(1, 1, 8)], [1.0], None),
-        ([(0, 1, 8, 1, 1)], [1.0], None),
-        ([(1, 1, 8, 1, 1)], [-1.0], None),
-        ([(1, 1, 8, 1, 1)], [np.nan], None),
-        ([(1, 1, 8, 1, 1)], [1.0, 2.0], None),
-        ([(1, 1, 8, 1, 1)], [1.0], [0.0]),
+        ([], [], None, "there are no observations"),
+        ([(1, 1, 8)], [1.0], None, "a row must be"),
+        ([(0, 1, 8, 1, 1)], [1.0], None, "a row must be"),
+        ([(1, 1, 8, 1, 1)] * 2, [1.0, -1.0], None, "step times .* found -1 in row 1; correct it"),
+        ([(1, 1, 8, 1, 1)], [np.nan], None, "step times .* found nan in row 0"),
+        ([(1, 1, 8, 1, 1)], [1.0, 2.0], None, "1 rows have 2 step times"),
+        ([(1, 1, 8, 1, 1)], [1.0], [0.0], "weights must be positive and finite, found 0 in row 0"),
     ],
 )
 def test_an_invalid_table_is_refused(
-    rows: list[tuple[int, ...]], times: list[float], weights: list[float] | None
+    rows: list[tuple[int, ...]], times: list[float], weights: list[float] | None, said: str
 ) -> None:
-    with pytest.raises(WorkloadError):
+    with pytest.raises(WorkloadError, match=said):
         StepTimeRegressor().fit(rows, times, weights)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.coefficients import Calibration
-from estimator.engine import DEFAULT, estimate_graph
+from estimator.engine import DEFAULT, Engine
 from estimator.errors import WorkloadError
 from estimator.estimates import NOT_FIT_MARGIN_RATIO, Estimate
 from estimator.graph.op_graph import OpGraph
@@ -25,6 +25,7 @@ from estimator.placement.allocation import Allocation
 from estimator.placement.placement import Placement
 from estimator.placement.topology import Cluster
 from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
+from estimator.workload.loader import Loader
 
 Array = NDArray[np.float64]
 Split = tuple[int, ...]
@@ -63,18 +64,20 @@ def balance(
     cluster: Cluster | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
+    loader: Loader | None = None,
+    engine: Engine = DEFAULT,
 ) -> Balance:
     """The split of `global_batch` over the groups of an allocation with the shortest step.
 
     All ranks of a group get the same batch; name nodes one by one to let theirs differ. On equal
     devices it is the even split. Splits that fit into memory go before those that do not. Raises
-    WorkloadError where no rank may stay without a sample, and what `estimate_graph` raises.
+    WorkloadError where no rank may stay without a sample, and what `engine.estimate` raises.
     """
-    placement = DEFAULT.place(allocation, cluster=cluster, profile=profile)
+    placement = engine.place(allocation, cluster=cluster, profile=profile)
     parsed = Strategy.parse(strategy)
 
     def answer_of(split: Split | None) -> Estimate:
-        return estimate_graph(
+        return engine.estimate(
             graph,
             placement,
             batch_per_gpu=split,
@@ -84,6 +87,7 @@ def balance(
             cluster=cluster,
             calibration=calibration,
             profile=profile,
+            loader=loader,
         )
 
     if not placement.is_mixed or accumulation_steps < 1:
@@ -168,7 +172,7 @@ class _Search:
     def _loads(self, answer: Estimate) -> list[tuple[float, float]]:
         """(lane's seconds, share of memory) of the slowest and the fullest rank of each group."""
         lane_s, memory_ratio = np.zeros(answer.ranks), np.zeros(answer.ranks)
-        for each in answer.plan.classes:
+        for each in answer.plan.ranks_by_kind:
             members = list(each.ranks)
             program, shards = each.program, answer.plan.shards
             needed = program.memory.total_bytes(shards)

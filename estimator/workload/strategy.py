@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
 from estimator.errors import StrategyError, WorkloadError, quoted
-from estimator.precision import PARAMETER_BYTES, parameter_dtype
 from estimator.units import MIB, parse_bandwidth_bytes_per_s, parse_size_bytes
+from estimator.workload.precision import PARAMETER_BYTES, parameter_dtype
 
 # torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.hpp (torch 2.13):
 # bucket_cap_mb defaults to 25 MiB with a first bucket of kDefaultFirstBucketBytes = 1 MiB.
@@ -235,7 +235,13 @@ class Strategy:
         >>> Strategy.parse("ddp:bucket=5MiB").first_cap_bytes
         5242880
         """
-        return _parsed(text) if isinstance(text, str) else _same(text)
+        if isinstance(text, str):
+            return _parsed(text)
+        if not isinstance(text, Strategy):
+            raise StrategyError(
+                f"a strategy is text such as ddp or fsdp:shard=8, found {quoted(text)}; write one"
+            )
+        return _same(text)
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,6 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as some
 
 from estimator import engine, workload
-from estimator.advise.balance import Balance, balance
 from estimator.advise.scaling import scaling_of
 from estimator.api import estimate
 from estimator.engine import estimate_graph
@@ -19,6 +18,7 @@ from estimator.errors import WorkloadError
 from estimator.machines.profile import MachineProfile
 from estimator.placement.topology import Cluster, Node, Switch
 from estimator.tables import estimate_many
+from estimator.tables.balance import Balance, balance
 from tests.synthetic import Machine, perceptron
 
 GRAPH = perceptron([256, 512, 256], batch=64)
@@ -197,8 +197,8 @@ def test_estimate_splits_by_speed_and_a_table_does_not() -> None:
     answer = estimate(GRAPH, "a0[0]+a1[0]", **asked)
     assert answer.batch_per_gpu is None
     assert answer.batches == balanced("a0[0]+a1[0]", 333, 1.0, 2.0).answer.batches
-    with pytest.raises(WorkloadError, match=r"row 0: .*'estimate', which splits by speed"):
-        estimate_many(GRAPH, ["a0[0]+a1[0]"], **asked)
+    table = estimate_many(GRAPH, ["a0[0]+a1[0]"], **asked)
+    assert table.step_time_s[0] == answer.step_time_s
 
 
 def test_a_given_split_counts_every_rank_of_every_group() -> None:
@@ -216,7 +216,7 @@ def test_a_given_split_counts_every_rank_of_every_group() -> None:
     assert answer.samples_per_s == pytest.approx(112 / answer.step_time_s)
     # Three devices at 50 Gflop/s did the flops of 112 samples; the model's grow with its samples.
     alone = estimate(GRAPH, "a0[0]", batch_per_gpu=112, cluster=cluster(1.0), profile=MACHINE)
-    flops = alone.plan.classes[0].program.flops.model
+    flops = alone.plan.ranks_by_kind[0].program.flops.model
     assert answer.mfu_ratio == pytest.approx(flops / (3 * 5e10 * answer.step_time_s), rel=1e-6)
     fullest = estimate(
         GRAPH, "a0[0,1]+a1[0]", batch_per_gpu=24, cluster=cluster(1.0, 2.0), profile=MACHINE

@@ -1,0 +1,131 @@
+"""Keep the rows of small tables, for whoever asks about the same allocations again and again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.errors import EstimatorError
+from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import MachineProfile
+from estimator.placement.allocation import Allocation
+from estimator.placement.columns import AllocationColumns
+from estimator.tables.answers import Question
+
+Columns = dict[str, NDArray[Any]]
+
+# Rows of a table that is kept, and rows kept of one question. A larger table costs little a row.
+MOST_ROWS = 1024
+_MOST_KEPT = 8192
+
+
+class KnownRows:
+    """The rows answered of one question, whatever its allocations; safe under threads.
+
+    Rows are forgotten once the file of a machine that one is on has changed.
+    """
+
+    def __init__(self) -> None:
+        self.columns: Columns = {}
+        self._place: dict[str, int] = {}
+        self._machines: dict[str, MachineProfile] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, question: Question) -> KnownRows | None:
+        """Those of a question; None for one whose rows are not kept.
+
+        Corrections change with what is observed, and a large table is made of columns.
+        """
+        if (
+            question.calibration is not None
+            or isinstance(question.allocations, AllocationColumns)
+            or not 0 < len(question.allocations) <= MOST_ROWS
+            or isinstance(question.batch_per_gpu, np.ndarray)
+            or isinstance(question.global_batch, np.ndarray)
+        ):
+            return None
+        owners, details = _key(question)
+        return question.engine.cache.get("rows", owners, cls, *details)
+
+    def table(self, question: Question, made: Callable[[Question], Columns]) -> Columns:
+        """The columns of a question; `made` makes those of the rows that are not known."""
+        texts = [question.text(row) for row in range(len(question.allocations))]
+        with self._lock:
+            self._forget_if_changed(question)
+            missing = [text for text in dict.fromkeys(texts) if text not in self._place]
+            if not missing:
+                return self._rows(self.columns, self._place, texts)
+            found = made(replace(question, allocations=missing, strict=False))
+            columns, place = self._joined(found, missing)
+            self._keep(question, columns, place, missing)
+            owners, details = _key(question)
+            question.engine.cache.grown((found, missing), "rows", owners, *details)
+            return self._rows(columns, place, texts)
+
+    def _joined(self, found: Columns, texts: list[str]) -> tuple[Columns, dict[str, int]]:
+        if not self._place:
+            return found, {text: row for row, text in enumerate(texts)}
+        first = len(self._place)
+        columns = {name: np.concatenate([self.columns[name], found[name]]) for name in found}
+        return columns, self._place | {text: first + row for row, text in enumerate(texts)}
+
+    def _keep(
+        self,
+        question: Question,
+        columns: Columns,
+        place: dict[str, int],
+        added: list[str],
+    ) -> None:
+        """Keep the rows that have an answer: a machine may yet be described."""
+        if len(place) > _MOST_KEPT:
+            self._forget()
+            return
+        answered = ~np.isnan(columns["step_time_s"])
+        if not answered.all():
+            texts = [text for text, row in place.items() if answered[row]]
+            columns = {name: column[answered] for name, column in columns.items()}
+            place = {text: row for row, text in enumerate(texts)}
+        self.columns, self._place = columns, place
+        if question.profile is None:
+            for machine in _machines(question, (text for text in added if text in place)):
+                self._machines.setdefault(machine, load_profile(machine))
+
+    def _forget_if_changed(self, question: Question) -> None:
+        try:
+            if all(load_profile(name) is each for name, each in self._machines.items()):
+                return
+        except EstimatorError:  # its file is gone or damaged
+            pass
+        self._forget()
+
+    def _forget(self) -> None:
+        self.columns, self._place, self._machines = {}, {}, {}
+
+    @staticmethod
+    def _rows(columns: Columns, place: Mapping[str, int], texts: list[str]) -> Columns:
+        rows = np.array([place[text] for text in texts], dtype=np.intp)
+        return {name: column[rows] for name, column in columns.items()}
+
+
+def _key(question: Question) -> tuple[tuple[object, ...], tuple[Hashable, ...]]:
+    """(objects, details) by which the engine's cache keeps the rows of a question."""
+    owners = (question.graph, question.cluster, question.profile)
+    batches: tuple[Any, ...] = (question.batch_per_gpu, question.global_batch)
+    return owners, (*batches, question.accumulation_steps, question.strategy, question.loader)
+
+
+def _machines(question: Question, texts: Iterable[str]) -> set[str]:
+    """The machines that allocations are on."""
+    groups = {text.strip() for whole in texts for text in whole.split("+")}
+    found = set()
+    for text in groups:
+        group = Allocation.parse(text).groups[0]
+        host = question.cluster.nodes[group.host] if question.cluster and group.host else None
+        found.add(host.machine if host else group.machine or "")
+    return found
