@@ -157,6 +157,11 @@ def measured_jobs(
     return found
 
 
+def model_of(job: Job) -> str:
+    """Jobs of one model train alike, and what is seen of one is known of all."""
+    return job.graph.name
+
+
 def cases(
     table: str, true: MeasuredSpeeds, graphs: Sequence[est.OpGraph], jobs: int, seed: int
 ) -> Iterator[Case]:
@@ -170,12 +175,11 @@ def cases(
         believed: Speeds
         if label.endswith("form"):
             form = FORMS[label.split()[0]]
-            believed = FittedSpeeds(form, true, partial(sample_counts, nodes))
+            believed = FittedSpeeds(form, true, partial(sample_counts, nodes), model_of)
         else:
             believed = {
                 "engine": EngineSpeeds(),
-                # Jobs of one model train alike, and learn from each other.
-                "calibrated": CalibratedSpeeds(lambda job: job.graph.name),
+                "calibrated": CalibratedSpeeds(model_of),
                 "perfect": true,
             }[label]
         yield about | replayed(cluster, drawn, policy, true, believed, label)

@@ -242,7 +242,9 @@ class Replay:
     def _in_the_way(self, grant: Grant, settled: Iterable[str]) -> list[str]:
         """Jobs to move so that the granted devices are on one node, where that can be."""
         whole = min(grant.count, self.nodes.per_node(grant.machine))
-        if not self.policy.moves_jobs or self.nodes.most_free_on_a_node(grant.machine) >= whole:
+        if not self.policy.moves_jobs or self.nodes.rule == "spread":
+            return []
+        if self.nodes.most_free_on_a_node(grant.machine) >= whole:
             return []
         return self.nodes.in_the_way(whole, grant.machine, frozenset(settled))
 

@@ -18,7 +18,7 @@ from estimator.cluster.believed import (
     sample_counts,
 )
 from estimator.cluster.jobs import Job
-from estimator.cluster.nodes import Node, Nodes, Shape
+from estimator.cluster.nodes import Node, Nodes, PlacementRule, Shape
 from estimator.cluster.policies import BUILT_IN, load_policy
 from estimator.cluster.policies.gavel import time_shares
 from estimator.cluster.policies.pollux import batches
@@ -230,7 +230,7 @@ def test_a_fitted_form_finds_the_steps_that_it_was_made_of() -> None:
     speeds = FittedSpeeds(OptimusRegressor, Formed(), partial(sample_counts, nodes))
     found = speeds.step_times_s(job, [Shape("m", (8,)), Shape("m", (16,))])
     assert found == pytest.approx([0.016 + 0.018, 0.008 + 0.026])
-    assert speeds.observe(job, Shape("m", (8,)), 0.05, None)
+    assert list(speeds.observe(job, Shape("m", (8,)), 0.05, None)) == ["a"]
     assert not speeds.observe(job, Shape("m", (8,)), 0.05, None)
     assert speeds.step_times_s(job, [Shape("m", (8,))])[0] > 0.034
 
@@ -246,6 +246,24 @@ def test_a_job_is_packed_onto_as_few_nodes_as_can_be(held: tuple[int, int]) -> N
     if enough:
         (chosen,) = given
         assert 4 - held[chosen] == min(enough)
+
+
+@pytest.mark.parametrize(
+    ("rule", "taken", "alone"),
+    [
+        # Three of the four devices of each node are free on two nodes, two on the third.
+        ("pack", {0: 3, 2: 2}, (4, 1)),
+        ("even", {0: 2, 1: 3}, (3, 2)),
+        ("spread", {0: 2, 1: 2, 2: 1}, (2, 2, 1)),
+    ],
+)
+def test_five_devices_are_placed_by_the_rule(
+    rule: PlacementRule, taken: dict[int, int], alone: tuple[int, ...]
+) -> None:
+    nodes = Nodes((Node("m", 4),) * 3, rule)
+    assert nodes.packed("m", 5) == Shape("m", alone)
+    nodes.free_on = [3, 3, 2]
+    assert nodes.take("job", 5, "m") == taken
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)

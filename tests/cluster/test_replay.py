@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from estimator.cluster.jobs import Job
-from estimator.cluster.nodes import Node, Nodes, Shape
+from estimator.cluster.nodes import Node, Nodes, PlacementRule, Shape
 from estimator.cluster.policies import BUILT_IN, load_policy
 from estimator.cluster.replay import Costs, Ran, Replay
 from estimator.cluster.view import Grant, PlanOf, View
@@ -45,8 +45,8 @@ def job(name: str, arrival_s: float, samples: float, devices: int = 1) -> Job:
     )
 
 
-def cluster(nodes: int = 2, devices: int = 4) -> Nodes:
-    return Nodes((Node("synthetic", devices),) * nodes)
+def cluster(nodes: int = 2, devices: int = 4, rule: PlacementRule = "pack") -> Nodes:
+    return Nodes((Node("synthetic", devices),) * nodes, rule)
 
 
 def played(jobs: list[Job], policy: object, **options: object) -> dict[str, Ran]:
@@ -179,13 +179,19 @@ drawn_jobs = st.lists(
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
-@given(drawn=drawn_jobs, mtbf_s=st.sampled_from([None, 5000.0]), seed=st.integers(0, 99))
+@given(
+    drawn=drawn_jobs,
+    mtbf_s=st.sampled_from([None, 5000.0]),
+    seed=st.integers(0, 99),
+    rule=st.sampled_from(["pack", "even", "spread"]),
+)
 @settings(max_examples=10, deadline=None)
 def test_every_policy_keeps_the_accounts(
     policy: str,
     drawn: list[tuple[float, float, int, bool]],
     mtbf_s: float | None,
     seed: int,
+    rule: PlacementRule,
 ) -> None:
     jobs = [
         job(f"j{number}", arrival_s, samples, devices)
@@ -201,7 +207,7 @@ def test_every_policy_keeps_the_accounts(
             believed=Linear(0.9),
             costs=costs,
             seed=seed,
-            nodes=cluster(2, 4),
+            nodes=cluster(2, 4, rule),
         )
 
     ran = once()
