@@ -9,7 +9,6 @@ from estimator.errors import AllocationError
 from estimator.machines.catalogue import load_profile
 from estimator.placement.allocation import Allocation
 
-
 # pack: as few nodes as can be, full ones first; even: as few, with as many devices each; spread:
 # as many nodes as can be.
 PlacementRule = Literal["pack", "even", "spread"]
@@ -111,8 +110,14 @@ class Nodes:
         fewer, more = divmod(count, nodes)
         return Shape(machine, (fewer + 1,) * more + (fewer,) * (nodes - more))
 
-    def take(self, job: str, count: int, machine: str) -> dict[int, int]:
-        """Give a job devices by the rule; packed ones from the fullest node that has them all.
+    def take(
+        self,
+        job: str,
+        count: int,
+        machine: str,
+        on: tuple[tuple[int, int], ...] | None = None,
+    ) -> dict[int, int]:
+        """Give a job devices of the nodes named, else by the rule.
 
         Returns the devices of each node. Raises AllocationError where fewer are free.
         """
@@ -122,16 +127,30 @@ class Nodes:
                 f"job '{job}' was given {count} devices of {machine} and "
                 f"{self.free(machine)} are free; the policy must plan within the cluster"
             )
-        given = self._packed(open_nodes, count)
-        if self.rule != "pack":
-            most = len(given) if self.rule == "even" else len(open_nodes)
-            open_nodes.sort(key=lambda index: (-self.free_on[index], index))
-            if len(given) > 1 or self.rule == "spread":
-                given = self._evenly(open_nodes[:most], count)
+        given = self._by_rule(open_nodes, count) if on is None else dict(on)
+        wrong = [index for index in given if not 0 < given[index] <= self._free_of(index, machine)]
+        if wrong or sum(given.values()) != count:
+            raise AllocationError(
+                f"job '{job}' was given {count} devices of {machine} as {on}, which are not free "
+                "there; the policy must plan within each node"
+            )
         for index, devices in given.items():
             self.free_on[index] -= devices
             self.holders[index][job] = devices
         return given
+
+    def _free_of(self, index: int, machine: str) -> int:
+        """Free devices of a node that is up and of a machine type."""
+        known = 0 <= index < len(self.nodes) and self.nodes[index].machine == machine
+        return self.free_on[index] if known and not self.is_down[index] else 0
+
+    def _by_rule(self, open_nodes: list[int], count: int) -> dict[int, int]:
+        given = self._packed(open_nodes, count)
+        if self.rule == "pack" or (self.rule == "even" and len(given) == 1):
+            return given
+        most = len(given) if self.rule == "even" else len(open_nodes)
+        freest_first = sorted(open_nodes, key=lambda index: (-self.free_on[index], index))
+        return self._evenly(freest_first[:most], count)
 
     def _packed(self, among: list[int], count: int) -> dict[int, int]:
         """Devices of the fullest node that has them all, else of as few nodes as can be."""
@@ -150,9 +169,8 @@ class Nodes:
     def _evenly(self, among: list[int], count: int) -> dict[int, int]:
         """As many devices of each node as the others have, where they are free."""
         given, left = dict[int, int](), count
-        fullest_first = sorted(among, key=lambda index: self.free_on[index])
-        for position, index in enumerate(fullest_first):
-            share = min(left // (len(fullest_first) - position), self.free_on[index])
+        for position, index in enumerate(sorted(among, key=self.free_on.__getitem__)):
+            share = min(left // (len(among) - position), self.free_on[index])
             if share:
                 given[index] = share
                 left -= share

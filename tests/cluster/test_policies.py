@@ -24,7 +24,7 @@ from estimator.cluster.policies.gavel import time_shares
 from estimator.cluster.policies.pollux import batches
 from estimator.cluster.speeds import EngineSpeeds, TrueSpeeds
 from estimator.cluster.view import Grant, View, Waiting
-from estimator.errors import WorkloadError
+from estimator.errors import AllocationError, WorkloadError
 from tests.synthetic import perceptron
 
 GRAPH = perceptron([8, 8])
@@ -150,6 +150,31 @@ def test_pollux_grows_the_batch_as_far_as_the_noise_allows() -> None:
     assert job.useful_samples(8) == pytest.approx(6.4)
     assert job.useful_samples(16) == pytest.approx(16 * 16 / 28)
     assert batches(waiting("b", 10).job) == [4]
+
+
+def test_the_search_finds_the_placement_that_a_look_at_all_of_them_finds() -> None:
+    class Spanning:
+        """Two devices on a node train 1.9 times as fast as one, four of two nodes three times."""
+
+        def step_times_s(
+            self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        ) -> list[float]:
+            rates = {1: 1.0, 2: 1.9, 3: 2.4, 4: 3.0}
+            return [(1 + 0.4 * (len(s.per_node) - 1)) / rates[s.ranks] for s in shapes]
+
+    # Each of two jobs has a node to itself: a job that spans both would be slower on two devices.
+    nodes = Nodes((Node("m", 2), Node("m", 2)))
+    jobs = [waiting("a", 100), waiting("b", 100)]
+    view = View(now_s=60, jobs=jobs, nodes=nodes, believed=Spanning())
+    plan = load_policy("pollux-search").plan(view)
+    assert sorted(grant.on for grant in plan.values()) == [((0, 2),), ((1, 2),)]
+
+
+def test_a_plan_that_names_taken_devices_is_refused() -> None:
+    nodes = Nodes((Node("m", 2), Node("m", 2)))
+    nodes.take("a", 2, "m", ((0, 2),))
+    with pytest.raises(AllocationError, match="given 2 devices of m as"):
+        nodes.take("b", 2, "m", ((0, 1), (1, 1)))
 
 
 def test_ones_lets_no_job_grow_before_two_epochs() -> None:
