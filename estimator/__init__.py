@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from estimator.estimates import Estimate
     from estimator.graph.op_graph import OpGraph
     from estimator.interop.apply_plan import MemoryPlan, apply_plan
-    from estimator.loader import Loader
     from estimator.machines.catalogue import load_profile
     from estimator.machines.profile import MachineProfile
     from estimator.placement.allocation import Allocation
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from estimator.stalls.loaders import measure_loader, watch_loader
     from estimator.tables import EstimateTable, estimate_chunks, estimate_many
     from estimator.workload import Strategy
+    from estimator.workload.loader import Loader
 
 __version__ = "0.1.0"
 
@@ -38,7 +38,7 @@ _HOMES = {
     "Estimate": "estimator.estimates",
     "EstimateTable": "estimator.tables",
     "EstimatorError": "estimator.errors",
-    "Loader": "estimator.loader",
+    "Loader": "estimator.workload.loader",
     "MachineProfile": "estimator.machines.profile",
     "OpGraph": "estimator.graph.op_graph",
     "Strategy": "estimator.workload",

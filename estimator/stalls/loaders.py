@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from estimator.errors import ModelError
-from estimator.loader import Loader
 from estimator.stalls.hooks import active, leading_size
+from estimator.workload.loader import Loader
 
 Batch = TypeVar("Batch")
 
