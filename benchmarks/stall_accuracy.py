@@ -26,12 +26,12 @@ from records import Record, say
 from stall_exchange import exchange
 from stall_scripts.loaders import BATCH, KINDS, write_data
 
-from estimator.loader import Loader
 from estimator.machines.catalogue import load_profile
 from estimator.stalls.devices import cores_of
 from estimator.stalls.measured import measure_stalls
 from estimator.stalls.runs import Script, run
 from estimator.timeline.inputs import input_costs
+from estimator.workload.loader import Loader
 
 SCRIPTS = Path(__file__).parent / "stall_scripts"
 

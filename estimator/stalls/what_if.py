@@ -14,8 +14,8 @@ from typing import Any
 
 from estimator.errors import WorkloadError
 from estimator.estimates import Estimate
-from estimator.loader import MOST_WORKERS, Loader
 from estimator.units import format_bandwidth, format_ratio
+from estimator.workload.loader import MOST_WORKERS, Loader
 
 CACHED_RATIOS = (0.0, 0.35, 0.5, 0.65, 1.0)
 # Data that makes a step less than this share longer does not hold it back.

@@ -12,9 +12,9 @@ import pytest
 
 from estimator.engine import estimate_graph
 from estimator.estimates import Estimate
-from estimator.loader import Loader
 from estimator.stalls.what_if import CACHED_RATIOS, InputAnswers, input_answers
 from estimator.units import format_ratio
+from estimator.workload.loader import Loader
 from tests.synthetic import Machine, perceptron
 
 GRAPH = perceptron([512, 1024, 512], batch=64)
