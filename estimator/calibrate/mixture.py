@@ -11,8 +11,8 @@ disagree, that is part of the answer's uncertainty.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -25,7 +25,7 @@ from estimator.calibrate.baselines import (
     Regressor,
 )
 from estimator.calibrate.gaussian_process import noise_variance
-from estimator.calibrate.performance_model import NODES, RANKS
+from estimator.calibrate.performance_model import BATCH, NODES, RANKS
 from estimator.calibrate.posterior import LeftOut
 from estimator.calibrate.priors import Array
 
@@ -64,6 +64,8 @@ _MOST_ROWS, _MOST_GROUPS = 100, 10
 # more than one in five is, the job scatters, and they count.
 _OUTLIER_WEIGHT, _MOST_OUTLIERS_RATIO = 0.1, 0.2
 _KINDS = 3
+# How far from forms and engine, in logarithms, a prediction beyond all observed batches may be.
+_LEEWAY = 0.1
 
 
 class Mixture:
@@ -145,6 +147,10 @@ class Mixture:
         weights /= weights.sum(axis=1, keepdims=True)
         return dict(zip(experts, weights.T, strict=True))
 
+    def counts(self, rows: Array) -> Array:
+        """How many observations there are of each row; outliers count less."""
+        return np.asarray((rows[:, None, :] == self.rows_).all(axis=2) @ self.counts_)
+
     def combine(
         self, rows: Array, log_model: Array, engine_log_s: Array | None = None
     ) -> tuple[Array, Array]:
@@ -156,23 +162,34 @@ class Mixture:
         logs = {name: _log(form.predict(rows)) for name, form in self.forms_.items()}
         if engine_log_s is not None:
             logs[ENGINE] = engine_log_s
-        counts = (rows[:, None, :] == self.rows_).all(axis=2) @ self.counts_
-        share = 1 / (1 + counts * self.prior.error_sigma**2 / noise_variance(np.zeros(1)))
+        share = 1 / (
+            1 + self.counts(rows) * self.prior.error_sigma**2 / noise_variance(np.zeros(1))
+        )
         kinds = _kinds(rows)
         weighted = [
             (share * self.weights_[name][kinds], log - log_model) for name, log in logs.items()
         ]
         mean = np.sum([weight * away for weight, away in weighted], axis=0)
         square = np.sum([weight * away**2 for weight, away in weighted], axis=0)
-        return np.asarray(log_model + mean), np.asarray(np.maximum(square - mean**2, 0))
+        mixed = self._bounded(rows, log_model + mean, list(logs.values()))
+        return mixed, np.asarray(np.maximum(square - mean**2, 0))
+
+    def _bounded(self, rows: Array, log_s: Array, others: Sequence[Array]) -> Array:
+        """Keep predictions beyond all observed batches between those of forms and engine.
+
+        Their steps grow with the batch, and never faster than it.
+        """
+        if not self.forms_:
+            return log_s
+        batches = self.rows_[:, BATCH]
+        beyond = (rows[:, BATCH] < batches.min()) | (rows[:, BATCH] > batches.max())
+        low = np.min(others, axis=0) - _LEEWAY
+        high = np.max(others, axis=0) + _LEEWAY
+        return np.where(beyond, np.clip(log_s, low, high), log_s)
 
     @property
-    def scores(self) -> tuple[Array, Array]:
-        """Leave-one-out scores of observations, and the share of synchronisation in each.
-
-        A score is the distance between an observation and its prediction from all other inputs, in
-        predictive standard deviations; outliers are predicted by the performance model alone.
-        """
+    def left_out(self) -> LeftOut:
+        """Errors of the mixture on what was left out; of the performance model on outliers."""
         model, chosen = self.model_
         weights = np.column_stack([each[self.kinds_] for each in self.weights_.values()])
         away = np.column_stack(list(self.left_out_.values())) - model.log_ratio[chosen, None]
@@ -180,7 +197,7 @@ class Mixture:
         errors, variance = model.log_ratio.copy(), model.variance.copy()
         errors[chosen] += mean
         variance[chosen] += np.maximum((weights * away**2).sum(axis=1) - mean**2, 0)
-        return np.abs(errors) / np.sqrt(variance), model.sync_share
+        return replace(model, log_ratio=errors, variance=variance)
 
 
 def _kinds(rows: Array) -> NDArray[np.intp]:
