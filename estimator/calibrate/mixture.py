@@ -30,6 +30,7 @@ from estimator.calibrate.posterior import LeftOut
 from estimator.calibrate.priors import Array
 
 MODEL, ENGINE = "model", "engine"
+OUTLIER_WEIGHT = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +61,9 @@ PRIOR = MixturePrior(
 _LARGEST_ERROR = 1.0
 # Forms with so few parameters learn nothing from more rows, nor from more groups left out.
 _MOST_ROWS, _MOST_GROUPS = 100, 10
-# Below this weight in the robust fit of the performance model an observation is an outlier; where
-# more than one in five is, the job scatters, and they count.
-_OUTLIER_WEIGHT, _MOST_OUTLIERS_RATIO = 0.1, 0.2
+# Below this weight in the robust fit of the performance model an observation is an outlier, but of
+# four at most one: where more are, the job scatters, and they count.
+_MOST_OUTLIERS_RATIO = 0.25
 _KINDS = 3
 # How far from forms and engine, in logarithms, a prediction beyond all observed batches may be.
 _LEEWAY = 0.1
@@ -138,7 +139,7 @@ class Mixture:
             counts = np.where(same, 1.0, prior.elsewhere)
             total = prior.errors * prior.error_sigma**2 + counts @ squares
             variance = total / (prior.errors + counts.sum())
-            known = same.sum() / (same.sum() + prior.half)
+            known = same.sum() / (same.sum() + prior.half) if prior.half else 1.0
             prior_weights = [
                 prior.weights[name] * (known if name in self.forms_ else 1.0) for name in experts
             ]
@@ -207,9 +208,10 @@ def _kinds(rows: Array) -> NDArray[np.intp]:
 
 def _without_outliers(observation_weights: Array) -> NDArray[np.intp]:
     """The observations that forms are fitted to: no outliers, of many some that spread evenly."""
-    kept = np.flatnonzero(observation_weights >= _OUTLIER_WEIGHT)
-    if len(kept) < (1 - _MOST_OUTLIERS_RATIO) * len(observation_weights):
-        kept = np.arange(len(observation_weights))
+    most = int(_MOST_OUTLIERS_RATIO * len(observation_weights))
+    least = np.argsort(observation_weights, kind="stable")[:most]
+    outliers = least[observation_weights[least] < OUTLIER_WEIGHT]
+    kept = np.setdiff1d(np.arange(len(observation_weights)), outliers)
     return kept[:: max(1, -(-len(kept) // _MOST_ROWS))]
 
 
