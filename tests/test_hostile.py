@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hostile_inputs import whole_profile
+from harmless_inputs import whole_profile
 from hostile_values import damaged_values
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -23,6 +23,7 @@ from robustness import report, run_inputs
 from torch import nn
 
 import estimator
+from estimator.advise.sweeps import expand_pattern
 from estimator.errors import (
     AllocationError,
     EstimatorError,
@@ -220,6 +221,13 @@ def test_a_strategy_with_numbers_beyond_measure_is_refused(text: str) -> None:
 def test_an_allocation_with_digits_that_are_none_is_refused(text: str) -> None:
     with pytest.raises(AllocationError):
         Allocation.parse(text)
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "1.." + "9" * 5000, "8..1"])
+def test_a_pattern_that_counts_beyond_measure_is_refused(text: str) -> None:
+    with pytest.raises(AllocationError, match=r"counts from .*; write a range such as") as refused:
+        next(expand_pattern(f"{text}x1:local"))
+    assert len(str(refused.value)) < 300
 
 
 @pytest.mark.parametrize("option", ["--samples", "--tokens", "--batch", "--accumulation"])

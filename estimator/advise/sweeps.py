@@ -11,12 +11,13 @@ from itertools import product
 from typing import Any, Protocol
 
 from estimator.advise.scaling import linear_step_s
-from estimator.errors import AllocationError, EstimatorError, StrategyError
+from estimator.errors import AllocationError, EstimatorError, StrategyError, quoted
 from estimator.estimates import Estimate
 
 _COUNT = r"(\d+)(?:\.\.(\d+))?"
 _PATTERN = re.compile(rf"{_COUNT}x{_COUNT}:([A-Za-z0-9][\w.\-]*)")
 _MOST_ROWS = 100_000
+_MOST_DIGITS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +71,8 @@ def expand_pattern(pattern: str) -> Iterator[str]:
         rows *= len(nodes) * len(devices)
         if rows > _MOST_ROWS:
             raise AllocationError(
-                f"'{pattern}' names more than {_MOST_ROWS} allocations; write narrower ranges or "
-                "call estimate_many"
+                f"{quoted(pattern)} names more than {_MOST_ROWS} allocations; write narrower "
+                "ranges or call estimate_many"
             )
         choices.append([f"{n}x{d}:{machine}" for n in nodes for d in devices])
     for parts in product(*choices):
@@ -79,12 +80,13 @@ def expand_pattern(pattern: str) -> Iterator[str]:
 
 
 def _range(first: str, last: str | None, pattern: str) -> range:
-    low, high = int(first), int(last or first)
-    if len(first) > 7 or len(last or "") > 7 or high < low:
+    last = last or first
+    if max(len(first), len(last)) > _MOST_DIGITS or int(last) < int(first):
         raise AllocationError(
-            f"'{pattern}' counts from {first} to {last or first}; write a range such as 1..8"
+            f"{quoted(pattern)} counts from {first[:_MOST_DIGITS]} to {last[:_MOST_DIGITS]}; write "
+            "a range such as 1..8"
         )
-    return range(low, high + 1)
+    return range(int(first), int(last) + 1)
 
 
 def existing(patterns: Sequence[str], exists: Callable[[str], bool]) -> list[str]:
