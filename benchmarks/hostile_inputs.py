@@ -296,7 +296,7 @@ def replay(chance: random.Random) -> HostileInput:
                 *(("--restart", number) for number in NUMBERS),
                 *(("--checkpoint", number) for number in NUMBERS),
                 *(("--node-mtbf", number) for number in NUMBERS),
-                *(("--node-mtbf", "30"), ("--seed", "²"), ("--believed", "perfect")) * 4,
+                *(("--node-mtbf", "3600"), ("--seed", "²"), ("--believed", "perfect")) * 4,
                 *(
                     ("--believed", "calibrated"),
                     ("--on", "a1[0]"),
