@@ -55,7 +55,7 @@ BELIEFS = ("engine", "calibrated", "perfect")
 @click.option("--seed", type=Count(least=0), default=0, help="Of hidden factors.")
 @click.option("--restart", type=Amount(least=0.0, most=1e9), default=30.0, help="Seconds.")
 @click.option("--checkpoint", type=Amount(most=1e9), default=600.0, help="Seconds.")
-@click.option("--node-mtbf", type=Amount(), help="Seconds; nodes fail.")
+@click.option("--node-mtbf", type=Amount(least=3600.0), help="Seconds; nodes fail.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 def replay(
