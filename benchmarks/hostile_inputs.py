@@ -14,11 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hostile_models import FUNCTIONS, MODELS
+from hostile_models import FUNCTIONS, MODELS, made_model
 from hostile_values import damaged_bytes, damaged_text, damaged_values
 
 from estimator.calibrate.observations import Observation, ObservationStore
 from estimator.machines.profile import Link, MachineProfile, PairMatrix
+from estimator.workload import PRECISIONS
 from tests.conftest import MEASURED, make_small_profile
 from tests.synthetic import perceptron
 
@@ -80,6 +81,37 @@ OBSERVED = {
     "parameter_bytes": 438_000_000,
     "tensors": 199,
 }
+REPLAYED = {
+    "name": "j",
+    "arrival_s": 0.0,
+    "model": "net.graph",
+    "samples": 1e6,
+    "devices": 2,
+    "global_batch": 64,
+    "most_devices": 4,
+    "most_batch_per_gpu": 32,
+    "most_global_batch": 128,
+    "gradient_noise_samples": 500.0,
+    "epoch_samples": 1e4,
+}
+PHILLY = {
+    "jobid": "application_1",
+    "submitted_time": "2017-10-09 10:33:15",
+    "attempts": [
+        {
+            "start_time": "2017-10-09 10:34:00",
+            "end_time": "2017-10-09 11:34:00",
+            "detail": [{"ip": "m1", "gpus": ["gpu0", "gpu1"]}],
+        }
+    ],
+}
+TRACES = (
+    "job_id,gpu_num,submit_time,duration\n"
+    "1,1,2020-04-01 00:01:01,600\n2,2,2020-04-01 00:09:01,1200.5\n",
+    "job_name,plan_gpu,inst_num,start_time,end_time\na,50,2,100.0,900.0\nb,200,1,150,1000\n",
+    "name,time,application,num_replicas,batch_size\ncifar10-1,10,cifar10,2,128\nbert-2,60,bert,1,8\n",
+)
+POLICIES = ("fifo", "max-min", "srtf", "afs", "optimus", "tiresias", "gavel", "pollux", "ones")
 OPTIONS = (
     *("--batch", "--global-batch", "--accumulation", "--seq-len", "--samples", "--tokens"),
     *("--optimizer", "--precision", "--strategy", "--on", "--cluster", "--calibration", "--trace"),
@@ -239,11 +271,84 @@ def store(chance: random.Random) -> HostileInput:
 def model(chance: random.Random) -> HostileInput:
     """Model code that does what none should."""
     function = chance.choice(FUNCTIONS)
-    more = chance.choice(((), ("--json",), ("--batch", "2"), ("--precision", "bf16-amp")))
     return HostileInput(
-        words=("estimate", f"model.py:{function}", "--on", "1x1:local", *more),
-        files={"model.py": MODELS.encode()},
+        words=_asked_of(f"model.py:{function}", chance), files={"model.py": MODELS.encode()}
     )
+
+
+def batch(chance: random.Random) -> HostileInput:
+    """A model, a batch or loader, and a loss, of which one may not fit the others."""
+    return HostileInput(
+        words=_asked_of("model.py:made", chance), files={"model.py": made_model(chance).encode()}
+    )
+
+
+def _asked_of(model: str, chance: random.Random) -> tuple[str, ...]:
+    command = chance.choice(("estimate", "estimate", "memory", "check"))
+    precision = chance.choice((*PRECISIONS, "fp32"))
+    more = chance.choice(
+        ((), ("--json",), ("--batch", "2"), ("--precision", precision), ("--strategy", "fsdp"))
+    )
+    if command == "check" and "--json" in more:
+        more = ()
+    return (command, model, "--on", chance.choice(("1x1:local", "2x2:local")), *more)
+
+
+def memory(chance: random.Random) -> HostileInput:
+    """A step's memory asked of a damaged graph or job, under options that it may not take."""
+    damaged = chance.random() < 0.6
+    values = damaged_values(_graph_values(), chance) if damaged else json.dumps(_graph_values())
+    words = ["memory", chance.choice(("seen.graph", "seen.graph", "seen.graph", "job.json"))]
+    words += ["--on", chance.choice(("1x1:local", "2x2:local", "1x1:local+1x2:local"))]
+    if not damaged or chance.random() < 0.2:
+        numbers = (*NUMBERS, "999999", "123456789012", "4096", "1000000000000000")
+        words += [chance.choice(("--batch", "--global-batch", "--accumulation", "--seq-len")),
+                  chance.choice(numbers)]  # fmt: skip
+        words += ["--strategy", chance.choice(("ddp", "fsdp", "zero1", "zero2", "ps:1"))]
+    words += chance.choice(((), ("--json",), ("--picture", "out.svg"), ("--picture", "no/p.json")))
+    files = {"seen.graph": gzip.compress(values.encode(), mtime=0), **_job_file()}
+    return HostileInput(words=tuple(words), files=files)
+
+
+def replay(chance: random.Random) -> HostileInput:
+    """Jobs or a trace of a cluster, damaged, replayed under options that it may not take."""
+    name, content = _jobs_file(chance)
+    on = chance.choice(("2x2:local", "2x2:local", "1x1:local+1x2:local", "1000x2:local"))
+    policy = chance.choice((*POLICIES, *POLICIES, *POLICIES, "json:loads", "builtins:print", ":"))
+    words = ["replay", name, "--on", on, "--policy", policy]
+    if chance.random() < 0.3:
+        words += chance.choice(
+            (
+                *(("--restart", number) for number in NUMBERS),
+                *(("--checkpoint", number) for number in NUMBERS),
+                *(("--node-mtbf", number) for number in NUMBERS),
+                *(("--node-mtbf", "30"), ("--seed", "²"), ("--believed", "perfect")) * 4,
+                *(
+                    ("--believed", "calibrated"),
+                    ("--on", "a1[0]"),
+                    ("--on", ""),
+                    ("--model", "none"),
+                ),
+            )
+        )
+    if not name.startswith("jobs"):
+        words += ["--model", chance.choice(("net.graph", "net.graph", "net.graph", "job.json"))]
+    words += chance.choice(((), ("--json",)))
+    graph = _graph_file(_graph_values())
+    files = {name: content, "net.graph": graph, **_job_file()}
+    return HostileInput(words=tuple(words), files=files)
+
+
+def _jobs_file(chance: random.Random) -> tuple[str, bytes]:
+    """A name and content: a list of jobs, or a trace in one of its known forms."""
+    if chance.random() < 0.5:
+        entries = [dict(REPLAYED, name=f"j{n}", arrival_s=10.0 * n) for n in range(6)]
+        text = damaged_values({"jobs": entries}, chance)
+        return "jobs.json", text.encode() if chance.random() < 0.9 else damaged_text(text, chance)
+    if chance.random() < 0.3:
+        jobs = [dict(PHILLY, jobid=f"application_{n}") for n in range(3)]
+        return "philly.json", damaged_values(jobs, chance).encode()
+    return "trace.csv", damaged_text(chance.choice(TRACES), chance)
 
 
 def environment(chance: random.Random) -> HostileInput:
@@ -267,8 +372,25 @@ KINDS: dict[str, Callable[[random.Random], HostileInput]] = {
     "observations": observations,
     "stores": store,
     "model code": model,
+    "batches": batch,
+    "memory": memory,
+    "replays": replay,
     "environment": environment,
 }
+
+# Commands that do what they are asked, one of each sort.
+HARMLESS = (
+    "estimate model.py:mlp --on 1x2:local",
+    "memory model.py:mlp --on 1x1:local --picture p.svg",
+    "sweep job.json --on 1x1..2:local",
+    "check model.py:mlp --on 1x1:local",
+    "profile compare local h100-sxm",
+    "calibrate observe steps.jsonl --store seen.db",
+    "calibrate fit bert --store seen.db",
+    "calibrate evaluate --data steps.jsonl --protocol cv",
+    "replay jobs.json --on 2x2:local --policy gavel",
+    "--help",
+)
 
 
 @lru_cache(maxsize=1)
@@ -293,6 +415,17 @@ def whole_profile() -> MachineProfile:
         software={"torch": "2.13.0"},
         canary_s=1e-4,
     )
+
+
+def harmless_files() -> dict[str, bytes]:
+    steps = "\n".join(json.dumps(dict(OBSERVED, step_time_s=0.4 + 0.01 * n)) for n in range(6))
+    return {
+        **_job_file(),
+        "model.py": MODELS.encode(),
+        "net.graph": _graph_file(_graph_values()),
+        "jobs.json": json.dumps({"jobs": [REPLAYED]}).encode(),
+        "steps.jsonl": steps.encode(),
+    }
 
 
 def _profile_values() -> dict[str, Any]:

@@ -24,8 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 from estimator.graph.memory import peak_memory
 from estimator.graph.trace import trace_graph
 from estimator.graph.training_call import TrainingCall
+from estimator.optimizers import OPTIMIZERS
 from estimator.units import format_bytes, format_ratio
-from estimator.workload import OPTIMIZERS, Strategy
+from estimator.workload import Strategy
 
 BOUND_RATIO = 0.02
 WARM_UP_STEPS = 2

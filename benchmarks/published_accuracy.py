@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--from", nargs="+", type=Path, dest="runs", help="files of --json")
     parser.add_argument("--graphs", type=Path, help="where traced models are kept")
     parser.add_argument("--timm", type=Path, help="a folder of timm's graphs, to judge its rows by")
-    parser.add_argument("--law", type=Path, help="a law fitted without what is judged")
+    parser.add_argument("--kernels", type=Path, help="a kernel model fitted without what is judged")
     options = parser.parse_args()
     try:
         _answer(options)

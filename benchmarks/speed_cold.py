@@ -58,9 +58,9 @@ BATCHES = (0.5, 1.0, 1.5, 2.0)
 STRATEGIES = ("ddp", "fsdp", "ddp:bucket=5MiB,view", "zero1", "zero2")
 ACCUMULATION = (1, 1, 4)
 BY_DATASHEET = ("dgx-h100", "dgx-a100", "v100-p3dn", "t4-g4dn")
-# Probed machines are made of these, every call of the probe's grid timed as the kernel law has it.
+# Probed machines are made of these, every call of the probe's grid timed as the model has it.
 PROBED = {"probed-a100": "a100-p4d", "probed-h100": "h100-p5", "probed-a10g": "a10g-g5"}
-# How far a timed call is from the law, one standard deviation of the logarithm.
+# How far a timed call is from the kernel model, one standard deviation of the logarithm.
 SCATTER = 0.15
 ALLOCATIONS, THREADS = 32, 16
 

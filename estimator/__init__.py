@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from estimator.estimates import Estimate
     from estimator.graph.op_graph import OpGraph
     from estimator.interop.apply_plan import MemoryPlan, apply_plan
+    from estimator.loader import Loader
     from estimator.machines.catalogue import load_profile
     from estimator.machines.profile import MachineProfile
     from estimator.placement.allocation import Allocation
@@ -36,6 +37,7 @@ _HOMES = {
     "Estimate": "estimator.estimates",
     "EstimateTable": "estimator.tables",
     "EstimatorError": "estimator.errors",
+    "Loader": "estimator.loader",
     "MachineProfile": "estimator.machines.profile",
     "OpGraph": "estimator.graph.op_graph",
     "Strategy": "estimator.workload",
@@ -58,6 +60,7 @@ __all__ = [
     "Estimate",
     "EstimateTable",
     "EstimatorError",
+    "Loader",
     "MachineProfile",
     "MemoryPlan",
     "OpGraph",

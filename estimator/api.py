@@ -1,4 +1,4 @@
-"""Join stages into the public functions: look at a model, ask for its step time anywhere."""
+"""Join stages into the public functions: trace a model, ask for its step time anywhere."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import ModelError, WorkloadError
 from estimator.estimates import Estimate
 from estimator.graph.op_graph import OpGraph
+from estimator.loader import Loader
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.placement.topology import Cluster
@@ -38,12 +39,14 @@ def trace_model(
     compiled: bool | Literal["cuda-graphs"] | None = None,
     channels_last: bool = False,
     grad_scaler: bool = False,
+    clip_grad_norm: bool = False,
+    checkpoint: str | None = None,
     batch_dim: int | None = None,
     name: str | None = None,
     profile: MachineProfile | str = "local",
     report: Callable[[str, float], None] | None = None,
 ) -> OpGraph:
-    """Look at one training step of `model` once, for every batch size.
+    """Trace one training step of `model` once, for every batch size.
 
     `batch` is what the model is called with: a tensor, a tuple or a mapping of tensors, or a
     DataLoader or Dataset that gives one; `loss` is called with (output, batch), or with (output,
@@ -56,32 +59,45 @@ def trace_model(
     `torch.compile` fuses it, or as its ``mode="reduce-overhead"`` replays it ("cuda-graphs"); by
     default as `model` is. `channels_last` lays images and filters out as
     ``.to(memory_format=torch.channels_last)`` does, `grad_scaler` adds what a
-    ``torch.amp.GradScaler`` does to gradients. Raises ModelError, TraceError, ProbeError.
+    ``torch.amp.GradScaler`` does to gradients, `clip_grad_norm` what
+    ``torch.nn.utils.clip_grad_norm_`` does. `checkpoint` computes repeated blocks again in the
+    backward pass: "full", "selective:2" (every second one) or "selective:op" (all but attention and
+    every other product). Raises ModelError, TraceError, ProbeError.
     """
+    from estimator.graph.checkpointing import checkpointed
+    from estimator.graph.fusion import compile_graph
     from estimator.graph.trace import trace_graph
 
-    # What torch.compile returns holds the model that it compiles (torch/_dynamo/eval_frame.py).
-    original = getattr(model, "_orig_mod", None)
-    if original is not None:
-        model, compiled = original, True if compiled is None else compiled
+    model, compiled = _uncompiled(model, compiled)
     _check_options(measure and bool(compiled), grad_scaler, precision)
-    graph = trace_graph(
-        model,
-        batch,
-        loss=loss,
-        optimizer=optimizer,
-        precision=precision,
-        target=target,
-        channels_last=channels_last,
-        batch_dim=batch_dim,
-        name=name,
-    )
-    graph = replace(graph, grad_scaler=grad_scaler)
+    with checkpointed(model, checkpoint):
+        graph = trace_graph(
+            model,
+            batch,
+            loss=loss,
+            optimizer=optimizer,
+            precision=precision,
+            target=target,
+            channels_last=channels_last,
+            batch_dim=batch_dim,
+            name=name,
+        )
+    more: Any = {"clip_grad_norm": clip_grad_norm, "checkpoint": checkpoint}
+    graph = replace(graph, grad_scaler=grad_scaler, **more)
     if compiled:
-        from estimator.graph.fusion import compile_graph
-
         return compile_graph(graph, "compiled" if compiled is True else compiled)
     return with_timings(graph, profile, report=report) if measure else graph
+
+
+def _uncompiled(
+    model: Any, compiled: bool | Literal["cuda-graphs"] | None
+) -> tuple[Any, bool | Literal["cuda-graphs"] | None]:
+    """The model that torch.compile was given, and how its step is run."""
+    # What torch.compile returns holds the model that it compiles (torch/_dynamo/eval_frame.py).
+    original = getattr(model, "_orig_mod", None)
+    if original is None:
+        return model, compiled
+    return original, True if compiled is None else compiled
 
 
 def _check_options(measures_compiled: bool, grad_scaler: bool, precision: str) -> None:
@@ -135,6 +151,7 @@ def estimate(
     *,
     batch: Any = None,
     profile: MachineProfile | None = None,
+    loader: Loader | str | None = None,
 ) -> Estimate:
     """Predict the step time of a model on an allocation such as ``1x2:local``.
 
@@ -144,12 +161,14 @@ def estimate(
     over ranks, times `accumulation_steps`. A global batch is split evenly over equal devices, by
     speed over unlike ones: `batches` of the answer says how. `cluster` (or its file) names nodes
     and the switches between them; without one, nodes hang on one switch. `profile` stands in for
-    the machine that the allocation names. Raises AllocationError, WorkloadError, ProfileError,
-    UnknownMachineError, StrategyError, TopologyError.
+    the machine that the allocation names; `loader`, or its text (``prep=8ms,workers=4``), feeds
+    every rank. Raises AllocationError, WorkloadError, ProfileError, UnknownMachineError,
+    StrategyError, TopologyError.
     """
     described = Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster
     placement = DEFAULT.place(allocation, cluster=described, profile=profile)
     parsed = Strategy.parse(strategy)
+    fed = None if loader is None else Loader.parse(loader)
     if isinstance(model_or_graph, OpGraph):
         graph = model_or_graph
     else:
@@ -166,6 +185,7 @@ def estimate(
             cluster=described,
             calibration=calibration,
             profile=profile,
+            loader=fed,
         ).answer
     return estimate_graph(
         graph,
@@ -177,6 +197,7 @@ def estimate(
         cluster=described,
         calibration=calibration,
         profile=profile,
+        loader=fed,
     )
 
 

@@ -20,6 +20,7 @@ from estimator.engine import DEFAULT, Engine
 from estimator.errors import WorkloadError
 from estimator.estimates import NOT_FIT_MARGIN_RATIO, Estimate
 from estimator.graph.op_graph import OpGraph
+from estimator.loader import Loader
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.placement import Placement
@@ -63,6 +64,7 @@ def balance(
     cluster: Cluster | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
+    loader: Loader | None = None,
     engine: Engine = DEFAULT,
 ) -> Balance:
     """The split of `global_batch` over the groups of an allocation with the shortest step.
@@ -85,6 +87,7 @@ def balance(
             cluster=cluster,
             calibration=calibration,
             profile=profile,
+            loader=loader,
         )
 
     if not placement.is_mixed or accumulation_steps < 1:
@@ -169,7 +172,7 @@ class _Search:
     def _loads(self, answer: Estimate) -> list[tuple[float, float]]:
         """(lane's seconds, share of memory) of the slowest and the fullest rank of each group."""
         lane_s, memory_ratio = np.zeros(answer.ranks), np.zeros(answer.ranks)
-        for each in answer.plan.classes:
+        for each in answer.plan.ranks_by_kind:
             members = list(each.ranks)
             program, shards = each.program, answer.plan.shards
             needed = program.memory.total_bytes(shards)

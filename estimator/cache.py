@@ -57,6 +57,10 @@ class Cache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __reduce__(self) -> tuple[type[Cache], tuple[int]]:
+        # What holds a cache can be sent to another process, which fills its own.
+        return Cache, (self.limit_bytes,)
+
     def get(
         self,
         kind: str,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -35,15 +35,52 @@ class Coefficients:
 UNCALIBRATED = Coefficients()
 
 
+# Parameters by whose ratio jobs are e times less alike: kernels that fill a device run at other
+# rates than those that do not.
+_SIZE_RATIO = 10.0
+# How alike jobs are that differ in nothing but the mode (precision, execution), or the optimizer.
+_OTHER_MODE, _OTHER_OPTIMIZER = 0.7, 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContent:
+    """What a training computes, whatever it is called and at whatever batch size.
+
+    Jobs of one `fingerprint` are the same job; `op_shares` are the shares of each operator among
+    the calls of a step.
+    """
+
+    fingerprint: str
+    mode: str
+    optimizer: str
+    parameter_bytes: int
+    op_shares: Mapping[str, float]
+
+    def likeness(self, other: JobContent) -> float:
+        """How much two jobs have in common, from 0 to 1: their operators, size, mode, optimizer.
+
+        A product of kernels, so that a matrix of it is positive semi-definite.
+        """
+        ours, theirs = self.op_shares, other.op_shares
+        common = sum(min(share, theirs.get(target, 0.0)) for target, share in ours.items())
+        sizes = (max(each.parameter_bytes, 1) for each in (self, other))
+        size = math.exp(-abs(math.log(next(sizes) / next(sizes))) / math.log(_SIZE_RATIO))
+        mode = 1.0 if self.mode == other.mode else _OTHER_MODE
+        return (
+            common * size * mode * (1.0 if self.optimizer == other.optimizer else _OTHER_OPTIMIZER)
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepQuestion:
     """What calibration tells the steps of one cluster apart by.
 
-    `workload` is the name of the graph, `machines` the names of the machine types in order of name,
-    joined by "+"; `batch` is samples per rank and micro-batch (the mean where ranks differ, 0 for a
-    fixed-batch graph).
+    `job` is the fingerprint of the graph and `workload` its name; `machines` are the names of the
+    machine types in order of name, joined by "+"; `batch` is samples per rank and micro-batch (the
+    mean where ranks differ, 0 for a fixed-batch graph).
     """
 
+    job: str
     workload: str
     machines: str
     ranks: int
@@ -59,13 +96,15 @@ class PredictedStep:
     """What the engine says of a step under some coefficients, in seconds.
 
     `compute_s` is a micro-batch on the slowest rank, the update included; `sync_s` all of a step's
-    communication as if nothing overlapped it.
+    communication as if nothing overlapped it. `relative_error` is one standard deviation of
+    log(measured / step_s), as the engine alone has it.
     """
 
     question: StepQuestion
     compute_s: float
     sync_s: float
     step_s: float
+    relative_error: float
 
 
 class Engine(Protocol):
@@ -76,7 +115,12 @@ class Engine(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """What the answers depend on: the graph, the cluster and the profile, by identity."""
+        """What the answers depend on: the job, the cluster and the profile."""
+        ...
+
+    @property
+    def content(self) -> JobContent:
+        """What the job computes."""
         ...
 
     def predict(

@@ -12,6 +12,7 @@ from estimator.coefficients import (
     UNCALIBRATED,
     Calibration,
     Coefficients,
+    JobContent,
     PredictedStep,
     StepQuestion,
 )
@@ -24,7 +25,9 @@ from estimator.estimates import (
     relative_error,
     utilization,
 )
+from estimator.graph.content import job_content
 from estimator.graph.op_graph import OpGraph
+from estimator.loader import Loader
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
@@ -33,6 +36,7 @@ from estimator.placement.placement import Placement, place
 from estimator.placement.topology import Cluster
 from estimator.timeline.plan import (
     Members,
+    StepAnswer,
     StepPlan,
     answer_of,
     compiled_step,
@@ -85,6 +89,7 @@ class Engine:
         cluster: Cluster | None = None,
         calibration: Calibration | None = None,
         profile: MachineProfile | None = None,
+        loader: Loader | None = None,
     ) -> Estimate:
         """Predict the step of a traced graph on an allocation; see `estimator.estimate`.
 
@@ -99,16 +104,21 @@ class Engine:
             global_batch=global_batch,
             accumulation_steps=accumulation_steps,
             strategy=strategy,
+            loader=loader,
         )
         coefficients = UNCALIBRATED
         if calibration is not None:
             check_kinds(calibration=calibration)
             (coefficients,) = calibration.coefficients_for(
-                [asked.question(graph)],
+                [asked.question(graph, self.content(graph).fingerprint)],
                 [asked.mesh.placement.allocation],
                 TrialEngine(engine=self, graph=graph, cluster=cluster, profile=profile),
             )
         return _answered(step_plan(asked.mesh, asked.members, self.cache, coefficients), asked)
+
+    def content(self, graph: OpGraph) -> JobContent:
+        """What a graph computes; worked out once."""
+        return self.cache.get("content", (graph,), lambda: job_content(graph))
 
     def prepare(
         self,
@@ -139,6 +149,7 @@ class Engine:
         global_batch: int | None,
         accumulation_steps: int,
         strategy: str | Strategy,
+        loader: Loader | None = None,
     ) -> _Asked:
         """Check what is asked of a placement and compile its ranks; raises WorkloadError."""
         parsed = Strategy.parse(strategy)
@@ -147,7 +158,7 @@ class Engine:
         )
         batches = _batches(graph, placement, batch_per_gpu, global_batch, accumulation_steps)
         mesh = Mesh.data_parallel(placement, parsed, micro_batches=accumulation_steps)
-        shape = StepShape(parsed, accumulation_steps)
+        shape = StepShape(parsed, accumulation_steps, loader)
         return _Asked(
             mesh, shape, batches, members_of(graph, placement, batches, shape, self.cache)
         )
@@ -174,20 +185,21 @@ class Engine:
 
 
 class _Asked(NamedTuple):
-    """What an estimate is made of before the network and calibration are looked at."""
+    """What an estimate is made of before the network and calibration are added."""
 
     mesh: Mesh
     shape: StepShape
     batches: tuple[int, ...] | None
     members: Members
 
-    def question(self, graph: OpGraph) -> StepQuestion:
+    def question(self, graph: OpGraph, job: str) -> StepQuestion:
         """What calibration is asked."""
         placement, batches = self.mesh.placement, self.batches
         groups = placement.allocation.groups
         each = batches or [0] * len(groups)
         samples = sum(g.ranks * batch for g, batch in zip(groups, each, strict=True))
         return StepQuestion(
+            job=job,
             workload=graph.workload,
             machines="+".join(sorted({kind.profile.name for kind in placement.kinds})),
             ranks=placement.ranks,
@@ -209,8 +221,14 @@ class TrialEngine:
     profile: MachineProfile | None
 
     @property
-    def key(self) -> tuple[int, int, int]:
-        return id(self.graph), id(self.cluster), id(self.profile)
+    def content(self) -> JobContent:
+        return self.engine.content(self.graph)
+
+    @property
+    def key(self) -> tuple[str, int, int, int]:
+        # Calls that were timed on a machine count as measured there, whatever computes the same.
+        timings = id(self.graph.timings) if self.graph.timings else 0
+        return self.content.fingerprint, timings, id(self.cluster), id(self.profile)
 
     def predict(
         self,
@@ -235,10 +253,11 @@ class TrialEngine:
         parts = answer.parts
         lane_s = parts.forward_s + parts.backward_s + parts.host_exposed_s + parts.copies_exposed_s
         return PredictedStep(
-            question=asked.question(self.graph),
+            question=asked.question(self.graph, self.content.fingerprint),
             compute_s=lane_s / accumulation_steps + parts.update_s,
             sync_s=plan.alone_s(answer.slowest),
             step_s=parts.total_s,
+            relative_error=_engine_error(answer, coefficients, asked.shape.loader),
         )
 
 
@@ -301,18 +320,32 @@ def even_batch(placement: Placement, global_batch: int, accumulation_steps: int)
     return check_count(global_batch // shares)
 
 
+def _engine_error(answer: StepAnswer, coefficients: Coefficients, loader: Loader | None) -> float:
+    """The relative error of a step by those of what the engine made it of."""
+    parts, slowest, waited = answer
+    return float(
+        relative_error(
+            parts,
+            slowest.lane,
+            coefficients.compute_ratio,
+            waited.relative_error if waited else 0.0,
+            waited.slower_s if waited else 0.0,
+            parts.total_s,
+            loader.relative_error if loader else 0.0,
+        )
+    )
+
+
 def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
-    parts, slowest, waited = answer_of(plan)
+    answer = answer_of(plan)
+    parts, slowest, _ = answer
     mesh, batches, coefficients = asked.mesh, asked.batches, plan.coefficients
     graph, step_s = plan.members.table.graph, parts.total_s
     accumulation_steps = asked.shape.accumulation_steps
     memory, used_ratio = plan.memory()
     error = coefficients.relative_error
     if error is None:
-        communication_error = waited.relative_error if waited else 0.0
-        compute = coefficients.compute_ratio
-        slower_s = waited.slower_s if waited else 0.0
-        error = relative_error(parts, slowest.lane, compute, communication_error, slower_s, step_s)
+        error = _engine_error(answer, coefficients, asked.shape.loader)
     spread = interval_ratio(error)
     even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
     global_batch = mesh.global_batch(batches) if batches is not None else None

@@ -83,6 +83,15 @@ class StoreError(EstimatorError, OSError):
     """A file of the user's store cannot be read or written."""
 
 
+def cause(error: BaseException) -> str:
+    """What an exception says, without the number and the path that Python puts around it.
+
+    >>> cause(FileNotFoundError(2, "No such file or directory", "a.db"))
+    'No such file or directory'
+    """
+    return printable(getattr(error, "strerror", None) or str(error))
+
+
 def quoted(value: object) -> str:
     """What was found, as an error quotes it: printable, in one line, and not long.
 

@@ -13,10 +13,12 @@ from estimator.accuracy import Z_80
 from estimator.elementwise import exp, maximum, sqrt, where
 from estimator.errors import WorkloadError
 from estimator.graph.memory import PeakMemory
+from estimator.loader import Loader
 from estimator.machines.device_memory import DeviceMemory
 from estimator.machines.typical import is_known_by_datasheet
 from estimator.placement.allocation import Allocation
 from estimator.timeline.assumptions import plan_assumptions, split_assumptions
+from estimator.timeline.input_remedies import remedy_of
 from estimator.timeline.plan import StepPlan, answer_of
 from estimator.timeline.played import timeline_of
 from estimator.timeline.program import COPIES_ERROR, MEDIAN_TO_SIGMA
@@ -70,7 +72,8 @@ class Estimate:
     fits: Literal["yes", "no", "uncertain"]
     breakdown: Breakdown
     op_time_in_grid_ratio: float
-    plan: StepPlan = field(hash=False)
+    # What the rest was worked out from: answers that say the same are equal.
+    plan: StepPlan = field(compare=False)
 
     def __repr__(self) -> str:
         # The generated one would print every operator of the plan.
@@ -88,6 +91,11 @@ class Estimate:
     def bottleneck(self) -> str:
         """What the step spends most of its time on, in words."""
         return self._told("bottleneck", _bottleneck)
+
+    @property
+    def loader(self) -> Loader | None:
+        """What feeds the ranks, None where batches are taken to be on the device."""
+        return self.plan.members.table.shape.loader
 
     @property
     def device_memory(self) -> DeviceMemory:
@@ -144,6 +152,7 @@ class Estimate:
         plain["allocation"] = str(self.allocation)
         plain["breakdown"] = asdict(self.breakdown)
         plain["mode"] = self.mode
+        plain["loader"] = self.loader.to_dict() if self.loader else None
         plain["bottleneck"] = self.bottleneck
         plain["memory"] = asdict(self.memory)
         plain["device_memory"] = asdict(self.device_memory)
@@ -225,6 +234,10 @@ def _provenance(
             max(found.relative_error, OVERLAP_ERROR) if found else None,
         ),
     ]
+    loader = plan.members.table.shape.loader
+    if loader is not None:
+        share_ratio = breakdown.input_stall_s / step
+        rows.append(("input", loader.source, share_ratio, loader.relative_error))
     return tuple(sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2]))
 
 
@@ -235,12 +248,13 @@ def relative_error(
     communication_error: Any,
     slower_s: Any,
     step_s: Any,
+    input_error: float = 0.0,
 ) -> Any:
     """One standard deviation of log(measured / predicted): parts err independently.
 
     `lane` is that of the slowest rank, `communication_error` the relative error of what reduces
     gradients, 0 where nothing does, and `slower_s` what the step adds if that is slower by as
-    much. Of one step, or a row for each.
+    much; `input_error` is that of what a loader adds. Of one step, or a row for each.
     """
     waiting_error = maximum(communication_error, OVERLAP_ERROR)
     waiting_error_s = maximum(waiting_error * parts.waiting_s, slower_s)
@@ -249,6 +263,7 @@ def relative_error(
         + (lane.update_error * parts.update_s) ** 2
         + (COPIES_ERROR * parts.copies_exposed_s) ** 2
         + waiting_error_s**2
+        + (input_error * parts.input_stall_s) ** 2
     )
     variance_s2 = lane.kernels_variance_s2 * compute_ratio**2 + MEDIAN_TO_SIGMA**2 * squares
     return sqrt(variance_s2 / step_s**2 + MODEL_ERROR**2)
@@ -297,7 +312,7 @@ def utilization(
         per_s = accumulation_steps / step_s
         return lane.model_peak_s * per_s, lane.hardware_peak_s * per_s
     model = hardware = peak_flops_per_s = 0.0
-    for each in plan.classes:
+    for each in plan.ranks_by_kind:
         ranks, program = len(each.ranks), each.program
         peak = program.peak_flops_per_s
         if not peak or not program.flops.model:
@@ -320,5 +335,8 @@ def _bottleneck(answer: Estimate) -> str:
         "communication": plan.rules.words(plan.placement.ranks) + over,
         "update": "the optimizer's update",
         "stragglers": "waiting for the slowest rank",
+        "input": "",
     }
+    if kind == "input":
+        words[kind] = "waiting for data: " + remedy_of(plan, answer.breakdown)
     return f"{words[kind]} ({format_ratio(share_ratio)} of the step)"

@@ -72,6 +72,21 @@ def parse_bandwidth_bytes_per_s(text: str) -> float:
     return float(match.group(1)) * _RATE_FACTORS[match.group(2).lower()]
 
 
+_SECOND_FACTORS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
+
+
+def parse_seconds(text: str) -> float:
+    """Read a duration such as ``8ms`` or ``1.5 s``; raises ValueError.
+
+    >>> parse_seconds("8ms")
+    0.008
+    """
+    match = _SIZE_PATTERN.fullmatch(text.replace("µ", "u"))
+    if match is None or match.group(2) not in _SECOND_FACTORS:
+        raise ValueError(f"{quoted(text)} is not a duration; write a number and a unit such as 8ms")
+    return float(match.group(1)) * _SECOND_FACTORS[match.group(2)]
+
+
 def _three_digits(value: float) -> str:
     if value == 0:
         return "0"

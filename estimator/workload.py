@@ -1,57 +1,21 @@
-"""Name how a model is trained: optimizer, precision, data-parallel strategy and its knobs."""
+"""Name how ranks divide the work of training: data-parallel strategy, its knobs, batches."""
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from estimator.errors import StrategyError, WorkloadError, quoted
+from estimator.precision import PARAMETER_BYTES, parameter_dtype
 from estimator.units import MIB, parse_bandwidth_bytes_per_s, parse_size_bytes
-
-Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw"]
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-amp", "fp16-amp"]
-OPTIMIZERS: tuple[str, ...] = ("sgd", "sgd-momentum", "adam", "adamw")
-PRECISIONS: tuple[str, ...] = ("fp32", "tf32", "bf16", "fp16", "bf16-amp", "fp16-amp")
-
-# Tensors of optimizer state kept per parameter.
-OPTIMIZER_STATE_TENSORS = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
 
 # torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.hpp (torch 2.13):
 # bucket_cap_mb defaults to 25 MiB with a first bucket of kDefaultFirstBucketBytes = 1 MiB.
 DEFAULT_BUCKET_CAP_BYTES = 25 * MIB
 DEFAULT_FIRST_BUCKET_BYTES = MIB
 _MOST_BUCKET_BYTES, _MOST_RATE = 10**15, 1e15
-
-
-def check_optimizer(optimizer: Any) -> str:
-    """The name of an optimizer given as ``adamw``, ``AdamW`` or an object of torch.optim.
-
-    An object of SGD has momentum as its parameter groups say. Raises StrategyError.
-
-    >>> check_optimizer("AdamW")
-    'adamw'
-    """
-    groups = getattr(optimizer, "param_groups", None)
-    found = optimizer if groups is None else type(optimizer).__name__
-    name = found.lower() if isinstance(found, str) else ""
-    if name == "sgd" and any(group.get("momentum") for group in groups or ()):
-        name = "sgd-momentum"
-    if name not in OPTIMIZERS:
-        raise StrategyError(
-            f"optimizer {quoted(found)} is unknown; choose one of {', '.join(OPTIMIZERS)}"
-        )
-    return name
-
-
-def check_precision(text: str) -> str:
-    """The precision's name, or StrategyError."""
-    if text not in PRECISIONS:
-        raise StrategyError(
-            f"precision {quoted(text)} is unknown; choose one of {', '.join(PRECISIONS)}"
-        )
-    return text
 
 
 # More samples than any training set has in a step, and more micro-batches than any step.
@@ -86,31 +50,6 @@ def check_count(value: object, what: str = "batch size", *, most: int = MOST_BAT
     raise WorkloadError(f"{what} must be {found}, found {quoted(value)}; correct it")
 
 
-def peak_dtype(precision: str) -> str:
-    """The dtype of the device's peak that a model of this precision computes under.
-
-    >>> peak_dtype("bf16-amp"), peak_dtype("tf32")
-    ('bfloat16', 'tfloat32')
-    """
-    dtype = {"fp32": "float32", "tf32": "tfloat32"}.get(precision)
-    if dtype is None:
-        dtype = "bfloat16" if precision.startswith("bf16") else "float16"
-    return dtype
-
-
-# The dtype that parameters are in under a precision where autocast or nothing casts them.
-_PARAMETER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-
-def parameter_dtype(precision: str) -> str:
-    """What a model's parameters are in under a precision: fp32, bf16 or fp16.
-
-    >>> parameter_dtype("bf16"), parameter_dtype("bf16-amp")
-    ('bf16', 'fp32')
-    """
-    return precision if precision in _PARAMETER_BYTES else "fp32"
-
-
 class ShardDtypes(NamedTuple):
     """Bytes of an element in a shard, and in a reduction, over those of what is computed with."""
 
@@ -118,10 +57,12 @@ class ShardDtypes(NamedTuple):
     reduced_ratio: float = 1.0
 
 
-StrategyKind = Literal["ddp", "zero1", "zero2", "fsdp", "ps"]
+StrategyKind = Literal["ddp", "zero1", "distributed-optimizer", "zero2", "fsdp", "ps"]
 # Who holds what between steps: shares of optimizer state, gradients and parameters.
-_KINDS: tuple[StrategyKind, ...] = ("ddp", "zero1", "zero2", "fsdp", "ps")
-_ALIASES: dict[str, StrategyKind] = {"zero3": "fsdp"}
+_KINDS: tuple[StrategyKind, ...] = get_args(StrategyKind)
+_ALIASES: dict[str, StrategyKind] = {"zero3": "fsdp", "zero-redundancy-optimizer": "zero1"}
+# Strategies whose ranks hold whole parameters and merge gradients in buckets.
+_BUCKETED = ("ddp", "zero1", "distributed-optimizer", "zero2", "ps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +70,10 @@ class Strategy:
     """How ranks divide the work and merge gradients; the defaults are PyTorch's own.
 
     ``ddp`` merges gradients by all-reduce and updates everywhere; ``zero1`` updates a share on each
-    rank and broadcasts it (ZeroRedundancyOptimizer); ``zero2`` reduce-scatters gradients, updates
-    its share and gathers parameters; ``fsdp`` (``zero3``) holds shares of parameters too and
+    rank and broadcasts it tensor by tensor (PyTorch's ZeroRedundancyOptimizer);
+    ``distributed-optimizer`` (Megatron-LM's, and DeepSpeed's ZeRO stage 1) holds gradients whole,
+    reduce-scatters them, updates its share and gathers parameters; ``zero2`` does so and holds a
+    share of gradients; ``fsdp`` (``zero3``) holds shares of parameters too and
     gathers each unit before it computes (`fully_shard` on every repeated block and on the rest),
     each share on `shard` ranks and the whole as often as those fit (HSDP), None: once over all;
     ``ps`` has `servers` parameter servers that update, each on a node of its own, synchronous
@@ -144,7 +87,9 @@ class Strategy:
     Without `reshard_after_forward` a block is kept whole until its backward pass, which gathers
     nothing then. `param` and `reduce` are the dtypes of FSDP2's ``MixedPrecisionPolicy``: shards,
     gradients of shards and the optimizer's state are fp32, parameters are gathered and computed
-    with in `param` and gradients reduced in `reduce`, None: as they are.
+    with in `param` and gradients reduced in `reduce`, None: as they are. In buckets `reduce` is
+    DDP's ``bf16_compress_hook`` or ``fp16_compress_hook``, or the dtype of Megatron's and
+    DeepSpeed's gradient buffer. With `master` the optimizer updates fp32 copies of a model in half.
     """
 
     kind: StrategyKind = "ddp"
@@ -160,13 +105,14 @@ class Strategy:
     reshard_after_forward: bool = True
     param: str | None = None
     reduce: str | None = None
+    master: bool = False
 
     def __post_init__(self) -> None:
         for name, dtype in (("param", self.param), ("reduce", self.reduce)):
-            if dtype is not None and dtype not in _PARAMETER_BYTES:
+            if dtype is not None and dtype not in PARAMETER_BYTES:
                 raise StrategyError(
                     f"{name}={dtype} is no dtype to shard with; choose one of "
-                    f"{', '.join(_PARAMETER_BYTES)}"
+                    f"{', '.join(PARAMETER_BYTES)}"
                 )
         if self.shard is not None and self.shard < 1:
             raise StrategyError(
@@ -193,6 +139,11 @@ class Strategy:
         default = self.bucket_cap_bytes == DEFAULT_BUCKET_CAP_BYTES
         return DEFAULT_FIRST_BUCKET_BYTES if default else self.bucket_cap_bytes
 
+    @property
+    def holds_gradients_in_buckets(self) -> bool:
+        """Whether no gradient is held beside the buckets."""
+        return self.gradient_as_bucket_view or self.kind == "distributed-optimizer"
+
     def shard_dtypes(self, precision: str) -> ShardDtypes:
         """What `param` and `reduce` mean for a graph of some precision.
 
@@ -207,11 +158,29 @@ class Strategy:
                 f"fsdp:param={self.param} computes in {self.param}, found a model in {precision}; "
                 f"write --precision {self.param}, or trace_model(..., precision='{self.param}')"
             )
-        computed = _PARAMETER_BYTES[found]
+        computed = PARAMETER_BYTES[found]
         return ShardDtypes(
-            stored_ratio=1 if self.param is None else _PARAMETER_BYTES["fp32"] // computed,
-            reduced_ratio=_PARAMETER_BYTES[self.reduce or found] / computed,
+            stored_ratio=1 if self.param is None else PARAMETER_BYTES["fp32"] // computed,
+            reduced_ratio=PARAMETER_BYTES[self.reduce or found] / computed,
         )
+
+    def master_ratio(self, precision: str) -> int:
+        """How much wider master weights are than a model of some precision, 1 where it has none.
+
+        Raises StrategyError for a model that is not in half.
+
+        >>> Strategy.parse("ddp:master").master_ratio("bf16")
+        2
+        """
+        if not self.master:
+            return 1
+        found = PARAMETER_BYTES[parameter_dtype(precision)]
+        if found == PARAMETER_BYTES["fp32"]:
+            raise StrategyError(
+                f"master weights are fp32 copies of a model in half, found one in {precision}; "
+                "leave out master or write --precision bf16"
+            )
+        return PARAMETER_BYTES["fp32"] // found
 
     def divides(self, ranks: Any) -> Any:
         """Whether the ranks can be divided as `shard` asks: of one number, or of each in an array.
@@ -247,6 +216,8 @@ class Strategy:
             knobs.append(f"param={self.param}")
         if self.reduce is not None:
             knobs.append(f"reduce={self.reduce}")
+        if self.master:
+            knobs.append("master")
         return self.kind + (":" + ",".join(knobs) if knobs else "")
 
     @classmethod
@@ -303,7 +274,7 @@ def _read(text: str) -> Strategy:
 
 def _read_knob(kind: str, knob: str) -> dict[str, object]:
     name, _, value = knob.partition("=")
-    buckets = kind in ("ddp", "zero1", "zero2", "ps")
+    buckets = kind in _BUCKETED
     if buckets and name == "bucket":
         return {"bucket_cap_bytes": parse_size_bytes(value)}
     if buckets and name == "first":
@@ -324,8 +295,10 @@ def _read_knob(kind: str, knob: str) -> dict[str, object]:
         return {"gradient_sync": False}
     if kind == "fsdp" and knob == "no_reshard":
         return {"reshard_after_forward": False}
-    if kind == "fsdp" and name in ("param", "reduce"):
+    if (kind == "fsdp" and name == "param") or (kind != "ps" and name == "reduce"):
         return {name: value}
+    if kind not in ("fsdp", "ps") and knob == "master":
+        return {"master": True}
     if kind == "ps" and knob == "async":
         return {"asynchronous": True}
     if kind == "ps" and name == "link":
@@ -333,9 +306,10 @@ def _read_knob(kind: str, knob: str) -> dict[str, object]:
     if kind == "ps" and knob.isascii() and knob.isdigit() and len(knob) < 7:
         return {"servers": int(knob)}
     known = {
-        "ddp": "bucket=, first=, view, unbucketed",
-        "zero1": "bucket=, first=, view, unbucketed",
-        "zero2": "bucket=, first=, unbucketed",
+        "ddp": "bucket=, first=, view, unbucketed, reduce= a dtype, master",
+        "zero1": "bucket=, first=, view, unbucketed, reduce= a dtype, master",
+        "distributed-optimizer": "bucket=, first=, unbucketed, reduce= a dtype, master",
+        "zero2": "bucket=, first=, unbucketed, reduce= a dtype, master",
         "fsdp": "shard= a number of ranks, no_sync, no_reshard, param= and reduce= a dtype",
         "ps": "a number of servers, async, link=, bucket=, first=, unbucketed",
     }[kind]

@@ -7,11 +7,15 @@ from torch import nn
 from torch.nn import functional
 
 
-def gpt2(batch: int = 8) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """GPT-2 with 6 layers of width 384 and the full vocabulary: 30 M parameters, 64 tokens."""
+def gpt2(
+    batch: int = 8, *, layers: int = 6, vocabulary: int = 50257
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """GPT-2 of width 384, 6 layers and the full vocabulary: 30 M parameters, 64 tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_layer=6, n_head=6, n_embd=384, use_cache=False)
+    config = GPT2Config(
+        vocab_size=vocabulary, n_layer=layers, n_head=6, n_embd=384, use_cache=False
+    )
     tokens = torch.randint(0, config.vocab_size, (batch, 64))
     return GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
 

@@ -11,6 +11,7 @@ import argparse
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,18 @@ RUNS = [(1, 4), (2, 4), (2, 8), (1, 8), (2, 2), (2, 4), (1, 4), (2, 8), (2, 2), 
 STEPS = 25
 
 
-def train(rank: int, devices: int, batch: int, store: str, meeting: str) -> None:
+def train(
+    rank: int,
+    devices: int,
+    batch: int,
+    store: str,
+    meeting: str,
+    make: Callable[[int], Any] = gpt2,
+) -> None:
     """An ordinary data-parallel loop; rank 0 is watched."""
     os.sched_setaffinity(0, {rank})
     torch.set_num_threads(1)
-    model, samples = gpt2(batch)
+    model, samples = make(batch)
     parallel: Any = model
     if devices > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

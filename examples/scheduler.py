@@ -8,7 +8,9 @@ find. ``--run`` (after ``estimator probe``) really trains one model on 1x2:local
 import argparse
 import random
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from demo_models import gpt2, resnet18
@@ -60,16 +62,16 @@ def main() -> None:
     print(f"error of the step: {first:.0%} in the first ten choices, {last:.0%} in the last ten")
 
 
-def run() -> None:
+def run(make: Callable[[int], Any] = gpt2, turns: int = 3) -> None:
     """The same loop for GPT-2, really trained on two devices of this machine."""
-    graph = est.trace_model(*gpt2(4), name="gpt2")
+    graph = est.trace_model(*make(4), name="gpt2")
     with tempfile.TemporaryDirectory() as folder:
         calibrator = est.Calibrator(Path(folder, "observations.db"))
-        for turn in range(3):
+        for turn in range(turns):
             answer = est.estimate(graph, "1x2:local", calibration=calibrator)
             # Each rank's loop is inside `est.observe`.
-            arguments = 2, 4, str(calibrator.store.path), str(Path(folder, f"meeting{turn}"))
-            processes.spawn(train, arguments, nprocs=2)
+            meeting = str(Path(folder, f"meeting{turn}"))
+            processes.spawn(train, (2, 4, str(calibrator.store.path), meeting, make), nprocs=2)
             (*_, seen) = calibrator.store
             calibrator.fit()
             print(f"expected {answer.step_time_s:.3f} s, observed {seen.step_time_s:.3f} s")

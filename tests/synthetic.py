@@ -99,16 +99,17 @@ class Machine:
                 provenance=CHOSEN,
             ),
             memory=MemoryCost(shared_cache_bytes=16 << 20, provenance=CHOSEN),
-            updates=(
+            updates=tuple(
                 UpdateCost(
-                    optimizer="adamw",
+                    optimizer=optimizer,
                     form="loop",
                     device="cpu",
                     launch_s=1e-5,
                     per_tensor_s=2e-5,
-                    per_parameter_s=3e-9,
+                    per_parameter_s=per_parameter_s,
                     provenance=CHOSEN,
-                ),
+                )
+                for optimizer, per_parameter_s in (("adamw", 3e-9), ("sgd", 1e-9))
             ),
             rank_jitter_ratio=self.rank_jitter_ratio,
             provenance=CHOSEN,

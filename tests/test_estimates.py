@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,6 +34,16 @@ def test_an_interval_of_80_percent_is_1_28_standard_deviations_of_the_logarithm(
 )
 def test_a_model_fits_surely_perhaps_or_not(used_ratio: float, knows_all: bool, fits: str) -> None:
     assert FITS[int(fits_code(np.float64(used_ratio), knows_all))] == fits
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "ps:1"])
+def test_an_estimate_from_another_process_is_equal(strategy: str) -> None:
+    graph = replace(perceptron([64] * 4, batch=8), target="cuda")
+    found = estimate(graph, "2x2:dgx-a100", strategy=strategy)
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found
+    assert hash(again) == hash(found)
+    assert again != estimate(graph, "1x1:dgx-a100")
 
 
 PROFILE = Machine(devices=4).profile()

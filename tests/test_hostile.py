@@ -114,6 +114,19 @@ def test_a_graph_damaged_at_any_depth_is_estimated_or_refused(
         estimator.estimate(OpGraph.load(path), "1x2:local", profile=whole_profile()).to_dict()
 
 
+def test_a_saved_value_with_other_dimensions_at_the_second_batch_is_refused(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "broken.graph"
+    perceptron([64] * 3, batch=8).save(path)
+    values = json.loads(gzip.decompress(path.read_bytes()))
+    values["values"][0][1] = len(values["specs"])
+    values["specs"].append({"t": [16, 64, 1], "d": "float32"})
+    path.write_bytes(gzip.compress(json.dumps(values).encode()))
+    with pytest.raises(GraphFileError, match="other dimensions at the second batch"):
+        OpGraph.load(path)
+
+
 # Bombs
 
 

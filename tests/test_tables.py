@@ -243,12 +243,18 @@ DEVICES = {"slow": 4, "fast": 8, "jammed": 2, "bare": 3, "railed": 6}
 
 widths = some.lists(some.sampled_from([32, 96, 256, 1000]), min_size=2, max_size=6)
 graphs = some.builds(
-    lambda widths, buffers, target: replace(
-        in_blocks(perceptron(widths, batch=8)), buffer_bytes=buffers, target=target
+    lambda widths, buffers, target, optimizer, clips: replace(
+        in_blocks(perceptron(widths, batch=8)),
+        buffer_bytes=buffers,
+        target=target,
+        optimizer=optimizer,
+        clip_grad_norm=clips,
     ),
     widths,
     some.sampled_from([0, 4096, 1 << 20]),
     some.sampled_from(["cpu", "cuda"]),
+    some.sampled_from(["adamw", "adamw-fused", "adamw-8bit", "lamb"]),
+    some.booleans(),
 )
 strategies = some.sampled_from(
     [
@@ -258,6 +264,9 @@ strategies = some.sampled_from(
         "ddp:bucket=64KiB,first=4KiB,view",
         "zero1:bucket=1MiB",
         "zero2:bucket=256KiB",
+        "ddp:bucket=64KiB,reduce=bf16",
+        "distributed-optimizer:bucket=1MiB",
+        "distributed-optimizer:reduce=bf16,unbucketed",
         "fsdp",
         "fsdp:no_sync",
         "ps:2,bucket=64KiB",

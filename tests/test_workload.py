@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from estimator.errors import StrategyError
-from estimator.workload import Strategy, check_optimizer, check_precision
+from estimator.optimizers import check_optimizer
+from estimator.precision import check_precision
+from estimator.workload import Strategy
 
 MIB = 1024 * 1024
 strategies = some.builds(

@@ -1,12 +1,12 @@
-"""Fit the kernel law to published operators and write the file that ships.
+"""Fit the kernel model to published operators and write the file that ships.
 
     PYTHONPATH=benchmarks python tools/fit_kernels.py --data DIR --bank DIR
         [--without SOURCE ...] [--out FILE]
 
-Products, attention and streams are learnt from tables of operators, convolutions and what goes
-with them from timm's steps, whose graphs are in the bank (`benchmarks/published/timm_bank.py`).
+Matmuls, attention and memory-bound kernels are fitted to tables of operators, convolutions and what
+goes with them to timm's steps, whose graphs are in the bank (`benchmarks/published/timm_bank.py`).
 `--without` leaves sources out, so that what is judged on them was not learnt from them. The error
-of each family is that on dies the law was not fitted to (`kernel_accuracy.py`), that of
+of each family is that on dies the kernel model was not fitted to (`kernel_accuracy.py`), that of
 convolutions the one on models of families that were not fitted to.
 """
 
@@ -60,7 +60,7 @@ PHASES = ("forward", "backward")
 
 
 def shipped_kernel_model(sources: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The law fitted to these tables of operators, as plain JSON values."""
+    """The kernel model fitted to these tables of operators, as plain JSON values."""
     tables = read_op_tables(folder, tuple(sources))
     fitted = fit_kernel_model(tables.rows)
     memory_bound = {**fitted.memory_bound, "cache_speedup": CACHE_SPEEDUP, "start_s": START_S}
@@ -90,7 +90,7 @@ def shipped_kernel_model(sources: Sequence[str], folder: Path) -> dict[str, Any]
 
 
 def add_vision(model: dict[str, Any], design: Design) -> None:
-    """Put what whole models teach into a law: convolutions, batch norm, pooling, this memory."""
+    """Put what whole models teach into a model: convolutions, batch norm, pooling, this memory."""
     found = multiples(design)
     device = load_profile(VISION_MACHINE).devices[0]
     ratios, shares = (
@@ -143,7 +143,7 @@ def main() -> None:
         model = shipped_kernel_model(sources, options.data)
     write(model, options.out)
     if VISION not in options.without:
-        # The steps are set beside the law of the operators, so that goes first.
+        # The steps are set beside the kernel model of the operators, so that goes first.
         with Console(stderr=True).status(f"fitting to {VISION}"):
             add_vision(model, design_of(vision_cases(options.data, options.bank), options.out))
         write(model, options.out)
@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def write(model: dict[str, Any], path: Path) -> None:
-    """Write a law, whole or not at all."""
+    """Write a model, whole or not at all."""
     whole = path.with_suffix(".new")
     whole.write_text(json.dumps(model, indent=1) + "\n", encoding="utf-8")
     os.replace(whole, path)

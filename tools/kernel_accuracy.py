@@ -1,12 +1,12 @@
-"""Judge the kernel law on chips it was not fitted to, operator family by operator family.
+"""Judge the kernel model on chips it was not fitted to, operator family by operator family.
 
     PYTHONPATH=benchmarks python tools/kernel_accuracy.py --data DIR [--bank DIR] [--json]
 
 Every die in turn is left out, with all the boards that carry it (A100 PCIe and SXM are one die),
-the law is fitted to the others, and its predictions of the left-out rows are set beside the plain
-roofline: the longer of flops over the peak and bytes over the memory's rate. With timm's graphs
-(`--bank`), every family of vision models in turn is left out too, and its steps are predicted by
-what the others teach of convolutions.
+the kernel model is fitted to the others, and its predictions of the left-out rows are set beside
+the plain roofline: the longer of flops over the peak and bytes over the memory's rate. With timm's
+graphs (`--bank`), every family of vision models in turn is left out too, and its steps are
+predicted by what the others teach of convolutions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from whole_models import design_of, vision_cases, without_own_family
 
 from estimator.timeline.chips import peak_flops_per_s
 
-# What the law must reach on an unseen device: median, and mean for products and attention, others.
+# What must be reached on an unseen device: median, and mean for matmuls and attention, others.
 MEDIAN_GOAL = 0.15
 MEAN_GOALS = {"matmul": 0.20, "attention": 0.20}
 OTHER_MEAN_GOAL = 0.25

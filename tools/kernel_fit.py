@@ -1,8 +1,8 @@
-"""Fit the kernel law to published operators.
+"""Fit the kernel model to published operators.
 
 Every source times its operators in its own way, so each has its own fixed cost per call, fitted
-beside the law and then forgotten: what ships as a kernel's start is that of a source that times
-whole CUDA graphs. Groups (source, pass, machine, dtype) weigh the same, whatever their rows.
+beside the kernel model and then forgotten: what ships as a kernel's start is that of a source that
+times whole CUDA graphs. Groups (source, pass, machine, dtype) weigh the same, whatever their rows.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ RATIOS = (
     "padded_ratio",
 )
 AS_THEY_ARE = ("process_exponent", "long_inner", "old_tlb_long_inner")
-# Products of 4096³ in fp16, one after another, on a T4 of 65 Tflop/s and 70 W: a user's
+# Matmuls of 4096³ in fp16, one after another, on a T4 of 65 Tflop/s and 70 W: a user's
 # measurement, explained by the power limit (NVIDIA developer forum, thread 264462).
 SUSTAINED_SIZE, SUSTAINED_FLOPS_PER_S = 4096, 24e12
 ATTENTION_PRIOR: dict[str, tuple[float, float]] = {
@@ -78,7 +78,7 @@ START_S = 2e-6
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A law's sections as they are written, and fixed seconds per call by way of timing."""
+    """A model's sections as they are written, and fixed seconds per call by way of timing."""
 
     matmuls: dict[str, float]
     attention: dict[str, float]
@@ -87,7 +87,7 @@ class Fitted:
 
 
 def fit_kernel_model(rows: Sequence[OpRow], *, seed: int = 0) -> Fitted:
-    """Fit every section of the law to rows of operators."""
+    """Fit every section of the kernel model to rows of operators."""
     families: dict[str, list[OpRow]] = defaultdict(list)
     for row in rows:
         families[_kind(row)].append(row)
@@ -130,7 +130,7 @@ def chips_of(rows: Sequence[OpRow]) -> Chip:
 
 
 def matmul_columns(rows: Sequence[OpRow]) -> dict[str, Any]:
-    """Arguments of `matmul_seconds`, but for the law."""
+    """Arguments of `matmul_seconds`, but for the kernel model."""
     sizes = np.array([row.dims for row in rows]).T
     named = dict(zip(("batch", "rows", "columns", "inner"), sizes, strict=True))
     moved = np.array([row.moved_bytes for row in rows])
@@ -138,7 +138,7 @@ def matmul_columns(rows: Sequence[OpRow]) -> dict[str, Any]:
 
 
 def attention_columns(rows: Sequence[OpRow], matmuls: dict[str, float]) -> dict[str, Any]:
-    """Arguments of `attention_seconds`, but for the law."""
+    """Arguments of `attention_seconds`, but for the kernel model."""
     chip = chips_of(rows)
     sizes = np.array([row.dims for row in rows]).T
     return {
@@ -240,7 +240,7 @@ def _bound(name: str, free: float) -> float:
 
 
 def predict(fitted: Fitted, rows: Sequence[OpRow]) -> Array:
-    """Seconds of rows as their sources time them: the law's, and the source's fixed seconds."""
+    """Seconds of rows as their sources time them: the model's, and the source's fixed seconds."""
     seconds = np.zeros(len(rows))
     for kind, model in (
         ("matmul", _matmuls_s),

@@ -1,4 +1,4 @@
-"""Read published measurements of single GPU operators, for the kernel law to be fitted to.
+"""Read published measurements of single GPU operators, for the kernel model to be fitted to.
 
 Sources: NeuSight (fp32, five GPUs), Sailor (fp16 and fp32 layers of GPT models, three GPUs), a
 study of GPT-NeoX operators on A100 and TensorRT-LLM's kernel database (`aic`, A100 and H100); see
@@ -49,7 +49,7 @@ class OpRow:
     """One measured operator.
 
     `family` is matmul, attention, elementwise, softmax or normalization; `dims` are (batch, rows,
-    columns, inner) of a product, (batch x heads, tokens, head size) of attention, else (rows, row
+    columns, inner) of a matmul, (batch x heads, tokens, head size) of attention, else (rows, row
     length). `dtype` names the peak it computes at.
     """
 
@@ -295,7 +295,7 @@ def _read_sailor(plain: dict[str, str], tables: OpTables) -> None:
         if split > 1 and operator in ("enc-attention-dense", "enc-MLP-GEMM-2"):
             tables.refused["sailor_ops: contains an all-reduce"] += 1
             return
-        # NGC images allow TF32 for products on Ampere: it runs at 6 times the fp32 peak.
+        # NGC images allow TF32 for matmuls on Ampere: it runs at 6 times the fp32 peak.
         if dtype == "float32" and machine.startswith("a100"):
             dtype = "tfloat32"
         seconds = float(plain["fwd_us"]) * 1e-6

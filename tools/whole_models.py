@@ -1,9 +1,9 @@
 """Learn what no operator table measures from step times of whole models on one GPU.
 
-A step is the sum of its kernels; those that operator tables cover take what the law says, every
-other kind takes a multiple of its seconds at the chip's peaks. The multiples come from non-negative
-least squares of the relative error over many models, weighted towards the median (IRLS), with a
-light prior. Convolutions, batch norm, pooling, copies and reductions are learnt so.
+A step is the sum of its kernels; those that operator tables cover take what the kernel model says,
+every other kind takes a multiple of its seconds at the chip's peaks. The multiples come from
+non-negative least squares of the relative error over many models, weighted towards the median
+(IRLS), with a light prior. Convolutions, batch norm, pooling, copies and reductions are learnt so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VISION_MACHINE = "rtx-3090"
 INFERENCE = "timm_infer"
 EAGER_INFERENCE_TORCH = "1.13"
 # Families whose seconds are learnt here, kinds of normalization that no operator table holds, and
-# families that are plain streams.
+# families that are plain memory-bound kernels.
 LEARNT = ("convolution", "pooling", "reduction")
 LEARNT_KINDS = ("batch_norm", "group_norm")
 PLAIN = ("elementwise", "copy", "fill")
@@ -57,7 +57,7 @@ CONVOLUTION_PRIORS = {
 }
 USUAL_PRIOR = (1.5, 1.0)
 PRIOR_STRENGTH = 0.03
-# A kernel computes at the peak at best, and streams at what the best streams get of a memory.
+# A kernel computes at the peak at best, and streams at what the best kernels get of a memory.
 LEAST_FLOPS_MULTIPLE = 1.0
 LEAST_STREAM_MULTIPLE = 1.08
 ITERATIONS = 25

@@ -158,7 +158,7 @@ _OBSERVED_AT = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def observe(calibrator: Any, graph: Any, name: str) -> None:
-    """Keep step times by a plain law, so that what is observed does not depend on the version."""
+    """Keep step times by a plain rule, so that what is observed does not depend on the version."""
     for (seen, machine, devices), (start_s, sample_s, within_s, between_s) in OBSERVED.items():
         if seen != name:
             continue

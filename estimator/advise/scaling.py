@@ -59,7 +59,8 @@ def scaling_of(
                 strategy=alone,
                 cluster=cluster,
                 calibration=calibration,
-                profile=None if named else answer.plan.classes[0].program.profile,
+                profile=None if named else answer.plan.ranks_by_kind[0].program.profile,
+                loader=answer.loader,
             ),
             like=answer,
         )

@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from estimator.errors import ProfileError, WorkloadError
 from estimator.estimates import Estimate
-from estimator.graph.memory import StorageSizes, block_bytes, rounded_bytes
+from estimator.graph.memory import StorageSizes
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.ops import Op
+from estimator.graph.optimizer_memory import block_bytes, rounded_bytes, trained_tensors
 from estimator.graph.structure import GraphStructure
 from estimator.machines.profile import Link, LinkKind, MachineProfile
+from estimator.optimizers import state_sizes
 from estimator.timeline.program import StepProgram
-from estimator.workload import OPTIMIZER_STATE_TENSORS
 
 Array = NDArray[np.float64]
 Sizes = NDArray[np.int64]
@@ -247,7 +248,7 @@ class _Builder:
         )
 
     def _temporary(self, size_bytes: int) -> int:
-        """The root of the second moment, and on CPUs the quotient (`update_temporaries_bytes`)."""
+        """The root of the second moment, and on CPUs the quotient (`temporaries_bytes`)."""
         if self.fused or self.graph.optimizer not in ("adam", "adamw"):
             return 0
         return size_bytes if self.graph.target == "cuda" else 2 * size_bytes
@@ -280,7 +281,7 @@ class _Builder:
                     )
                 )
 
-        states = OPTIMIZER_STATE_TENSORS[graph.optimizer]
+        tensors = iter(trained_tensors(graph))
         seen: set[int] = set()
         for storage, number in parameter_of.items():
             seen.add(number)
@@ -296,8 +297,8 @@ class _Builder:
             if number not in seen:
                 add("parameter", size_of[number], -1, end, **more)
             if own:
-                for _ in range(states):
-                    add("state", size_of[number], -1, end, **more)
+                for size in state_sizes(graph.optimizer, next(tensors)):
+                    add("state", size, -1, end, **more)
         for storage in (*self.sizes.gradients.tolist(), *self.sizes.activations.tolist()):
             if not self.sizes.size_bytes[storage]:
                 continue

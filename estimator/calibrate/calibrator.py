@@ -42,10 +42,14 @@ class Calibrator:
     """Observed steps, and what they teach of each workload and each cluster.
 
     ``estimate(graph, allocation, calibration=calibrator)`` gives the calibrated answer. Nothing is
-    learnt of a workload before it is asked for with its graph; `fit` takes in what any process has
+    learnt of a job before it is asked for with its graph; `fit` takes in what any process has
     observed since. Without observations an estimate is the engine's own. One calibrator goes with
     one cluster; after its machines were probed again, make a new one. Any number of threads may
     estimate while one fits: each answer is that of before the fit or of after it.
+
+    A job is what its graph computes, not its name; other jobs move its answer within the engine's
+    own interval only. What was observed of a name alone (a table's, an older store's) counts as
+    observed of a graph of that name, and the answer says so, unless their parameters differ.
 
     `store` is an ObservationStore, a path, or None for the user's store. An observation counts half
     as much as one of the same job that is `half_life_days` younger. Raises StoreError where the
@@ -83,6 +87,7 @@ class Calibrator:
         summary = ObservedWorkload.of(workload)
         observation = Observation(
             workload=summary.name,
+            fingerprint=summary.fingerprint,
             allocation=str(allocation),
             step_time_s=step_time_s,
             batch_per_gpu=batch_per_gpu,
@@ -104,15 +109,14 @@ class Calibrator:
         """Learn from what was observed since the last fit, of every workload asked for so far."""
         with self._learning:
             seen, is_changed = {}, False
-            for workload, known in self._learnt.seen.items():
-                seen[workload], is_new = known.read(self.store)
+            for job, known in self._learnt.seen.items():
+                seen[job], is_new = known.read(self.store)
                 is_changed |= is_new
             if is_changed:
-                # What one workload teaches of the machines changes the answers for all; those seen
-                # most teach first.
+                # What one job teaches of the machines changes the answers for all; those seen most
+                # teach first.
                 for known in sorted(seen.values(), key=lambda each: -len(each.observations)):
-                    others = _others(seen, known.workload)
-                    seen[known.workload] = known.fit(self.half_life_days, others)
+                    seen[known.job] = known.fit(self.half_life_days, _others(seen, known))
             self._learnt = _Learnt(seen)
         return self
 
@@ -123,58 +127,61 @@ class Calibrator:
         engine: Engine,
     ) -> list[Coefficients]:
         """The factors for each step; see `coefficients.Calibration`."""
-        workload = questions[0].workload if questions else ""
+        if not questions:
+            return []
+        first = questions[0]
         # Read once: a fit that ends meanwhile puts another in its place.
         learnt = self._learnt
-        if not learnt.knows(workload, engine):
-            learnt = self._learn(workload, engine)
-        return learnt.coefficients_for(workload, questions, allocations)
+        if not learnt.knows(first.job, engine):
+            learnt = self._learn(first, engine)
+        return learnt.coefficients_for(first.job, questions, allocations)
 
-    def _learn(self, workload: str, engine: Engine) -> _Learnt:
+    def _learn(self, asked: StepQuestion, engine: Engine) -> _Learnt:
         with self._learning:
-            if not self._learnt.knows(workload, engine):
+            if not self._learnt.knows(asked.job, engine):
                 seen = dict(self._learnt.seen)
-                known, _ = _Seen(workload=workload, engine=engine).read(self.store)
-                seen[workload] = known.fit(self.half_life_days, _others(seen, workload))
+                new = _Seen(job=asked.job, workload=asked.workload, engine=engine)
+                known, _ = new.read(self.store)
+                seen[asked.job] = known.fit(self.half_life_days, _others(seen, known))
                 self._learnt = _Learnt(seen)
             return self._learnt
 
 
-def _others(seen: Mapping[str, _Seen], workload: str) -> list[StepCorrections]:
-    """What was learnt of other workloads by their own observations."""
+def _others(seen: Mapping[str, _Seen], known: _Seen) -> list[StepCorrections]:
+    """What was learnt of other jobs by their own observations."""
     return [
         fitted
         for other in seen.values()
-        if other.workload != workload
+        if other.job != known.job
         for fitted in other.fitted.values()
         if len(fitted.rows_)
     ]
 
 
 class _Learnt:
-    """What all workloads have taught by some moment, and the answers given by that."""
+    """What all jobs have taught by some moment, and the answers given by that."""
 
     def __init__(self, seen: Mapping[str, _Seen] | None = None) -> None:
         self.seen: Mapping[str, _Seen] = seen or {}
         self._answers: OrderedDict[StepQuestion, Coefficients] = OrderedDict()
         self._writing = threading.Lock()
 
-    def knows(self, workload: str, engine: Engine) -> bool:
-        """Whether the workload was learnt of with an engine that answers like this one."""
-        seen = self.seen.get(workload)
+    def knows(self, job: str, engine: Engine) -> bool:
+        """Whether the job was learnt of with an engine that answers like this one."""
+        seen = self.seen.get(job)
         return seen is not None and seen.engine.key == engine.key
 
     def coefficients_for(
-        self, workload: str, questions: Sequence[StepQuestion], allocations: Sequence[Allocation]
+        self, job: str, questions: Sequence[StepQuestion], allocations: Sequence[Allocation]
     ) -> list[Coefficients]:
-        """The factors for steps of a workload that is known."""
+        """The factors for steps of a job that is known."""
         found = {question: self._answers.get(question) for question in questions}
         new = {
             question: where
             for question, where in zip(questions, allocations, strict=True)
             if found[question] is None
         }
-        answers = dict(self.seen[workload].answers(new))
+        answers = dict(self.seen[job].answers(new))
         with self._writing:
             self._answers.update(answers)
             while len(self._answers) > _MOST_ANSWERS:
@@ -184,13 +191,14 @@ class _Learnt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Seen:
-    """The observations of one workload beside what an engine predicts of them."""
+    """The observations of one job beside what an engine predicts of them."""
 
+    job: str
     workload: str
     engine: Engine
     revision: int = -1
     observations: tuple[tuple[Observation, PredictedStep], ...] = ()
-    # Shared by every reading of a workload: what the engine says of a step does not change.
+    # Shared by every reading of a job: what the engine says of a step does not change.
     predicted: dict[_Asked, PredictedStep | str] = field(default_factory=dict)
     fitted: Mapping[str, StepCorrections] = field(default_factory=dict)
 
@@ -202,7 +210,14 @@ class _Seen:
             return self, False
         observations: list[tuple[Observation, PredictedStep]] = []
         refused = Counter[str]()
-        for observation in store.observations(workload=self.workload):
+        content = self.engine.content
+        described = ObservedWorkload(
+            name=self.workload,
+            fingerprint=content.fingerprint,
+            parameter_bytes=content.parameter_bytes or None,
+            optimizer=content.optimizer,
+        )
+        for observation in store.observations(of_job=described):
             # A later observation may show an earlier one to be an outlier, or none.
             if observation.outlier_reason is not None:
                 continue
@@ -255,11 +270,12 @@ class _Seen:
             ages = [(newest - one.at).total_seconds() / 86400 for one, _ in observed if newest]
             weights = [0.5 ** min(age / half_life_days, _MOST_HALF_LIVES) for age in ages]
             alike = [other for other in others if other.machines == machines]
-            fitted[machines] = StepCorrections(machines).fit(
+            fitted[machines] = StepCorrections(machines, self.engine.content).fit(
                 [predicted for _, predicted in observed],
                 [one.step_time_s for one, _ in observed],
                 weights=weights,
                 others=alike,
+                by_name=sum(one.fingerprint is None for one, _ in observed),
             )
         return replace(self, fitted=fitted)
 

@@ -33,12 +33,14 @@ from estimator.calibrate.priors import (
     Priors,
 )
 from estimator.calibrate.step_time_regressor import StepTimeRegressor
-from estimator.coefficients import PredictedStep, StepQuestion
+from estimator.coefficients import JobContent, PredictedStep, StepQuestion
 
 ENGINE_PRIORS = WEAK_PRIORS.updated(**COMPUTE_CORRECTIONS, **SYNC_CORRECTIONS)
-# Standard deviation of a log parameter between jobs on the same machines, which have the network
-# and the devices in common: the between-group level of a hierarchical model.
-_BETWEEN_JOBS_SIGMA = {"compute": 0.15, "intra_node": 0.2, "inter_node": 0.2}
+# Correlation of a log parameter between jobs on the same machines, the between-group level of a
+# hierarchical model: they have the network in common whatever they compute, and the devices in
+# proportion to their likeness (`JobContent`), 1 for one model with another sequence length.
+_CORRELATION = {"compute": 0.75, "intra_node": 0.84, "inter_node": 0.84}
+_BY_LIKENESS = frozenset({"compute"})
 # The engine's error differs from one batch or allocation of a job to another: one standard
 # deviation after one observation. It is what the regression's own standard deviation, fitted to
 # steps that no engine predicted, lacks on published steps after eight observations of a source
@@ -65,8 +67,8 @@ class Correction:
 class StepCorrections:
     """Corrections of one workload on one set of machine types, such as "t4-g4dn"."""
 
-    def __init__(self, machines: str) -> None:
-        self.machines = machines
+    def __init__(self, machines: str, content: JobContent) -> None:
+        self.machines, self.content = machines, content
 
     def fit(
         self,
@@ -75,17 +77,19 @@ class StepCorrections:
         *,
         weights: Sequence[float],
         others: Sequence[StepCorrections] = (),
+        by_name: int = 0,
     ) -> StepCorrections:
         """Learn from observed step times and the engine's prediction of each.
 
         `others` are corrections of other workloads on the same machines, which make the priors. A
-        weight is how many observations one counts for.
+        weight is how many observations one counts for. `by_name` observations are known to be of
+        this job by its name alone.
         """
         rows, times = _rows(predicted), _engine_times(predicted)
         scaled_s = np.array(step_times_s, dtype=float) / _offsets(predicted, rows, times)
-        self.regressor_ = StepTimeRegressor(priors=_pooled_priors(others))
+        self.regressor_ = StepTimeRegressor(priors=_pooled_priors(self.content, others))
         self.regressor_.fit(rows, scaled_s, weights, engine_times=times)
-        self.rows_ = rows
+        self.rows_, self.by_name_ = rows, by_name
         self.distinct_rows_ = frozenset(map(tuple, rows.tolist()))
         return self
 
@@ -94,6 +98,8 @@ class StepCorrections:
         rows, times = _rows(predicted), _engine_times(predicted)
         found = self.regressor_.prediction(rows, engine_times=times)
         step_s = np.exp(found.log_step) * _offsets(predicted, rows, times)
+        if not len(self.rows_):
+            step_s = _within_engine_interval(step_s, predicted)
         model = found.model
         errors = np.hypot(found.half_width / Z_80, self._unobserved_step_sigma(rows))
         return [
@@ -116,11 +122,17 @@ class StepCorrections:
     def _remark(self, question: StepQuestion, *, extrapolates: bool) -> str:
         count = len(self.rows_)
         if not count:
-            return f"corrected by what observed steps of other jobs say of {self.machines}"
+            return (
+                f"corrected by what observed steps of other jobs say of {self.machines}, within "
+                "the engine's own interval"
+            )
         remark = (
             f"corrected by {count} observed step{'s' if count > 1 else ''} of {question.workload} "
             f"on {self.machines}"
         )
+        if self.by_name_:
+            which = "which are" if self.by_name_ == count else f"{self.by_name_} of which are"
+            remark += f", {which} known to be of this job by its name alone"
         if extrapolates:
             remark += (
                 f", none of which is like {question.ranks} ranks on {question.nodes} nodes with "
@@ -133,27 +145,42 @@ class StepCorrections:
         return float(self.regressor_.log_parameters_[PARAMETERS.index(name)])
 
     def informative_rows(self, name: str) -> int:
-        """How many observed rows depend on a parameter of _BETWEEN_JOBS_SIGMA."""
+        """How many observed rows depend on a parameter of _CORRELATION."""
         several, across = self.rows_[:, RANKS] > 1, self.rows_[:, NODES] > 1
         counts = {"compute": len(several), "intra_node": (several & ~across).sum()}
         return int(counts.get(name, across.sum()))
 
 
-def _pooled_priors(others: Sequence[StepCorrections]) -> Priors:
-    """Priors of a job on machines that other jobs ran on: partial pooling of their parameters."""
+def _within_engine_interval(step_s: Array, predicted: Sequence[PredictedStep]) -> Array:
+    """Step times of a job that was not observed, kept within the engine's own intervals."""
+    engine_s = np.array([step.step_s for step in predicted])
+    factor = np.exp(Z_80 * np.array([step.relative_error for step in predicted]))
+    return np.clip(step_s, engine_s / factor, engine_s * factor)
+
+
+def _pooled_priors(content: JobContent, others: Sequence[StepCorrections]) -> Priors:
+    """Priors of a job on machines that other jobs ran on: partial pooling of their parameters.
+
+    A Gaussian process over jobs: a log parameter of two jobs has the correlation of _CORRELATION,
+    for compute times their likeness. One fitted to n rows has about the standard error of one row,
+    taken as sigma of the prior, over √n.
+    """
     priors = {}
-    for name, between in _BETWEEN_JOBS_SIGMA.items():
+    for name, correlation in _CORRELATION.items():
         known = ENGINE_PRIORS.by_name[name]
-        fits = [(each.log_parameter(name), each.informative_rows(name)) for each in others]
-        # A parameter fitted to n rows has about the standard error of one row, taken as sigma of
-        # the prior, over √n.
-        precisions = [1 / (between**2 + known.sigma**2 / n) for _, n in fits if n]
-        values = [value for value, n in fits if n]
-        total = sum(precisions) + 1 / known.sigma**2
-        mean = sum(p * value for p, value in zip(precisions, values, strict=True)) / total
-        mean += math.log(known.median) / known.sigma**2 / total
-        sigma = min(math.sqrt(1 / total + between**2), known.sigma)
-        priors[name] = LogNormalPrior(median=math.exp(mean), sigma=sigma)
+        fits = [(each, each.informative_rows(name)) for each in others]
+        jobs = [content, *(each.content for each, n in fits if n)]
+        alike = [
+            [one.likeness(two) if name in _BY_LIKENESS else 1.0 for two in jobs] for one in jobs
+        ]
+        covariance = correlation * np.array(alike)
+        np.fill_diagonal(covariance, [1.0, *(1 + 1 / n for _, n in fits if n)])
+        gain = np.linalg.solve(covariance[1:, 1:], covariance[1:, 0])
+        values = [each.log_parameter(name) - math.log(known.median) for each, n in fits if n]
+        priors[name] = LogNormalPrior(
+            median=known.median * math.exp(float(gain @ np.array(values))),
+            sigma=known.sigma * math.sqrt(1 - float(gain @ covariance[1:, 0])),
+        )
     return ENGINE_PRIORS.updated(**priors)
 
 

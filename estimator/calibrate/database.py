@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import sqlite3
 import threading
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from estimator.calibrate import store_files
-from estimator.errors import StoreError
+from estimator.errors import StoreError, cause
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ PATIENCE_S = 30.0
 _MOMENT_S = 1.0
 # A file that is moved aside while it is written is written again; more than that is no accident.
 _MOST_ATTEMPTS = 4
+# What SQLite says of a full disk: the second of a log or its index.
+_NO_SPACE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +166,10 @@ class Database:
             )
             try:
                 self._prepare(connection)
-            except BaseException:
+            except BaseException as error:
                 connection.close()
-                # What a full disk left of a new file is none.
-                if is_new and store_files.size_of(self.path) == 0:
-                    self.path.unlink(missing_ok=True)
+                if is_new and _kind(error) in _NO_SPACE:
+                    store_files.remove(self.path)
                 raise
             file = store_files.file_at(self.path)
             return _Opened(connection, file, os.getpid(), is_fixed=False)
@@ -257,10 +259,13 @@ class Database:
                 f"{self.path} is busy (another process holds it); end that process or try again"
             ) from None
         else:
-            reason = error.strerror if isinstance(error, OSError) else error
+            reason, mend = cause(error), ""
+            if _kind(error) in _NO_SPACE:
+                free = shutil.disk_usage(self.path.absolute().parent).free
+                reason, mend = f"{reason}, {free} bytes are free there", "free space or "
             raise StoreError(
-                f"cannot use the store {self.path} ({reason}); choose another place with --store "
-                "or ESTIMATOR_HOME"
+                f"cannot use the store {self.path} ({reason}); {mend}choose another place with "
+                "--store or ESTIMATOR_HOME"
             ) from None
 
     def _move_aside(self, file: tuple[int, int] | None, reason: str) -> None:

@@ -61,8 +61,12 @@ class Dataset:
                 raise WorkloadError(
                     f"{len(rows)} rows have {values.size} {name}; give one for each"
                 )
-            if not (np.isfinite(values).all() and (values > 0).all()):
-                raise WorkloadError(f"{name} must be positive; leave out the others")
+            wrong = np.flatnonzero(~(np.isfinite(values) & (values > 0)))
+            if len(wrong):
+                raise WorkloadError(
+                    f"{name} must be positive and finite, found {values[wrong[0]]:g} in row "
+                    f"{wrong[0]}; correct it or leave the row out"
+                )
         return cls(
             rows=rows,
             log_times=np.log(times),

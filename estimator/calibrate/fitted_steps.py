@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from estimator.calibrate.calibrator import Calibrator
 from estimator.calibrate.observations import ObservationStore
 from estimator.calibrate.observed import Observation
-from estimator.engine import estimate_graph
-from estimator.errors import EstimatorError, ObservationError
+from estimator.engine import DEFAULT, estimate_graph
+from estimator.errors import EstimatorError, ObservationError, printable
 from estimator.graph.files import is_saved_graph
 from estimator.graph.op_graph import OpGraph, workload_name
 from estimator.placement.topology import Cluster
@@ -40,7 +40,8 @@ def observations_of(store: ObservationStore, model: str, precision: str) -> list
     """The observations of a MODEL of the command line; raises ObservationError.
 
     The workload of a function is named after the function, that of a saved graph in its file; a
-    precision other than fp32 makes another workload.
+    precision other than fp32 makes another workload. In Python it may have gone by any name: where
+    none fits, these are all observations of which the content is known.
     """
     name = (
         OpGraph.load(model).workload if is_saved_graph(model) else workload_name(model, precision)
@@ -49,10 +50,13 @@ def observations_of(store: ObservationStore, model: str, precision: str) -> list
     for workload in (name, name.removeprefix("hf:"), function):
         if found := store.observations(workload=workload):
             return found
-    known = ", ".join(list(store.workloads())[:5]) or "nothing"
+    if found := [one for one in store if one.fingerprint is not None]:
+        return found
+    known = ", ".join(store.workload_names()[:5])
+    has = f"has {printable(known)}; name one of these" if known else "is empty"
     raise ObservationError(
-        f"no step of '{name}' was observed in {store.path}, which has {known}; name one of these, "
-        "or observe some steps"
+        f"no step of '{name}' was observed in {store.path}, which {has}; 'estimator calibrate "
+        "observe' keeps steps"
     )
 
 
@@ -63,9 +67,19 @@ def fitted_steps(
     *,
     cluster: Cluster | None = None,
 ) -> Iterator[FittedStep]:
-    """One for each distinct step observed; those that cannot be estimated any more are left out."""
+    """One for each distinct step observed of the graph's job.
+
+    Those that cannot be estimated any more are left out. Raises ObservationError for none.
+    """
     observed: dict[tuple[str, int, int, str], list[float]] = defaultdict(list)
-    for one in observations:
+    job = DEFAULT.content(graph).fingerprint
+    of_job = [one for one in observations if one.fingerprint in (None, job)]
+    if not of_job:
+        raise ObservationError(
+            f"no step of {graph.workload} was observed that computes the same; give the sequence "
+            "length, optimizer and precision that were observed ('estimator calibrate show')"
+        )
+    for one in of_job:
         if one.outlier_reason is None:
             key = (one.allocation, one.batch_per_gpu, one.accumulation_steps, one.strategy)
             observed[key].append(one.step_time_s)

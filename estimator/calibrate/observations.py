@@ -58,6 +58,25 @@ _MIGRATIONS = (
         "CREATE TABLE state (revision INTEGER NOT NULL)",
         "INSERT INTO state VALUES (0)",
     ),
+    # A job is what it computes: of what was kept before, only the name is known.
+    (
+        "ALTER TABLE observations ADD COLUMN fingerprint TEXT",
+        "CREATE INDEX observations_of_job ON observations (fingerprint, step_time_s)",
+        """CREATE TABLE jobs (
+            name TEXT NOT NULL,
+            parameter_bytes INTEGER,
+            tensors INTEGER,
+            flops_per_sample REAL,
+            optimizer TEXT,
+            precision TEXT,
+            fingerprint TEXT NOT NULL,
+            PRIMARY KEY (name, fingerprint)
+        )""",
+        """INSERT INTO jobs SELECT
+            name, parameter_bytes, tensors, flops_per_sample, optimizer, precision, ''
+        FROM workloads""",
+        "DROP TABLE workloads",
+    ),
 )
 # Of the observations too: a file whose state was deleted is still of use.
 _REVISION = """SELECT MAX(
@@ -66,7 +85,7 @@ _REVISION = """SELECT MAX(
 )"""
 _COLUMNS = (
     "identity, at, workload, allocation, strategy, batch_per_gpu, accumulation_steps, "
-    "step_time_s, steps, spread_ratio, source"
+    "step_time_s, steps, spread_ratio, source, fingerprint"
 )
 
 
@@ -120,6 +139,7 @@ class ObservationStore:
         self,
         *,
         workload: str | None = None,
+        of_job: ObservedWorkload | None = None,
         allocation: str | None = None,
         source: str | None = None,
         since: datetime | None = None,
@@ -128,9 +148,17 @@ class ObservationStore:
         """What was observed, in the order of arrival, outliers with their `outlier_reason`.
 
         `since` is a time of observation; `added_after` a revision: what has come since it was read.
+        `of_job` is a job by its content: also what was observed of its name where the content is
+        unknown, unless what is known contradicts that.
         """
+        named = None if of_job is None else of_job.name
+        if of_job is not None and of_job.contradicts(self._known_by_name(of_job.name)):
+            named = ""
         conditions: dict[str, Any] = {
             "workload = ?": workload,
+            "(fingerprint = ? OR fingerprint IS NULL AND workload = ?)": (
+                None if of_job is None else (of_job.fingerprint, named)
+            ),
             "allocation = ?": None if allocation is None else placement_of(allocation)[0],
             "source = ?": source,
             "at >= ?": None if since is None else _time_text(since),
@@ -151,21 +179,36 @@ class ObservationStore:
         return self._number(_REVISION)
 
     def workloads(self) -> dict[str, ObservedWorkload]:
-        """Every workload observed or described, by name."""
-        query = (
-            "SELECT name, parameter_bytes, tensors, flops_per_sample, optimizer, precision "
-            "FROM workloads ORDER BY name"
-        )
-        none: list[Any] = []
-        rows = self._database.read(lambda connection: connection.execute(query).fetchall(), none)
+        """Every workload observed or described, by name; the last described of several."""
+        return {each.name: each for each in self._described("TRUE", ())}
+
+    def _known_by_name(self, name: str) -> ObservedWorkload:
+        """What is known of a job of which only the name is."""
+        found = self._described("name = ? AND fingerprint = ''", (name,))
+        return found[0] if found else ObservedWorkload(name=name)
+
+    def _described(self, condition: str, values: tuple[str, ...]) -> list[ObservedWorkload]:
         names = tuple(item.name for item in fields(ObservedWorkload))
-        found: dict[str, ObservedWorkload] = {}
+        query = f"SELECT {', '.join(names)} FROM jobs WHERE {condition} ORDER BY name, rowid"
+        none: list[Any] = []
+        rows = self._database.read(
+            lambda connection: connection.execute(query, values).fetchall(), none
+        )
+        found = []
         for row in rows:
+            known = dict(zip(names, row, strict=True))
             try:
-                found[row[0]] = ObservedWorkload(**dict(zip(names, row, strict=True)))
+                found.append(ObservedWorkload(**known | {"fingerprint": row[-1] or None}))
             except (ValueError, TypeError) as error:
                 _tell_left_out(quoted(row[0]), str(error))
         return found
+
+    def workload_names(self) -> list[str]:
+        """The names of every workload observed or described."""
+        query = "SELECT DISTINCT CAST(name AS TEXT) AS name FROM jobs ORDER BY name"
+        none: list[Any] = []
+        rows = self._database.read(lambda connection: connection.execute(query).fetchall(), none)
+        return [row[0] for row in rows]
 
     def close(self) -> None:
         """Let go of the file; the next use opens it again."""
@@ -197,7 +240,8 @@ def _insert(
     before = connection.total_changes
     connection.executemany(
         # Unknown fields keep what is known; a description that says nothing new changes nothing.
-        """INSERT INTO workloads VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET
+        """INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?)
+        ON CONFLICT (name, fingerprint) DO UPDATE SET
             parameter_bytes = COALESCE(excluded.parameter_bytes, parameter_bytes),
             tensors = COALESCE(excluded.tensors, tensors),
             flops_per_sample = COALESCE(excluded.flops_per_sample, flops_per_sample),
@@ -208,16 +252,16 @@ def _insert(
             OR COALESCE(excluded.flops_per_sample, flops_per_sample) IS NOT flops_per_sample
             OR COALESCE(excluded.optimizer, optimizer) IS NOT optimizer
             OR COALESCE(excluded.precision, precision) IS NOT precision""",
-        [astuple(one) for one in summaries],
+        [(*astuple(one)[:-1], one.fingerprint or "") for one in summaries],
     )
     connection.executemany(
-        "INSERT INTO workloads (name) VALUES (?) ON CONFLICT DO NOTHING",
-        [(name,) for name in {one.workload for one in observations}],
+        "INSERT INTO jobs (name, fingerprint) VALUES (?, ?) ON CONFLICT DO NOTHING",
+        {(one.workload, one.fingerprint or "") for one in observations},
     )
     described = connection.total_changes
     connection.executemany(
         f"INSERT INTO observations ({_COLUMNS}, ranks, nodes, most_on_node, revision) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (identity) DO NOTHING",
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (identity) DO NOTHING",
         [(*_row(one), one.ranks, one.nodes, one.most_on_node, revision) for one in observations],
     )
     added = connection.total_changes - described
@@ -240,21 +284,23 @@ def _row(one: Observation) -> tuple[Any, ...]:
         one.steps,
         None if one.spread_ratio is None else float(one.spread_ratio),
         one.source,
+        one.fingerprint,
     )
 
 
 def _select(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> list[Observation]:
     found = _rows(connection, conditions)
     reasons: dict[str, str] = {}
-    for workload in {one.workload for one in found}:
+    for kind, job in {one.job for one in found}:
+        of_job = "fingerprint = ?" if kind == "content" else "fingerprint IS NULL AND workload = ?"
         shortest_s, longest_s = connection.execute(
             "SELECT MIN(CAST(step_time_s AS REAL)), MAX(CAST(step_time_s AS REAL)) "
-            "FROM observations WHERE workload = ?",
-            (workload,),
+            f"FROM observations WHERE {of_job}",
+            (job,),
         ).fetchone()
-        # Only then can there be an outlier; the rule needs to see the whole workload.
+        # Only then can there be an outlier; the rule needs to see the whole job.
         if longest_s > OUTLIER_RATIO * shortest_s:
-            reasons |= outliers(_rows(connection, {"workload = ?": workload}))
+            reasons |= outliers(_rows(connection, {of_job: job}))
     if not reasons:
         return found
     return [replace(one, outlier_reason=reasons.get(one.identity)) for one in found]
@@ -262,9 +308,11 @@ def _select(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> li
 
 def _rows(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> list[Observation]:
     where = " AND ".join(conditions) or "TRUE"
+    values: list[Any] = []
+    for value in conditions.values():
+        values += value if isinstance(value, tuple) else (value,)
     rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM observations WHERE {where} ORDER BY number",
-        tuple(conditions.values()),
+        f"SELECT {_COLUMNS} FROM observations WHERE {where} ORDER BY number", values
     )
     return [one for one in map(_read, rows) if one is not None]
 
@@ -287,6 +335,7 @@ def _read(row: Sequence[Any]) -> Observation | None:
             steps=row[8],
             spread_ratio=row[9],
             source=row[10],
+            fingerprint=row[11],
         )
     except (ValueError, TypeError, OverflowError) as error:
         _tell_left_out(quoted(row[0]), str(error))

@@ -39,9 +39,10 @@ class Observation:
 
     `batch_per_gpu` is samples per rank and micro-batch; `step_time_s` the median over `steps` steps
     and `spread_ratio` their noise, half of the 10–90 % range over that median. `workload` is the
-    name of the graph, or whatever the jobs of a cluster are told apart by. `identity` is what makes
-    storing the same observation twice harmless. `outlier_reason` is why fits leave it out, as the
-    rule of `estimator.calibrate.outliers` finds on reading. `ranks`, `nodes` and `most_on_node`
+    name of the graph, or whatever the jobs of a cluster are told apart by; `fingerprint` is that of
+    what the job computes (`JobContent`), None where only the name is known. `identity` makes it
+    harmless to store the same twice. `outlier_reason` is why fits leave it out, as the rule of
+    `estimator.calibrate.outliers` finds on reading. `ranks`, `nodes` and `most_on_node`
     (devices used of the fullest node) follow from the allocation. Raises ObservationError,
     AllocationError, StrategyError.
     """
@@ -57,14 +58,16 @@ class Observation:
     source: str = "observed"
     at: datetime = field(default_factory=lambda: datetime.now(UTC))
     identity: str = field(default_factory=lambda: uuid4().hex)
+    fingerprint: str | None = None
     outlier_reason: str | None = field(default=None, compare=False)
     ranks: int = field(init=False)
     nodes: int = field(init=False)
     most_on_node: int = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("workload", "source", "identity"):
-            _check_text(name, getattr(self, name))
+        for name in ("workload", "source", "identity", "fingerprint"):
+            if name != "fingerprint" or self.fingerprint is not None:
+                _check_text(name, getattr(self, name))
         object.__setattr__(self, "step_time_s", _step_time_s(self.step_time_s))
         for name in ("batch_per_gpu", "accumulation_steps", "steps"):
             object.__setattr__(self, name, _count(name, getattr(self, name)))
@@ -80,6 +83,12 @@ class Observation:
         object.__setattr__(self, "most_on_node", most_on_node)
 
     @property
+    def job(self) -> tuple[str, str]:
+        """What tells its job from others: its content or, where that is unknown, its name."""
+        known = self.fingerprint
+        return ("name", self.workload) if known is None else ("content", known)
+
+    @property
     def samples_per_rank(self) -> int:
         """Samples that one rank computes in a step."""
         return self.batch_per_gpu * self.accumulation_steps
@@ -87,7 +96,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedWorkload:
-    """What is known of a workload apart from its step times; None is unknown."""
+    """What is known of a workload apart from its step times; None is unknown.
+
+    Without a `fingerprint` the name is all that tells it from others.
+    """
 
     name: str
     parameter_bytes: int | None = None
@@ -95,6 +107,7 @@ class ObservedWorkload:
     flops_per_sample: float | None = None
     optimizer: str | None = None
     precision: str | None = None
+    fingerprint: str | None = None
 
     def __post_init__(self) -> None:
         _check_text("workload", self.name)
@@ -104,7 +117,7 @@ class ObservedWorkload:
         if self.flops_per_sample is not None:
             flops = _positive("flops_per_sample", self.flops_per_sample, most=_MOST_FLOPS)
             object.__setattr__(self, "flops_per_sample", flops)
-        for name in ("optimizer", "precision"):
+        for name in ("optimizer", "precision", "fingerprint"):
             if (text := getattr(self, name)) is not None:
                 _check_text(name, text)
 
@@ -115,13 +128,22 @@ class ObservedWorkload:
             return cls(name=workload)
         if isinstance(workload, ObservedWorkload):
             return workload
+        from estimator.engine import DEFAULT
+
         return cls(
             name=workload.workload,
+            fingerprint=DEFAULT.content(workload).fingerprint,
             parameter_bytes=workload.parameter_bytes or None,
             tensors=len(workload.parameters) or None,
             optimizer=workload.optimizer,
             precision=workload.precision,
         )
+
+    def contradicts(self, other: ObservedWorkload) -> bool:
+        """Whether something that is known of both differs: they are two jobs of one name."""
+        names = ("parameter_bytes", "tensors", "optimizer", "precision")
+        both = ((getattr(self, name), getattr(other, name)) for name in names)
+        return any(one != two for one, two in both if one is not None and two is not None)
 
 
 @lru_cache(maxsize=4096)

@@ -31,13 +31,13 @@ OUTLIER_RATIO = 500.0
 def outliers(observations: Iterable[Observation]) -> dict[str, str]:
     """The identities of outliers, each with the reason.
 
-    `observations` are in the order of arrival and all that are known of each workload.
+    `observations` are in the order of arrival and all that are known of each job.
     """
-    workloads: dict[str, list[Observation]] = defaultdict(list)
+    jobs: dict[tuple[str, str], list[Observation]] = defaultdict(list)
     for observation in observations:
-        workloads[observation.workload].append(observation)
+        jobs[observation.job].append(observation)
     found: dict[str, str] = {}
-    for ours in workloads.values():
+    for ours in jobs.values():
         times_s = [one.step_time_s for one in ours]
         # Step times that all lie within the ratio contain no outlier.
         if max(times_s) / min(times_s) > OUTLIER_RATIO:

@@ -21,14 +21,16 @@ NAMED_HOSTS = "named hosts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobReview:
-    """One workload on one set of machine types.
+    """One job on one set of machine types.
 
+    Without a `fingerprint` only its name tells it from others.
     `error_ratio` is the median relative error of the performance model fitted to its step times;
     `sync_share` the mean share of synchronisation in the steps on several devices, by that model
     (None without any).
     """
 
     workload: str
+    fingerprint: str | None
     machines: str
     observations: int
     allocations: int
@@ -49,24 +51,24 @@ class Review:
 
 def review(observations: Iterable[Observation]) -> Review:
     """Fit every job on its own, without the engine, and search the residuals for drift."""
-    jobs: dict[tuple[str, str], list[Observation]] = defaultdict(list)
+    jobs: dict[tuple[tuple[str, str], str], list[Observation]] = defaultdict(list)
     outliers = []
     for one in observations:
         if one.outlier_reason is not None:
             outliers.append((one, one.outlier_reason))
         else:
-            jobs[one.workload, _machines(one.allocation)].append(one)
+            jobs[one.job, _machines(one.allocation)].append(one)
     reviews, residuals = [], []
-    for (workload, machines), seen in sorted(jobs.items()):
-        found, of_job = _reviewed(workload, machines, seen)
+    for (_, machines), seen in sorted(
+        jobs.items(), key=lambda item: (item[1][0].workload, item[0])
+    ):
+        found, of_job = _reviewed(machines, seen)
         reviews.append(found)
         residuals += of_job
     return Review(jobs=tuple(reviews), drifts=tuple(drifts(residuals)), outliers=tuple(outliers))
 
 
-def _reviewed(
-    workload: str, machines: str, seen: Sequence[Observation]
-) -> tuple[JobReview, list[Residual]]:
+def _reviewed(machines: str, seen: Sequence[Observation]) -> tuple[JobReview, list[Residual]]:
     rows = np.array(
         [
             (one.ranks, one.nodes, one.batch_per_gpu, one.accumulation_steps, one.most_on_node)
@@ -79,7 +81,8 @@ def _reviewed(
     values = np.log(times_s) - model.log_step
     several = rows[:, RANKS] > 1
     found = JobReview(
-        workload=workload,
+        workload=seen[-1].workload,
+        fingerprint=seen[0].fingerprint,
         machines=machines,
         observations=len(seen),
         allocations=len({one.allocation for one in seen}),

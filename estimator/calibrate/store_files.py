@@ -39,6 +39,12 @@ def size_of(path: Path) -> int:
     return found.st_size
 
 
+def remove(path: Path) -> None:
+    """Remove a store that was never whole, with its log and the index of that."""
+    for suffix in ("-wal", "-shm", ""):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+
+
 def log_bytes(path: Path) -> int:
     """Bytes that a writer has put into the log beside a store and not yet into the store."""
     return size_of(Path(f"{path}-wal"))

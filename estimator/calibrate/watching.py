@@ -84,10 +84,10 @@ def observe(
     ({1.0}, 15)
     """
     summary = ObservedWorkload.of(workload)
-
     observation = partial(
         Observation,
         workload=summary.name,
+        fingerprint=summary.fingerprint,
         allocation=allocation,
         batch_per_gpu=batch_per_gpu,
         accumulation_steps=accumulation_steps,

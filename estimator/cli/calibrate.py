@@ -18,8 +18,9 @@ from estimator.cli.console import (
     progress,
     remark,
 )
-from estimator.cli.numbers import Count
-from estimator.workload import OPTIMIZERS, PRECISIONS
+from estimator.optimizers import OPTIMIZERS
+from estimator.precision import PRECISIONS
+from estimator.probe.option_types import Count
 
 PROTOCOLS = ("k-shot", "online", "few-shot", "cv", "pairs", "batch", "workers", "transfer")
 # More remarks of one kind than this are only counted.

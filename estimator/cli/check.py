@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress
-from estimator.cli.numbers import Count
 from estimator.cli.options import on_option, traced, workload_options
 from estimator.cli.request import Request
 from estimator.errors import ModelError
+from estimator.probe.option_types import Count
 
 if TYPE_CHECKING:
     from estimator.estimates import Estimate

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, remark
-from estimator.cli.numbers import Amount, Batches
-from estimator.cli.options import on_option, traced, workload_options
+from estimator.cli.options import Batches, on_option, traced, workload_options
 from estimator.cli.request import Request
+from estimator.probe.option_types import Amount
 
 if TYPE_CHECKING:
     from estimator.estimates import Estimate

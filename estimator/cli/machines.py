@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from estimator.cli.console import print_json, print_tables, progress, remark
-from estimator.cli.numbers import Amount, Count
 from estimator.errors import ProfileError, UnknownMachineError
+from estimator.probe.option_types import Amount, Count
 
 if TYPE_CHECKING:
     from estimator.machines.profile import MachineProfile

@@ -18,7 +18,8 @@ def review_report(found: Review) -> RenderableType:
     table = grid("observed steps", "job", "machines", *figures, numbers=len(figures))
     for job in found.jobs:
         table.add_row(
-            job.workload,
+            job.workload
+            + (" (by name)" if job.fingerprint is None else f" #{job.fingerprint[:6]}"),
             job.machines,
             str(job.observations),
             str(job.allocations),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from estimator.coefficients import Calibration
     from estimator.estimates import Estimate
     from estimator.graph.op_graph import OpGraph
+    from estimator.loader import Loader
     from estimator.machines.given_network import GivenNetwork
     from estimator.machines.profile import DeviceKind, MachineProfile
     from estimator.placement.placement import Placement
@@ -43,10 +44,13 @@ class Request:
     strategy: str = "ddp"
     cluster: Cluster | None = None
     calibration: Calibration | None = None
+    loader: Loader | None = None
     measure: bool = False
     execution: Literal["compiled", "cuda-graphs"] | None = None
     channels_last: bool = False
     grad_scaler: bool = False
+    clip_grad_norm: bool = False
+    checkpoint: str | None = None
     network: GivenNetwork | None = None
     _machines: dict[str, MachineProfile] = field(default_factory=dict, repr=False, compare=False)
 
@@ -89,6 +93,8 @@ class Request:
             compiled={None: None, "compiled": True, "cuda-graphs": "cuda-graphs"}[self.execution],
             channels_last=self.channels_last,
             grad_scaler=self.grad_scaler,
+            clip_grad_norm=self.clip_grad_norm,
+            checkpoint=self.checkpoint,
             profile=machines[0] if machines else "local",
             name=name,
             report=report,
@@ -104,6 +110,8 @@ class Request:
             (_EXECUTION_OPTIONS, self.execution),
             ("channels-last", self.channels_last),
             ("grad-scaler", self.grad_scaler),
+            ("clip-grad-norm", self.clip_grad_norm),
+            ("checkpoint", self.checkpoint),
             ("seq-len", self.seq_len not in (None, summary.tokens_per_sample)),
         ):
             if asked:
@@ -135,6 +143,8 @@ class Request:
             ("measure", self.measure or None, bool(graph.timings)),
             ("channels-last", self.channels_last or None, graph.channels_last),
             ("grad-scaler", self.grad_scaler or None, graph.grad_scaler),
+            ("clip-grad-norm", self.clip_grad_norm or None, graph.clip_grad_norm),
+            ("checkpoint", self.checkpoint, graph.checkpoint),
             ("seq-len", self.seq_len, graph.tokens_per_sample),
         ):
             if asked is not None and asked != traced:
@@ -143,20 +153,23 @@ class Request:
                     "name the model itself"
                 )
 
-    def estimate(self, graph: OpGraph, allocation: str) -> Estimate:
-        """The estimate of a traced graph on an allocation."""
+    def estimate(
+        self, graph: OpGraph, allocation: str, batches: Sequence[int] | None = None
+    ) -> Estimate:
+        """The estimate of a traced graph on an allocation, `batches` one for each of its groups."""
         from estimator.api import estimate
 
         steps = self._accumulation(self._placed(allocation))
         return estimate(
             graph,
             allocation,
-            batch_per_gpu=self.batch,
-            global_batch=self.global_batch if self.batch is None else None,
+            batch_per_gpu=self.batch if batches is None else batches,
+            global_batch=self.global_batch if batches is None and self.batch is None else None,
             accumulation_steps=steps,
             strategy=self.strategy,
             cluster=self.cluster,
             calibration=self.calibration,
+            loader=self.loader,
             profile=self.machine(allocation),
         )
 
@@ -239,6 +252,7 @@ class Request:
             cluster=self.cluster,
             calibration=self.calibration,
             profile=self.machine(allocation),
+            loader=self.loader,
         )
         return found if found.answer is not found.even else None
 

@@ -65,9 +65,9 @@ class CalibratedSpeeds:
             return False
         seen[shape, global_batch] = step_s
         predicted = [self._predict(job, each, batch) for each, batch in seen]
-        self._fitted[job.name, shape.machine] = StepCorrections(shape.machine).fit(
-            predicted, list(seen.values()), weights=[1.0] * len(seen), others=[]
-        )
+        self._fitted[job.name, shape.machine] = StepCorrections(
+            shape.machine, DEFAULT.content(job.graph)
+        ).fit(predicted, list(seen.values()), weights=[1.0] * len(seen), others=[])
         return True
 
     def step_times_s(

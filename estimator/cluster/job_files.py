@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +13,8 @@ from estimator.cluster.experiment import drawn_run_s, job_of_run_time
 from estimator.cluster.jobs import Job
 from estimator.cluster.nodes import Nodes
 from estimator.cluster.traces import TracedJob
-from estimator.errors import WorkloadError
+from estimator.errors import WorkloadError, quoted
+from estimator.files import parse_json, read_text
 from estimator.graph.op_graph import OpGraph
 
 _NUMBERS = {
@@ -32,7 +32,7 @@ def is_job_file(path: Path) -> bool:
 def read_jobs(path: Path, graph_of: Callable[[str], OpGraph]) -> list[Job]:
     """The jobs of a file ``{"jobs": [{"name", "arrival_s", "model", "samples", "devices", …}]}``.
 
-    Other keys are those of `Job`; `model` is a MODEL text, which `graph_of` looks at once each. The
+    Other keys are those of `Job`; `model` is a MODEL text, which `graph_of` traces once each. The
     global batch is by default the model's own on every device asked for. Raises WorkloadError.
     """
     content = _read_json(path)
@@ -99,11 +99,11 @@ def job_entries(jobs: Sequence[Job], models: Mapping[str, str]) -> dict[str, Any
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkloadError(f"cannot read {path} ({error}); check the path") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise WorkloadError(f"{path} is not JSON ({error}); correct it") from None
+        return parse_json(read_text(path))
+    except OSError as error:
+        raise WorkloadError(f"cannot read {path} ({error.strerror}); check the path") from None
+    except ValueError as error:
+        raise WorkloadError(f"{path} is damaged ({error}); correct it") from None
 
 
 def _checked_entry(entry: Any, number: int, path: Path) -> str:
@@ -123,9 +123,9 @@ def _checked_entry(entry: Any, number: int, path: Path) -> str:
         kinds: tuple[type, ...] = (int,) if key in _WHOLE else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds):
             noun = "a whole number" if key in _WHOLE else "a number"
-            raise WorkloadError(f"{where}: {key} must be {noun}, found {value!r}")
+            raise WorkloadError(f"{where}: {key} must be {noun}, found {quoted(value)}")
     for key in ("name", "model"):
         if not isinstance(entry.get(key, ""), str):
-            raise WorkloadError(f"{where}: {key} must be text, found {entry[key]!r}")
+            raise WorkloadError(f"{where}: {key} must be text, found {quoted(entry[key])}")
     model: str = entry["model"]
     return model

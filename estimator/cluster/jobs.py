@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from estimator.errors import WorkloadError
+from estimator.errors import WorkloadError, quoted
 from estimator.graph.op_graph import OpGraph
+
+_POSITIVE = (
+    *("devices", "global_batch", "most_devices", "most_batch_per_gpu", "most_global_batch"),
+    *("gradient_noise_samples", "epoch_samples"),
+)
+_NUMBERS = ("arrival_s", "samples", *_POSITIVE)
+# More of anything no job has; computing with as much stays exact.
+_MOST = 1e15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,18 +40,24 @@ class Job:
     epoch_samples: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.arrival_s) and self.arrival_s >= 0):
+        for field in _NUMBERS:
+            value = getattr(self, field)
+            if value is not None and not -_MOST <= value <= _MOST:
+                raise WorkloadError(
+                    f"job '{self.name}' has {field} {quoted(value)}; give a number up to {_MOST:g}"
+                )
+        if self.arrival_s < 0:
             raise WorkloadError(
                 f"job '{self.name}' arrives at {self.arrival_s} s; give a time from 0 on"
             )
-        if not (math.isfinite(self.samples) and self.samples > 0):
+        if self.samples <= 0:
             raise WorkloadError(
                 f"job '{self.name}' trains {self.samples} samples; give a number above 0"
             )
-        for field in ("devices", "global_batch", "most_devices", "most_batch_per_gpu"):
+        for field in _POSITIVE:
             value = getattr(self, field)
-            if value is not None and value < 1:
-                raise WorkloadError(f"job '{self.name}' has {field} {value}; give at least 1")
+            if value is not None and value <= 0:
+                raise WorkloadError(f"job '{self.name}' has {field} {value}; give more than 0")
         if self.graph.batch is None:
             raise WorkloadError(
                 f"job '{self.name}' has a graph of a fixed batch, which cannot be split over other "

@@ -49,6 +49,9 @@ class Nodes:
         self.free_on = [node.devices for node in nodes]
         self.holders: list[dict[str, int]] = [{} for _ in nodes]
         self.is_down = [False] * len(nodes)
+        self._total: dict[str, int] = {}
+        for node in nodes:
+            self._total[node.machine] = self._total.get(node.machine, 0) + node.devices
         self._of = {
             machine: [index for index, node in enumerate(nodes) if node.machine == machine]
             for machine in self.machines
@@ -75,11 +78,14 @@ class Nodes:
 
     def total(self, machine: str | None = None) -> int:
         """Devices of nodes that are up."""
-        return sum(
-            node.devices
-            for node, is_down in zip(self.nodes, self.is_down, strict=True)
-            if not is_down and machine in (None, node.machine)
-        )
+        return sum(self._total.values()) if machine is None else self._total.get(machine, 0)
+
+    def set_down(self, index: int, is_down: bool) -> None:
+        """Take a node out, or back in."""
+        if self.is_down[index] != is_down:
+            node = self.nodes[index]
+            self.is_down[index] = is_down
+            self._total[node.machine] += -node.devices if is_down else node.devices
 
     def free(self, machine: str | None = None) -> int:
         """Devices that no job holds, of nodes that are up."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +14,17 @@ import numpy as np
 from estimator.cluster.jobs import Job
 from estimator.cluster.nodes import Nodes, Shape
 from estimator.cluster.speeds import Speeds
-from estimator.cluster.view import Grant, Policy, View, Waiting
-from estimator.errors import WorkloadError
+from estimator.cluster.view import CurveKey, Grant, Policy, View, Waiting
+from estimator.errors import WorkloadError, quoted
+from estimator.graph.user_code import UserCode
 
 Steps = Generator[Any, Any, None]
 Report = Callable[[str, float], None]
 _MOST_IDLE_PLANS = 1000
+# Three years: the longest stay on devices. Policies that plan in rounds plan all through it.
+_MOST_RUN_S = 1e8
+# Of nodes, in a row, without the end of a job.
+_MOST_FAILURES = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +133,8 @@ class Replay:
         self._rng = np.random.default_rng(seed)
         self._left = len(self.jobs)
         self._idle_plans = 0
-        self._known: dict[tuple[str, str, int], dict[int, float]] = {}
+        self._failed = 0
+        self._known: dict[str, dict[CurveKey, dict[int, float]]] = {}
 
     def run(self) -> list[Ran]:
         """Play until every job has ended."""
@@ -151,13 +159,21 @@ class Replay:
     def _failures(self, index: int, mtbf_s: float) -> Steps:
         while True:
             yield self._env.timeout(self._rng.exponential(mtbf_s))
+            self._count_failure(mtbf_s)
             for name in list(self.nodes.holders[index]):
                 self._stop(name, planned=False)
-            self.nodes.is_down[index] = True
+            self.nodes.set_down(index, True)
             self._wake()
             yield self._env.timeout(self.costs.repair_s)
-            self.nodes.is_down[index] = False
+            self.nodes.set_down(index, False)
             self._wake()
+
+    def _count_failure(self, mtbf_s: float) -> None:
+        self._failed += 1
+        if self._failed > _MOST_FAILURES:
+            raise WorkloadError(
+                f"nodes that fail every {mtbf_s:g} s let no job end; raise that time"
+            )
 
     def _training(self, name: str, seconds: float) -> Steps:
         try:
@@ -169,6 +185,7 @@ class Replay:
         self._forget(name)
         self.ran[name].finish_s = self._env.now
         self._left -= 1
+        self._failed = 0
         if self._report is not None:
             done = len(self.jobs) - self._left
             self._report(f"{done} of {len(self.jobs)} jobs", done / len(self.jobs))
@@ -201,18 +218,23 @@ class Replay:
         self._wake()
 
     def _plan(self) -> None:
-        grants = self.policy.plan(self._view())
+        view = self._view()
+        with UserCode("the policy failed", advice="correct it", error=WorkloadError):
+            grants = self.policy.plan(view)
         self._check(grants)
         for name in [n for n, held in self._running.items() if grants.get(n) != held.grant]:
             self._stop(name, planned=True)
         # The largest first: what is left between them has room for the small ones.
-        queue = [(name, grant) for name, grant in grants.items() if name not in self._running]
+        starting = [(name, grant) for name, grant in grants.items() if name not in self._running]
+        number = itertools.count()
+        queue = [(-grant.count, next(number), name, grant) for name, grant in starting]
+        heapq.heapify(queue)
         settled: set[str] = set()
         while queue:
-            queue.sort(key=lambda item: -item[1].count)
-            name, grant = queue.pop(0)
+            _, _, name, grant = heapq.heappop(queue)
             for moved in self._in_the_way(grant, settled):
-                queue.append((moved, self._running[moved].grant))
+                held = self._running[moved].grant
+                heapq.heappush(queue, (-held.count, next(number), moved, held))
                 self._stop(moved, planned=True)
             self._start(name, grant)
             settled.add(name)
@@ -252,12 +274,19 @@ class Replay:
 
     def _forget(self, name: str) -> None:
         """Drop a job's believed curves: it was observed, or has ended."""
-        for key in [key for key in self._known if key[0] == name]:
-            del self._known[key]
+        self._known.pop(name, None)
 
     def _check(self, grants: Mapping[str, Grant]) -> None:
+        if not isinstance(grants, Mapping):
+            raise WorkloadError(
+                f"the policy answers a {type(grants).__name__}; return the Grant of each job's name"
+            )
         given = dict.fromkeys(self.nodes.machines, 0)
         for name, grant in grants.items():
+            if not (isinstance(grant, Grant) and isinstance(grant.count, int)):
+                raise WorkloadError(
+                    f"the policy grants {quoted(grant)}; give a Grant of a whole number of devices"
+                )
             if name not in self._waiting:
                 raise WorkloadError(
                     f"the policy grants devices to '{name}', which is not waiting; "
@@ -304,6 +333,11 @@ class Replay:
         restart_s = self.costs.restart_s if self.ran[name].segments else 0.0
         batch = waiting.job.useful_samples(grant.global_batch)
         seconds = restart_s + waiting.remaining_samples * step_s / batch
+        if not seconds <= _MOST_RUN_S:
+            raise WorkloadError(
+                f"job '{name}' would train for {seconds:.3g} s on {shape}, and a replay plays at "
+                f"most {_MOST_RUN_S:g} s of one job; check its samples"
+            )
         self._running[name] = _Running(
             process=self._env.process(self._training(name, seconds)),
             given=given,

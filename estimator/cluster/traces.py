@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from estimator.errors import WorkloadError
+from estimator.errors import WorkloadError, printable
+from estimator.files import parse_json, read_text
 
 Row = Mapping[str, str]
 
@@ -36,15 +36,17 @@ def read_trace(path: Path) -> list[TracedJob]:
     are left out. Raises WorkloadError.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkloadError(f"cannot read the trace {path} ({error}); check the path") from None
-    try:
-        found = list(_philly(json.loads(text)) if path.suffix == ".json" else _csv(text))
-    except (ValueError, KeyError, TypeError) as error:
+        text = read_text(path)
+    except OSError as error:
         raise WorkloadError(
-            f"{path} is no trace that is known ({error}); give Philly's JSON or a CSV of Helios, "
-            "Alibaba PAI or Pollux"
+            f"cannot read the trace {path} ({error.strerror}); check the path"
+        ) from None
+    try:
+        found = list(_philly(parse_json(text)) if path.suffix == ".json" else _csv(text))
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, csv.Error) as error:
+        raise WorkloadError(
+            f"{path} is no trace that is known ({printable(str(error))}); give Philly's JSON or a "
+            "CSV of Helios, Alibaba PAI or Pollux"
         ) from None
     jobs = [job for job in found if job.devices >= 1 and job.run_s != 0]
     if not jobs:

@@ -10,6 +10,8 @@ from estimator.cluster.jobs import Job
 from estimator.cluster.nodes import Nodes, Shape
 from estimator.cluster.speeds import Speeds
 
+CurveKey = tuple[str, int | None, int | None]
+
 
 @dataclass(frozen=True, slots=True)
 class Grant:
@@ -43,9 +45,9 @@ class View:
     jobs: Sequence[Waiting]
     nodes: Nodes
     believed: Speeds
-    # Curves by job, machine and cluster size, and single counts by minus the count: kept between
+    # Curves of each job by machine, its size and the global batch, and counts between: kept between
     # plans until what is believed of the job changes.
-    known: dict[tuple[str, str, int], dict[int, float]] = field(default_factory=dict)
+    known: dict[str, dict[CurveKey, dict[int, float]]] = field(default_factory=dict)
 
     @property
     def machine(self) -> str:
@@ -72,25 +74,28 @@ class View:
             batch / seconds for seconds in self.believed.step_times_s(job, shapes, global_batch)
         ]
 
-    def curve(self, job: Job, machine: str | None = None) -> dict[int, float]:
+    def curve(
+        self, job: Job, machine: str | None = None, global_batch: int | None = None
+    ) -> dict[int, float]:
         """Believed throughput by count, counts rising."""
         kind = machine or self.machine
-        key = job.name, kind, self.nodes.total(kind)
-        if key not in self.known:
+        known = self.known.setdefault(job.name, {})
+        key = kind, self.nodes.total(kind), global_batch
+        if key not in known:
             counts = self.counts(job, kind)
-            rates = self.samples_per_s(job, counts, kind)
-            self.known[key] = dict(zip(counts, rates, strict=True))
-        return self.known[key]
+            rates = self.samples_per_s(job, counts, kind, global_batch)
+            known[key] = dict(zip(counts, rates, strict=True))
+        return known[key]
 
     def rate(self, job: Job, count: int, machine: str | None = None) -> float:
         """Believed throughput on any one count."""
         curve = self.curve(job, machine)
         if count in curve:
             return curve[count]
-        key = job.name, machine or self.machine, -count
-        if key not in self.known:
-            self.known[key] = {count: self.samples_per_s(job, [count], machine)[0]}
-        return self.known[key][count]
+        between = self.known[job.name].setdefault((machine or self.machine, None, None), {})
+        if count not in between:
+            between[count] = self.samples_per_s(job, [count], machine)[0]
+        return between[count]
 
 
 class Policy(Protocol):

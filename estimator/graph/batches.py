@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from estimator.errors import ModelError, quoted
-from estimator.graph.stand_ins import map_tensors
+from estimator.graph.fake_tensors import map_tensors
 
 # A mapping of lists of mappings, as detection models take, has three.
 _MOST_LEVELS = 16
@@ -124,10 +124,10 @@ def tokens_per_sample(batch: Any, samples: int | None) -> int | None:
     """The length of the first integer input of shape (samples, length)."""
     found: list[int] = []
 
-    def look(_path: str, tensor: Tensor) -> Tensor:
+    def check(_path: str, tensor: Tensor) -> Tensor:
         if tensor.dim() == 2 and tensor.shape[0] == samples and tensor.dtype == torch.int64:
             found.append(tensor.shape[1])
         return tensor
 
-    map_tensors(batch, look)
+    map_tensors(batch, check)
     return found[0] if found else None

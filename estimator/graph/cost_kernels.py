@@ -1,4 +1,4 @@
-"""Count the work of matrix products, convolutions, attention and recurrent layers.
+"""Count the work of matmuls, convolutions, attention and recurrent layers.
 
 Flops count a multiply-add as 2, as torch.utils.flop_counter does; causal attention counts only the
 keys that a query may see.
@@ -24,14 +24,14 @@ _MATRIX_POSITIONS = {
 
 
 def factors(call: OpCall) -> tuple[TensorSpec, TensorSpec]:
-    """The two tensors that a product multiplies."""
+    """The two tensors that a matmul multiplies."""
     name = ".".join(call.target.split(".")[:2]).removesuffix("_")
     first, second = _MATRIX_POSITIONS.get(name, (0, 1))
     return call.arguments[first], call.arguments[second]
 
 
 def matmul_dims(call: OpCall) -> tuple[float, ...]:
-    """(batch, m, n, k) of a product (batch, m, k) x (batch, k, n)."""
+    """(batch, m, n, k) of a matmul (batch, m, k) x (batch, k, n)."""
     left, right = factors(call)
     name = call.target.split(".")[1]
     if name == "linear":
@@ -231,7 +231,7 @@ def _attention_dims(call: OpCall) -> tuple[float, ...]:
 
 @cost_of(*_ATTENTION, family="attention", dims=_attention_dims)
 def _attention(call: OpCall) -> OpCost:
-    """Scores and their sum over values: 2 products forward; backward recomputes the scores, 5."""
+    """Scores and their sum over values: 2 matmuls forward; backward recomputes the scores, 5."""
     start, backward, _ = _ATTENTION[".".join(call.target.split(".")[:2])]
     heads, queries, keys, size, causal = _attention_dims(call)
     seen = queries * keys

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from estimator.graph.constant_propagation import Constants
 from estimator.graph.eager_rules import EagerFunctions
-from estimator.graph.known import KnownValues
 
 aten = torch.ops.aten
 
@@ -51,8 +51,8 @@ _MOST_FLASH_HEAD_DIM = 256
 class CudaFunctions(EagerFunctions):
     """Replaces the functions that run other operators on CUDA than on the CPU."""
 
-    def __init__(self, known: KnownValues) -> None:
-        super().__init__(known)
+    def __init__(self, constants: Constants) -> None:
+        super().__init__(constants)
         self._by_name: dict[str, Callable[..., Any]] = {
             "dropout": _dropout,
             "scaled_dot_product_attention": _attention,

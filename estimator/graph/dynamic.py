@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from estimator.errors import TraceError
-from estimator.graph.known import KnownValues, balanced_choice
+from estimator.graph.constant_propagation import Constants, balanced_choice
 
 aten = torch.ops.aten
 
@@ -23,45 +23,50 @@ _UNLIKE = "activations that the model compares as a whole are unlike"
 
 
 def resolve(
-    func: Any, args: Any, kwargs: Mapping[str, Any], known: KnownValues, fake_mode: Any, module: str
+    func: Any,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    constants: Constants,
+    fake_mode: Any,
+    module: str,
 ) -> Any:
     """The result of an operator that fake tensors cannot give; raises TraceError if none can."""
     if func is aten.index.Tensor:
-        return _boolean_index(func, args, known, fake_mode, module)
+        return _boolean_index(func, args, constants, fake_mode, module)
     if func is aten.masked_select.default:
-        mask = _real(args[1], func, known, module)
+        mask = _real(args[1], func, constants, module)
         with _disable_current_modes():
             shape = torch.broadcast_shapes(args[0].shape, mask.shape)
             kept = int(mask.expand(shape).sum())
         return args[0].new_empty((kept,))
-    if func is aten.equal.default and any(known.of(leaf) is None for leaf in args):
-        return _are_one(args[0], args[1], known)
+    if func is aten.equal.default and any(constants.of(leaf) is None for leaf in args):
+        return _are_one(args[0], args[1], constants)
     if func is aten._ctc_loss.Tensor:
-        return _ctc_loss(func, args, known, module)
+        return _ctc_loss(func, args, constants, module)
     if func is aten._ctc_loss_backward.Tensor:
         return torch.empty_like(args[1])
-    real_args = tree_map(lambda leaf: _real(leaf, func, known, module), args)
-    real_kwargs = tree_map(lambda leaf: _real(leaf, func, known, module), dict(kwargs))
+    real_args = tree_map(lambda leaf: _real(leaf, func, constants, module), args)
+    real_kwargs = tree_map(lambda leaf: _real(leaf, func, constants, module), dict(kwargs))
     with _disable_current_modes(), torch.no_grad():
         result = func(*real_args, **real_kwargs)
     return tree_map(
-        lambda leaf: _stand_in(leaf, fake_mode) if isinstance(leaf, Tensor) else leaf, result
+        lambda leaf: _fake(leaf, fake_mode) if isinstance(leaf, Tensor) else leaf, result
     )
 
 
-def _stand_in(real: Tensor, fake_mode: Any) -> Tensor:
+def _fake(real: Tensor, fake_mode: Any) -> Tensor:
     with fake_mode:
         return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
 
 
-def _real(leaf: Any, func: Any, known: KnownValues, module: str) -> Any:
+def _real(leaf: Any, func: Any, constants: Constants, module: str) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    value = known.read(leaf)
+    value = constants.read(leaf)
     if value is None and func in _SELECTIONS and leaf.dtype is torch.bool:
         shape = tuple(leaf.shape)
-        known.assume(leaf, lambda: _every_second(shape), _HALF)
-        value = known.read(leaf)
+        constants.assume(leaf, lambda: _every_second(shape), _HALF)
+        value = constants.read(leaf)
     if value is None:
         raise TraceError(
             f"{func} in module '{module or 'the model itself'}' needs the value of a tensor that "
@@ -75,21 +80,21 @@ def _every_second(shape: tuple[int, ...]) -> Tensor:
     return (torch.arange(math.prod(shape)) % 2 == 0).reshape(shape)
 
 
-def _boolean_index(func: Any, args: Any, known: KnownValues, fake_mode: Any, module: str) -> Any:
+def _boolean_index(func: Any, args: Any, constants: Constants, fake_mode: Any, module: str) -> Any:
     source, indices = args
     plain: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
             with _disable_current_modes():
-                places = _real(index, func, known, module).nonzero(as_tuple=True)
-            plain.extend(_stand_in(place, fake_mode) for place in places)
+                places = _real(index, func, constants, module).nonzero(as_tuple=True)
+            plain.extend(_fake(place, fake_mode) for place in places)
         else:
             plain.append(index)
     with fake_mode:
         return func(source, plain)
 
 
-def _are_one(one: Tensor, other: Tensor, known: KnownValues) -> bool:
+def _are_one(one: Tensor, other: Tensor, constants: Constants) -> bool:
     """Whether two unknown tensors are views of the same numbers; if not, they are unlike."""
     places = [
         (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -97,14 +102,14 @@ def _are_one(one: Tensor, other: Tensor, known: KnownValues) -> bool:
     ]
     same = places[0] == places[1]
     if not same:
-        known.assumptions[_UNLIKE] = None
+        constants.assumptions[_UNLIKE] = None
     return same
 
 
-def _ctc_loss(func: Any, args: Any, known: KnownValues, module: str) -> tuple[Tensor, Tensor]:
+def _ctc_loss(func: Any, args: Any, constants: Constants, module: str) -> tuple[Tensor, Tensor]:
     """The losses, and log_alpha: a blank before, between and after the labels at every step."""
     steps, samples, _ = args[0].shape
-    lengths = _real(args[3], func, known, module)
+    lengths = _real(args[3], func, constants, module)
     with _disable_current_modes():
         longest = int(lengths.max())
     losses = args[0].new_empty((samples,))
@@ -112,23 +117,23 @@ def _ctc_loss(func: Any, args: Any, known: KnownValues, module: str) -> tuple[Te
 
 
 def assume_choice(
-    func: Any, args: Any, kwargs: Mapping[str, Any], outputs: list[Tensor], known: KnownValues
+    func: Any, args: Any, kwargs: Mapping[str, Any], outputs: list[Tensor], constants: Constants
 ) -> None:
     """Take indices chosen by unknown scores to be spread evenly, unknown floats to be finite."""
     finite = _whether_finite(func, args)
     if finite is not None:
         shape = tuple(outputs[0].shape)
-        known.assume(
+        constants.assume(
             outputs[0],
             lambda: torch.full(shape, finite, dtype=torch.bool),
             "all activations are finite",
         )
     elif func in _CHECKS:
-        known.expect_check(outputs[0], _CHECKS[func])
-    elif func in _REDUCED_CHECKS and (passes := known.expected_check(args[0])) is not None:
+        constants.expect_check(outputs[0], _CHECKS[func])
+    elif func in _REDUCED_CHECKS and (passes := constants.expected_check(args[0])) is not None:
         # A check of activations: all(a >= b), or not any(a < b).
         if passes is _REDUCED_CHECKS[func]:
-            known.assume(
+            constants.assume(
                 outputs[0],
                 lambda: torch.full(tuple(outputs[0].shape), passes, dtype=torch.bool),
                 "checks that the model makes on its activations pass",
@@ -146,7 +151,7 @@ def assume_choice(
             options = scores.shape[dim]
         shape = tuple(indices.shape)
         kept = len(shape) == scores.dim() and func not in _REDUCTIONS
-        known.assume(
+        constants.assume(
             indices,
             lambda: (
                 balanced_choice(shape, dim, options)

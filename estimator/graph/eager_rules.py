@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from estimator.errors import TraceError
-from estimator.graph.known import KnownValues
+from estimator.graph.constant_propagation import Constants
 
 # Losses of object detection match boxes by scipy, on costs that depend on weights.
 _AS_ZEROS = "activations that the model hands to numpy (matching) are taken as zeros"
@@ -20,7 +20,7 @@ _AS_ZEROS = "activations that the model hands to numpy (matching) are taken as z
 class EagerFunctions(TorchFunctionMode):
     """Replaces torch functions that run other operators on fake tensors than on real ones."""
 
-    def __init__(self, known: KnownValues) -> None:
+    def __init__(self, constants: Constants) -> None:
         super().__init__()
         self._rules: dict[Any, Callable[..., Any]] = {
             torch._C._nn.one_hot: self._one_hot,
@@ -30,7 +30,7 @@ class EagerFunctions(TorchFunctionMode):
             Tensor.numpy: self._numpy,
             Tensor.__array__: self._array,
         }
-        self._known = known
+        self._known = constants
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = self._rules.get(func, func)

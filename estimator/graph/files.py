@@ -35,9 +35,10 @@ from estimator.graph.repeated import with_repeated
 from estimator.graph.step_parts import STEP_PART, StepPart
 from estimator.graph.summary import WorkloadSummary
 from estimator.machines.files import write_bytes_atomically
+from estimator.optimizers import check_optimizer
+from estimator.precision import check_precision
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree, tensor_leaves
 from estimator.units import MIB
-from estimator.workload import check_optimizer, check_precision
 
 FORMAT = "estimator-graph"
 VERSION = 1
@@ -59,10 +60,12 @@ _PLAIN_FIELDS = (
     "timed_on",
 )
 # Absent from files written before the package knew of them.
-_LATER_FIELDS: dict[str, str | bool] = {
+_LATER_FIELDS: dict[str, str | bool | None] = {
     "execution": "eager",
     "channels_last": False,
     "grad_scaler": False,
+    "clip_grad_norm": False,
+    "checkpoint": None,
 }
 _DAMAGE = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 # More of one thing than any model has: they bound what an estimate of a graph takes.
@@ -229,6 +232,8 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
         )
         for spec, other, kind, base in data["values"]
     )
+    for spec, other in {(row[0], row[1]) for row in data["values"]}:
+        _check_alike(specs[spec], specs[other])
     ops = tuple(_decode_op(row, calls, len(values)) for row in data["ops"])
     for one, two in {(op.call, op.other_call) for op in ops}:
         _check_alike(one, two)
@@ -359,8 +364,9 @@ def _timing(seconds: Any, spread: Any) -> OpTiming:
 def _check_plain_fields(graph: Mapping[str, Any]) -> None:
     for name in ("name", "target", "precision", "optimizer"):
         _text(graph[name])
-    if graph["timed_on"] is not None:
-        _text(graph["timed_on"])
+    for name in ("timed_on", "checkpoint"):
+        if graph[name] is not None:
+            _text(graph[name])
     check_optimizer(graph["optimizer"])
     check_precision(graph["precision"])
     for name in ("batch", "other_batch", "tokens_per_sample"):
@@ -381,6 +387,6 @@ def _check_plain_fields(graph: Mapping[str, Any]) -> None:
     if graph["target"] not in ("cpu", "cuda"):
         raise ValueError(f"target is {quoted(graph['target'])}")
     _one_of(Execution, graph["execution"])
-    for name in ("channels_last", "grad_scaler"):
+    for name in ("channels_last", "grad_scaler", "clip_grad_norm"):
         if type(graph[name]) is not bool:
             raise ValueError(f"'{name}' is {quoted(graph[name])}")

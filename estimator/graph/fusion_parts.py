@@ -2,7 +2,7 @@
 
 Inductor lowers layer norm, batch norm, softmax and their gradients to sums and to pointwise work
 that uses them (torch/_decomp/decompositions.py, torch/_inductor/decomposition.py); what it calls as
-a library's kernel (products, convolutions, attention, recurrent layers) or compiles by itself
+a library's kernel (matmuls, convolutions, attention, recurrent layers) or compiles by itself
 (pooling, scatters, sorts) stays whole.
 """
 

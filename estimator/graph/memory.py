@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from estimator.errors import StrategyError
-from estimator.graph.op_graph import BoundGraph, OpGraph
+from estimator.graph.op_graph import BoundGraph
+from estimator.graph.optimizer_memory import block_bytes, optimizer_memory, rounded_bytes
 from estimator.graph.structure import GraphStructure
 from estimator.graph.workspace import workspace_bytes
-from estimator.workload import OPTIMIZER_STATE_TENSORS, Strategy, check_optimizer
+from estimator.workload import Strategy
 
 Sizes = NDArray[np.int64]
 Numbers = NDArray[np.intp]
-
-# The CUDA caching allocator rounds every block up to kMinBlockSize
-# (c10/core/AllocatorConfig.h, torch 2.13).
-CUDA_BLOCK_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +48,7 @@ def peak_memory(
     optimizer: str,
     strategy: Strategy,
     ranks: int,
+    largest_bucket_bytes: int = 0,
     threads: int = 1,
     structure: GraphStructure | None = None,
 ) -> PeakMemory:
@@ -59,14 +56,14 @@ def peak_memory(
 
     Optimizer state exists from the start (any step but the first), gradients are released before
     it (`zero_grad(set_to_none=True)`, the default). DDP's buckets (ranks > 1) are as large as the
-    gradients and always held; as bucket views, gradients live in them. `threads` are those that one
+    gradients and always held; as bucket views, gradients live in them; where they are cast to be
+    reduced, a copy of one (`largest_bucket_bytes`) is held too. `threads` are those that one
     rank has on a CPU: they decide how convolutions run. `structure` is that of the graph where it
     is at hand.
     """
     if ranks < 1:
         raise StrategyError(f"a step runs on at least 1 rank, found {ranks}; use 1 or more")
     graph = bound.graph
-    on_gpu = graph.target == "cuda"
     rounding = block_bytes(graph)
     sizes = [rounded_bytes(parameter.spec.nbytes, rounding) for parameter in graph.parameters]
     trained = [
@@ -74,15 +71,17 @@ def peak_memory(
         for size, parameter in zip(sizes, graph.parameters, strict=True)
         if parameter.gradient is not None
     ]
-    in_buckets = ranks > 1 and strategy.gradient_as_bucket_view
+    in_buckets = ranks > 1 and strategy.holds_gradients_in_buckets
     known = structure or GraphStructure.of(graph)
     held = StorageSizes.of(bound, known, threads)
     gradients, activations = _levels(known, held, gradients_in_buckets=in_buckets)
     parameters_bytes = sum(sizes) + graph.frozen_parameter_bytes
     buffers_bytes = graph.buffer_bytes + held.constants_bytes
-    state_bytes = OPTIMIZER_STATE_TENSORS[check_optimizer(optimizer)] * sum(trained)
-    bucket_bytes = sum(trained) if ranks > 1 else 0
-    update_bytes = update_temporaries_bytes(trained, optimizer, foreach=on_gpu)
+    master_ratio = strategy.master_ratio(graph.precision)
+    own = optimizer_memory(graph, optimizer, master_ratio=master_ratio)
+    state_bytes, update_bytes = own.state_bytes, own.update_bytes
+    bucket_bytes = _bucket_bytes(strategy, graph.precision, sum(trained), largest_bucket_bytes)
+    bucket_bytes = bucket_bytes if ranks > 1 else 0
     in_graph = gradients + activations
     most = int(in_graph.max(initial=0))
     gradients_bytes = int(gradients.max(initial=0))
@@ -102,14 +101,13 @@ def peak_memory(
     )
 
 
-def block_bytes(graph: OpGraph) -> int:
-    """What the allocator of the graph's device rounds sizes up to."""
-    return CUDA_BLOCK_BYTES if graph.target == "cuda" else 1
-
-
-def rounded_bytes(size_bytes: int, block: int) -> int:
-    """A size in whole blocks of an allocator."""
-    return -(-size_bytes // block) * block
+def _bucket_bytes(
+    strategy: Strategy, precision: str, gradients_bytes: int, largest_bytes: int
+) -> int:
+    ratio = strategy.shard_dtypes(precision).reduced_ratio
+    if strategy.kind == "distributed-optimizer":
+        return int(gradients_bytes * ratio)
+    return gradients_bytes + (0 if ratio == 1 else int(largest_bytes * ratio))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,20 +170,3 @@ def _levels(
         return np.zeros(ops, dtype=np.int64), levels(own, copied) + sizes.workspaces
     gradients = (sizes.gradients, structure.dies[sizes.gradients])
     return levels(gradients), levels(own) + sizes.workspaces
-
-
-def update_temporaries_bytes(sizes: Sequence[int], optimizer: str, *, foreach: bool) -> int:
-    """Temporaries of torch's optimizers, torch/optim/adam.py (torch 2.13).
-
-    Adam takes the square root of the second moment into a fresh tensor: of every parameter at once
-    where it runs foreach (CUDA); one at a time in the loop (CPU), where the quotient is another
-    fresh tensor and the denominator of the previous parameter is still held.
-    """
-    if optimizer not in ("adam", "adamw") or not sizes:
-        return 0
-    if foreach:
-        return sum(sizes)
-    in_order = sizes[::-1]
-    return max(
-        previous + 2 * size for previous, size in zip([0, *in_order], in_order, strict=False)
-    )

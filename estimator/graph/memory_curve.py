@@ -9,9 +9,10 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.graph.memory import StorageSizes, peak_memory, rounded_bytes
-from estimator.graph.memory import block_bytes as block_of
+from estimator.graph.memory import StorageSizes, peak_memory
 from estimator.graph.op_graph import BoundGraph
+from estimator.graph.optimizer_memory import block_bytes as block_of
+from estimator.graph.optimizer_memory import rounded_bytes
 from estimator.graph.shard_play import Reduction, at
 from estimator.graph.step_memory import ShardedStep, play_step, step_memory
 from estimator.graph.structure import GraphStructure
@@ -92,33 +93,53 @@ def memory_curve(
     With several micro-batches it is that with the peak.
     """
     known = structure or GraphStructure.of(bound.graph)
+    asked = bound, known, optimizer, strategy, shards, buckets
     if merging and strategy.kind in ("zero2", "fsdp"):
-        return _sharded_curve(
-            bound, known, optimizer, strategy, shards, buckets, micro_batches, threads
-        )
+        return _sharded_curve(*asked, micro_batches, threads)
+    return _replica_curve(*asked, merging, threads)
+
+
+def _replica_curve(
+    bound: BoundGraph,
+    structure: GraphStructure,
+    optimizer: str,
+    strategy: Strategy,
+    shards: int,
+    buckets: Sequence[Reduction],
+    merging: bool,
+    threads: int,
+) -> MemoryCurve:
+    """Of a rank that holds whole parameters and gradients."""
     own = optimizer if not merging or strategy.kind == "ddp" else "sgd"
     ranks = 2 if merging else 1
     replica = peak_memory(
-        bound, optimizer=own, strategy=strategy, ranks=ranks, threads=threads, structure=known
+        bound,
+        optimizer=own,
+        strategy=strategy,
+        ranks=ranks,
+        largest_bucket_bytes=max((each.size_bytes for each in buckets), default=0),
+        threads=threads,
+        structure=structure,
     )
-    in_buckets = merging and strategy.gradient_as_bucket_view
+    in_buckets = merging and strategy.holds_gradients_in_buckets
     state, update = replica.optimizer_state_bytes, replica.update_bytes
-    if merging and strategy.kind == "zero1":
+    if merging and strategy.kind in ("zero1", "distributed-optimizer"):
         share = step_memory(
             bound,
             optimizer=optimizer,
             strategy=strategy,
             merging=True,
+            buckets=buckets,
             threads=threads,
-            structure=known,
+            structure=structure,
         ).peak(shards)
         state, update = share.optimizer_state_bytes, share.update_bytes
-    sizes = StorageSizes.of(bound, known, threads)
-    saved, temporary = _activation_levels(known, sizes)
-    gradients = _held(known, sizes, sizes.gradients, known.dies)
+    sizes = StorageSizes.of(bound, structure, threads)
+    saved, temporary = _activation_levels(structure, sizes)
+    gradients = _held(structure, sizes, sizes.gradients, structure.dies)
     if in_buckets:
         # Each is copied into its bucket when it is final, and released.
-        temporary = temporary + _held(known, sizes, sizes.gradients, known.ready)
+        temporary = temporary + _held(structure, sizes, sizes.gradients, structure.ready)
         gradients = np.full(len(saved), replica.gradients_bytes, dtype=np.int64)
     after = replica.gradients_bytes
     return MemoryCurve(
@@ -146,7 +167,8 @@ def _sharded_curve(
 ) -> MemoryCurve:
     """Of ZeRO-2 or FSDP: at each op the instant around it at which most is held."""
     dtypes = strategy.shard_dtypes(bound.graph.precision)
-    step = ShardedStep(bound, structure, optimizer, threads, dtypes)
+    master_ratio = strategy.master_ratio(bound.graph.precision)
+    step = ShardedStep(bound, structure, optimizer, threads, dtypes, master_ratio)
     shares = strategy.kind == "fsdp"
     own = -(-step.parameters_bytes // shards) if shares else step.parameters_bytes
     state = -(-step.state_bytes // shards)

@@ -41,7 +41,9 @@ class OpGraph:
     `parameters` stand in the order in which their gradients become ready. `batch` is the traced
     batch size (samples per device and micro-batch), None where the model has a fixed batch.
     `execution` says how its calls are issued, `channels_last` that images were laid out so,
-    `grad_scaler` that gradients are unscaled and checked before the update.
+    `grad_scaler` that gradients are unscaled and checked before the update, `clip_grad_norm` that
+    they are clipped by their norm. `checkpoint` is the form of activation checkpointing that was
+    asked for; what it computes again is among `ops`.
     `timings` holds the calls measured on the machine `timed_on` when tracing asked for it. A graph
     made from a summary has `timed_on` if whole steps were timed there.
     """
@@ -56,6 +58,8 @@ class OpGraph:
     execution: Execution = "eager"
     channels_last: bool = False
     grad_scaler: bool = False
+    clip_grad_norm: bool = False
+    checkpoint: str | None = None
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     parameters: tuple[Parameter, ...]
@@ -94,6 +98,8 @@ class OpGraph:
             () if self.execution == "eager" else (self.execution,),
             ("channels last",) if self.channels_last else (),
             ("gradient scaler",) if self.grad_scaler else (),
+            ("gradients clipped",) if self.clip_grad_norm else (),
+            (f"checkpoint {self.checkpoint}",) if self.checkpoint else (),
         )
         return ", ".join((self.precision, *(word for words in more for word in words)))
 

@@ -96,7 +96,7 @@ class _Uses:
             part.can_repeat
             and part.phase == "forward"
             and index not in apart
-            # What a product or convolution reads must be in memory anyway.
+            # What a matmul or convolution reads must be in memory anyway.
             and not split.writes(part) & (in_backward | rewritten)
             for index, part in enumerate(split.parts)
         ]

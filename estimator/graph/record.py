@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from estimator.graph.constant_propagation import Constants, flat_results
 from estimator.graph.dynamic import assume_choice, resolve
 from estimator.graph.fake_rules import FAKE_RULES
-from estimator.graph.known import KnownValues, flat_results
 from estimator.graph.ops import Phase, ValueKind
 from estimator.machines.profile import DeviceKind
 from estimator.tensors import OpCall, TensorSpec
@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
         self.target = target
         self.ops: list[RecordedOp] = []
         self.values: list[RecordedValue] = []
-        self.known = KnownValues()
+        self.constants = Constants()
         self.fake_mode = fake_mode
         self.phase: Phase = "forward"
         self.module_calls = 0
@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):
         index = len(self.values)
         self.values.append(RecordedValue(spec, "constant", None))
         self._foreign[id(tensor)] = (tensor, index)
-        self.known.hold(tensor)
+        self.constants.hold(tensor)
         return index, spec
 
     def _root(self, index: int) -> int:
@@ -217,7 +217,7 @@ class Recorder(TorchDispatchMode):
         try:
             result = FAKE_RULES.get(func, func)(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            result = resolve(func, args, kwargs, self.known, self.fake_mode, module)
+            result = resolve(func, args, kwargs, self.constants, self.fake_mode, module)
         traits = _traits_of(func)
         result, produced = self._produced(result, traits, args, kwargs)
         outputs = [self._new_value(tensor, "activation", base) for _, tensor, base, _ in produced]
@@ -248,9 +248,9 @@ class Recorder(TorchDispatchMode):
             return result
         index, spec = self._seen(source)
         result._estimator_value = _Seen(self, index, spec)
-        known = self.known.of(source)
-        if known is not None:
-            result._known_value = known
+        constants = self.constants.of(source)
+        if constants is not None:
+            result._constant = constants
         return result
 
     def _produced(
@@ -288,16 +288,16 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         if self.phase == "backward" and not self._open:
             return
-        if self.known.knows_result(func, tensors):
+        if self.constants.knows_result(func, tensors):
             outputs = [(position, tensor, source) for position, tensor, _, source in produced]
-            self.known.follow(func, args, kwargs, outputs)
+            self.constants.follow(func, args, kwargs, outputs)
             return
         for where in traits.written:
             written = _argument(where, args, kwargs)
             for tensor in written if isinstance(written, (list, tuple)) else (written,):
                 if isinstance(tensor, Tensor):
-                    self.known.spoil(tensor)
-        assume_choice(func, args, kwargs, [tensor for _, tensor, _, _ in produced], self.known)
+                    self.constants.spoil(tensor)
+        assume_choice(func, args, kwargs, [tensor for _, tensor, _, _ in produced], self.constants)
 
 
 def _with_unlike_tensors(result: Any) -> Any:

@@ -13,12 +13,15 @@ import numpy as np
 from estimator.graph.memory import (
     PeakMemory,
     StorageSizes,
-    block_bytes,
     peak_memory,
-    rounded_bytes,
-    update_temporaries_bytes,
 )
 from estimator.graph.op_graph import BoundGraph, OpGraph
+from estimator.graph.optimizer_memory import (
+    OptimizerMemory,
+    block_bytes,
+    optimizer_memory,
+    rounded_bytes,
+)
 from estimator.graph.shard_play import (
     RAN,
     RUN,
@@ -36,7 +39,7 @@ from estimator.graph.shard_play import (
 from estimator.graph.sharded_memory import Envelope, ShardedMemory, upper_lines
 from estimator.graph.shards import frozen_unit_bytes, parameter_unit
 from estimator.graph.structure import GraphStructure
-from estimator.workload import OPTIMIZER_STATE_TENSORS, ShardDtypes, Strategy, check_optimizer
+from estimator.workload import ShardDtypes, Strategy
 
 
 def step_memory(
@@ -53,25 +56,38 @@ def step_memory(
 ) -> ShardedMemory:
     """The peak memory of a rank's step, in steady state, by the number of shards.
 
-    `merging` says whether there are other ranks to merge gradients with, `buckets` are those of
-    ZeRO-2. With `gradient_sync` False a sharded step with several micro-batches reduces gradients
+    `merging` says whether there are other ranks to merge gradients with, in these `buckets`. With
+    `gradient_sync` False a sharded step with several micro-batches reduces gradients
     in the last one alone and holds them whole until then (`set_requires_gradient_sync(False)`).
     `threads` are those that one rank has on a CPU, `structure` that of the graph where it is at
     hand.
     """
     known = structure or GraphStructure.of(bound.graph)
-    replicate = partial(peak_memory, bound, strategy=strategy, threads=threads, structure=known)
+    replicate = partial(
+        peak_memory,
+        bound,
+        strategy=strategy,
+        largest_bucket_bytes=max((each.size_bytes for each in buckets), default=0),
+        threads=threads,
+        structure=known,
+    )
     # Alone a rank holds no shards, but those that are kept in another dtype.
     if (not merging and strategy.param is None) or strategy.kind == "ddp":
         return ShardedMemory.of_replica(replicate(optimizer=optimizer, ranks=2 if merging else 1))
-    if strategy.kind in ("ps", "zero1"):
+    if strategy.kind in ("ps", "zero1", "distributed-optimizer"):
         # A worker of parameter servers updates nothing, and plain SGD holds nothing.
         replica = replicate(optimizer="sgd", ranks=2)
         if strategy.kind == "ps":
             return ShardedMemory.of_replica(replica)
-        return _zero1_memory(bound.graph, replica, optimizer)
+        master_ratio = strategy.master_ratio(bound.graph.precision)
+        own = optimizer_memory(bound.graph, optimizer, master_ratio=master_ratio)
+        if strategy.kind == "distributed-optimizer":
+            # Its shares are cut through tensors, and even.
+            own = own._replace(largest_state_bytes=0, largest_together_bytes=0)
+        return _zero1_memory(replica, own)
     dtypes = strategy.shard_dtypes(bound.graph.precision)
-    step = ShardedStep(bound, known, optimizer, threads, dtypes)
+    master_ratio = strategy.master_ratio(bound.graph.precision)
+    step = ShardedStep(bound, known, optimizer, threads, dtypes, master_ratio)
     played = play_step(
         step, strategy, buckets, micro_batches=micro_batches, gradient_sync=gradient_sync
     )
@@ -89,7 +105,9 @@ def play_step(
     """What each micro-batch that may have the peak holds beside activations, ZeRO-2 or FSDP."""
     passes = _micro_batches(micro_batches, gradient_sync)
     if strategy.kind == "zero2":
-        return [play_zero2(step.graph, buckets, step.gradients, each) for each in passes]
+        ratio = strategy.shard_dtypes(step.graph.precision).reduced_ratio
+        sent = [Reduction(b.after, int(b.size_bytes * ratio), b.size_bytes) for b in buckets]
+        return [play_zero2(step.graph, sent, step.gradients, each) for each in passes]
     units, regathers = _unit_bytes(step.graph), strategy.reshard_after_forward
     return [
         play_fsdp(step.graph, units, step.gradients, each, step.dtypes, regathers=regathers)
@@ -107,22 +125,19 @@ def _micro_batches(micro_batches: int, gradient_sync: bool) -> list[MicroBatch]:
     return [before, MicroBatch("whole", reduces=True)]
 
 
-def _zero1_memory(graph: OpGraph, replica: PeakMemory, optimizer: str) -> ShardedMemory:
-    """DDP's memory with a share of the optimizer; `replica` is that of a rank without any.
+def _zero1_memory(replica: PeakMemory, own: OptimizerMemory) -> ShardedMemory:
+    """DDP's memory with a share of the optimizer; `replica` is that of a rank without any
+    and `own` what all of it holds.
 
     ZeroRedundancyOptimizer gives whole tensors to ranks, the largest first, each to the rank that
     has the least so far (torch/distributed/optim/zero_redundancy_optimizer.py, torch 2.13). Some
     rank has no less than an even share, and one has the largest tensor; of many tensors the fullest
     rank has little more than that.
     """
-    sizes = _trained_bytes(graph)
-    foreach = graph.target == "cuda"
-    tensors = OPTIMIZER_STATE_TENSORS[check_optimizer(optimizer)]
-    temporaries = update_temporaries_bytes(sizes, optimizer, foreach=foreach)
-    shares = [(0, sum(sizes)), (max(sizes, default=0), 0)]
-    states = [(tensors * fixed, tensors * sharded) for fixed, sharded in shares]
+    states = [(0, own.state_bytes), (own.largest_state_bytes, 0)]
     # A loop has the temporaries of one tensor at a time, on some rank those of the largest one.
-    updates = shares if foreach and temporaries else [(temporaries, 0)] * 2
+    single = own.single_bytes
+    updates = [(single, own.together_bytes), (single + own.largest_together_bytes, 0)]
     in_update = replica.parameters_bytes + replica.buffers_bytes + replica.inputs_bytes
     in_update += replica.gradients_bytes + replica.bucket_bytes
     lines: list[tuple[int, int]] = []
@@ -169,15 +184,16 @@ class ShardedStep:
         optimizer: str,
         threads: int,
         dtypes: ShardDtypes,
+        master_ratio: int = 1,
     ) -> None:
         graph = self.graph = bound.graph
         self.ops, self.dtypes = len(graph.ops), dtypes
         trained = [size * dtypes.stored_ratio for size in _trained_bytes(graph)]
         self.trained_bytes = sum(trained)
-        self.state_bytes = OPTIMIZER_STATE_TENSORS[check_optimizer(optimizer)] * sum(trained)
-        self.update_bytes = update_temporaries_bytes(
-            trained, optimizer, foreach=graph.target == "cuda"
+        held = optimizer_memory(
+            graph, optimizer, stored_ratio=dtypes.stored_ratio, master_ratio=master_ratio
         )
+        self.state_bytes, self.update_bytes = held.state_bytes, held.update_bytes
         block = block_bytes(graph)
         self.parameters_bytes = dtypes.stored_ratio * (
             graph.frozen_parameter_bytes

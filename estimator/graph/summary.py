@@ -18,10 +18,11 @@ from estimator.graph.ops import Op, Parameter, Phase, Value, ValueKind
 from estimator.graph.step_parts import StepLine, StepPart, fit_step_line, known_peak
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
+from estimator.optimizers import check_optimizer
+from estimator.precision import check_precision
 from estimator.tensors import ITEM_BYTES, OpCall, TensorSpec
-from estimator.workload import check_optimizer, check_precision
 
-# The backward pass computes two products for each one of the forward pass.
+# The backward pass computes two matmuls for each one of the forward pass.
 _FORWARD_RATIO = 1 / 3
 # torch.nn.TransformerEncoderLayer has 12 parameter tensors: FSDP gathers that many at a time.
 BLOCK_TENSORS = 12
@@ -273,7 +274,7 @@ def _assumptions(summary: WorkloadSummary) -> list[str]:
     ]
     if not summary.step_times:
         found.append(
-            "FLOPs are charged as matrix products, one forward and two backward for each tensor: "
+            "FLOPs are charged as matmuls, one forward and two backward for each tensor: "
             "the model's other operators come on top"
         )
     elif len({batch for batch, _ in summary.step_times}) == 1:
@@ -343,7 +344,7 @@ class _Parts:
         return self._value("activation", one, two)
 
     def _backward(self, share: float, index: int, weight: int, saved: int, gradient: int) -> None:
-        """What makes the gradient of one tensor: of a product, those of both factors."""
+        """What makes the gradient of one tensor: of a matmul, those of both factors."""
         if self.line is not None:
             self._part("backward", share, (saved, weight, gradient), index)
             return
@@ -376,7 +377,7 @@ class _Parts:
         return part.call(tuple(read), (written,))
 
     def _matmul(self, flops_per_sample: float, batch: int) -> OpCall:
-        """A product by a square matrix as large as the average tensor, as often as FLOPs ask."""
+        """A matmul by a square matrix as large as the average tensor, as often as FLOPs ask."""
         average = sum(self.summary.numels) / len(self.summary.numels)
         rows = max(round(flops_per_sample / (2 * average)), 1)
         inner = max(round(math.sqrt(flops_per_sample / (2 * rows))), 1)

@@ -1,4 +1,4 @@
-"""Look at a model once: record one training step on fake tensors, for every batch size."""
+"""Trace a model once: record one training step on fake tensors, for every batch size."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ from estimator.graph.batches import (
 from estimator.graph.cuda_functions import CUDA_ASSUMPTION, CudaFunctions
 from estimator.graph.eager_branches import quiet_fakes, unlike_tracing
 from estimator.graph.eager_rules import EagerFunctions
+from estimator.graph.fake_tensors import (
+    FakeTensors,
+    kept_as_it_was,
+    laid_out,
+    map_tensors,
+    put_fake_tensors,
+    seed_all,
+)
 from estimator.graph.join import JoinedRuns, join_runs
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import GraphInput
 from estimator.graph.record import Recorder
-from estimator.graph.stand_ins import (
-    StandIns,
-    kept_as_it_was,
-    laid_out,
-    map_tensors,
-    put_stand_ins,
-    seed_all,
-)
 from estimator.graph.training_call import Loss, TrainingCall
 from estimator.graph.user_code import UserCode
 from estimator.machines.profile import DeviceKind
-from estimator.workload import check_optimizer, check_precision
+from estimator.optimizers import check_optimizer
+from estimator.precision import check_precision
 
 _CAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AUTOCAST_DTYPES = {"bf16-amp": torch.bfloat16, "fp16-amp": torch.float16}
@@ -89,7 +90,7 @@ def trace_graph(
     call = TrainingCall.of(model, batch, loss)
     precision, unusual = _held_precision(model, precision)
     name = f"{name}, {unusual}" if unusual else name
-    look = _Look(
+    tracer = _Tracer(
         model=model,
         call=call,
         precision=precision,
@@ -100,11 +101,11 @@ def trace_graph(
     dim, batch = checked_dim(batch_dim), call.batch
     samples = _samples(batch, dim, name)
     with kept_as_it_was(model), quiet_fakes():
-        first = look.run(batch)
-        second, fixed_because = look.run_at_twice(batch, dim, samples)
+        first = tracer.run(batch)
+        second, fixed_because = tracer.run_at_twice(batch, dim, samples)
     joined = join_runs(first.recorder, None if second is None else second.recorder)
     return _graph(
-        look,
+        tracer,
         first,
         joined,
         optimizer=optimizer,
@@ -124,7 +125,7 @@ def _samples(batch: Any, dim: int, name: str) -> int | None:
 
 
 def _graph(
-    look: _Look,
+    tracer: _Tracer,
     first: _Run,
     joined: JoinedRuns,
     *,
@@ -139,32 +140,32 @@ def _graph(
     `unusual` names the type of parameters that no precision stands for.
     """
     assumptions = [
-        *look.assumptions,
-        *look.call.assumptions,
-        *first.recorder.known.assumptions,
+        *tracer.assumptions,
+        *tracer.call.assumptions,
+        *first.recorder.constants.assumptions,
     ]
     if unusual:
         assumptions.append(f"parameters are {unusual}, for which no peak of a device is known")
-    if look.channels_last and not any("convolution" in op.call.target for op in joined.ops):
+    if tracer.channels_last and not any("convolution" in op.call.target for op in joined.ops):
         assumptions.append("channels last changes nothing: the model has no convolution")
     if fixed_because is not None:
         assumptions.append(f"the batch is fixed as traced: {fixed_because}")
     return OpGraph(
-        name=look.name,
-        target=look.target,
-        precision=look.precision,
+        name=tracer.name,
+        target=tracer.target,
+        precision=tracer.precision,
         optimizer=optimizer,
         batch=samples,
         # A fixed batch keeps its size as `batch`, but has no second one to draw a line through.
         other_batch=None if samples is None or fixed_because is not None else 2 * samples,
         tokens_per_sample=tokens,
-        channels_last=look.channels_last,
+        channels_last=tracer.channels_last,
         ops=joined.ops,
         values=joined.values,
         parameters=joined.parameters(first.ready),
         frozen_parameter_bytes=first.frozen_bytes,
         buffer_bytes=first.buffer_bytes,
-        buffers=len(first.stand_ins.buffers),
+        buffers=len(first.fakes.buffers),
         inputs=first.inputs,
         module_calls=first.recorder.module_calls,
         unknown_ops=_unknown_ops(joined.ops),
@@ -205,22 +206,22 @@ def _held_precision(model: nn.Module, precision: str) -> tuple[str, str | None]:
 @dataclass(slots=True)
 class _Run:
     recorder: Recorder
-    stand_ins: StandIns
+    fakes: FakeTensors
     inputs: tuple[GraphInput, ...]
     # Name, recorded value of the gradient, index of the op after which it is final.
     ready: tuple[tuple[str, int, int | None, int | None], ...] = ()
 
     @property
     def frozen_bytes(self) -> int:
-        return sum(p.nbytes for p in self.stand_ins.parameters.values() if not p.requires_grad)
+        return sum(p.nbytes for p in self.fakes.parameters.values() if not p.requires_grad)
 
     @property
     def buffer_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.stand_ins.buffers.values())
+        return sum(buffer.nbytes for buffer in self.fakes.buffers.values())
 
 
 @dataclass(slots=True, kw_only=True)
-class _Look:
+class _Tracer:
     """How the model is run on fake tensors, the same way at both batch sizes."""
 
     model: nn.Module
@@ -239,17 +240,17 @@ class _Look:
         dtype = _CAST_DTYPES.get(self.precision)
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         recorder = Recorder(self.model, fake_mode, self.target)
-        stand_in = UserCode(
+        fake = UserCode(
             f"{self.name} or its batch cannot stand without data",
             advice="check its parameters and inputs",
             error=TraceError,
         )
-        with stand_in, kept_as_it_was(self.model), unlike_tracing(), fake_mode:
+        with fake, kept_as_it_was(self.model), unlike_tracing(), fake_mode:
             seed_all(0)
-            stand_ins = put_stand_ins(
+            fakes = put_fake_tensors(
                 self.model, dtype=dtype, device="cpu", channels_last=self.channels_last
             )
-            run = _Run(recorder, stand_ins, ())
+            run = _Run(recorder, fakes, ())
             self._place_model(run)
             fake_batch = self._place_batch(run, batch, dtype)
             gradients = _GradientOrder(run)
@@ -274,11 +275,11 @@ class _Look:
             return None, f"twice that fails ({failed})"
 
     def _place_model(self, run: _Run) -> None:
-        for parameter in run.stand_ins.parameters.values():
+        for parameter in run.fakes.parameters.values():
             run.recorder.place(parameter, "parameter")
-        for name, buffer in run.stand_ins.buffers.items():
+        for name, buffer in run.fakes.buffers.items():
             run.recorder.place(buffer, "buffer")
-            run.recorder.known.give(buffer, run.stand_ins.real_buffers[name])
+            run.recorder.constants.give(buffer, run.fakes.real_buffers[name])
 
     def _place_batch(self, run: _Run, batch: Any, dtype: torch.dtype | None) -> Any:
         inputs: list[GraphInput] = []
@@ -290,7 +291,7 @@ class _Look:
             index = run.recorder.place(fake, "input")
             # Token ids and masks decide by what they are; samples by what they happen to be.
             by_chance = _DATA_DECIDES if real.is_floating_point() else None
-            run.recorder.known.give(fake, real, by_chance)
+            run.recorder.constants.give(fake, real, by_chance)
             with unset_fake_temporarily():
                 low, high = value_range(real)
             inputs.append(GraphInput(name=path, value=index, low=low, high=high))
@@ -307,7 +308,7 @@ class _Look:
             error=TraceError,
         )
         functions = CudaFunctions if self.target == "cuda" else EagerFunctions
-        with recorder, functions(recorder.known), user_code:
+        with recorder, functions(recorder.constants), user_code:
             with self._autocast():
                 value = self.call.run(self.model, batch)
             if not isinstance(value, Tensor) or value.numel() != 1:
@@ -345,7 +346,7 @@ class _GradientOrder:
     @contextmanager
     def watching(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for name, parameter in self._run.stand_ins.parameters.items():
+            for name, parameter in self._run.fakes.parameters.items():
                 if parameter.requires_grad:
                     handle = parameter.register_post_accumulate_grad_hook(self._hook(name))
                     stack.callback(handle.remove)
@@ -364,7 +365,7 @@ class _GradientOrder:
 
     def ready(self) -> tuple[tuple[str, int, int | None, int | None], ...]:
         """Trainable parameters in order of readiness; those without a gradient come last."""
-        recorder, parameters = self._run.recorder, self._run.stand_ins.parameters
+        recorder, parameters = self._run.recorder, self._run.fakes.parameters
         found: list[tuple[str, int, int | None, int | None]] = []
         for name, (value, op) in self._done.items():
             index = recorder.index_of(parameters[name])

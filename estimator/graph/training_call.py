@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from estimator.errors import ModelError, quoted
-from estimator.graph.stand_ins import map_tensors
+from estimator.graph.fake_tensors import map_tensors
 from estimator.graph.user_code import UserCode
 
 Loss = Callable[[Any, Any], Tensor]
@@ -59,7 +59,8 @@ class TrainingCall:
             return cls(batch=batch, loss=loss, target_names=names, assumptions=assumptions)
         if isinstance(batch, (tuple, list)) and len(batch) > 1 and _has_target(model, batch, loss):
             inputs = batch[0] if len(batch) == 2 else batch[:-1]
-            parts = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+            are_several = isinstance(inputs, (tuple, list)) and _takes(model, *inputs)
+            parts = tuple(inputs) if are_several else (inputs,)
             batch = (*parts, batch[-1])
             return cls(batch=batch, loss=loss, targets=1, assumptions=assumptions)
         return cls(batch=batch, loss=loss, assumptions=assumptions)

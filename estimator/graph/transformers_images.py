@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from estimator.errors import EstimatorError, TraceError
 from estimator.graph.eager_branches import quiet_fakes
 from estimator.graph.eager_rules import EagerFunctions
+from estimator.graph.fake_tensors import kept_as_it_was, put_fake_tensors
 from estimator.graph.record import Recorder
-from estimator.graph.stand_ins import kept_as_it_was, put_stand_ins
 from estimator.graph.user_code import UserCode
 
 # Patches along each side of an image that a model takes as a list of patches (Qwen-VL's form).
@@ -95,19 +95,19 @@ def _features_per_sample(model: nn.Module, pictures: Mapping[str, Tensor], sampl
     recorder = Recorder(model, fake_mode, "cpu")
     failed = UserCode("images cannot be taken", advice="train on text", error=TraceError)
 
-    def stand_in(_path: str, real: Tensor) -> Tensor:
+    def fake(_path: str, real: Tensor) -> Tensor:
         fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
         recorder.place(fake, "input")
-        recorder.known.give(fake, real)
+        recorder.constants.give(fake, real)
         return fake
 
     with kept_as_it_was(model), quiet_fakes(), fake_mode, torch.no_grad():
-        found = put_stand_ins(model, dtype=None, device="cpu")
+        found = put_fake_tensors(model, dtype=None, device="cpu")
         for name, buffer in found.buffers.items():
             recorder.place(buffer, "buffer")
-            recorder.known.give(buffer, found.real_buffers[name])
-        given = {name: stand_in(name, value) for name, value in pictures.items()}
-        with failed, recorder, EagerFunctions(recorder.known):
+            recorder.constants.give(buffer, found.real_buffers[name])
+        given = {name: fake(name, value) for name, value in pictures.items()}
+        with failed, recorder, EagerFunctions(recorder.constants):
             output: Any = model.get_image_features(**given)  # type: ignore[operator]
             features = getattr(output, "pooler_output", output)
             width = int(model.get_input_embeddings().weight.shape[-1])  # type: ignore[operator]

@@ -67,7 +67,7 @@ HEADS = (
     "PoseEstimation",
 )
 DEFAULT_BATCH = 8
-# Above this a model that is only looked at is left without weights.
+# Above this a model that is only traced is left without weights.
 MOST_WEIGHT_BYTES = 4 << 30
 
 

@@ -1,6 +1,6 @@
 """Count the FLOPs of a step by which MFU and HFU are told.
 
-Counted are matrix products, convolutions, recurrent layers and attention, a multiply-add as 2,
+Counted are matmuls, convolutions, recurrent layers and attention, a multiply-add as 2,
 whether a kernel fuses them or not; look-ups, elementwise operators and the update are not. In
 attention every query counts with every key, also where a mask hides some: so do PaLM (Chowdhery et
 al. 2022, appendix B) and torchtitan (``12 * n_layers * n_heads * head_dim * seq_len`` a token).
@@ -23,7 +23,7 @@ _COUNTED = ("matmul", "convolution", "recurrent", "step")
 class StepFlops:
     """FLOPs of one micro-batch, forward and backward.
 
-    `model` are those that the model needs, each product once: they give the MFU (model FLOPs
+    `model` are those that the model needs, each matmul once: they give the MFU (model FLOPs
     utilization). `hardware` adds what is computed again in the backward phase, by activation
     checkpoints and inside attention kernels: they give the HFU (hardware FLOPs utilization;
     Korthikanti et al. 2022 tell the two apart so).

@@ -69,7 +69,7 @@ def _backward(call: OpCall, threads: int) -> float:
 def _is_matmul(
     image: TensorSpec, weight: TensorSpec, strides: tuple[int, ...], threads: int
 ) -> bool:
-    """Whether a 1 x 1 convolution runs as a matrix product on the tensors as they are.
+    """Whether a 1 x 1 convolution runs as a matmul on the tensors as they are.
 
     ConvParams::use_mkldnn in aten/src/ATen/native/Convolution.cpp (torch 2.13): on one thread,
     below 16 images, without stride and in float32.

@@ -137,7 +137,7 @@ class UpdateCost:
         if not all(0 <= value <= MOST for lane in self.lanes for value in lane):
             raise ValueError("UpdateCost.lanes must be numbers from 0 on")
 
-    def update_time_s(self, *, tensors: int, parameters: float, idle: float = 0.0) -> float:
+    def update_time_s(self, *, tensors: float, parameters: float, idle: float = 0.0) -> float:
         """Seconds of a step; `idle` of the `parameters` elements in `tensors` tensors are idle."""
         busy_s = self.launch_s + tensors * self.per_tensor_s + parameters * self.per_parameter_s
         return busy_s + idle * self.per_idle_parameter_s

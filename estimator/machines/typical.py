@@ -18,6 +18,7 @@ from estimator.machines.profile import (
     Provenance,
     UpdateCost,
 )
+from estimator.optimizers import RULES
 
 # What collectives get of a link's line rate. NVLink: nccl-tests on 8 A100 reach 235 of 300 GB/s
 # each way; multiprocessors send 128 bytes at a time, which leaves 20 of each link's 25 GB/s
@@ -46,14 +47,9 @@ _SLOWER_HOPS_S: dict[LinkKind, float] = {"efa": 25e-6}
 # What a byte streamed by one kernel costs, as a share of the memory's peak (BabelStream on V100 and
 # A100: 0.85 to 0.92 for arrays far larger than the caches; optimizers walk many smaller tensors).
 STREAMED_RATIO = 0.80
-# Bytes that the foreach form of torch.optim reads and writes per fp32 parameter, kernel by kernel
-# (torch/optim/adam.py, sgd.py). Adam: lerp 12, mul 8, addcmul 12, sqrt 8, div 8, add 8, addcdiv 16;
-# AdamW: one mul of 8 more. SGD: add 12; with momentum mul 8 and add 12 more.
-_FOREACH_BYTES = {"sgd": 12.0, "sgd-momentum": 32.0, "adam": 72.0, "adamw": 80.0}
-# Python's lists and scalars for each tensor of such a step, and the calls around them (`estimator
-# probe` on an EPYC server: 0.9, 3.4, 10.6 and 12.3 µs a tensor, 16 to 45 µs a step).
-_FOREACH_TENSOR_S = {"sgd": 1e-6, "sgd-momentum": 3e-6, "adam": 1e-5, "adamw": 1e-5}
-_FOREACH_LAUNCH_S = 5e-5
+# The calls around an update (`estimator probe` on an EPYC server: 16 to 45 µs a step).
+_UPDATE_LAUNCH_S = 5e-5
+_FP32_BYTES = 4
 # One standard deviation of equal GPUs' compute. On four clusters of some hundred GPUs and more, the
 # fastest and the slowest are 8 % apart on average (Sinha et al.: Not All GPUs Are Created Equal,
 # SC22): six standard deviations of so many draws.
@@ -146,15 +142,15 @@ def _updates(profile: MachineProfile) -> tuple[UpdateCost, ...]:
     rate = STREAMED_RATIO * (device.memory_bandwidth_bytes_per_s or 0.0)
     return tuple(
         UpdateCost(
-            optimizer=optimizer,
-            form="foreach",
+            optimizer=rule.measured_as,
+            form=rule.form or "foreach",
             device=kind,
-            launch_s=_FOREACH_LAUNCH_S,
-            per_tensor_s=_FOREACH_TENSOR_S[optimizer],
-            per_parameter_s=moved / rate,
+            launch_s=_UPDATE_LAUNCH_S,
+            per_tensor_s=rule.tensor_s,
+            per_parameter_s=rule.bytes_of(_FP32_BYTES) / rate,
             provenance=Provenance(
                 source="datasheet", relative_error=_UPDATE_ERROR, note="bytes over memory bandwidth"
             ),
         )
-        for optimizer, moved in _FOREACH_BYTES.items()
+        for rule in RULES.values()
     )

@@ -288,7 +288,7 @@ def hop_locality(cluster: Cluster | None) -> str:
 
 
 def hop_latency_s(profile: MachineProfile, locality: str) -> float:
-    """One-way seconds of a hop between nodes; that of any reach where this one is unknown."""
+    """One-way seconds of a hop between nodes; that of any locality where this one is unknown."""
     singles = [link for link in profile.network if link.flows == 1]
     near = [link for link in singles if link.locality == locality] or singles
     return max((achieved_latency_s(link, profile.kind) for link in near), default=0.0)

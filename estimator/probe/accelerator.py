@@ -84,7 +84,7 @@ def half_attention(torch: Any, device: Any) -> str:
 
 
 def sustained_facts(torch: Any, backend: Backend, *, seconds: float) -> dict[str, Fact]:
-    """Clocks, power and temperature read while bfloat16 products of random numbers run."""
+    """Clocks, power and temperature read while bfloat16 matmuls of random numbers run."""
     nvml = import_nvml()
     if nvml is None:
         return {}

@@ -67,7 +67,7 @@ class ClusterParts:
         return sentences
 
     def _speeds(self, slot: Slot) -> str:
-        """How long one device of each node takes for the same product."""
+        """How long one device of each node takes for the same matmul."""
         nodes = slot.workers.nodes
         task = Task(
             ranks=tuple(members[0].rank for members in nodes.values()),

@@ -80,7 +80,7 @@ def summarise(results: Sequence[Sequence[Mapping[str, Any]]], *, at: str = "") -
 
 
 def _rank_jitter_ratio(results: Sequence[Sequence[Mapping[str, Any]]]) -> float:
-    """One standard deviation of a rank's time over a window of products beside the others.
+    """One standard deviation of a rank's time over a window of matmuls beside the others.
 
     By the median distance from the median: one window that something else disturbed is no spread.
     """
@@ -149,7 +149,7 @@ def _window(backend: Any, call: Callable[[int], object], window_s: float) -> lis
 
 
 def _cases(device: Any) -> Iterator[tuple[Bound, int, Callable[[int], object]]]:
-    """(bound, bytes touched, call): products, streaming sums, optimizer steps."""
+    """(bound, bytes touched, call): matmuls, streaming sums, optimizer steps."""
     import torch
 
     left = torch.randn(_MATMUL_SIDE, _MATMUL_SIDE, device=device)

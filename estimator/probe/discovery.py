@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from estimator.errors import ProbeError, TopologyError
+from estimator.errors import ProbeError, TopologyError, cause
 from estimator.placement.topology import expand_hosts
 from estimator.probe.launch_secret import FILE_VARIABLE, VARIABLE, given_secret
 
@@ -218,7 +218,8 @@ def own_address_towards(address: str) -> str:
             return str(way.getsockname()[0])
     except OSError as error:
         raise ProbeError(
-            f"there is no way from {socket.gethostname()} to {address} ({error}); check the network"
+            f"there is no way from {socket.gethostname()} to {address} ({cause(error)}); check the "
+            "network"
         ) from None
 
 

@@ -183,7 +183,7 @@ class Findings:
 
 
 def with_best_rates(devices: Sequence[Device], points: Sequence[KernelPoint]) -> tuple[Device, ...]:
-    """The devices with the best rates seen: products and convolutions by dtype, a streaming sum.
+    """The devices with the best rates seen: matmuls and convolutions by dtype, a streaming sum.
 
     What a datasheet already says of a device stays.
     """

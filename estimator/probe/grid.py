@@ -30,7 +30,7 @@ def kernel_grid(kind: DeviceKind, *, thorough: bool = False) -> list[GridCall]:
 
 
 def _cuda_grid(dense: list[list[GridCall]], light: list[list[GridCall]]) -> list[GridCall]:
-    """The sizes that fill a GPU in every dtype that its products take; then every other small one.
+    """The sizes that fill a GPU in every dtype that its matmuls take; then every other small one.
 
     Small calls are bound by their launch, which is alike for all of them.
     """

@@ -20,7 +20,7 @@ class GridCall:
     order) get positive values, those in `counting` 0, 1, 2, …. `flops` is 0 where moving bytes is
     all there is. A gradient that needs what only its forward call can make (a library's workspace)
     `follows` that call; its last tensor is then the one that call `handed` over, by default the
-    last it returned. `math` is "tf32" where float32 products shall run on tensor cores.
+    last it returned. `math` is "tf32" where float32 matmuls shall run on tensor cores.
     """
 
     call: OpCall

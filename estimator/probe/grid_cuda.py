@@ -1,4 +1,4 @@
-"""Grid families at the sizes that fill a GPU, and the operators that only CUDA has: products."""
+"""Grid families at the sizes that fill a GPU, and the operators that only CUDA has: matmuls."""
 
 from __future__ import annotations
 
@@ -158,12 +158,12 @@ _LSTM_MODE = 2
 
 
 def large_matmuls() -> list[GridCall]:
-    """Linear layers forward and backward, and batches of products."""
+    """Linear layers forward and backward, and batches of matmuls."""
     return [*matmuls(_LINEAR), *batched_matmuls(_BATCHED)]
 
 
 def matmuls_in_tf32() -> list[GridCall]:
-    """The float32 products once more, on tensor cores."""
+    """The float32 matmuls once more, on tensor cores."""
     return [replace(call, math="tf32") for call in large_matmuls()]
 
 
@@ -223,7 +223,7 @@ def _by_cudnn(x: TensorSpec, causal: bool, flops: float) -> list[GridCall]:
 def _with_gradient(
     kind: str, forward: tuple[Any, ...], gradient: tuple[Any, ...], flops: float
 ) -> list[GridCall]:
-    """One implementation of attention; its gradient makes 5 products where forward makes 2."""
+    """One implementation of attention; its gradient makes 5 matmuls where forward makes 2."""
     name = f"_scaled_dot_product_{kind}_attention"
     return [
         grid_call(f"{name}.default", *forward, flops=flops),

@@ -1,4 +1,4 @@
-"""Grid families that multiply: matrix products, convolutions, attention, recurrent layers."""
+"""Grid families that multiply: matmuls, convolutions, attention, recurrent layers."""
 
 from __future__ import annotations
 

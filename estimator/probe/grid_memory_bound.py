@@ -158,7 +158,7 @@ def strided() -> list[GridCall]:
         inner = (length * heads * width, width, heads * width, 1)
         swapped = TensorSpec(shape, "float32", inner)
         flat = tensor(*shape)
-        # Keys enter a product as (batch, heads, width, length).
+        # Keys enter a matmul as (batch, heads, width, length).
         turned = TensorSpec(
             (batch, heads, width, length), "float32", (inner[0], width, 1, heads * width)
         )

@@ -60,12 +60,12 @@ def prepare(backend: Backend, emit: Emit, *, budget_s: float) -> None:
 
 
 def measure_canary(backend: Backend, emit: Emit, *, budget_s: float) -> None:
-    """The fixed product that tells two states of a machine apart."""
+    """The fixed matmul that tells two states of a machine apart."""
     emit({"canary_s": canary_s(backend)})
 
 
 def canary_s(backend: Backend) -> float:
-    """Median seconds of a 512 × 512 × 512 float32 matrix product."""
+    """Median seconds of a 512 × 512 × 512 float32 matmul."""
     import torch
 
     side = (_CANARY_SIDE, _CANARY_SIDE)
@@ -121,7 +121,7 @@ def measure_kernels(
 
 @contextlib.contextmanager
 def float32_matmuls(*, on_tensor_cores: bool) -> Iterator[None]:
-    """Let float32 products round to TF32 within, if asked for."""
+    """Let float32 matmuls round to TF32 within, if asked for."""
     import torch
 
     if not on_tensor_cores:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from estimator.errors import ProbeError
+from estimator.errors import ProbeError, cause
 
 VARIABLE = "ESTIMATOR_PROBE_SECRET"
 FILE_VARIABLE = "ESTIMATOR_PROBE_SECRET_FILE"
@@ -61,7 +61,7 @@ def _read_private(path: Path) -> str:
             return file.read(_MOST_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ProbeError(
-            f"the secret cannot be read from {path} ({error}); write one there, mode 0600"
+            f"the secret cannot be read from {path} ({cause(error)}); write one there, mode 0600"
         ) from None
 
 
@@ -77,7 +77,8 @@ def shared_on_this_host(port: int, attempt: str) -> Iterator[bytes]:
         descriptor = _write_locked(path, secret)
     except OSError as error:
         raise ProbeError(
-            f"no secret can be shared in {path.parent} ({error}); give all ranks one {VARIABLE}"
+            f"no secret can be shared in {path.parent} ({cause(error)}); give all ranks one "
+            f"{VARIABLE}"
         ) from None
     try:
         yield secret
@@ -134,7 +135,8 @@ def _file_of(port: int, attempt: str) -> Path:
         found = folder.lstat()
     except OSError as error:
         raise ProbeError(
-            f"no secret can be shared in {folder} ({error}); give all ranks the same {VARIABLE}"
+            f"no secret can be shared in {folder} ({cause(error)}); give all ranks the same "
+            f"{VARIABLE}"
         ) from None
     is_private = stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
     if not is_private or found.st_uid != os.geteuid():

@@ -177,7 +177,7 @@ def _flow_cases(nodes: Sequence[Sequence[Member]]) -> Iterator[tuple[tuple[int, 
 def _doubtful(
     workers: WorkerGroup, found: Mapping[tuple[str, str], Mapping[str, Any]]
 ) -> list[tuple[str, str]]:
-    """The pairs that look slow among those of the same reach."""
+    """The pairs that look slow among those of the same locality."""
     rates = {pair: _rate_bytes_per_s(message) for pair, message in found.items()}
     usual: dict[str, float] = {}
     for locality in ("rack", "cluster"):

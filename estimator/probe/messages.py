@@ -140,7 +140,7 @@ class End(_Message):
 
 
 class CanaryArguments(_Message):
-    """The fixed product needs no arguments."""
+    """The fixed matmul needs no arguments."""
 
 
 class PairsArguments(_Message):

@@ -37,7 +37,7 @@ class RankFunction:
 
 
 def time_canary(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> None:
-    """Report how long this rank's device takes for the probe's fixed product.
+    """Report how long this rank's device takes for the probe's fixed matmul.
 
     On average and not in the middle: a node whose CPU time is rationed computes at full speed most
     of the time, and not at all in between.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from estimator import errors
-from estimator.errors import EstimatorError, ProbeError
+from estimator.errors import EstimatorError, ProbeError, cause
 from estimator.machines.profile import Device
 from estimator.probe.rank_server import report, send
 
@@ -106,7 +106,8 @@ class _Run:
         except OSError as error:
             self.stop()
             raise ProbeError(
-                f"cannot start processes to measure in ({error}); check process and memory limits"
+                f"cannot start processes to measure in ({cause(error)}); check process and memory "
+                "limits"
             ) from None
         return self
 

@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from estimator.errors import StoreError
+from estimator.errors import StoreError, cause
 from estimator.graph.ops import OpTiming
 from estimator.tensors import OpCall
 
@@ -64,8 +64,8 @@ class TimingStore:
                     yield connection
         except (sqlite3.Error, OSError) as error:
             raise StoreError(
-                f"cannot use the timing store {self.path} ({error}); delete it, or choose another "
-                "place with ESTIMATOR_HOME"
+                f"cannot use the timing store {self.path} ({cause(error)}); delete it, or choose "
+                "another place with ESTIMATOR_HOME"
             ) from None
 
 

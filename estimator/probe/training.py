@@ -14,11 +14,14 @@ from typing import Any
 
 from estimator.errors import ProbeError, StrategyError, TrainingError
 from estimator.machines.profile import Device
+from estimator.optimizers import RULES, check_optimizer
+from estimator.precision import check_precision
 from estimator.probe.backend import keep_memory_resident
 from estimator.probe.ranks import run_on_devices
 from estimator.probe.sharding import shard_model
+from estimator.probe.updates import TORCH_OPTIMIZERS
 from estimator.units import MIB
-from estimator.workload import Strategy, check_optimizer, check_precision
+from estimator.workload import Strategy
 
 _AUTOCAST = {"bf16-amp": "bfloat16", "fp16-amp": "float16"}
 _CAST = {"bf16": "bfloat16", "fp16": "float16"}
@@ -32,7 +35,7 @@ class TrainingRun:
     `step_s` is the wall time of the whole timed window over its steps, `step_times_s` each step by
     itself. `faults_per_step` are page faults and `kernel_s_per_step` the CPU seconds spent in the
     operating system, mostly on them; `peak_memory_bytes` is the most that one rank held (resident
-    memory, or what torch allocated on an accelerator), `canary_s` a fixed matrix product timed just
+    memory, or what torch allocated on an accelerator), `canary_s` a fixed matmul timed just
     before. `phases_s` are seconds per step by phase, if asked for.
     """
 
@@ -221,9 +224,10 @@ class Training:
 
     def _wrap(self, strategy: Strategy) -> None:
         """Wrap the model in DDP; parameters without a gradient need find_unused_parameters."""
-        if strategy.kind not in ("ddp", "zero1"):
+        if strategy.kind not in ("ddp", "zero1") or strategy.reduce or strategy.master:
             raise StrategyError(
-                f"PyTorch has no '{strategy}' to train with; choose of ddp, zero1 and fsdp"
+                f"this command cannot train with '{strategy}'; choose of ddp, zero1 and fsdp, "
+                "without reduce= and master"
             )
         self._micro_batch()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -326,7 +330,7 @@ def _bucket_cap_mb(strategy: Strategy) -> float | None:
 
 def _moved(batch: Any, device: Any, dtype: Any) -> Any:
     """The batch on its device, floating tensors cast where the precision asks for it."""
-    from estimator.graph.stand_ins import map_tensors
+    from estimator.graph.fake_tensors import map_tensors
 
     def move(_path: str, tensor: Any) -> Any:
         return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
@@ -338,26 +342,26 @@ def _optimizer(name: str, model: Any, *, shared: bool = False) -> Any:
     """The optimizer; `shared` among the ranks as ZeRO-1 does."""
     import torch
 
+    rule = RULES[name]
+    if rule.measured_as not in TORCH_OPTIMIZERS:
+        raise TrainingError(f"this command trains with optimizers of PyTorch, found {name}")
+    form_name, known = TORCH_OPTIMIZERS[rule.measured_as]
+    form: Any = getattr(torch.optim, form_name)
     # So small a rate that no weight leaves the range in which arithmetic has its usual speed.
-    rate = 1e-5
+    options: dict[str, Any] = {**known, "lr": 1e-5}
+    if rule.form == "fused":
+        options["fused"] = True
     parameters = [p for p in model.parameters() if p.requires_grad]
-    forms: dict[str, tuple[Any, dict[str, float]]] = {
-        "sgd": (torch.optim.SGD, {}),
-        "sgd-momentum": (torch.optim.SGD, {"momentum": 0.9}),
-        "adam": (torch.optim.Adam, {}),
-        "adamw": (torch.optim.AdamW, {}),
-    }
-    form, options = forms[name]
     if not shared:
-        return form(parameters, lr=rate, **options)
+        return form(parameters, **options)
     from torch.distributed import optim as distributed_optim
 
     sharing: Any = distributed_optim
-    return sharing.ZeroRedundancyOptimizer(parameters, optimizer_class=form, lr=rate, **options)
+    return sharing.ZeroRedundancyOptimizer(parameters, optimizer_class=form, **options)
 
 
 def _time_canary() -> float:
-    """Median seconds of a fixed single-precision matrix product on this rank's cores."""
+    """Median seconds of a fixed single-precision matmul on this rank's cores."""
     import torch
 
     left, right = (torch.randn(_CANARY_SIDE, _CANARY_SIDE) for _ in range(2))

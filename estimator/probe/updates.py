@@ -18,7 +18,7 @@ _FEW_SETS = ((1, 64), (100, 64), (6, 1_000_000))
 # On a GPU a step of few parameters is all launches: as many more as models for GPUs have.
 _GPU_SETS = ((6, 1_000_000), (400, 64), (100, 400_000), (40, 4_000_000), (300, 1_000_000))
 _ZERO_SET = (6, 1_000_000)
-_OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+TORCH_OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {"lr": 1e-4}),
     "sgd": ("SGD", {"lr": 1e-4}),
     "sgd-momentum": ("SGD", {"lr": 1e-4, "momentum": 0.9}),
@@ -71,7 +71,7 @@ def measure_updates(
 def _order(kind: DeviceKind) -> Iterator[tuple[str, str]]:
     first = default_form(kind)
     for form in (first, *(name for name in _FORMS if name != first)):
-        for optimizer in _OPTIMIZERS:
+        for optimizer in TORCH_OPTIMIZERS:
             yield optimizer, form
 
 
@@ -112,7 +112,7 @@ def _step_s(
     ]
     for weight in weights:
         weight.grad = torch.full_like(weight, gradient)
-    name, options = _OPTIMIZERS[optimizer]
+    name, options = TORCH_OPTIMIZERS[optimizer]
     stepper = getattr(torch.optim, name)(weights, **options, **_FORMS[form])
     seconds: list[float] = []
     issued: list[float] = []

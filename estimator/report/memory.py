@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from estimator.advise.memory import MemoryReport
-from estimator.errors import StoreError
+from estimator.errors import StoreError, cause
 from estimator.units import GIB
 
 
@@ -50,4 +50,4 @@ def draw_memory(report: MemoryReport, path: Path) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise StoreError(f"cannot draw {path} ({error}); name a .png or .svg file") from None
+        raise StoreError(f"cannot draw {path} ({cause(error)}); name a .png or .svg file") from None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from estimator.cluster.replay import Ran
-from estimator.errors import StoreError
+from estimator.errors import StoreError, cause
 
 
 def draw_replays(replays: Mapping[str, Sequence[Ran]], path: Path) -> None:
@@ -37,7 +37,7 @@ def draw_replays(replays: Mapping[str, Sequence[Ran]], path: Path) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise StoreError(f"cannot draw {path} ({error}); name a .png or .svg file") from None
+        raise StoreError(f"cannot draw {path} ({cause(error)}); name a .png or .svg file") from None
 
 
 def held_over_time(ran: Sequence[Ran]) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from estimator.advise.sweeps import SweepRow
-from estimator.errors import StoreError
+from estimator.errors import StoreError, cause
 from estimator.estimates import Estimate
 from estimator.machines.files import write_bytes_atomically
 
@@ -70,7 +70,7 @@ def draw_scaling(rows: Sequence[SweepRow], path: Path) -> None:
     try:
         figure.savefig(drawn, format=path.suffix.removeprefix("."))
     except (OSError, ValueError) as error:
-        raise StoreError(f"cannot draw {path} ({error}); name a .png or .svg file") from None
+        raise StoreError(f"cannot draw {path} ({cause(error)}); name a .png or .svg file") from None
     write_bytes_atomically(path, drawn.getvalue())
 
 

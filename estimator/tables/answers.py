@@ -22,6 +22,7 @@ from estimator.estimates import (
     relative_error,
 )
 from estimator.graph.op_graph import OpGraph
+from estimator.loader import Loader
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns, TextReader
@@ -65,6 +66,7 @@ class Question:
     cluster: Cluster | None
     calibration: Calibration | None
     profile: MachineProfile | None
+    loader: Loader | None
     engine: Engine
     strict: bool = False
     first_row: int = 0
@@ -93,6 +95,7 @@ class Question:
             "cluster": self.cluster,
             "calibration": self.calibration,
             "profile": self.profile,
+            "loader": self.loader,
         }
         allocation = self.allocation(row)
         if whole is not None and batch is None:
@@ -134,7 +137,7 @@ class RowAnswers:
         self._accumulation_steps = check_count(
             question.accumulation_steps, "accumulation steps", most=MOST_ACCUMULATION
         )
-        self._shape = StepShape(self._strategy, self._accumulation_steps)
+        self._shape = StepShape(self._strategy, self._accumulation_steps, question.loader)
         self._node_groups = NodeGroupTable(question.cluster, question.profile)
         self._reader = TextReader()
         self._engine = question.engine
@@ -292,8 +295,10 @@ class RowAnswers:
             [placed.ranks, placed.nodes, placed.ranks_on_node.max(axis=0), sizes, has[:-1]]
         )
         distinct, first, index = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+        job = engine.content.fingerprint
         questions = [
             StepQuestion(
+                job=job,
                 workload=self._graph.workload,
                 machines="+".join(n for n, one in zip(names, machines, strict=True) if one),
                 ranks=ranks,
@@ -325,8 +330,15 @@ class RowAnswers:
     ) -> dict[str, Any]:
         parts, lane = step.parts, step.lane
         step_s = parts.total_s
+        loader = self._shape.loader
         error = relative_error(
-            parts, lane, ratios.compute, step.communication_error, step.slower_s, step_s
+            parts,
+            lane,
+            ratios.compute,
+            step.communication_error,
+            step.slower_s,
+            step_s,
+            loader.relative_error if loader else 0.0,
         )
         if calibrated_error is not None:
             error = np.where(np.isnan(calibrated_error), error, calibrated_error)

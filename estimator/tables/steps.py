@@ -17,8 +17,9 @@ from estimator.tables.links import NetworkTable
 from estimator.tables.placed import NodeGroupTable, PlacedColumns
 from estimator.tables.rank_kinds import RankKindTable
 from estimator.timeline.ability import why_not_on
+from estimator.timeline.inputs import InputCosts
 from estimator.timeline.ranks import LaneCosts, RankColumns, StepShape, largest
-from estimator.timeline.step import Breakdown, Ratios, after_s, breakdown_of
+from estimator.timeline.step import Breakdown, Ratios, after_s, breakdown_of, with_input
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import (
     DP,
@@ -65,6 +66,7 @@ class StepRows:
         self._network_table = NetworkTable(table)
         self._kinds = RankKindTable(graph, table, shape, cache)
         self._rules = rules_of(graph, shape, cache)
+        self._has_loader = shape.loader is not None
         self._network: Network | None = None
         able = [why_not_on(graph, group.profile) is None for group in table.groups]
         self.runs = np.array([*able, True])
@@ -111,17 +113,21 @@ class StepRows:
             error = np.where(several, found.relative_error, 0.0)
             slower_s = np.where(several, found.slower_s, 0.0)
         memory_bytes, memory_ratio = kinds.memory(kind_of, shards)
+        parts = breakdown_of(
+            lane,
+            kinds.update(last),
+            lane_s=lane_s,
+            ranks=ranks,
+            share=share,
+            jitter_ratio=largest(kinds.jitter_ratio, kind_of),
+            waiting_s=waiting_s,
+            ratios=ratios,
+        )
+        if self._has_loader:
+            own_s, period_s = (largest(column, kind_of) for column in kinds.input)
+            parts = with_input(parts, InputCosts(own_s, period_s))
         return StepColumns(
-            parts=breakdown_of(
-                lane,
-                kinds.update(last),
-                lane_s=lane_s,
-                ranks=ranks,
-                share=share,
-                jitter_ratio=largest(kinds.jitter_ratio, kind_of),
-                waiting_s=waiting_s,
-                ratios=ratios,
-            ),
+            parts=parts,
             lane=lane,
             communication_error=error,
             slower_s=slower_s,

@@ -19,6 +19,7 @@ from estimator.engine import DEFAULT, Engine, check_kinds
 from estimator.errors import AllocationError, EstimatorError, WorkloadError, quoted
 from estimator.estimates import FITS, Estimate
 from estimator.graph.op_graph import OpGraph
+from estimator.loader import Loader
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
@@ -64,6 +65,7 @@ class EstimateTable:
     update_s: Array
     copies_exposed_s: Array
     idle_s: Array
+    input_stall_s: Array
 
     def __repr__(self) -> str:
         model, columns = self.question.graph.name, ", ".join(self._shown())
@@ -237,15 +239,16 @@ def estimate_many(
     cluster: Cluster | str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
+    loader: Loader | str | None = None,
     engine: Engine = DEFAULT,
     strict: bool = False,
 ) -> EstimateTable:
     """Predict the step of a traced graph on many allocations, each as `estimate` would.
 
     `allocations` are texts, `Allocation`s or `AllocationColumns`; `batch_per_gpu` and
-    `global_batch` one number, or an array with one for each allocation. Rows that cannot be
-    answered are NaN, and `errors` of the table says why; with `strict` the first of them raises
-    what `estimate` raises, with its number.
+    `global_batch` one number, or an array with one for each allocation; a `loader` feeds every
+    rank. Rows that cannot be answered are NaN, and `errors` of the table says why; with `strict`
+    the first of them raises what `estimate` raises, with its number.
     """
     _check_graph(graph)
     _check_several(allocations)
@@ -260,6 +263,7 @@ def estimate_many(
         cluster=_described(cluster),
         calibration=calibration,
         profile=profile,
+        loader=_loader(loader),
         engine=engine,
         strict=strict,
     )
@@ -284,6 +288,7 @@ def estimate_chunks(
     cluster: Cluster | str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
+    loader: Loader | str | None = None,
     engine: Engine = DEFAULT,
     strict: bool = False,
 ) -> Iterator[EstimateTable]:
@@ -294,7 +299,7 @@ def estimate_chunks(
     _check_graph(graph)
     _check_several(allocations)
     check_kinds(profile=profile, calibration=calibration)
-    described, parsed = _described(cluster), Strategy.parse(strategy)
+    described, parsed, fed = _described(cluster), Strategy.parse(strategy), _loader(loader)
     answers: RowAnswers | None = None
     first = 0
     for piece in _pieces(allocations, rows):
@@ -308,6 +313,7 @@ def estimate_chunks(
             cluster=described,
             calibration=calibration,
             profile=profile,
+            loader=fed,
             engine=engine,
             strict=strict,
             first_row=first,
@@ -341,6 +347,10 @@ def _described(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | No
         return Cluster.load(cluster)
     check_kinds(cluster=cluster)
     return cluster
+
+
+def _loader(loader: Loader | str | None) -> Loader | None:
+    return None if loader is None else Loader.parse(loader)
 
 
 def _table(question: Question, answers: RowAnswers) -> EstimateTable:

@@ -9,12 +9,12 @@ from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import is_known_by_datasheet
 from estimator.placement.network import network_of
 from estimator.placement.placement import NodeKind
+from estimator.precision import peak_dtype
 from estimator.timeline.chips import assumed_of
 from estimator.timeline.plan import StepPlan
 from estimator.timeline.program import StepProgram
 from estimator.timeline.step_times import summary_assumptions
 from estimator.units import format_bytes, format_ratio, format_split
-from estimator.workload import peak_dtype
 
 _MOST_NAMED_OPS = 5
 _FLASH_CAPABILITY = 8.0
@@ -23,10 +23,10 @@ _FLASH_CAPABILITY = 8.0
 def plan_assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
     """What a step on some ranks takes for granted of its machines, network and graph."""
     found: list[str] = []
-    for number, each in enumerate(plan.classes):
+    for number, each in enumerate(plan.ranks_by_kind):
         rows = _class_assumptions(each.program, graph_too=number == 0)
         found.extend(row for row in rows if row not in found)
-    profiles = [each.program.profile for each in plan.classes]
+    profiles = [each.program.profile for each in plan.ranks_by_kind]
     if ranks > 1 and not any(profile.overlaps for profile in profiles):
         found.append("communication is assumed to overlap compute perfectly: not probed")
     group = plan.group
@@ -101,15 +101,14 @@ def _class_assumptions(program: StepProgram, *, graph_too: bool) -> list[str]:
 def _datasheet_assumptions(program: StepProgram) -> list[str]:
     machine, precision = program.profile, program.bound.graph.precision
     found = [
-        f"'{machine.name}' is known by its datasheet only: kernels by the law fitted to "
-        "published ones, "
-        "host and optimizer costs as usual on servers with GPUs; 'estimator probe' on one measures "
-        "them"
+        f"'{machine.name}' is known by its datasheet only: kernels by the performance model fitted "
+        "to published ones, host and optimizer costs as usual on servers with GPUs; "
+        "'estimator probe' on one measures them"
     ]
     if assumed := assumed_of(machine.devices[0]):
         found.append(
-            f"'{machine.name}' does not say all that the law asks of a chip: {', '.join(assumed)} "
-            "assumed"
+            f"'{machine.name}' does not say all that the kernel model asks of a chip: "
+            f"{', '.join(assumed)} assumed"
         )
     dtype = peak_dtype(precision)
     if dtype not in machine.devices[0].peak_flops_per_s:

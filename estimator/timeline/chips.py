@@ -11,7 +11,7 @@ from estimator.errors import ProfileError
 from estimator.machines.architectures import architecture_of
 from estimator.machines.profile import Device
 
-# The process for which the law quotes its headrooms.
+# The process for which the kernel model quotes its headrooms.
 _REFERENCE_NM = 12.0
 # What is taken of a device that does not say it, in base units: V100 SXM2's 80 multiprocessors, 300
 # W and 1.53 GHz, rounded (NVIDIA V100 datasheet, 2020), the middle of the shipped catalogue.
@@ -28,7 +28,7 @@ _ASSUMED_NM = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """What the law knows of a chip computing in one dtype; numbers, or arrays of one length.
+    """What `kernel_model` knows of a chip computing in one dtype; numbers, or arrays of one length.
 
     `headroom` is power per peak flop and clock, pJ/(flop·GHz): low where a power limit makes a
     chip lower its clock under load.
@@ -45,7 +45,7 @@ class Chip:
 
 
 def chip_of(device: Device, dtype: str) -> Chip:
-    """A device as the law sees it in a dtype of torch ("tfloat32" for fp32 on tensor cores).
+    """A device as `kernel_model` sees it in a dtype of torch ("tfloat32" for fp32 on tensor cores).
 
     What `assumed_of` lists is taken where the device does not say it. Raises ProfileError where its
     memory bandwidth is not known.

@@ -343,6 +343,6 @@ def _reference(
 
 
 def network_latency_s(profile: MachineProfile) -> float:
-    """One-way seconds between neighbouring nodes: the nearest reach measured; 0 if unknown."""
+    """One-way seconds between neighbouring nodes: the nearest locality measured; 0 if unknown."""
     singles = [link for link in profile.network if link.flows == 1]
     return min((achieved_latency_s(link, profile.kind) for link in singles), default=0.0)

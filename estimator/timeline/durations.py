@@ -51,7 +51,7 @@ class Durations:
     """Seconds per op of a graph, and where each came from.
 
     `host_s` is issuing work, `device_s` the kernel; on CPUs both run on the same cores. `sources`
-    are "measured" (this exact call was timed), "fitted", "datasheet" (by the kernel law),
+    are "measured" (this exact call was timed), "fitted", "datasheet" (by the kernel model),
     "assumed" (no formula: charged as a copy of its bytes) or "view". `in_grid` marks calls whose
     exact shape is in the probe's grid. `shared_error` is one standard deviation of what all kernels
     of a step are off together, by a chip that is not quite its datasheet.
@@ -120,7 +120,7 @@ def structure_of(graph: OpGraph, cache: Cache) -> GraphStructure:
 def kernel_fits(
     profile: MachineProfile, precision: str = "fp32", *, cache: Cache
 ) -> KernelFits | Roofline:
-    """The fits of a profile; they depend on the `precision` of the graph: fp32 or tf32 products."""
+    """The fits of a profile; they depend on the `precision` of the graph: fp32 or tf32 matmuls."""
 
     def made() -> KernelFits | Roofline:
         if is_known_by_datasheet(profile):

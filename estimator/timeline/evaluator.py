@@ -2,8 +2,8 @@
 
 Without contention a task ends at max(what it waits for, its lane is free) + its cost. Where compute
 and collectives slow each other, all lanes advance together from one end to the next, at the rates
-of the contention law. A queue of collectives for which no compute waits is given in closed form by
-`bucket_queue`. Source of the law: `tasks` and `Overlap`; `simulation` plays the same by events.
+of the overlap model. A queue of collectives for which no compute waits is given in closed form by
+`bucket_queue`. Source of the model: `tasks` and `Overlap`; `simulation` plays the same by events.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _recurrence(tasks: Sequence[Task]) -> Any:
 
 
 def _last(ends: Any) -> Any:
-    """The latest of the classes of ranks."""
+    """The latest of the kinds of ranks."""
     return ends.max(axis=0) if isinstance(ends, np.ndarray) and ends.ndim else ends
 
 
@@ -81,9 +81,9 @@ class _Lanes:
         rows += [np.shape(each) for each in overlap]
         self.is_column = len(shape) == 2 or any(row not in ((), (1,)) for row in rows)
         count = max([int(np.prod(row)) for row in rows] + [shape[1] if len(shape) == 2 else 1])
-        self._classes = shape[0] if shape else 1
+        self._kinds = shape[0] if shape else 1
         names = list(dict.fromkeys(task.lane for task in tasks if task.lane != COMPUTE))
-        self._lane_names = [COMPUTE] * self._classes + names
+        self._lane_names = [COMPUTE] * self._kinds + names
         on = [[n for n, t in enumerate(tasks) if t.lane == lane] for lane in self._lane_names]
         most = max(map(len, on))
         # The task behind the last one of a lane is never ready.
@@ -93,10 +93,10 @@ class _Lanes:
             self._tasks[lane, : len(numbers)] = numbers
             for place, number in enumerate(numbers):
                 cost = np.asarray(tasks[number].cost_s)
-                one = lane < self._classes and cost.ndim and len(shape) > 0
+                one = lane < self._kinds and cost.ndim and len(shape) > 0
                 self._costs[lane, place] = cost[lane] if one else cost
         self._waits = self._dependencies(tasks)
-        self._ended = np.zeros((len(tasks) + 1, self._classes, count), dtype=np.bool_)
+        self._ended = np.zeros((len(tasks) + 1, self._kinds, count), dtype=np.bool_)
         self._ended[-1] = True
         self._place = np.zeros((len(on), count), dtype=np.intp)
         self._left = self._costs[:, 0].copy()
@@ -116,17 +116,17 @@ class _Lanes:
 
     def advance(self) -> bool:
         """Go on to the next end of each row; False once nothing is left to do."""
-        classes = self._classes
+        kinds = self._kinds
         task = self._tasks[self._lane, self._place]
         unfinished = task < len(self._ended) - 1
         if not unfinished.any():
             return False
         active = unfinished & self._ready(task)
-        computing, sending = active[:classes].any(axis=0), active[classes:].any(axis=0)
+        computing, sending = active[:kinds].any(axis=0), active[kinds:].any(axis=0)
         both = computing & sending
         rate = np.ones(self._left.shape)
-        rate[:classes] = np.where(both, self._compute_rate, 1.0)
-        rate[classes:] = np.where(both, self._network_rate, 1.0)
+        rate[:kinds] = np.where(both, self._compute_rate, 1.0)
+        rate[kinds:] = np.where(both, self._network_rate, 1.0)
         with np.errstate(divide="ignore", invalid="ignore"):
             wait = np.where(self._left > 0, self._left / rate, 0.0)
         wait = np.where(active, wait, np.inf)
@@ -141,20 +141,20 @@ class _Lanes:
     def _ready(self, task: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Whether all that the task of each lane waits for has ended, for its class or for all."""
         waits = self._waits[task]
-        classes, lanes = self._classes, len(self._lane_names)
+        kinds, lanes = self._kinds, len(self._lane_names)
         row = self._row[..., None]
-        own = self._ended[waits[:classes], np.arange(classes)[:, None, None], row].all(axis=-1)
-        if lanes == classes:
+        own = self._ended[waits[:kinds], np.arange(kinds)[:, None, None], row].all(axis=-1)
+        if lanes == kinds:
             return np.asarray(own)
         whole: NDArray[np.bool_] = np.asarray(self._ended.all(axis=1))
-        return np.concatenate([own, whole[waits[classes:], row].all(axis=-1)])
+        return np.concatenate([own, whole[waits[kinds:], row].all(axis=-1)])
 
     def _finish(self, task: NDArray[np.intp], ends: NDArray[np.bool_]) -> None:
         lane, row = np.nonzero(ends)
-        of_class = lane < self._classes
-        self._ended[task[lane, row][of_class], lane[of_class], row[of_class]] = True
-        for each in range(self._classes):
-            shared = ~of_class
+        of_kind = lane < self._kinds
+        self._ended[task[lane, row][of_kind], lane[of_kind], row[of_kind]] = True
+        for each in range(self._kinds):
+            shared = ~of_kind
             self._ended[task[lane, row][shared], each, row[shared]] = True
         self._place[lane, row] += 1
         self._left[lane, row] = self._costs[lane, self._place[lane, row], row]

@@ -50,7 +50,7 @@ _UNJUDGED_ERROR = 0.5
 _OTHER_DTYPE_ERROR_RATIO = 2.0
 
 
-# Products of float32 on tensor cores: not a dtype of tensors but of what multiplies them.
+# Matmuls of float32 on tensor cores: not a dtype of tensors but of what multiplies them.
 _TF32 = "tfloat32"
 _HALVES = ("bfloat16", "float16")
 # What a graph for GPUs runs in half precision if it is traced where there is none to ask.
@@ -247,7 +247,7 @@ class ProbedKernels:
 class KernelFits:
     """Every family of a profile; predicts any call whose cost is known.
 
-    Under `precision` tf32, float32 products are those that the probe timed on tensor cores.
+    Under `precision` tf32, float32 matmuls are those that the probe timed on tensor cores.
     `probed` are the kernels of the profile where they are at hand.
     """
 
@@ -260,7 +260,7 @@ class KernelFits:
     ) -> None:
         self._probed = probed or ProbedKernels(profile)
         self.threads = self._probed.threads
-        self._stand_ins = _attention_here(profile.devices[0])
+        self._implementations = _attention_here(profile.devices[0])
         self.cache_bytes = 0.0
         self.shared_error = 0.0
         is_tf32 = precision == "tf32"
@@ -307,8 +307,8 @@ class KernelFits:
         """The features of what runs here in place of what was traced."""
         if features.dtype == "float32" and features.family in self._tf32_families:
             return replace(features, dtype=_TF32)
-        if features.dtype in _HALVES and features.target in self._stand_ins:
-            return replace(features, target=self._stand_ins[features.target])
+        if features.dtype in _HALVES and features.target in self._implementations:
+            return replace(features, target=self._implementations[features.target])
         return features
 
     def _fit_of(self, family: str, dtype: str) -> tuple[FamilyFit | None, float]:

@@ -1,6 +1,6 @@
 """Say how long a GPU's kernels take, from their sizes and the chip's datasheet.
 
-Matrix products run as tiles on multiprocessors: whole waves of tiles, each tile paying for its own
+Matmuls run as tiles on multiprocessors: whole waves of tiles, each tile paying for its own
 edges, with the tile size and the number of pieces of the inner sum that finish first; everything
 else streams its bytes at a share of the memory's rate. A chip whose power limit does not feed its
 units at full clock runs them slower. The shares are learnt from measured operators
@@ -49,7 +49,7 @@ _POWER_SHARPNESS = 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulModel:
-    """Matrix products: shares of the peak by kind of unit, and what tiles cost beyond their work.
+    """Matmuls: shares of the peak by kind of unit, and what tiles cost beyond their work.
 
     A tile of r × c reaches the share (1 + half_tile · (r + c) / (r · c))⁻¹ of `*_ratio` of the
     peak, as if its inner sum were `*_extra_inner` longer. `*_headroom` is where power begins to
@@ -75,7 +75,7 @@ class MatmulModel:
 
     @property
     def sustained(self) -> MatmulModel:
-        """The law of chips that have been training for minutes."""
+        """The model of chips that have been training for minutes."""
         return replace(self, tensor_headroom=self.sustained_tensor_headroom)
 
 
@@ -85,7 +85,7 @@ def sustained_ratio(model: MatmulModel, chip: Chip) -> Array:
     >>> from estimator.machines.catalogue import load_profile
     >>> from estimator.timeline.chips import chip_of
     >>> chip = chip_of(load_profile("t4").devices[0], "float16")  # 70 W
-    >>> bool(sustained_ratio(load_law().products.sustained, chip) < 0.6)
+    >>> bool(sustained_ratio(load_kernel_model().matmuls.sustained, chip) < 0.6)
     True
     """
     needed = np.where(chip.is_tensor, model.tensor_headroom, model.vector_headroom)
@@ -105,9 +105,9 @@ def matmul_seconds(
     moved_bytes: ArrayLike,
     cached: float = 1.0,
 ) -> Array:
-    """Seconds of products (batch, rows, inner) × (batch, inner, columns), without the start.
+    """Seconds of matmuls (batch, rows, inner) × (batch, inner, columns), without the start.
 
-    Sizes and `moved_bytes` (what the product must read and write) are numbers or arrays of one
+    Sizes and `moved_bytes` (what the matmul must read and write) are numbers or arrays of one
     length. `cached` multiplies the memory's rate where the factors are in the last-level cache.
     """
     count, m, n, k, moved = (
@@ -155,7 +155,7 @@ def memory_class(device: Device) -> str:
 class MemoryBoundModel:
     """Kernels that move bytes: shares of the memory's peak rate.
 
-    `memory_ratios` are what a plain stream reaches, by architecture, else by class of memory, else
+    `memory_ratios` are what a plain kernel reaches, by architecture, else by class of memory, else
     "other": stacked memory ("HBM") reaches more than cards' ("GDDR"). `shares` are what kernels
     reach of that, by "operator.phase", "family.phase" or "family", the first that is known: a
     number, or (row length, share) points that are interpolated over the logarithm.
@@ -167,7 +167,7 @@ class MemoryBoundModel:
     start_s: float
 
     def memory_ratio(self, device: Device) -> float:
-        """The share of the memory's peak rate that a plain stream reaches on a device."""
+        """The share of the memory's peak rate that a plain kernel reaches on a device."""
         keys = (str(device.details.get("architecture")), memory_class(device), "other")
         return next(self.memory_ratios[key] for key in keys if key in self.memory_ratios)
 
@@ -203,7 +203,7 @@ class ConvolutionModel:
 
     `times` are the two factors by "kind.phase", or by "kind.phase.layout" for a layout of its own:
     libraries copy images into the layout that their kernels want, and sums over all positions
-    (gradients of filters) go through memory, so bytes cost more than a stream's.
+    (gradients of filters) go through memory, so bytes cost more than those of a plain kernel.
     """
 
     times: Mapping[str, tuple[float, float]]
@@ -275,7 +275,7 @@ def attention_seconds(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelModel:
-    """The law's learnt numbers, and how far each family's calls are off on chips not learnt from.
+    """The fitted coefficients, and how far each family's calls are off on chips not fitted to.
 
     `errors` are medians of |predicted − measured| / measured by family, "other" for the rest;
     "model" is one standard deviation of what the kernels of a whole step are off together.
@@ -289,7 +289,7 @@ class KernelModel:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> KernelModel:
-        """The law of a fitted file (`data/fits/kernels.json`)."""
+        """The coefficients of a fitted file (`data/fits/kernels.json`)."""
         memory_bound = plain["memory_bound"]
         shares = {
             key: value if isinstance(value, float | int) else tuple(map(tuple, value))
@@ -310,15 +310,15 @@ _chosen: list[Path] = []
 
 
 def choose_kernel_model(path: Path) -> None:
-    """Let everything estimated from now on take this law instead of the one that ships.
+    """Let everything estimated from now on take this model instead of the one that ships.
 
-    For judging a law on what it was not fitted to, before anything else is estimated.
+    For judging a model on what it was not fitted to, before anything else is estimated.
     """
     _chosen[:] = [path]
 
 
 def load_kernel_model(path: Path | None = None) -> KernelModel:
-    """A fitted law, by default the chosen one, else the one that ships; read once."""
+    """A fitted kernel model, by default the chosen one, else the one that ships; read once."""
     chosen = _chosen[0] if _chosen else shipped_data("fits") / "kernels.json"
     return _read_kernel_model(path or chosen)
 

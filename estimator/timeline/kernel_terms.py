@@ -52,7 +52,7 @@ def _filled_ratios(features: Features, kind: str) -> tuple[float, float]:
     if kind.startswith("depthwise"):
         ratio = _filled(groups) / groups
         return ratio, ratio
-    if groups > 1 or kind == "product":
+    if groups > 1 or kind == "matmul":
         return 1.0, 1.0
     # The first layer reads its few channels as they are.
     filled_in = channels_in if kind.startswith("first layer") else _filled(channels_in)
@@ -80,7 +80,7 @@ def coordinates(features: Features) -> tuple[float, ...]:
 def variant(call: OpCall, features: Features, threads: int) -> str:
     """Which algorithm a call runs, as far as its shape tells; other variants count as far away.
 
-    Convolutions on CPU: torch runs a 1×1 kernel as one product per image where one thread and a
+    Convolutions on CPU: torch runs a 1×1 kernel as one matmul per image where one thread and a
     batch under 16 are all there is (aten/src/ATen/native/Convolution.cpp, `use_mkldnn`); else
     oneDNN, which tells groups, first layers, strides and filters too wide for its depthwise
     gradient apart, and copies no image whose channels lie innermost into blocks.
@@ -101,7 +101,7 @@ def _convolution_variant(call: OpCall, features: Features, threads: int) -> str:
     kind = _convolution_kind(call, features, threads)
     image = call.arguments[1 if "backward" in call.target else 0]
     channels_last = image.strides is not None and image.strides[1] == 1
-    return f"{kind}, channels last" if channels_last and kind != "product" else kind
+    return f"{kind}, channels last" if channels_last and kind != "matmul" else kind
 
 
 def _convolution_kind(call: OpCall, features: Features, threads: int) -> str:
@@ -120,5 +120,5 @@ def _convolution_kind(call: OpCall, features: Features, threads: int) -> str:
     if kernel > 1:
         return "dense"
     if not strided and images < 16 and threads == 1 and call.dtype == "float32":
-        return "product"
+        return "matmul"
     return f"pointwise{strided}"

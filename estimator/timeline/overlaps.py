@@ -78,7 +78,7 @@ def group_overlaps(
 ) -> tuple[GroupOverlap, ...]:
     """The overlaps to choose from for groups on one node or `across` nodes, by group size.
 
-    Those of the same reach where the profile has any, else those of the other.
+    Those of the same locality where the profile has any, else those of the other.
     """
     return cache.get("overlaps", (profile,), lambda: _grouped(profile, cache, across), across)
 

@@ -19,6 +19,7 @@ from estimator.machines.profile import MachineProfile
 from estimator.placement.mesh import Mesh
 from estimator.placement.placement import NodeKind, Placement
 from estimator.placement.process_groups import ProcessGroup, slowest_network, whole_group
+from estimator.timeline.inputs import InputCosts
 from estimator.timeline.program import StepProgram
 from estimator.timeline.ranks import STEP, RankKind, RankTable, StepShape, step_key
 from estimator.timeline.step import (
@@ -27,6 +28,7 @@ from estimator.timeline.step import (
     Ratios,
     after_s,
     breakdown_of,
+    with_input,
 )
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import (
@@ -45,7 +47,7 @@ Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankClass:
+class RanksOfKind:
     """Ranks that run the same program; their lane takes `slowdown_ratio` times as long.
 
     Tensors can have `usable_bytes` of the memory of a device.
@@ -156,7 +158,7 @@ class StepPlan(NamedTuple):
         return () if self.network is None else tuple(self.network.reductions(self.groups))
 
     @property
-    def classes(self) -> tuple[RankClass, ...]:
+    def ranks_by_kind(self) -> tuple[RanksOfKind, ...]:
         """Ranks by the program that they run and by how slow they run it."""
         ranks_of: dict[RankKind, list[int]] = {kind: [] for kind in self.kinds}
         first = 0
@@ -166,7 +168,7 @@ class StepPlan(NamedTuple):
             ranks_of[self.kinds[number]].extend(range(first, first + node_group.ranks))
             first += node_group.ranks
         return tuple(
-            RankClass(
+            RanksOfKind(
                 program=kind.program,
                 usable_bytes=kind.device.usable_bytes,
                 slowdown_ratio=kind.slowdown_ratio,
@@ -363,4 +365,12 @@ def answer_of(plan: StepPlan) -> StepAnswer:
         waiting_s=waiting_s,
         ratios=ratios,
     )
+    if plan.members.table.shape.loader is not None:
+        parts = with_input(parts, slowest_input(kinds))
     return StepAnswer(parts, slowest, found)
+
+
+def slowest_input(kinds: Sequence[RankKind]) -> InputCosts:
+    """What the loaders of all kinds of ranks add together: every step waits for the slowest."""
+    each = [kind.input for kind in kinds]
+    return InputCosts(max(one.own_s for one in each), max(one.period_s for one in each))

@@ -80,15 +80,18 @@ def _add_update(
     assert updated == len(tasks.tasks) - 1
     if plan.network is not None:
         plan.network.add_after_update(tasks, plan.ranks(answer.slowest))
+    if answer.parts.input_stall_s > 0:
+        last = len(tasks.tasks) - 1
+        tasks.add(COMPUTE, answer.parts.input_stall_s, last, label=Label("load the next batch"))
 
 
 def timeline_of(plan: StepPlan) -> Timeline:
     """The spans of one step; every rank of a class is listed as its first rank."""
     step = played_step(plan)
     listed = _Listed(plan, step)
-    classes = plan.classes
+    ranks_by_kind = plan.ranks_by_kind
     like = np.zeros(plan.placement.ranks, dtype=np.intp)
-    for number, ranks in enumerate(classes):
+    for number, ranks in enumerate(ranks_by_kind):
         first = ranks.ranks[0]
         like[list(ranks.ranks)] = first
         listed.add_class(number, first)

@@ -21,12 +21,14 @@ from estimator.graph.sharded_memory import ShardedMemory
 from estimator.graph.step_memory import step_memory
 from estimator.graph.structure import GraphStructure
 from estimator.graph.utilization import StepFlops, step_flops
-from estimator.machines.profile import MachineProfile
+from estimator.machines.profile import MachineProfile, Provenance
 from estimator.machines.typical import with_typical_costs
+from estimator.precision import peak_dtype
 from estimator.timeline.buckets import Bucket, gradient_buckets
 from estimator.timeline.durations import Durations, op_durations, structure_of
 from estimator.timeline.lanes import MicroBatches
 from estimator.timeline.passes import accumulate_s, copies_s, unscale_s
+from estimator.timeline.recipes import added_to_update, cast_passes
 from estimator.timeline.shard_costs import (
     hook_seconds,
     segment_seconds,
@@ -35,7 +37,7 @@ from estimator.timeline.shard_costs import (
 )
 from estimator.timeline.step_times import part_durations
 from estimator.timeline.updates import Trained, update_cost, update_lanes
-from estimator.workload import Strategy, peak_dtype
+from estimator.workload import Strategy
 
 Array = NDArray[np.float64]
 
@@ -160,21 +162,13 @@ class _Asked:
 
 
 def _compile(asked: _Asked) -> StepProgram:
-    bound, graph, profile, strategy = asked.bound, asked.graph, asked.profile, asked.strategy
+    bound, graph, strategy = asked.bound, asked.graph, asked.strategy
     accumulation_steps = asked.accumulation_steps
     durations = _durations(asked)
     sharding = asked.merging and strategy.kind == "fsdp"
     accumulate = (accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)
     lane = (_sharded_lane if sharding else _bucketed_lane)(asked, durations)
-    stored_ratio = strategy.shard_dtypes(graph.precision).stored_ratio
-    update_s, launch_s, update = update_cost(
-        asked.trained, graph, profile, asked.devices_busy, sharding, stored_ratio
-    )
-    lanes = lane.lanes
-    if graph.grad_scaler:
-        update_s += unscale_s(asked.trained, graph, *asked.machine)
-    elif (both := None if sharding else update_lanes(asked.trained, graph, profile)) is not None:
-        lanes, update_s = lanes.looped(*both)
+    lanes, update_s, launch_s, update = _update(asked, lane.lanes, sharding)
     shared = sharding and strategy.gradient_sync
     copies_s = lane.copies_s + (0.0 if shared else accumulate)
     end = lanes.ends_s(lanes.count - 1)
@@ -190,7 +184,7 @@ def _compile(asked: _Asked) -> StepProgram:
     variance_s2 = _variance(kernels) + (durations.shared_error * kernels_s) ** 2
     return StepProgram(
         bound=bound,
-        profile=profile,
+        profile=asked.profile,
         strategy=strategy,
         buckets=lane.buckets,
         ready_s=end[[bucket.ready_after for bucket in lane.buckets]] + accumulate,
@@ -202,7 +196,9 @@ def _compile(asked: _Asked) -> StepProgram:
         # What is left of sums in another order is no time of the host.
         host_s=host_s if host_s > _ROUNDING * lane_s else 0.0,
         copies_s=copies_s,
-        copy_back_s=0.0 if strategy.gradient_as_bucket_view else float(lane.bucket_copies_s.sum()),
+        copy_back_s=0.0
+        if strategy.holds_gradients_in_buckets
+        else float(lane.bucket_copies_s.sum()),
         update_s=update_s,
         # A host that is ahead has issued the update already: then it is all the device's.
         update_launch_s=min(launch_s, update_s),
@@ -217,6 +213,28 @@ def _compile(asked: _Asked) -> StepProgram:
         lanes=lanes,
         accumulate_s=accumulate,
     )
+
+
+def _update(
+    asked: _Asked, lanes: MicroBatches, sharding: bool
+) -> tuple[MicroBatches, float, float, Provenance]:
+    """(lanes, seconds of the update behind them, those that no sharding shortens, their source)."""
+    graph, profile, strategy, trained = asked.graph, asked.profile, asked.strategy, asked.trained
+    stored_ratio = strategy.shard_dtypes(graph.precision).stored_ratio
+    stored_ratio *= strategy.master_ratio(graph.precision)
+    update_s, launch_s, source = update_cost(
+        trained, graph, profile, asked.devices_busy, sharding, stored_ratio
+    )
+    added = added_to_update(trained, graph, strategy, asked.machine)
+    update_s, launch_s = update_s + added.seconds, launch_s + added.fixed_s
+    if graph.grad_scaler:
+        update_s += unscale_s(trained, graph, *asked.machine)
+    elif (
+        both := None if sharding else update_lanes(trained, graph, profile, stored_ratio)
+    ) is not None:
+        host_s, device_s = both
+        lanes, update_s = lanes.looped(host_s + added.host_s, device_s + added.device_s)
+    return lanes, update_s, launch_s, source
 
 
 def _durations(asked: _Asked) -> Durations:
@@ -265,9 +283,10 @@ def _bucketed_lane(asked: _Asked, durations: Durations) -> _Lane:
         buckets = asked.cache.get(
             "buckets", (graph,), lambda: gradient_buckets(graph, strategy), strategy
         )
-    each_s = copies_s(
+    back_s = copies_s(
         asked.profile, [b.size_bytes for b in buckets], asked.devices_busy, asked.cache
     )
+    each_s = back_s * (1 + cast_passes(strategy, graph.precision))
     last_host_s, last_device_s = _ddp_costs(asked, durations, buckets, each_s)
     return _Lane(
         lanes=MicroBatches(
@@ -280,7 +299,7 @@ def _bucketed_lane(asked: _Asked, durations: Durations) -> _Lane:
         ),
         copies_s=float(each_s.sum()) if asked.profile.host else 0.0,
         buckets=buckets,
-        bucket_copies_s=each_s,
+        bucket_copies_s=back_s,
         segments_s=np.zeros(0),
     )
 

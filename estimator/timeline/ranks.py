@@ -15,10 +15,12 @@ from estimator.errors import WorkloadError
 from estimator.graph.memory import PeakMemory
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.sharded_memory import Envelope, held_bytes
+from estimator.loader import Loader
 from estimator.machines.device_memory import DeviceMemory, device_memory
 from estimator.machines.profile import MachineProfile
 from estimator.placement.placement import NodeKind
 from estimator.timeline.ability import why_not_on
+from estimator.timeline.inputs import NO_INPUT, InputCosts, input_costs
 from estimator.timeline.program import StepProgram, step_program
 from estimator.workload import Strategy
 
@@ -85,9 +87,16 @@ class RankKind:
     device: DeviceMemory
     ready_s: Array
     segments_s: Array
+    input: InputCosts = NO_INPUT
 
     @classmethod
-    def of(cls, program: StepProgram, slowdown_ratio: float, communicators: int) -> RankKind:
+    def of(
+        cls,
+        program: StepProgram,
+        slowdown_ratio: float,
+        communicators: int,
+        costs: InputCosts = NO_INPUT,
+    ) -> RankKind:
         profile, slow = program.profile, slowdown_ratio
         peak = program.peak_flops_per_s or math.nan
         host, whole = profile.host, program.memory.peak(1)
@@ -120,6 +129,7 @@ class RankKind:
             device=device,
             ready_s=program.ready_s * slow,
             segments_s=program.segments_s * slow,
+            input=costs,
         )
 
 
@@ -128,6 +138,7 @@ class StepShape(NamedTuple):
 
     strategy: Strategy
     accumulation_steps: int
+    loader: Loader | None = None
 
 
 class RankTable:
@@ -183,7 +194,15 @@ class RankTable:
                 accumulation_steps=self.shape.accumulation_steps,
                 cache=self._cache,
             )
-            found = RankKind.of(program, slowdown_ratio, self._communicators)
+            batches = self.shape.accumulation_steps
+            costs = input_costs(
+                self.shape.loader,
+                profile,
+                samples=batches * (self._batch or self.graph.batch or 1),
+                batches=batches,
+                ranks_per_node=ranks_per_node,
+            )
+            found = RankKind.of(program, slowdown_ratio, self._communicators, costs)
             # The table keeps it, also when the cache forgets the program as such.
             owners, details = step_key(self.graph, self.shape, self._batch, self._merging)
             self._cache.grown(program, STEP, owners, *details)
@@ -200,7 +219,7 @@ def step_key(
     graph: OpGraph, shape: StepShape, batch: int | None, merging: bool
 ) -> tuple[tuple[object, ...], tuple[Hashable, ...]]:
     """(objects, details) by which the cache keeps a step: see `plan.compiled_step`."""
-    return (graph, shape.strategy), (shape.accumulation_steps, batch, merging)
+    return (graph, shape.strategy), (shape.accumulation_steps, batch, merging, shape.loader)
 
 
 # Kinds of nodes that one table keeps: more than any cluster has.
@@ -220,6 +239,7 @@ class RankColumns:
         self._update = UpdateCosts(
             *_columns([kind.update for kind in kinds], len(UpdateCosts._fields))
         )
+        self.input = InputCosts(*_columns([kind.input for kind in kinds], len(InputCosts._fields)))
         own = [(kind.jitter_ratio, float(kind.device.usable_bytes)) for kind in kinds]
         self.jitter_ratio, self.usable_bytes = _columns(own, 2)
         self.usable_bytes[0] = 1.0

@@ -1,6 +1,6 @@
-"""Give operator calls their seconds on a machine known by its datasheet, by the fitted kernel law.
+"""Give operator calls their seconds on a machine known by its datasheet, by the kernel model.
 
-What the law covers by a shape of its own (products, convolutions, attention) it computes on the
+What the model covers by a shape of its own (matmuls, convolutions, attention) it computes on the
 chip's multiprocessors; every other operator streams its bytes. Bytes that are still in the
 last-level cache come faster, which is what `Prediction` calls warm.
 """
@@ -27,13 +27,13 @@ from estimator.timeline.kernel_model import (
     sustained_ratio,
 )
 
-# Recurrent layers by cuDNN: a small product per step, whose weights stay where they are; small
-# products leave tensor cores idle more than other units.
+# Recurrent layers by cuDNN: a small matmul per step, whose weights stay where they are; small
+# matmuls leave tensor cores idle more than other units.
 _RECURRENT_RATIO = 0.45
 _TENSOR_RECURRENT_RATIO = 0.30
 # Operators of other families compute in fp32 whatever their tensors hold, far from its peak.
 _OTHER_COMPUTE_RATIO = 0.30
-# torch lets cuDNN round fp32 convolutions to TF32 unless told otherwise; products only when told
+# torch lets cuDNN round fp32 convolutions to TF32 unless told otherwise; matmuls only when told
 # (torch.backends.cudnn.allow_tf32 is True, torch.backends.cuda.matmul.allow_tf32 False).
 _TF32_BY_DEFAULT = ("convolution", "recurrent")
 
@@ -87,7 +87,7 @@ class Roofline:
         return found
 
     def _computed_in(self, features: Features) -> str:
-        """In which dtype a call's products are, as the law tells them apart."""
+        """In which dtype a call's matmuls are, as the kernel model tells them apart."""
         dtype = features.dtype
         if dtype == "float32" and (
             self._precision == "tf32" or features.family in _TF32_BY_DEFAULT
@@ -120,7 +120,7 @@ class Roofline:
             moved_bytes=[each.cost.moved_bytes for each in some],
             cached=cached,
         )
-        # A gradient of several products is costed as one; its flops say how many there are.
+        # A gradient of several matmuls is costed as one; its flops say how many there are.
         flops = np.array([each.cost.flops for each in some])
         times = flops / np.maximum(2.0 * batch * rows * columns * inner, 1.0)
         found: list[float] = (kernel_model.start_s + seconds * np.maximum(times, 1.0)).tolist()
@@ -194,7 +194,7 @@ class Roofline:
 
 
 def memory_bound_keys(features: Features) -> tuple[str, ...]:
-    """Under which names the law may know what a call reaches of a stream, the closest first."""
+    """Under which names a call's share of the memory's rate may be known, the closest first."""
     phase = phase_of(features)
     kinds = (kind for kind in _OWN_SHARES if kind in features.target)
     return (*(f"{kind}.{phase}" for kind in kinds), f"{features.family}.{phase}", features.family)

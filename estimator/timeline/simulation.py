@@ -1,6 +1,6 @@
 """Simulate the tasks of one step by events: what ran when, on every lane.
 
-It plays the law that `tasks` states and shares no code with `evaluator` and `bucket_queue`, which
+It plays the model that `tasks` states and shares no code with `evaluator` and `bucket_queue`, which
 it must equal. Compute and collectives are fluids that slow each other down while both flow. With e
 the exposed ratio and s the slowdown of `Overlap`, a collective beside compute advances at 1/s of
 its own rate and compute at 1 − e/s of its own; the collectives in flight on a communicator share
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.timeline.overlaps import Overlap
-from estimator.timeline.tasks import COMPUTE, Task, classes_of
+from estimator.timeline.tasks import COMPUTE, Task, kinds_of
 
 Array = NDArray[np.float64]
 
@@ -66,23 +66,23 @@ class _State:
         self.slowdown = float(overlap.slowdown)
         self.beside_rate = max(1.0 - float(overlap.exposed_ratio) / self.slowdown, 0.0)
         self.now = 0.0
-        classes = classes_of(tasks)
-        self.start = np.full((len(tasks), classes), np.nan)
-        self.end = np.full((len(tasks), classes), np.nan)
+        kinds = kinds_of(tasks)
+        self.start = np.full((len(tasks), kinds), np.nan)
+        self.end = np.full((len(tasks), kinds), np.nan)
         self.unfinished = 0
-        self.computing: list[deque[_Work]] = [deque() for _ in range(classes)]
+        self.computing: list[deque[_Work]] = [deque() for _ in range(kinds)]
         self.sending: dict[str, deque[_Work]] = {}
         for number, task in enumerate(tasks):
             if task.lane == COMPUTE:
-                costs = np.broadcast_to(task.cost_s, classes).tolist()
+                costs = np.broadcast_to(task.cost_s, kinds).tolist()
                 for lane, alone_s in zip(self.computing, costs, strict=True):
                     lane.append(_Work(number, alone_s, 0.0))
             else:
                 work = _Work(number, float(task.cost_s), float(task.latency_s))
                 self.sending.setdefault(task.lane, deque()).append(work)
-            self.unfinished += classes if task.lane == COMPUTE else 1
-        self.done = [0.0] * classes
-        self.tracks: list[list[tuple[float, float]]] = [[(0.0, 0.0)] for _ in range(classes)]
+            self.unfinished += kinds if task.lane == COMPUTE else 1
+        self.done = [0.0] * kinds
+        self.tracks: list[list[tuple[float, float]]] = [[(0.0, 0.0)] for _ in range(kinds)]
 
     def has_come(self, work: _Work, rank: int | None) -> bool:
         """Whether all that a task waits for has ended: for one class of ranks, or for all."""

@@ -6,7 +6,7 @@ update with the copies around it. What ranks wait for is told by their strategy 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.elementwise import expected_maximum
+from estimator.timeline.inputs import InputCosts
 from estimator.timeline.ranks import LaneCosts, UpdateCosts
 
 Array = NDArray[np.float64]
 
 # What a step may spend most of its time on.
-BOTTLENECKS = ("compute", "host", "communication", "update", "stragglers")
+BOTTLENECKS = ("compute", "host", "communication", "update", "stragglers", "input")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,8 @@ class Breakdown:
     """Exclusive parts of the step of the slowest rank; they add up to the step time.
 
     In seconds, of one step or a row for each. `idle_s` is what pipelines wait in; data-parallel
-    ranks wait for communication alone.
+    ranks wait for communication alone. `input_stall_s` is what a loader adds: work of the rank's
+    own cores, copies to the device, waiting for batches.
     """
 
     forward_s: Any
@@ -38,6 +40,7 @@ class Breakdown:
     update_s: Any
     copies_exposed_s: Any
     idle_s: Any = 0.0
+    input_stall_s: Any = 0.0
 
     @property
     def total_s(self) -> Any:
@@ -57,6 +60,7 @@ class Breakdown:
             self.communication_exposed_s + self.copies_exposed_s,
             self.update_s,
             self.straggler_s + self.idle_s,
+            self.input_stall_s,
         )
 
     @property
@@ -109,6 +113,11 @@ def breakdown_of(
         update_s=last.update_s(share) * ratios.update,
         copies_exposed_s=(slowest.copies_s + sharded_s + last.copy_back_s) * compute,
     )
+
+
+def with_input(parts: Breakdown, costs: InputCosts) -> Breakdown:
+    """A step with what its loader adds."""
+    return replace(parts, input_stall_s=costs.stall_s(parts.total_s))
 
 
 def after_s(update: UpdateCosts, share: Any, ratios: Ratios) -> Any:

@@ -30,7 +30,7 @@ class Task(NamedTuple):
     """One piece of work; it starts once its lane is free and every task of `after` has ended.
 
     `cost_s` is what it takes alone: of a collective a number, or a row for each of many steps; of
-    compute that as well, with one more axis in front where there are several classes of ranks.
+    compute that as well, with one more axis in front where there are several kinds of ranks.
     Of a collective, `latency_s` of that pass without work for the link, in the time of compute.
     """
 
@@ -61,6 +61,6 @@ class TaskList:
         return len(self.tasks) - 1
 
 
-def classes_of(tasks: Sequence[Task]) -> int:
-    """How many classes of ranks compute in tasks of one step."""
+def kinds_of(tasks: Sequence[Task]) -> int:
+    """How many kinds of ranks compute in tasks of one step."""
     return max((np.size(task.cost_s) for task in tasks if task.lane == COMPUTE), default=1)

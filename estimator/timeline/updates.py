@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from estimator.errors import ProfileError
 from estimator.graph.op_graph import BoundGraph, OpGraph
-from estimator.machines.profile import MachineProfile, Provenance, UpdateCost
+from estimator.graph.optimizer_memory import trained_tensors
+from estimator.machines.profile import DeviceKind, MachineProfile, Provenance, UpdateCost
+from estimator.optimizers import BESIDE_MUON, RULES, UpdateForm, is_muon_matrix
 from estimator.timeline.contention import slowdown_ratio
 
 _TABLE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_backward")
-UPDATE_FORMS = {"cpu": "loop", "cuda": "foreach"}
+UPDATE_FORMS: dict[DeviceKind, UpdateForm] = {"cpu": "loop", "cuda": "foreach"}
+_FP32_BYTES = 4
+# An update that was not probed is off by more than one that was: kernels differ.
+_SCALED_ERROR = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +24,8 @@ class Trained:
     """The parameters of a graph that get a gradient: how many, and how large.
 
     `words` are their bytes in units of 4. `idle` are elements of embedding tables in rows that a
-    batch of uniformly drawn indices never picks.
+    batch of uniformly drawn indices never picks. `matrices` are those that Muon would update: sizes
+    and how many have them.
     """
 
     tensors: int
@@ -26,6 +33,7 @@ class Trained:
     size_bytes: int
     words: int
     idle: float
+    matrices: tuple[tuple[tuple[int, int], int], ...] = ()
 
     @classmethod
     def of(cls, bound: BoundGraph) -> Trained:
@@ -37,7 +45,14 @@ class Trained:
             size_bytes=sum(sizes),
             words=sum(size // 4 for size in sizes),
             idle=_idle_parameters(bound),
+            matrices=_matrices(bound.graph),
         )
+
+    @property
+    def in_matrices(self) -> tuple[int, int]:
+        """(how many matrices Muon would update, their elements)."""
+        elements = sum(rows * columns * count for (rows, columns), count in self.matrices)
+        return sum(count for _, count in self.matrices), elements
 
 
 def update_cost(
@@ -52,9 +67,10 @@ def update_cost(
 
     What is updated takes `stored_ratio` times the bytes of what the graph computes with.
     """
-    cost = _cost_of(profile, graph.optimizer, UPDATE_FORMS[graph.target], graph.target)
+    cost = cost_of_update(profile, graph.optimizer, graph.target)
+    tensors = _tensors(trained, graph)
     seconds = cost.update_time_s(
-        tensors=trained.tensors,
+        tensors=tensors,
         parameters=_float32_elements(trained, graph, stored_ratio),
         idle=trained.idle,
     )
@@ -69,15 +85,15 @@ def update_cost(
 
 
 def update_lanes(
-    trained: Trained, graph: OpGraph, profile: MachineProfile
+    trained: Trained, graph: OpGraph, profile: MachineProfile, stored_ratio: int = 1
 ) -> tuple[float, float] | None:
     """Seconds of host and device in an update whose two lanes were measured; None for others."""
-    cost = _cost_of(profile, graph.optimizer, UPDATE_FORMS[graph.target], graph.target)
+    cost = cost_of_update(profile, graph.optimizer, graph.target)
     if not cost.lanes or graph.is_summary:
         return None
-    host_s = cost.launch_s + trained.tensors * cost.per_tensor_s
+    host_s = cost.launch_s + _tensors(trained, graph) * cost.per_tensor_s
     idle_s = trained.idle * cost.per_idle_parameter_s
-    elements = _float32_elements(trained, graph, 1)
+    elements = _float32_elements(trained, graph, stored_ratio)
     return host_s, elements * cost.per_parameter_s + idle_s
 
 
@@ -86,9 +102,29 @@ def _float32_elements(trained: Trained, graph: OpGraph, stored_ratio: int) -> fl
 
     GPUs are bound by the bytes of an update; of other dtypes on CPUs nothing is known.
     """
-    if graph.target != "cuda":
-        return float(trained.elements)
-    return trained.size_bytes * stored_ratio / 4
+    rule = RULES[graph.optimizer]
+    item_bytes = float(_FP32_BYTES)
+    if graph.target == "cuda" and trained.elements:
+        item_bytes = trained.size_bytes * stored_ratio / trained.elements
+    moved = rule.bytes_of(item_bytes) * trained.elements
+    if graph.optimizer == "muon":
+        others = trained.elements - trained.in_matrices[1]
+        moved += others * (RULES[BESIDE_MUON].bytes_of(item_bytes) - rule.bytes_of(item_bytes))
+    return moved / rule.bytes_of(_FP32_BYTES)
+
+
+def _tensors(trained: Trained, graph: OpGraph) -> float:
+    """How many tensors of the optimizer's own cost the host as much."""
+    if graph.optimizer != "muon":
+        return trained.tensors
+    own, beside = RULES["muon"], RULES[BESIDE_MUON]
+    matrices = trained.in_matrices[0]
+    return matrices + (trained.tensors - matrices) * beside.tensor_s / own.tensor_s
+
+
+def _matrices(graph: OpGraph) -> tuple[tuple[tuple[int, int], int], ...]:
+    sizes = Counter(t.shape for t in trained_tensors(graph) if is_muon_matrix(t))
+    return tuple(((shape[0], shape[1]), count) for shape, count in sizes.items())
 
 
 def _idle_parameters(bound: BoundGraph) -> float:
@@ -105,11 +141,37 @@ def _idle_parameters(bound: BoundGraph) -> float:
     return idle
 
 
-def _cost_of(profile: MachineProfile, optimizer: str, form: str, kind: str) -> UpdateCost:
-    same = [u for u in profile.updates if u.optimizer == optimizer and u.device == kind]
-    if not same:
+def cost_of_update(profile: MachineProfile, optimizer: str, kind: DeviceKind) -> UpdateCost:
+    """What an optimizer's update costs on a kind of device; raises ProfileError.
+
+    One that was not probed takes as many times the nearest one that was as it moves bytes.
+    """
+    rule = RULES[optimizer]
+    form = rule.form or UPDATE_FORMS[kind]
+    own = [u for u in profile.updates if u.device == kind]
+    same = [u for u in own if u.optimizer == rule.measured_as]
+    exact = [u for u in same if u.form == form] or (same if rule.form is None else [])
+    if exact:
+        return exact[0]
+    near = same or [u for u in own if u.optimizer == BESIDE_MUON] or own
+    if rule.form is None or not near:
         raise ProfileError(
             f"profile '{profile.name}' has no update cost of {optimizer}; run 'estimator probe' "
             "with a larger --budget"
         )
-    return next((cost for cost in same if cost.form == form), same[0])
+    known = near[0]
+    probed = RULES[f"{known.optimizer}-fused" if known.form == "fused" else known.optimizer]
+    more = rule.bytes_of(_FP32_BYTES) / probed.bytes_of(_FP32_BYTES)
+    return UpdateCost(
+        optimizer=rule.measured_as,
+        form=form,
+        device=kind,
+        launch_s=known.launch_s,
+        per_tensor_s=known.per_tensor_s * rule.tensor_s / probed.tensor_s,
+        per_parameter_s=known.per_parameter_s * more,
+        provenance=Provenance(
+            source="fitted",
+            relative_error=_SCALED_ERROR,
+            note=f"{known.optimizer}, {known.form}, by the bytes that each moves",
+        ),
+    )

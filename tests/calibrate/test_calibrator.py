@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from estimator import trace_model
 from estimator.calibrate.calibrator import Calibrator
 from estimator.calibrate.corrections import StepCorrections
 from estimator.coefficients import Calibration
@@ -48,6 +51,12 @@ def answer(
         profile=machine.profile(),
         calibration=calibration,
     )
+
+
+def attention(tokens: int) -> OpGraph:
+    """A block of attention on sequences of some length, all else equal."""
+    model = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    return trace_model(model, torch.randn(4, tokens, 32))
 
 
 class Cluster:
@@ -118,6 +127,58 @@ def test_the_network_is_learnt_from_all_jobs_on_it(cluster: Cluster) -> None:
     assert any("other jobs" in line for line in assumed)
     cluster.observe("1x1:synthetic", graph=OTHER)
     assert cluster.error("2x1:synthetic", graph=OTHER) < before / 2
+
+
+RELATED = {
+    "other length": (attention(tokens=16), attention(tokens=64)),
+    "other size": (JOB, replace(perceptron([2048] * 9, batch=64), name=JOB.name)),
+    "other optimizer": (JOB, replace(JOB, optimizer="sgd")),
+}
+
+
+@pytest.mark.parametrize("kind", RELATED)
+@pytest.mark.parametrize("factor", [0.25, 4.0])
+def test_observations_move_a_related_job_within_the_engines_interval(
+    cluster: Cluster, kind: str, factor: float
+) -> None:
+    observed, asked = RELATED[kind]
+    for allocation in ("1x1:synthetic", "1x2:synthetic", "2x2:synthetic"):
+        cold_s = answer(allocation, graph=observed).step_time_s
+        for _ in range(3):
+            cluster.calibrator.observe(
+                observed, allocation, step_time_s=factor * cold_s, batch_per_gpu=64
+            )
+    # Both were asked for, so that what was observed of one can teach the other.
+    assert cluster.error("1x1:synthetic", graph=observed) > 0.1
+    for allocation in ("1x1:synthetic", "1x2:synthetic", "4x1:synthetic"):
+        cold = cluster.estimate(allocation, graph=asked, calibrated=False)
+        found = cluster.estimate(allocation, graph=asked)
+        assert found.step_time_s != cold.step_time_s
+        assert cold.low_s * (1 - 1e-9) <= found.step_time_s <= cold.high_s * (1 + 1e-9)
+    # Once it was observed itself, that counts.
+    cluster.calibrator.observe(
+        asked, "4x1:synthetic", step_time_s=factor * cold.step_time_s, batch_per_gpu=64
+    )
+    cluster.calibrator.fit()
+    seen_s = cluster.estimate("4x1:synthetic", graph=asked).step_time_s
+    assert abs(math.log(seen_s / cold.step_time_s)) > 0.6 * abs(math.log(factor))
+
+
+def test_one_job_under_two_names_is_one_job(cluster: Cluster) -> None:
+    cluster.observe("1x1:synthetic", "2x2:synthetic", times=3)
+    renamed = replace(JOB, name="the same, traced by the command line")
+    assert cluster.error("2x2:synthetic", graph=renamed) < 0.02
+
+
+def test_what_was_observed_of_a_name_alone_is_used_and_said(cluster: Cluster) -> None:
+    cold_s = answer("2x2:synthetic").step_time_s
+    for _ in range(3):
+        cluster.calibrator.observe(
+            JOB.workload, "2x2:synthetic", step_time_s=2 * cold_s, batch_per_gpu=64
+        )
+    found = cluster.estimate("2x2:synthetic")
+    assert found.step_time_s == pytest.approx(2 * cold_s, rel=0.05)
+    assert any("by its name alone" in line for line in found.assumptions)
 
 
 def test_intervals_shrink_with_observations_and_extrapolations_are_marked(cluster: Cluster) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,29 @@ def test_a_change_that_fails_half_way_is_undone(tmp_path: Path) -> None:
     assert store.read(lambda found: found.execute("SELECT * FROM things").fetchall(), []) == [
         ("old",)
     ]
+
+
+WRITES_LITTLE = """
+import resource, sys
+from pathlib import Path
+from estimator.calibrate.database import Database
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+store = Database(Path(sys.argv[1]), application_id=1, migrations=[["CREATE TABLE a (b TEXT)"]])
+try:
+    store.write(lambda found: found.execute("INSERT INTO a VALUES ('x')"))
+except OSError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.parametrize("most_bytes", [0, 4096, 8192, 20_000])
+def test_a_disk_without_space_keeps_no_half_made_store(most_bytes: int, tmp_path: Path) -> None:
+    # A process that may write files of so few bytes meets what a full disk answers.
+    path = tmp_path / "full.db"
+    ended = subprocess.run(
+        [sys.executable, "-c", WRITES_LITTLE, path, str(most_bytes)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "bytes are free there); free space or choose another place" in ended.stderr
+    assert not list(tmp_path.glob("full.db*"))

@@ -9,6 +9,7 @@ import random
 import shutil
 import sqlite3
 import threading
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,13 @@ import numpy as np
 import pytest
 from store_robustness import kill_writers, write_together
 
-from estimator.calibrate.observations import Observation, ObservationStore, ObservedWorkload
+from estimator.calibrate.database import Database
+from estimator.calibrate.observations import (
+    _MIGRATIONS,
+    Observation,
+    ObservationStore,
+    ObservedWorkload,
+)
 from estimator.errors import EstimatorError, ObservationError, StoreError
 
 
@@ -462,6 +469,43 @@ def test_a_file_moved_by_another_process_is_not_written_any_more(
     assert [one.step_time_s for one in ObservationStore(kept.path)] == [0.2, 0.3, 0.4]
     away = ObservationStore(tmp_path / "away" / kept.path.name)
     assert [one.step_time_s for one in away] == [0.1]
+
+
+def test_a_store_of_the_first_schema_keeps_what_it_knows_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "observations.db"
+    first = Database(path, application_id=0x54687275, migrations=_MIGRATIONS[:1])
+
+    def fill(connection: sqlite3.Connection) -> None:
+        connection.execute(
+            "INSERT INTO workloads VALUES ('gpt2', 497759232, 148, NULL, 'adamw', 'fp32')"
+        )
+        connection.execute(
+            "INSERT INTO observations VALUES (1, 'i', 1, '2026-01-02T03:00:00.000000+00:00',"
+            " 'gpt2', '1x2:t4', 2, 1, 2, 'ddp', 8, 1, 0.4, 50, 0.02, 'observed')"
+        )
+
+    first.write(fill)
+    first.close()
+    kept = ObservationStore(path)
+    (one,) = kept
+    assert (one.workload, one.fingerprint, one.step_time_s) == ("gpt2", None, 0.4)
+    known = ObservedWorkload(
+        name="gpt2", parameter_bytes=497759232, tensors=148, optimizer="adamw", precision="fp32"
+    )
+    assert kept.workloads() == {"gpt2": known}
+    # It may be of any graph of that name, but not of one with other parameters.
+    same = replace(known, fingerprint="f", tensors=None)
+    assert kept.observations(of_job=same) == [one]
+    assert kept.observations(of_job=replace(same, parameter_bytes=6_230_000_000)) == []
+
+
+def test_jobs_of_one_name_are_told_apart_by_what_they_compute(kept: ObservationStore) -> None:
+    kept.add_many([seen(0.1, fingerprint="short"), seen(90.0, fingerprint="long"), seen(0.2)])
+    # 900 times as long: an outlier, were they one job.
+    assert [one.outlier_reason for one in kept] == [None] * 3
+    for job, times in (("short", [0.1, 0.2]), ("long", [90.0, 0.2]), ("none", [0.2])):
+        of_job = ObservedWorkload(name="gpt2", fingerprint=job)
+        assert [one.step_time_s for one in kept.observations(of_job=of_job)] == times
 
 
 def test_refusals_are_errors_of_the_package() -> None:

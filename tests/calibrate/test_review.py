@@ -77,6 +77,7 @@ def test_fit_compares_observed_steps_with_both_predictions(
     refused = command("calibrate", "fit", model)
     assert (refused.code, refused.out) == (2, "")
     assert "no step of" in refused.err
+    assert "observations.db, which is empty; 'estimator calibrate observe'" in refused.err
     cold = json.loads(command("estimate", model, "--on", "1x2:local", "--json").out)
     ObservationStore().add_many(
         [observed(hour, "1x2:local", 1.5 * cold["step_time_s"]) for hour in range(3)]

@@ -185,19 +185,19 @@ def test_the_prior_decides_where_no_row_identifies_a_parameter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "times", "weights"),
+    ("rows", "times", "weights", "said"),
     [
-        ([], [], None),
-        ([(1, 1, 8)], [1.0], None),
-        ([(0, 1, 8, 1, 1)], [1.0], None),
-        ([(1, 1, 8, 1, 1)], [-1.0], None),
-        ([(1, 1, 8, 1, 1)], [np.nan], None),
-        ([(1, 1, 8, 1, 1)], [1.0, 2.0], None),
-        ([(1, 1, 8, 1, 1)], [1.0], [0.0]),
+        ([], [], None, "there are no observations"),
+        ([(1, 1, 8)], [1.0], None, "a row must be"),
+        ([(0, 1, 8, 1, 1)], [1.0], None, "a row must be"),
+        ([(1, 1, 8, 1, 1)] * 2, [1.0, -1.0], None, "step times .* found -1 in row 1; correct it"),
+        ([(1, 1, 8, 1, 1)], [np.nan], None, "step times .* found nan in row 0"),
+        ([(1, 1, 8, 1, 1)], [1.0, 2.0], None, "1 rows have 2 step times"),
+        ([(1, 1, 8, 1, 1)], [1.0], [0.0], "weights must be positive and finite, found 0 in row 0"),
     ],
 )
 def test_an_invalid_table_is_refused(
-    rows: list[tuple[int, ...]], times: list[float], weights: list[float] | None
+    rows: list[tuple[int, ...]], times: list[float], weights: list[float] | None, said: str
 ) -> None:
-    with pytest.raises(WorkloadError):
+    with pytest.raises(WorkloadError, match=said):
         StepTimeRegressor().fit(rows, times, weights)

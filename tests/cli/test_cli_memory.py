@@ -47,6 +47,14 @@ def test_memory_as_json_adds_up_to_the_peak(models: str, command: Command) -> No
     assert len(content["end_s"]) == len(content["levels_bytes"]["activations"])
 
 
+def test_a_picture_that_cannot_be_drawn_is_one_sentence(
+    models: str, command: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "none" / "memory.svg"
+    answer = command("memory", f"{models}:mlp", "--on", "1x1:rtx-2080-ti", "--picture", str(path))
+    assert f"cannot draw {path} (No such file or directory); name" in answer.sentence
+
+
 def test_memory_draws_a_picture(models: str, command: Command, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "memory.svg"

@@ -59,6 +59,12 @@ def test_replay_prints_base_units_as_json_and_draws(
     assert picture.read_text().startswith("<?xml")
 
 
+def test_what_a_policy_prints_is_no_part_of_the_answer(jobs: Path, command: Run) -> None:
+    found = command("replay", str(jobs), "--on", CLUSTER, "--policy", "builtins:print")
+    assert (found.code, found.out) == (2, "")
+    assert "the policy answers a NoneType" in found.err
+
+
 def test_a_trace_takes_the_models_given(jobs: Path, tmp_path: Path, command: Run) -> None:
     trace = tmp_path / "workload.csv"
     trace.write_text("name,time,application,num_replicas,batch_size\na,7,cnn,2,64\nb,9,cnn,4,64\n")
@@ -75,6 +81,9 @@ def test_a_trace_takes_the_models_given(jobs: Path, tmp_path: Path, command: Run
     ("change", "said"),
     [
         (["--policy", "lottery"], "'lottery' is no policy"),
+        (["--restart", "x"], "'x' is no number; write one such as 0"),
+        (["--checkpoint", "nan"], "nan is not from 1 to 1e+09; write one that is"),
+        (["--seed", "-1"], "-1 is not from 0 to 1e+15; write one that is"),
         (["--on", "a1[0]"], "describe a cluster by machine types"),
         (["--on", "1x9:gtx-1080-roce"], "gtx-1080-roce has 4"),
         (["--on", "1x2:gtx-1080-roce", "--policy", "fifo"], "jobs waiting on an empty cluster"),

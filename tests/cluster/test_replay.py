@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -129,6 +130,38 @@ def test_a_failed_node_costs_what_came_after_the_last_checkpoint() -> None:
 def test_a_plan_that_cannot_be_is_refused(grants: dict[str, Grant], said: str) -> None:
     with pytest.raises(WorkloadError, match=said):
         played([job("a", 0, 800)], PlanOf(lambda view: grants))
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (["a"], "answers a list; return the Grant of each job's name"),
+        ({"a": 3}, "grants 3; give a Grant"),
+        ({"a": Grant(1.5, "synthetic")}, "give a Grant of a whole number of devices"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_answer_that_is_no_plan_is_refused(answer: Any, said: str) -> None:
+    with pytest.raises(WorkloadError, match=said):
+        played([job("a", 0, 800)], PlanOf(lambda view: answer))
+
+
+def test_what_a_policy_raises_is_one_sentence() -> None:
+    with pytest.raises(WorkloadError, match=r"the policy failed .ZeroDivisionError"):
+        played([job("a", 0, 800)], PlanOf(lambda view: {"a": Grant(1 // 0, "synthetic")}))
+
+
+def test_nodes_that_fail_faster_than_jobs_train_end_the_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("estimator.cluster.replay._MOST_FAILURES", 50)
+    costs = Costs(restart_s=0, checkpoint_s=1e6, node_mtbf_s=1, repair_s=1)
+    with pytest.raises(WorkloadError, match="nodes that fail every 1 s let no job end"):
+        played([job("a", 0, 8000, 1)], load_policy("fifo"), nodes=cluster(1, 1), costs=costs)
+
+
+def test_a_job_of_a_thousand_years_is_not_replayed() -> None:
+    with pytest.raises(WorkloadError, match=r"'a' would train for .* s on 1x1:synthetic"):
+        played([job("a", 0, 1e14, 1)], load_policy("tiresias"), nodes=cluster(1, 1))
 
 
 def test_a_name_given_twice_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,6 +108,19 @@ def test_a_trace_is_read(tmp_path: Path, name: str, text: str, jobs: list[Traced
         ("x.json", "[1]", "is no trace that is known"),
         ("x.json", "{", "is no trace that is known"),
         ("x.json", "[]", "has no job with devices"),
+        ("x.json", '[{"attempts": [3]}]', "is no trace that is known"),
+        ("x.json", "[" * 99_999, "is no trace that is known .nested too deeply"),
+        ("x.json", "9" * 5000, "is no trace that is known .a number of more than 4300 digits"),
+        (
+            "x.csv",
+            "name,time,application,num_replicas\na,b" + 200_000 * "c" + ",d,1\n",
+            "is no trace that is known .field larger",
+        ),
+        (
+            "x.csv",
+            "job_id,gpu_num,submit_time,duration\n1,inf,2020-01-01,3\n",
+            "is no trace that is known .cannot convert float infinity",
+        ),
         (
             "x.csv",
             "job_id,gpu_num,submit_time,duration\n1,many,2020-01-01,3\n",
@@ -121,6 +135,17 @@ def test_another_file_is_refused_in_a_sentence(
     path.write_text(text)
     with pytest.raises(WorkloadError, match=said):
         read_trace(path)
+
+
+@pytest.mark.parametrize("name", ["jobs.json", "trace.csv"])
+def test_a_pipe_is_no_file_of_jobs(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    os.mkfifo(path)
+    with pytest.raises(WorkloadError, match="it is no regular file"):
+        read_trace(path)
+    if path.suffix == ".json":
+        with pytest.raises(WorkloadError, match="it is no regular file"):
+            is_job_file(path)
 
 
 NODES = "2x4:gtx-1080-roce"
@@ -162,9 +187,13 @@ ENTRY = {"name": "a", "arrival_s": 0, "model": "m", "samples": 10, "devices": 2}
     [
         ({"gpus": 2}, "job 0 has an unknown key 'gpus'"),
         ({"devices": 2.5}, "devices must be a whole number, found 2.5"),
-        ({"devices": 0}, "job 'a' has devices 0; give at least 1"),
+        ({"devices": 0}, "job 'a' has devices 0; give more than 0"),
         ({"samples": "many"}, "samples must be a number, found 'many'"),
         ({"samples": -1}, "trains -1 samples"),
+        ({"samples": 10**400}, "job 'a' has samples 1000.*give a number up to 1e.15"),
+        ({"samples": float("nan")}, "job 'a' has samples nan; give a number up to 1e.15"),
+        ({"devices": 10**20, "global_batch": 10**20}, "job 'a' has devices 10*; give a number up"),
+        ({"gradient_noise_samples": -64}, "has gradient_noise_samples -64; give more than 0"),
         ({"arrival_s": -1}, "arrives at -1 s"),
         ({"model": 3}, "model must be text, found 3"),
         ({"global_batch": 1}, "asks for 2 devices and can use at most 1"),

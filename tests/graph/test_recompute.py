@@ -12,7 +12,7 @@ from estimator.graph.trace import trace_graph
 
 
 class Chain(nn.Module):
-    """A product and some pointwise work on it, the last of it before another product."""
+    """A matmul and some pointwise work on it, the last of it before another matmul."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Chain(nn.Module):
 
 
 class Shortcut(nn.Module):
-    """Sums along a shortcut, each used beside a product and after it."""
+    """Sums along a shortcut, each used beside a matmul and after it."""
 
     def __init__(self) -> None:
         super().__init__()

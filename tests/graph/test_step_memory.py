@@ -1,4 +1,4 @@
-"""Peak memory by the number of shards: by hand, by its laws, and beside torch's own FSDP2."""
+"""Peak memory by the number of shards: by hand, by its symmetries, and beside torch's own FSDP2."""
 
 from __future__ import annotations
 

@@ -36,6 +36,11 @@ class Two(Net):
         return self.layer(x * mask)  # type: ignore[no-any-return]
 
 
+class OfList(Net):
+    def forward(self, parts: list[Tensor]) -> Tensor:  # type: ignore[override]
+        return self.layer(parts[0] * parts[1])  # type: ignore[no-any-return]
+
+
 def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, targets)
 
@@ -73,6 +78,13 @@ def test_a_loss_of_torch_has_targets_where_the_model_would_take_them_too() -> No
     assert "mul" in called(trace_graph(Net(), (X, 2.0)))
     graph = trace_graph(Net(), (X, Y), loss=nn.CrossEntropyLoss())
     assert not any(len(op.call.inputs) > 1 and "mul.Tensor" in op.call.target for op in graph.ops)
+
+
+def test_a_list_that_is_one_argument_stays_one() -> None:
+    graph = trace_graph(OfList(), ([X, X], Y), loss=nn.CrossEntropyLoss())
+    assert called(graph) == ["mul", *WANTED]
+    graph = trace_graph(Two(), ([X, X], Y), loss=nn.CrossEntropyLoss())
+    assert called(graph) == ["mul", *WANTED]
 
 
 def test_a_function_of_the_whole_batch_still_gets_it() -> None:

@@ -1,4 +1,4 @@
-"""What MFU and HFU count: products once and attention whole, or with what is computed again."""
+"""What MFU and HFU count: matmuls once and attention whole, or with what is computed again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from estimator.tables import estimate_many
 
 
 class Blocks(nn.Module):
-    """A product by 16 x 16, then three blocks of two by 16 x 64, perhaps behind checkpoints."""
+    """A matmul by 16 x 16, then three blocks of two by 16 x 64, perhaps behind checkpoints."""
 
     def __init__(self, use_reentrant: bool | None, width: int = 16) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def blocks(use_reentrant: bool | None, target: Any = "cpu") -> OpGraph:
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("use_reentrant", "again"),
-    # Without reentrance a block stops once all that was saved is there: before its last product.
+    # Without reentrance a block stops once all that was saved is there: before its last matmul.
     [(None, 0), (False, 3), (True, 6)],
 )
 def test_checkpoints_add_flops_to_the_hardware_and_none_to_the_model(
@@ -61,8 +61,8 @@ def test_checkpoints_add_flops_to_the_hardware_and_none_to_the_model(
 ) -> None:
     graph = blocks(use_reentrant, target)
     flops = step_flops(graph.at())
-    # Three blocks of two products forward, of each the gradients of both factors backward; the
-    # first product is a quarter of the others, and nobody wants its input's gradient.
+    # Three blocks of two matmuls forward, of each the gradients of both factors backward; the
+    # first matmul is a quarter of the others, and nobody wants its input's gradient.
     once = 3 * 2 * 3 * PRODUCT + 2 * PRODUCT / 4
     assert flops.model == once
     assert flops.hardware == once + again * PRODUCT

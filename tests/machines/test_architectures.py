@@ -104,6 +104,6 @@ def test_an_estimate_lists_what_it_assumed_of_a_chip(
         each for each in estimate_graph(graph, "1x1:riddle").assumptions if "asks of a chip" in each
     )
     assert text == (
-        "'riddle' does not say all that the law asks of a chip: a power limit of 300 W, a boost "
-        "clock of 1.5 GHz, a process of 5 nm and today's tensor cores assumed"
+        "'riddle' does not say all that the kernel model asks of a chip: a power limit of 300 W, a "
+        "boost clock of 1.5 GHz, a process of 5 nm and today's tensor cores assumed"
     )

@@ -160,8 +160,9 @@ def test_short_secrets_missing_files_and_pipes_are_refused(tmp_path: Path) -> No
         ({FILE_VARIABLE: str(tmp_path / "none")}, "No such file"),
         ({FILE_VARIABLE: str(tmp_path / "pipe")}, "no regular file"),
     ):
-        with pytest.raises(ProbeError, match=words):
+        with pytest.raises(ProbeError, match=words) as refused:
             given_secret(environment)
+        assert "Errno" not in str(refused.value)
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ overlaps = st.builds(Overlap.of, st.floats(0.0, 2.0), st.floats(1.0, 3.0))
 
 
 @st.composite
-def task_lists(draw: st.DrawFn, classes: int = 1, rows: int = 0) -> list[Task]:
+def task_lists(draw: st.DrawFn, kinds: int = 1, rows: int = 0) -> list[Task]:
     """Tasks on three lanes that wait for any that come before them."""
-    shape = (classes,) if classes > 1 else ()
+    shape = (kinds,) if kinds > 1 else ()
     tasks: list[Task] = []
     for number in range(draw(st.integers(1, 12))):
         lane = draw(st.sampled_from([COMPUTE, COMPUTE, NETWORK, REPLICATES]))
@@ -62,7 +62,7 @@ def test_a_collective_waits_for_the_last_class_and_frees_each() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.one_of(task_lists(), task_lists(classes=3)), st.one_of(st.just(NO_OVERLAP), overlaps))
+@given(st.one_of(task_lists(), task_lists(kinds=3)), st.one_of(st.just(NO_OVERLAP), overlaps))
 def test_the_evaluator_equals_the_event_simulation(tasks: list[Task], overlap: Overlap) -> None:
     # Compute that cannot advance beside collectives would never end beside one that never does.
     expected = simulate(tasks, overlap).step_s
@@ -71,7 +71,7 @@ def test_the_evaluator_equals_the_event_simulation(tasks: list[Task], overlap: O
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.one_of(task_lists(rows=3), task_lists(classes=2, rows=3)),
+    st.one_of(task_lists(rows=3), task_lists(kinds=2, rows=3)),
     st.lists(st.one_of(st.just(NO_OVERLAP), overlaps), min_size=3, max_size=3),
 )
 def test_every_row_is_played_as_it_would_be_alone(tasks: list[Task], each: list[Overlap]) -> None:

@@ -131,7 +131,7 @@ def test_an_operator_whose_family_was_not_probed_has_no_prediction() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "threads", "expected"),
-    [(8, 1, "product"), (16, 1, "pointwise"), (8, 4, "pointwise")],
+    [(8, 1, "matmul"), (16, 1, "pointwise"), (8, 4, "pointwise")],
 )
 def test_small_batches_on_one_thread_run_pointwise_convolutions_as_products(
     batch: int, threads: int, expected: str
@@ -178,7 +178,7 @@ def test_filter_width_and_layout_choose_the_algorithm_of_a_gradient(
 def test_channels_beyond_a_block_cost_a_whole_further_block() -> None:
     features = features_of(_gradient(24, 3))
     assert features is not None
-    as_they_are, filled = terms(features, "product"), terms(features, "dense")
+    as_they_are, filled = terms(features, "matmul"), terms(features, "dense")
     # 24 channels take two blocks of 16, in and out: (32 / 24)² of the work, 32 / 24 of the bytes.
     assert filled[2] == pytest.approx(as_they_are[2] * 16 / 9)
     assert filled[3] == pytest.approx(as_they_are[3] * 4 / 3)

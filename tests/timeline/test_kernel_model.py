@@ -1,4 +1,4 @@
-"""The kernel law: tiles in waves, streams at shares, clocks under a power limit."""
+"""The kernel model: tiles in waves, streams at shares, clocks under a power limit."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_chosen_law_answers_in_place_of_the_shipped_one(
     monkeypatch.setattr(kernel_model, "_chosen", [])
     plain = json.loads((shipped_data("fits") / "kernels.json").read_text(encoding="utf-8"))
     plain["memory_bound"]["start_s"] = 1.0
-    path = tmp_path / "law.json"
+    path = tmp_path / "kernels.json"
     path.write_text(json.dumps(plain), encoding="utf-8")
     kernel_model.choose_kernel_model(path)
     assert load_kernel_model().memory_bound.start_s == 1.0

@@ -1,4 +1,4 @@
-"""Calls on machines known by their datasheet take what the kernel law says."""
+"""Calls on machines known by their datasheet take what the kernel model says."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.kernel_model import convolution_kind
 from estimator.timeline.roofline import Roofline
 
-# A law of round numbers: half of the peak for products, whole tiles for free, power to spare.
-LAW: dict[str, Any] = {
+# A model of round numbers: half of the peak for matmuls, whole tiles for free, power to spare.
+COEFFICIENTS: dict[str, Any] = {
     "matmuls": {
         **{"vector_ratio": 0.5, "tensor_ratio": 0.5, "early_tensor_ratio": 0.5},
         **{"vector_half_tile": 0.0, "tensor_half_tile": 0.0},
@@ -45,8 +45,8 @@ LAW: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def kernel_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("law") / "law.json"
-    path.write_text(json.dumps(LAW), encoding="utf-8")
+    path = tmp_path_factory.mktemp("fit") / "kernels.json"
+    path.write_text(json.dumps(COEFFICIENTS), encoding="utf-8")
     return path
 
 

@@ -26,7 +26,7 @@ def queue(
     cost_s: Sequence[float],
     latency_s: Sequence[float] | None = None,
 ) -> list[Task]:
-    """Collectives, each sent once all classes of ranks have computed until it is ready."""
+    """Collectives, each sent once all kinds of ranks have computed until it is ready."""
     tasks = TaskList()
     marks = np.array([[*ready, total] for ready, total in zip(ready_s, total_s, strict=True)])
     steps = np.diff(marks, axis=1, prepend=0.0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 
 from estimator.cluster.view import PlanOf, Policy
-from estimator.errors import WorkloadError
+from estimator.errors import WorkloadError, quoted
+from estimator.graph.user_code import UserCode
 
 # A policy's name, the module and the class that have it.
 _HOMES = {
@@ -30,19 +31,17 @@ def load_policy(text: str) -> Policy:
     """
     where, separator, name = text.partition(":")
     if separator:
-        try:
+        with UserCode(
+            f"policy {quoted(text)} cannot be imported",
+            advice="write module:function",
+            error=WorkloadError,
+        ):
             found = getattr(importlib.import_module(where), name)
-        except (ImportError, AttributeError) as error:
-            raise WorkloadError(
-                f"policy '{text}' cannot be imported ({error}); write module:function"
-            ) from None
-        if not isinstance(found, type):
-            return PlanOf(found)
-        own: Policy = found()
+            own: Policy = found() if isinstance(found, type) else PlanOf(found)
         return own
     if text not in _HOMES:
         raise WorkloadError(
-            f"'{text}' is no policy; use {', '.join(_HOMES)} or your own as module:function"
+            f"{quoted(text)} is no policy; use {', '.join(_HOMES)} or your own as module:function"
         )
     home, kind = _HOMES[text]
     built: Policy = getattr(importlib.import_module(f"{__name__}.{home}"), kind)()

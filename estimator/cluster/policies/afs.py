@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from estimator.cluster.view import Grant, View
 
-Curve = dict[int, float]
+Array = NDArray[np.float64]
 
 
 class Afs:
@@ -26,50 +29,65 @@ class Afs:
             return {}
         curves = {each.job.name: view.curve(each.job) for each in view.jobs}
         remaining = {each.job.name: each.remaining_samples for each in view.jobs}
-        alone = {name: remaining[name] / curves[name][1] for name in curves}
-        line = sorted(curves, key=alone.__getitem__)[:free]
-        given = dict.fromkeys(line, 1)
+        line = sorted(curves, key=lambda name: remaining[name] / curves[name][1])[:free]
         free -= len(line)
-        climbs = {name: _Climb(curves[name], remaining[name]) for name in line}
-        while climbs:
-            climbs = {n: c for n, c in climbs.items() if c.needed and c.needed <= free}
-            if not climbs:
-                break
-            order = sorted(climbs, key=lambda name: climbs[name].remaining_s)
-            chosen = order[0]
-            for longer in order[1:]:
-                if climbs[longer].gain_as_longer > climbs[chosen].gain_as_shorter:
-                    chosen = longer
-            if climbs[chosen].gain_as_shorter <= 0:
-                # What slows a job down ends its climb.
-                del climbs[chosen]
-                continue
-            free -= climbs[chosen].needed
-            given[chosen] = climbs[chosen].rise()
-        return {name: Grant(count, view.machine) for name, count in given.items()}
+        climbs = _Climbs([curves[name] for name in line], [remaining[name] for name in line])
+        while (chosen := climbs.chosen(free)) is not None:
+            free -= climbs.rise(chosen)
+        return {name: Grant(n, view.machine) for name, n in zip(line, climbs.counts, strict=True)}
 
 
-class _Climb:
-    """A job on its way up its curve, with the terms of the rule for its next step."""
+class _Climbs:
+    """Jobs on their way up their curves, with the terms of the rule for the next step of each.
 
-    def __init__(self, curve: Curve, remaining: float) -> None:
-        self._curve = curve
-        self._counts = list(curve)
+    The terms of all jobs are arrays: the rule is asked for every step of thousands of jobs.
+    """
+
+    def __init__(self, curves: list[dict[int, float]], remaining: list[float]) -> None:
+        self._steps = [list(curve.items()) for curve in curves]
         self._remaining = remaining
-        self._at = -1
-        self.rise()
+        self._at = [0] * len(curves)
+        self._remaining_s = np.zeros(len(curves))
+        self._gain_as_shorter = np.zeros(len(curves))
+        self._gain_as_longer = np.zeros(len(curves))
+        self._needed = np.zeros(len(curves))
+        for number in range(len(curves)):
+            self._look_up(number)
 
-    def rise(self) -> int:
-        """Take the next count."""
-        self._at += 1
-        count = self._counts[self._at]
-        rate = self._curve[count]
-        self.remaining_s = self._remaining / rate
-        self.needed = 0
-        if self._at + 1 < len(self._counts):
-            higher = self._counts[self._at + 1]
-            self.needed = higher - count
-            gain = (self._curve[higher] - rate) / self.needed
-            self.gain_as_shorter = gain / rate
-            self.gain_as_longer = gain / self._curve[higher]
-        return count
+    @property
+    def counts(self) -> list[int]:
+        """The count that each job has reached."""
+        return [steps[at][0] for steps, at in zip(self._steps, self._at, strict=True)]
+
+    def chosen(self, free: int) -> int | None:
+        """Who takes the next step by the rule, of those whose step fits and brings something."""
+        open_s = np.where(self._needed <= free, self._remaining_s, np.inf)
+        chosen: int | None = None
+        while True:
+            shortest = int(np.argmin(open_s)) if len(open_s) else 0
+            if not len(open_s) or open_s[shortest] == np.inf:
+                return chosen
+            chosen = shortest
+            # Longer jobs that gain more than the chosen one; the shortest of them is asked next.
+            longer = open_s > open_s[chosen]
+            open_s[~(longer & (self._gain_as_longer > self._gain_as_shorter[chosen]))] = np.inf
+
+    def rise(self, number: int) -> int:
+        """Take a job to its next count; the devices that this takes."""
+        needed = int(self._needed[number])
+        self._at[number] += 1
+        self._look_up(number)
+        return needed
+
+    def _look_up(self, number: int) -> None:
+        steps, at = self._steps[number], self._at[number]
+        count, rate = steps[at]
+        self._remaining_s[number] = self._remaining[number] / rate
+        # What slows a job down, and the top of its curve, end its climb.
+        self._needed[number] = np.inf
+        if at + 1 < len(steps) and steps[at + 1][1] > rate:
+            higher, faster = steps[at + 1]
+            self._needed[number] = higher - count
+            gain = (faster - rate) / (higher - count)
+            self._gain_as_shorter[number] = gain / rate
+            self._gain_as_longer[number] = gain / faster

@@ -35,7 +35,7 @@ class Gavel:
         machines = view.nodes.machines
         free = {machine: view.nodes.total(machine) for machine in machines}
         rates = {
-            each.job.name: {m: view.samples_per_s(each.job, [each.job.devices], m)[0] for m in free}
+            each.job.name: {m: view.rate(each.job, each.job.devices, m) for m in free}
             for each in view.jobs
         }
         asked = {each.job.name: each.job.devices for each in view.jobs}

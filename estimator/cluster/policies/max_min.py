@@ -9,7 +9,8 @@ class MaxMin:
     """Counts rise together, none above the count that is believed fastest.
 
     Each job gets one device in the order of arrival; then those with the fewest go to their next
-    count as long as there are devices. Of equals, who is believed to gain most goes first.
+    count as long as there are devices. Of equals goes first whose next count is the most times as
+    fast as one device: errors of two counts would add up in their ratio.
     """
 
     interval_s = 0.0
@@ -31,7 +32,7 @@ class MaxMin:
                 curve = curves[name]
                 higher = next((count for count in curve if count > level), None)
                 if given[name] == level and higher and not (self.capped and higher > best[name]):
-                    gains[name] = curve[higher] / curve[level], higher
+                    gains[name] = curve[higher] / curve[1], higher
             for name in sorted(gains, key=lambda name: -gains[name][0]):
                 higher = gains[name][1]
                 if higher - level <= free:

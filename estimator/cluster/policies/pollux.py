@@ -10,6 +10,9 @@ from estimator.cluster.view import Grant, View
 # The paper's scheduling interval, section 5.1.
 ROUND_S = 60.0
 
+# Goodput and global batch (None: the job's own) by count.
+Goodputs = dict[int, tuple[float, int | None]]
+
 
 class Pollux:
     """Goodput is throughput × (φ + B₀) / (φ + B); each count takes the batch that is best for it.
@@ -21,9 +24,6 @@ class Pollux:
 
     interval_s = ROUND_S
     moves_jobs = True
-
-    def __init__(self) -> None:
-        self._curves: dict[str, dict[int, tuple[float, int]]] = {}
 
     def plan(self, view: View) -> dict[str, Grant]:
         """Counts and batches on one machine type."""
@@ -48,17 +48,16 @@ class Pollux:
             for name, count in given.items()
         }
 
-    def _goodputs(self, view: View, job: Job) -> dict[int, tuple[float, int]]:
+    def _goodputs(self, view: View, job: Job) -> Goodputs:
         """Goodput and batch by count; of counts, those that are faster than all below."""
-        counts = view.counts(job)
-        best = dict.fromkeys(counts, (0.0, job.global_batch))
+        best: dict[int, tuple[float, int | None]] = {}
         for batch in batches(job):
-            usable = [count for count in counts if count <= batch]
-            rates = view.samples_per_s(job, usable, None, batch)
-            for count, rate in zip(usable, rates, strict=True):
+            # None is the job's own batch, which is not asked of the engine twice.
+            chosen = None if batch == job.global_batch else batch
+            for count, rate in view.curve(job, None, chosen).items():
                 goodput = rate * job.useful_samples(batch) / batch
-                if goodput > best[count][0]:
-                    best[count] = goodput, batch
+                if count not in best or goodput > best[count][0]:
+                    best[count] = goodput, chosen
         return best
 
 
@@ -73,9 +72,7 @@ def batches(job: Job) -> list[int]:
     return found
 
 
-def _fall(
-    name: str, count: int, curves: dict[str, dict[int, tuple[float, int]]]
-) -> tuple[float, str, int] | None:
+def _fall(name: str, count: int, curves: dict[str, Goodputs]) -> tuple[float, str, int] | None:
     """The next count with the fall of 1 / speedup per device, negated by being a difference."""
     curve = curves[name]
     higher = next((each for each in curve if each > count), None)

@@ -18,8 +18,7 @@ class Srtf:
 
 def remaining_s(view: View, waiting: Waiting) -> float:
     """Believed time to the end at the count asked for."""
-    (rate,) = view.samples_per_s(waiting.job, [waiting.job.devices])
-    return waiting.remaining_samples / rate
+    return waiting.remaining_samples / view.rate(waiting.job, waiting.job.devices)
 
 
 def grant_requests(order: list[Waiting], view: View) -> dict[str, Grant]:

@@ -39,6 +39,9 @@ from estimator.timeline.tasks import COMPUTE, NETWORK, TaskList
 
 Array = NDArray[np.float64]
 
+# The norm of all gradients is one fp32 number.
+NORM_BYTES = 4.0
+
 
 @strategy("ddp")
 class DistributedDataParallel(Rules):
@@ -48,11 +51,15 @@ class DistributedDataParallel(Rules):
     after_op: ClassVar[CollectiveName | None] = None
     reduced_by: ClassVar[str] = "all-reduce"
     """What reduces gradients, in words."""
+    norm_op: ClassVar[CollectiveName | None] = None
+    """What adds up the norms of shards of gradients where they are clipped."""
 
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
         super().__init__(graph, shape, cache)
         buckets = gradient_buckets(graph, shape.strategy)
-        self.bucket_bytes: Array = np.array([float(bucket.size_bytes) for bucket in buckets])
+        self.gradient_bytes: Array = np.array([float(bucket.size_bytes) for bucket in buckets])
+        ratio = shape.strategy.shard_dtypes(graph.precision).reduced_ratio
+        self.bucket_bytes: Array = self.gradient_bytes * ratio
 
     def shards(self, ranks: Any) -> Any:
         return 1
@@ -101,6 +108,9 @@ class BucketedNetwork(Network):
         self._whole = SizedCollective(self.reduce.corrections, np.array([whole]))
         self._overlaps = OverlapCosts(profiles, whole, cache)
         self._buffers = self._sized("broadcast", np.array([float(graph.buffer_bytes)]))
+        self._norm = None
+        if rules.norm_op is not None and graph.clip_grad_norm:
+            self._norm = self._sized(rules.norm_op, np.array([NORM_BYTES]))
         self._after = None
         if rules.after_op is not None:
             self._after = self._sized(rules.after_op, rules.bytes_after())
@@ -123,7 +133,7 @@ class BucketedNetwork(Network):
         before_s = self._buffers_s(ranks)
         after_s, unknown = self._after_s(ranks, reduce)
         return Communication(
-            exposed_s=queued_s + before_s + after_s,
+            exposed_s=queued_s + before_s + self._norm_s(ranks) + after_s,
             relative_error=reduce.relative_error,
             overlap=overlap,
             unknown=reduce.unknown | unknown,
@@ -143,12 +153,21 @@ class BucketedNetwork(Network):
         reduce = self.reduce.model(ranks.groups[DP][0])
         after_s, _ = self._after_s(ranks, reduce)
         queued_s = self.queue.sized.time_s(reduce) * ranks.ratio
-        return queued_s + self._buffers_s(ranks) + after_s
+        return queued_s + self._buffers_s(ranks) + self._norm_s(ranks) + after_s
 
     def _buffers_s(self, ranks: Ranks) -> Any:
-        if self._buffers is None:
+        return self._known_s(self._buffers, ranks)
+
+    def _norm_s(self, ranks: Ranks) -> Any:
+        return self._known_s(self._norm, ranks)
+
+    def _known_s(
+        self, collective: tuple[CollectiveCosts, SizedCollective] | None, ranks: Ranks
+    ) -> Any:
+        """Seconds of a collective, none where nothing tells them."""
+        if collective is None:
             return 0.0
-        costs, sized = self._buffers
+        costs, sized = collective
         model = costs.model(ranks.groups[DP][0])
         return where(model.unknown, 0.0, sized.time_s(model)) * ranks.ratio
 
@@ -191,7 +210,12 @@ class BucketedNetwork(Network):
             following = ready_s[number + 1] if number + 1 < len(ready_s) else lane_s
             computed = tasks.add(COMPUTE, following - ready_s[number])
         # All ranks have come to the end of their compute, and all buckets are reduced.
-        tasks.add(COMPUTE, 0.0, tasks.add(NETWORK, 0.0, computed, *sent))
+        reduced = tasks.add(NETWORK, 0.0, computed, *sent)
+        norm_s = self._norm_s(ranks)
+        if norm_s:
+            label = Label("all-reduce the gradients' norm")
+            reduced = tasks.add(NETWORK, norm_s, reduced, label=label)
+        tasks.add(COMPUTE, 0.0, reduced)
 
     def add_after_update(self, tasks: TaskList, ranks: Ranks) -> None:
         after_s, _ = self._after_s(ranks, self.reduce.model(ranks.groups[DP][0]))

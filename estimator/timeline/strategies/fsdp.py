@@ -29,6 +29,7 @@ from estimator.timeline.overlaps import NO_OVERLAP, Overlap, OverlapCosts
 from estimator.timeline.ranks import RankKind, StepShape
 from estimator.timeline.shard_costs import ShardedPasses, sharded_passes, slowest_of
 from estimator.timeline.spans import Label
+from estimator.timeline.strategies.ddp import NORM_BYTES
 from estimator.timeline.strategies.fsdp_micro_batch import SEGMENTS, MicroBatch, UnitCosts
 from estimator.timeline.strategies.registry import (
     DP,
@@ -128,6 +129,9 @@ class ShardedNetwork(Network):
         # What is all-reduced is the shard that a rank holds.
         shards = rules.shape.strategy.shard or 1
         self._reduce = self._sized("all_reduce", passes.reduced_bytes / shards)
+        self._norm = None
+        if rules.graph.clip_grad_norm:
+            self._norm = self._sized("all_reduce", np.array([NORM_BYTES]))
         whole = float(passes.gathered_bytes.sum())
         self._overlaps = OverlapCosts(profiles, whole, rules.cache)
 
@@ -149,7 +153,7 @@ class ShardedNetwork(Network):
         elif earlier:
             earlier_s = earlier * self._micro_batch_s(ranks, costs, overlap, reducing=False)
         # What the earlier micro-batches' gradients are added up in follows all of them here.
-        played_s = earlier_s + once_s + self._sums_s(ranks)
+        played_s = earlier_s + once_s + self._sums_s(ranks) + self._norm_s(ranks)
         return Communication(
             exposed_s=maximum(played_s - ranks.lane_s, 0.0),
             relative_error=relative_error,
@@ -176,7 +180,13 @@ class ShardedNetwork(Network):
         gathers_s = costs.gather_s[list(passes.gathered)].sum(axis=0)
         reductions_s = costs.scatter_s[reduced].sum(axis=0) + costs.reduce_s[reduced].sum(axis=0)
         times = shape.accumulation_steps if shape.strategy.gradient_sync else 1
-        return shape.accumulation_steps * gathers_s + times * reductions_s
+        return shape.accumulation_steps * gathers_s + times * reductions_s + self._norm_s(ranks)
+
+    def _norm_s(self, ranks: Ranks) -> Any:
+        """Seconds of adding up the norms of shards of gradients, where they are clipped."""
+        if self._norm is None:
+            return 0.0
+        return slowest_of(self._norm, ranks.groups[DP_SHARD], ranks.ratio).times_s[0]
 
     def _sums_s(self, ranks: Ranks) -> Any:
         """Seconds of adding up gradients, shards or whole, on the rank that takes longest."""
@@ -272,6 +282,11 @@ class ShardedNetwork(Network):
             shards = self._rules.shards(group.ranks) if shape.strategy.gradient_sync else 1
             summed = tasks.add(COMPUTE, ranks.segments_s[-1] / shards, label=Label("add gradients"))
             tasks.add(COMPUTE, 0.0, tasks.add(NETWORK, 0.0, summed))
+        norm_s = self._norm_s(ranks)
+        if norm_s:
+            label = Label("all-reduce the gradients' norm")
+            last_task = len(tasks.tasks) - 1
+            tasks.add(COMPUTE, 0.0, tasks.add(NETWORK, norm_s, last_task, label=label))
 
     def add_after_update(self, tasks: TaskList, ranks: Ranks) -> None:
         pass

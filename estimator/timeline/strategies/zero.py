@@ -41,9 +41,15 @@ class ZeroStage2(ZeroRedundancyOptimizer):
     reduce_op = "reduce_scatter"
     after_op = "all_gather"
     reduced_by = "reduce-scatter"
+    norm_op = "all_reduce"
 
     def bytes_after(self) -> Array:
-        return self.bucket_bytes
+        return self.gradient_bytes
 
     def words(self, ranks: int) -> str:
         return f"reducing gradients and gathering parameters of {ranks} ranks"
+
+
+@strategy("distributed-optimizer")
+class DistributedOptimizer(ZeroStage2):
+    """The same traffic as of stage 2; the whole gradients stay on every rank until the update."""

@@ -1,7 +1,7 @@
-"""Know the values of small tensors that do not depend on weights, when a model branches on them.
+"""Constant propagation: the values of small tensors that no weight goes into, for branches on them.
 
-Token ids, masks, positions and what is computed from them alone have values that a trace can know:
-their operators are noted as they pass, and replayed for real only when the model asks for a value
+Token ids, masks, positions and what is computed from them alone are constants of a trace: their
+operators are noted as they pass, and replayed for real only when the model asks for a value
 (``.item()``, ``nonzero``, a boolean index). Indices chosen by unknown scores (expert routing) are
 taken as balanced, and a value read from them is listed as an assumption.
 """
@@ -40,49 +40,51 @@ _SHAPE_ONLY = frozenset(
 
 
 @dataclass(slots=True, eq=False)
-class Known:
+class Constant:
     """One tensor whose value can be found by replaying; `root`: the one whose storage it shares."""
 
-    book: KnownValues
+    of: Constants
     assumption: str | None
-    root: Known | None = None
+    root: Constant | None = None
     value: Tensor | None = None
     spoiled: bool = False
 
     @property
-    def owner(self) -> Known:
+    def owner(self) -> Constant:
         return self if self.root is None else self.root
 
 
 @dataclass(slots=True)
 class _Step:
     run: Callable[[], Any]
-    outputs: list[tuple[int, Known]] = field(default_factory=list)
+    outputs: list[tuple[int, Constant]] = field(default_factory=list)
 
 
-class KnownValues:
+class Constants:
     """The tensors of one run whose values are known, and how to compute them."""
 
     def __init__(self) -> None:
         self._steps: list[_Step] = []
         self._done = 0
         self._random_steps = 0
-        self._held: dict[int, Known] = {}
+        self._held: dict[int, Constant] = {}
         self.assumptions: dict[str, None] = {}
 
-    def of(self, tensor: Tensor) -> Known | None:
+    def of(self, tensor: Tensor) -> Constant | None:
         """What is known of a tensor, None if nothing is."""
-        known: Known | None = getattr(tensor, "_known_value", None) or self._held.get(id(tensor))
-        return None if known is None or known.book is not self or known.owner.spoiled else known
+        constant: Constant | None = getattr(tensor, "_constant", None) or self._held.get(id(tensor))
+        if constant is None or constant.of is not self or constant.owner.spoiled:
+            return None
+        return constant
 
     def hold(self, real: Tensor) -> None:
         """Know a real tensor, which the caller keeps alive; it is not marked."""
         if type(real) is Tensor and real.device.type != "meta" and real.numel() <= MOST_ELEMENTS:
-            known = self._held[id(real)] = Known(book=self, assumption=None)
-            self._steps.append(_Step(lambda: real.detach().cpu().clone(), [(0, known)]))
+            constant = self._held[id(real)] = Constant(of=self, assumption=None)
+            self._steps.append(_Step(lambda: real.detach().cpu().clone(), [(0, constant)]))
 
     def give(self, tensor: Tensor, real: Tensor, assumption: str | None = None) -> None:
-        """Know that a stand-in has the value of a real tensor, if that is worth knowing."""
+        """Know that a fake tensor has the value of a real tensor, if that is worth knowing."""
         if real.device.type != "meta" and real.numel() <= MOST_ELEMENTS:
             self._note(lambda: real.detach().cpu().clone(), [(0, tensor, None)], assumption)
 
@@ -102,9 +104,9 @@ class KnownValues:
 
     def spoil(self, tensor: Tensor) -> None:
         """Forget a tensor and all that shares its storage: something unknown was written to it."""
-        known = self.of(tensor)
-        if known is not None:
-            known.owner.spoiled = True
+        constant = self.of(tensor)
+        if constant is not None:
+            constant.owner.spoiled = True
 
     def follow(
         self, func: Any, args: Any, kwargs: Any, outputs: list[tuple[int, Tensor, Tensor | None]]
@@ -119,11 +121,11 @@ class KnownValues:
             nonlocal assumption
             if not isinstance(leaf, Tensor):
                 return leaf
-            known = self.of(leaf)
-            if known is None:
+            constant = self.of(leaf)
+            if constant is None:
                 return _Unknown(tuple(leaf.shape), leaf.dtype)
-            assumption = assumption or known.assumption
-            return known
+            assumption = assumption or constant.assumption
+            return constant
 
         noted_args, noted_kwargs = tree_map(replace, args), tree_map(replace, dict(kwargs))
 
@@ -144,13 +146,13 @@ class KnownValues:
 
     def read(self, tensor: Tensor) -> Tensor | None:
         """The value of a tensor, None if it is not known."""
-        known = self.of(tensor)
-        if known is None:
+        constant = self.of(tensor)
+        if constant is None:
             return None
         self._replay()
-        if known.assumption is not None:
-            self.assumptions[known.assumption] = None
-        return known.value
+        if constant.assumption is not None:
+            self.assumptions[constant.assumption] = None
+        return constant.value
 
     def _note(
         self,
@@ -161,13 +163,13 @@ class KnownValues:
         step = _Step(run)
         for position, tensor, shared in outputs:
             base = None if shared is None else self.of(shared)
-            known = Known(
-                book=self, assumption=assumption, root=None if base is None else base.owner
+            constant = Constant(
+                of=self, assumption=assumption, root=None if base is None else base.owner
             )
             if base is not None and assumption is not None:
                 base.owner.assumption = assumption
-            tensor._known_value = known  # type: ignore[attr-defined]
-            step.outputs.append((position, known))
+            tensor._constant = constant  # type: ignore[attr-defined]
+            step.outputs.append((position, constant))
         self._steps.append(step)
 
     def _replay(self) -> None:
@@ -176,8 +178,8 @@ class KnownValues:
                 step = self._steps[self._done]
                 result = step.run()
                 results = flat_results(result)
-                for position, known in step.outputs:
-                    known.value = results[position]
+                for position, constant in step.outputs:
+                    constant.value = results[position]
                 self._done += 1
 
 
@@ -195,7 +197,7 @@ class _Unknown:
 
 
 def _reveal(leaf: Any) -> Any:
-    if isinstance(leaf, Known):
+    if isinstance(leaf, Constant):
         return leaf.value
     if isinstance(leaf, _Unknown):
         return torch.empty((), dtype=leaf.dtype).expand(leaf.shape)

@@ -20,7 +20,7 @@ _CONTAINERS = (dict, OrderedDict, list, set, deque)
 
 
 @dataclass(slots=True)
-class StandIns:
+class FakeTensors:
     """The fakes in place of a model's tensors, tied ones once, with the names they go by."""
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -67,15 +67,15 @@ def seed_all(seed: int) -> None:
     numpy.random.seed(seed)
 
 
-def put_stand_ins(
+def put_fake_tensors(
     model: nn.Module, *, dtype: torch.dtype | None, device: str, channels_last: bool = False
-) -> StandIns:
+) -> FakeTensors:
     """Replace every parameter and buffer by a fake, inside a fake mode; `dtype` casts floats.
 
     References to them that modules keep elsewhere (RNNs keep flat lists) are replaced as well.
     """
     made: dict[int, Tensor] = {}
-    found = StandIns()
+    found = FakeTensors()
 
     def fake_of(name: str, real: Tensor, *, is_parameter: bool) -> Tensor:
         fake = made.get(id(real))

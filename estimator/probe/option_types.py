@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import click
 
 from estimator.errors import quoted
 
-_BATCHES = re.compile(r"[0-9]{1,9}((,[0-9]{1,9})*|\.\.[0-9]{1,9})")
 # As many digits as any number that is asked for has; Python reads no more than 4,300.
 _MOST_DIGITS = 30
 
@@ -33,24 +31,6 @@ class Count(click.ParamType[int]):
         if not self.least <= int(text) <= self.most:
             self.fail(f"{text} is not from {self.least} to {self.most:g}; write one that is")
         return int(text)
-
-
-class Batches(click.ParamType[tuple[int, ...]]):
-    """Batches per device: one, a list, or a range that doubles."""
-
-    name = "batches"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, context: click.Context | None
-    ) -> tuple[int, ...]:
-        """The batches that a text says; fails for any other text."""
-        if isinstance(value, tuple):
-            return value
-        if not _BATCHES.fullmatch(value.strip()):
-            self.fail(f"{quoted(value)} are no batches; write one, or such as 1..64 or 8,12,16")
-        from estimator.advise.batch_sweep import read_batches
-
-        return read_batches(value.strip())
 
 
 class Amount(click.ParamType[float]):

@@ -1,0 +1,108 @@
+"""Predict the communication stalls that Stash measured on AWS, from datasheets alone.
+
+``python benchmarks/stall_headlines.py [--json]``. Seven CNNs on 224-pixel images, fp16-amp with a
+gradient scaler, SGD with momentum, one overlapped all-reduce per tensor (Sharma et al., Stash,
+ICDCS 2023: "up to 90 %" of a step on 16 K80 of one node, "up to 5x" on two p3.8xlarge against one
+p3.16xlarge). Exit code 1: a headline lies outside its range.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from options import parser_of, print_found
+from records import say
+from zoo.vision import MODELS, classifier
+
+import estimator as est
+from estimator.placement.allocation import Allocation
+from estimator.stalls.predicted import PredictedStalls, predict_stalls
+
+BATCHES = (32, 64, 128)
+STRATEGY = "ddp:unbucketed"
+NODE, NODES, ONE_NODE = "1x16:k80-p2", "2x4:v100-p3-8xlarge", "1x8:v100-p3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One model at one batch: its interconnect stall on the K80s, its slow-down on two nodes.
+
+    `least_slowdown` is what the network's line rate alone allows: each of two nodes receives all
+    gradients of the other once, beside compute or after it.
+    """
+
+    model: str
+    batch_per_gpu: int
+    interconnect_ratio: float
+    slowdown: float
+    least_slowdown: float
+
+
+HEADLINES = {"interconnect_ratio": (0.70, 0.95), "slowdown": (3.0, 6.0)}
+
+
+def main() -> None:
+    """Predict, print; exit code 1 where a headline is missed."""
+    options = parser_of(__doc__).parse_args()
+    cases = [case for name in MODELS for case in cases_of(name)]
+    lines = [f"{'model':18} {'batch':>5} {'16 K80, % of step':>18} {'2 nodes':>9} {'least':>7}"]
+    lines += [
+        f"{case.model:18} {case.batch_per_gpu:5d} {100 * case.interconnect_ratio:17.1f}% "
+        f"{case.slowdown:8.1f}x {case.least_slowdown:6.1f}x"
+        for case in cases
+    ]
+    met = True
+    for name, (low, high) in HEADLINES.items():
+        worst = max(cases, key=lambda case: getattr(case, name))
+        value = getattr(worst, name)
+        met &= low <= value <= high
+        said = "met" if low <= value <= high else "missed"
+        lines.append(
+            f"worst {name}: {value:.3g} ({worst.model}, batch {worst.batch_per_gpu}); "
+            f"{low:g} to {high:g}: {said}"
+        )
+    print_found(options, lines, machine="datasheets", cases=[asdict(case) for case in cases])
+    if not met:
+        sys.exit(1)
+
+
+def cases_of(name: str) -> list[Case]:
+    """The cases of one model, traced once."""
+    say(f"{name}: tracing")
+    model, batch, loss = classifier(name, BATCHES[0])
+    graph = est.trace_model(
+        model,
+        batch,
+        loss=loss,
+        optimizer="sgd-momentum",
+        precision="fp16-amp",
+        target="cuda",
+        grad_scaler=True,
+        name=name,
+    )
+    gradient_bytes = sum(parameter.spec.nbytes for parameter in graph.parameters)
+    return [_case(graph, gradient_bytes, size) for size in BATCHES]
+
+
+def _case(graph: est.OpGraph, gradient_bytes: int, size: int) -> Case:
+    def answer_of(allocation: Allocation, batches: Sequence[int] | None) -> est.Estimate:
+        given = size if batches is None else batches
+        return est.estimate(graph, allocation, batch_per_gpu=given, strategy=STRATEGY)
+
+    node: PredictedStalls = predict_stalls(NODE, answer_of)
+    nodes = predict_stalls(NODES, answer_of, against=ONE_NODE)
+    assert node.interconnect is not None
+    (network,) = est.load_profile("v100-p3-8xlarge").network
+    return Case(
+        model=graph.name,
+        batch_per_gpu=size,
+        interconnect_ratio=node.interconnect.ratio,
+        slowdown=nodes.step_s / nodes.node_s,
+        least_slowdown=gradient_bytes / network.bandwidth_bytes_per_s / nodes.node_s,
+    )
+
+
+if __name__ == "__main__":
+    main()

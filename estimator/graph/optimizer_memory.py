@@ -1,0 +1,85 @@
+"""Say what an optimizer holds of a graph's parameters, between steps and while it updates."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.shards import parameter_unit
+from estimator.optimizers import OptimizedTensor, check_optimizer, state_sizes, temporaries_bytes
+
+# The CUDA caching allocator rounds every block up to kMinBlockSize
+# (c10/core/AllocatorConfig.h, torch 2.13).
+CUDA_BLOCK_BYTES = 512
+
+
+class OptimizerMemory(NamedTuple):
+    """Bytes that an optimizer holds, of all parameters together and of the one with most.
+
+    `state_bytes` stay between steps, master weights among them; while it updates,
+    `together_bytes` are made of all parameters and `single_bytes` of one at a time.
+    """
+
+    state_bytes: int
+    largest_state_bytes: int
+    together_bytes: int
+    largest_together_bytes: int
+    single_bytes: int
+
+    @property
+    def update_bytes(self) -> int:
+        return self.together_bytes + self.single_bytes
+
+
+def optimizer_memory(
+    graph: OpGraph, optimizer: str, *, stored_ratio: int = 1, master_ratio: int = 1
+) -> OptimizerMemory:
+    """What an optimizer holds of parameters that take `stored_ratio` times the traced bytes.
+
+    Master weights are copies of `master_ratio` times the size, 1: there are none. With them the
+    state is as wide, and gradients are cast for the update (Float16OptimizerWithFloat16Params of
+    Megatron-LM, BF16_Optimizer of DeepSpeed).
+    """
+    name = check_optimizer(optimizer)
+    tensors = trained_tensors(graph, stored_ratio * master_ratio)
+    masters = [tensor.size_bytes if master_ratio > 1 else 0 for tensor in tensors]
+    states = [
+        sum(state_sizes(name, tensor)) + master
+        for tensor, master in zip(tensors, masters, strict=True)
+    ]
+    foreach = graph.target == "cuda"
+    each = [temporaries_bytes(name, [tensor], foreach=foreach)[0] for tensor in tensors]
+    together, single = temporaries_bytes(name, tensors, foreach=foreach)
+    return OptimizerMemory(
+        state_bytes=sum(states),
+        largest_state_bytes=max(states, default=0),
+        together_bytes=together + sum(masters),
+        largest_together_bytes=max(map(sum, zip(each, masters, strict=True)), default=0),
+        single_bytes=single,
+    )
+
+
+def trained_tensors(graph: OpGraph, ratio: int = 1) -> list[OptimizedTensor]:
+    """The parameters that get a gradient, `ratio` times as wide as they were traced."""
+    block = block_bytes(graph)
+    blocks = [parameter_unit(parameter) for parameter in graph.parameters]
+    return [
+        OptimizedTensor(
+            shape=parameter.spec.shape,
+            elements=parameter.spec.numel,
+            size_bytes=ratio * rounded_bytes(parameter.spec.nbytes, block),
+            in_block=bool(unit) or not any(blocks),
+        )
+        for parameter, unit in zip(graph.parameters, blocks, strict=True)
+        if parameter.gradient is not None
+    ]
+
+
+def block_bytes(graph: OpGraph) -> int:
+    """What the allocator of the graph's device rounds sizes up to."""
+    return CUDA_BLOCK_BYTES if graph.target == "cuda" else 1
+
+
+def rounded_bytes(size_bytes: int, block: int) -> int:
+    """A size in whole blocks of an allocator."""
+    return -(-size_bytes // block) * block

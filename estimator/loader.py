@@ -1,0 +1,140 @@
+"""Describe what feeds a training step: samples read, prepared by workers, queued and copied."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from estimator.errors import WorkloadError, quoted
+from estimator.units import parse_bandwidth_bytes_per_s, parse_seconds, parse_size_bytes
+
+MOST_WORKERS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """One rank's loader, as ``torch.utils.data.DataLoader`` works; seconds and bytes of a sample.
+
+    A worker reads `stored_bytes` (None: `sample_bytes`) of a sample, then prepares it for `prep_s`,
+    in which a core works `cpu_ratio` of the time; `workers` make whole batches, each up to
+    `prefetch` ahead, and 0 workers is the training process itself. `sample_bytes` reach the device.
+    A share `cached_ratio` of the samples is in the page cache, read at `cache_bytes_per_s`; the
+    rest comes from a disk that gives all ranks of a node `disk_bytes_per_s` together. None: reading
+    is part of `prep_s`. `take_s` is what the training process spends on a batch that workers made.
+    `cores` are those that a rank's workers have, None: enough, or on CPUs those of the device.
+
+    >>> Loader(sample_bytes=1e5, prep_s=0.01, workers=4).made_s(32)
+    0.32
+    """
+
+    sample_bytes: float = 0.0
+    prep_s: float = 0.0
+    workers: int = 0
+    prefetch: int = 2
+    cached_ratio: float = 1.0
+    stored_bytes: float | None = None
+    cpu_ratio: float = 1.0
+    take_s: float = 0.0
+    disk_bytes_per_s: float | None = None
+    cache_bytes_per_s: float | None = None
+    cores: int | None = None
+    relative_error: float = 0.1
+    source: Literal["assumed", "measured"] = "assumed"
+
+    def __post_init__(self) -> None:
+        for name, least, most in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not (least <= value <= most and math.isfinite(value)):
+                raise WorkloadError(
+                    f"a loader's {name} is from {least:g} to {most:g}, found {quoted(value)}; "
+                    "correct it"
+                )
+        if self.disk_bytes_per_s is None and self.cached_ratio < 1.0:
+            raise WorkloadError(
+                f"a loader with {self.cached_ratio:g} of its samples cached reads the rest of a "
+                "disk; say how fast, as in disk=500MB/s"
+            )
+
+    def read_s(self, samples: float) -> float:
+        """Seconds that one worker alone reads `samples` samples."""
+        cached = self.cached_ratio / (self.cache_bytes_per_s or math.inf)
+        stored = self.sample_bytes if self.stored_bytes is None else self.stored_bytes
+        return samples * stored * cached + self.disk_s(samples)
+
+    def disk_s(self, samples: float) -> float:
+        """Seconds of the disk for `samples` samples."""
+        if self.disk_bytes_per_s is None:
+            return 0.0
+        stored = self.sample_bytes if self.stored_bytes is None else self.stored_bytes
+        return samples * stored * (1.0 - self.cached_ratio) / self.disk_bytes_per_s
+
+    def made_s(self, samples: float) -> float:
+        """Seconds of a worker to read and prepare `samples` samples."""
+        return self.read_s(samples) + samples * self.prep_s
+
+    def cpu_s(self, samples: float) -> float:
+        """Seconds of a core in that."""
+        return samples * self.prep_s * self.cpu_ratio + self.read_s(samples) - self.disk_s(samples)
+
+    @classmethod
+    def parse(cls, text: str | Loader) -> Loader:
+        """Read ``sample=150kB,prep=8ms,workers=4``; raises WorkloadError.
+
+        Further: prefetch=, cached=0.35, disk=500MB/s, cache=5GB/s, stored=, cpu=, take=, cores=.
+
+        >>> Loader.parse("sample=150kB,prep=8ms,workers=4").prep_s
+        0.008
+        """
+        if isinstance(text, Loader):
+            return text
+        found: dict[str, Any] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, _, value = part.partition("=")
+            if name not in _PARTS:
+                raise WorkloadError(
+                    f"a loader has no {quoted(part)}; its parts are {', '.join(_PARTS)}, as in "
+                    "sample=150kB,prep=8ms,workers=4"
+                )
+            field, read = _PARTS[name]
+            try:
+                found[field] = read(value)
+            except ValueError as error:
+                raise WorkloadError(f"loader {quoted(text)}: {name}: {error}") from None
+        return cls(**found)
+
+    def with_workers(self, workers: int) -> Loader:
+        return replace(self, workers=workers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values in base units."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+_PARTS: dict[str, tuple[str, Any]] = {
+    "sample": ("sample_bytes", parse_size_bytes),
+    "prep": ("prep_s", parse_seconds),
+    "workers": ("workers", int),
+    "prefetch": ("prefetch", int),
+    "cached": ("cached_ratio", float),
+    "stored": ("stored_bytes", parse_size_bytes),
+    "cpu": ("cpu_ratio", float),
+    "take": ("take_s", parse_seconds),
+    "disk": ("disk_bytes_per_s", parse_bandwidth_bytes_per_s),
+    "cache": ("cache_bytes_per_s", parse_bandwidth_bytes_per_s),
+    "cores": ("cores", int),
+}
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("sample_bytes", 0, 1e15),
+    ("stored_bytes", 0, 1e15),
+    ("prep_s", 0, 1e6),
+    ("take_s", 0, 1e6),
+    ("workers", 0, MOST_WORKERS),
+    ("prefetch", 1, MOST_WORKERS),
+    ("cached_ratio", 0, 1),
+    ("cpu_ratio", 0, 1),
+    ("relative_error", 0, 10),
+    ("cores", 1, 1e6),
+    ("disk_bytes_per_s", 1, 1e15),
+    ("cache_bytes_per_s", 1, 1e15),
+)

@@ -1,0 +1,184 @@
+"""Name optimizers, and say what each keeps of a parameter and moves to update it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from estimator.errors import StrategyError, quoted
+
+Optimizer = Literal[
+    "sgd",
+    "sgd-momentum",
+    "adam",
+    "adamw",
+    "adam-fused",
+    "adamw-fused",
+    "adamw-8bit",
+    "lamb",
+    "muon",
+]
+UpdateForm = Literal["loop", "foreach", "fused"]
+
+
+class OptimizedTensor(NamedTuple):
+    """A trained parameter as an optimizer holds it; `in_block` says that a repeated block has it.
+
+    `size_bytes` are in blocks of the device's allocator.
+    """
+
+    shape: tuple[int, ...]
+    elements: int
+    size_bytes: int
+    in_block: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRule:
+    """What an update moves and keeps, in tensors as large as the parameter.
+
+    `moved_tensors` are read or written, `moved_bytes` more by each element whatever its dtype;
+    `state_tensors` are kept between steps and `root_tensors` made on the way by the foreach form.
+    `measured_as` is the name and `form` the form (None: as torch chooses for the device) under
+    which a profile has the update. `tensor_s` are seconds of the host for each tensor.
+    """
+
+    measured_as: str
+    form: UpdateForm | None = None
+    moved_tensors: float
+    moved_bytes: float = 0.0
+    state_tensors: int
+    root_tensors: int = 0
+    tensor_s: float
+
+    def bytes_of(self, item_bytes: float) -> float:
+        """Bytes that the update of an element moves, where it takes `item_bytes`."""
+        return self.moved_tensors * item_bytes + self.moved_bytes
+
+
+# An 8-bit state has one fp32 scale for a block of so many elements; smaller tensors stay in fp32
+# (bitsandbytes, functional.py and optim/optimizer.py: blocksize 256, min_8bit_size 4096).
+_STATE_BLOCK, _LEAST_8BIT = 256, 4096
+# Two states of a byte each and their scales, read and written.
+_MOVED_8BIT = 4 * (1 + 4 / _STATE_BLOCK)
+# Tensors moved by kernel: torch/optim/adam.py, sgd.py, foreach: Adam lerp 3, mul 2, addcmul 3, sqrt
+# 2, div 2, add 2, addcdiv 4; AdamW one mul of 2 more; SGD add 3, momentum mul 2 and add 3 more.
+# Fused Adam is one kernel: parameter, gradient and two moments read, all but the gradient written.
+# LAMB is apex's (csrc/multi_tensor_lamb.cu): norms of gradients, parameters and updates 3, stage
+# one 7, stage two 3. Muon (torch/optim/_muon.py, the elementwise part): lerp 3, lerp 3, then in
+# bf16 cast 1.5, norm 0.5, div 1, and mul 2, add 2.5; its products are costed as such.
+# Seconds of the host: lists and scalars for each tensor (`estimator probe` on an EPYC server: 0.9,
+# 3.4, 10.6 and 12.3 µs for the first four); one kernel from Python each for 8-bit states; some 30
+# operators a matrix for Muon, at 5 to 10 µs.
+RULES: Mapping[str, UpdateRule] = {
+    "sgd": UpdateRule(measured_as="sgd", moved_tensors=3, state_tensors=0, tensor_s=1e-6),
+    "sgd-momentum": UpdateRule(
+        measured_as="sgd-momentum", moved_tensors=8, state_tensors=1, tensor_s=3e-6
+    ),
+    "adam": UpdateRule(
+        measured_as="adam", moved_tensors=18, state_tensors=2, root_tensors=1, tensor_s=1e-5
+    ),
+    "adamw": UpdateRule(
+        measured_as="adamw", moved_tensors=20, state_tensors=2, root_tensors=1, tensor_s=1e-5
+    ),
+    "adam-fused": UpdateRule(
+        measured_as="adam", form="fused", moved_tensors=7, state_tensors=2, tensor_s=3e-6
+    ),
+    "adamw-fused": UpdateRule(
+        measured_as="adamw", form="fused", moved_tensors=7, state_tensors=2, tensor_s=3e-6
+    ),
+    "adamw-8bit": UpdateRule(
+        measured_as="adamw-8bit",
+        form="loop",
+        moved_tensors=3,
+        moved_bytes=_MOVED_8BIT,
+        state_tensors=2,
+        tensor_s=2e-5,
+    ),
+    "lamb": UpdateRule(
+        measured_as="lamb", form="fused", moved_tensors=13, state_tensors=2, tensor_s=3e-6
+    ),
+    "muon": UpdateRule(
+        measured_as="muon", form="loop", moved_tensors=13.5, state_tensors=1, tensor_s=2.5e-4
+    ),
+}
+OPTIMIZERS: tuple[str, ...] = tuple(RULES)
+# Classes of torchao, bitsandbytes, apex and Transformer Engine.
+_ALIASES = {"adamw8bit": "adamw-8bit", "fusedadam": "adamw-fused", "fusedlamb": "lamb"}
+# What Muon leaves to AdamW: vectors, embeddings and the head (torch.optim.Muon's documentation).
+BESIDE_MUON = "adamw"
+# Passes of Newton and Schulz' iteration in Muon (ns_steps), each of three products.
+MUON_PASSES = 5
+
+
+def check_optimizer(optimizer: Any) -> str:
+    """The name of an optimizer given as ``adamw``, ``AdamW`` or an object of torch.optim.
+
+    An object of SGD has momentum and one of Adam is fused as its parameter groups say. Raises
+    StrategyError.
+
+    >>> check_optimizer("torch.optim.AdamW")
+    'adamw'
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    found = optimizer if groups is None else type(optimizer).__name__
+    name = found.lower().removeprefix("torch.optim.") if isinstance(found, str) else ""
+    name = _ALIASES.get(name, name)
+    if name == "sgd" and any(group.get("momentum") for group in groups or ()):
+        name = "sgd-momentum"
+    if name in ("adam", "adamw") and any(group.get("fused") for group in groups or ()):
+        name = f"{name}-fused"
+    if name not in OPTIMIZERS:
+        raise StrategyError(
+            f"optimizer {quoted(found)} is unknown; choose one of {', '.join(OPTIMIZERS)}"
+        )
+    return name
+
+
+def is_muon_matrix(tensor: OptimizedTensor) -> bool:
+    """Whether Muon updates a parameter: a matrix of a repeated block."""
+    return len(tensor.shape) == 2 and tensor.in_block
+
+
+def state_sizes(optimizer: str, tensor: OptimizedTensor) -> tuple[int, ...]:
+    """Bytes of each state that an optimizer keeps of one parameter between steps.
+
+    >>> state_sizes("adamw-8bit", OptimizedTensor((4096,), 4096, 16384))
+    (4160, 4160)
+    """
+    if optimizer == "muon" and not is_muon_matrix(tensor):
+        optimizer = BESIDE_MUON
+    if optimizer != "adamw-8bit":
+        return RULES[optimizer].state_tensors * (tensor.size_bytes,)
+    if tensor.elements < _LEAST_8BIT:
+        return 2 * (4 * tensor.elements,)
+    return 2 * (tensor.elements + 4 * -(-tensor.elements // _STATE_BLOCK),)
+
+
+def temporaries_bytes(
+    optimizer: str, tensors: Sequence[OptimizedTensor], *, foreach: bool
+) -> tuple[int, int]:
+    """(bytes for all parameters together, bytes for one at a time) that an update makes on the way.
+
+    Adam takes the square root of the second moment into a fresh tensor (torch/optim/adam.py): of
+    every parameter at once where it runs foreach (CUDA); one at a time in the loop (CPU), where the
+    quotient is another fresh tensor and the denominator of the previous parameter is still held.
+    Muon holds a matrix' update, and in bf16 that twice and its square twice.
+    """
+    if optimizer == "muon":
+        others = [tensor for tensor in tensors if not is_muon_matrix(tensor)]
+        together, single = temporaries_bytes(BESIDE_MUON, others, foreach=foreach)
+        own = [_muon_bytes(tensor) for tensor in tensors if is_muon_matrix(tensor)]
+        return together, max(single, *own, 0)
+    roots = RULES[optimizer].root_tensors
+    sizes = [tensor.size_bytes for tensor in tensors]
+    if foreach or not roots:
+        return roots * sum(sizes), 0
+    in_order = sizes[::-1]
+    pairs = zip([0, *in_order], in_order, strict=False)
+    return 0, max((previous + 2 * size for previous, size in pairs), default=0)
+
+
+def _muon_bytes(tensor: OptimizedTensor) -> int:
+    return tensor.size_bytes + 2 * 2 * tensor.elements + 2 * 2 * min(tensor.shape) ** 2

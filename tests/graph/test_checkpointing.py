@@ -1,0 +1,109 @@
+"""Activation checkpoints by block and by operator: what is computed again, what is kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import estimator as est
+from estimator.errors import ModelError, TraceError
+from estimator.graph.memory import peak_memory
+from estimator.graph.op_graph import OpGraph
+from estimator.workload import Strategy
+
+WIDTH, ROWS, BLOCKS = 64, 512, 4
+
+
+class Block(nn.Module):
+    """Four products, with an activation of its input's size after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inner:
+            x = torch.sigmoid(layer(x))
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def traced(checkpoint: str | None, model: nn.Module | None = None) -> OpGraph:
+    return est.trace_model(model or Model(), torch.randn(ROWS, WIDTH), checkpoint=checkpoint)
+
+
+def repeated(graph: OpGraph) -> Counter[str]:
+    return Counter(op.call.target for op in graph.ops if op.is_repeated)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "products"),
+    # Of a block's four products the second and the fourth are not kept.
+    [(None, 0), ("full", 4 * BLOCKS), ("selective:2", 4 * BLOCKS // 2), ("selective:op", 8)],
+)
+def test_products_of_checkpointed_blocks_run_again(checkpoint: Any, products: int) -> None:
+    graph = traced(checkpoint)
+    assert repeated(graph)["aten.mm.default"] == products
+    assert graph.checkpoint == checkpoint
+
+
+def test_less_is_held_the_more_runs_again() -> None:
+    held = {
+        form: peak_memory(traced(form).at(), optimizer="sgd", strategy=Strategy(), ranks=1)
+        for form in (None, "selective:2", "selective:op", "full")
+    }
+    one = 4 * ROWS * WIDTH
+    # Without: sigmoid's result is saved after each of 16 products. In full: the inputs of 4 blocks,
+    # and one block's 4 results while it runs again.
+    sizes = {form: each.activations_bytes / one for form, each in held.items()}
+    assert sizes["full"] < sizes["selective:2"] < sizes[None]
+    assert sizes["full"] < sizes["selective:op"]
+    assert 16 <= sizes[None] <= 20
+    assert 8 <= sizes["full"] <= 11
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Model()
+    own = model.layers[1].forward = model.layers[1].forward
+    with pytest.raises(TraceError):
+        est.trace_model(model, torch.randn(ROWS, WIDTH + 1), checkpoint="full")
+    assert model.layers[1].__dict__["forward"] is own
+    assert "forward" not in model.layers[0].__dict__
+
+
+@pytest.mark.parametrize("form", ["half", "selective", "selective:0", "selective:-2", ""])
+def test_other_forms_are_refused(form: str) -> None:
+    with pytest.raises(ModelError, match="write full, selective:op or selective:N"):
+        traced(form)
+
+
+def test_a_model_without_repeated_blocks_says_so() -> None:
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(ModelError, match="no repeated blocks to checkpoint"):
+        traced("full", plain)
+
+
+def test_a_saved_graph_knows_its_recipe(tmp_path: Path) -> None:
+    model = Model()
+    graph = est.trace_model(
+        model, torch.randn(ROWS, WIDTH), checkpoint="selective:2", clip_grad_norm=True
+    )
+    graph.save(tmp_path / "graph")
+    again = OpGraph.load(tmp_path / "graph")
+    assert (again.checkpoint, again.clip_grad_norm) == ("selective:2", True)
+    assert again.mode == "fp32, gradients clipped, checkpoint selective:2"

@@ -1,0 +1,111 @@
+"""What an allocation waits for its devices and its nodes, predicted without a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from estimator.engine import estimate_graph
+from estimator.errors import StrategyError
+from estimator.estimates import Estimate
+from estimator.machines.profile import MachineProfile
+from estimator.placement.allocation import Allocation
+from estimator.stalls.predicted import predict_stalls
+from tests.synthetic import Machine, perceptron
+
+GRAPH = perceptron([512, 1024, 512], batch=64)
+PLAIN = Machine(devices=4, rank_jitter_ratio=0.0)
+
+
+def asking(
+    profile: MachineProfile, strategy: str = "ddp"
+) -> Callable[[Allocation, Sequence[int] | None], Estimate]:
+    def answer_of(allocation: Allocation, batches: Sequence[int] | None) -> Estimate:
+        return estimate_graph(
+            GRAPH, allocation, batch_per_gpu=batches, strategy=strategy, profile=profile
+        )
+
+    return answer_of
+
+
+def step_s(text: str, profile: MachineProfile) -> float:
+    return estimate_graph(GRAPH, text, profile=profile).step_time_s
+
+
+def test_stalls_are_differences_of_steps_over_the_step_of_a_node() -> None:
+    profile = PLAIN.profile()
+    found = predict_stalls("3x2:m", asking(profile))
+    device_s, node_s, all_s = (step_s(text, profile) for text in ("1x1:m", "1x2:m", "3x2:m"))
+    assert (found.one_device, found.one_node) == ("1x1:m", "1x2:m")
+    assert found.interconnect is not None
+    assert found.network is not None
+    assert found.interconnect.stall_s == pytest.approx(node_s - device_s)
+    assert found.interconnect.ratio == pytest.approx((node_s - device_s) / node_s)
+    assert found.network.stall_s == pytest.approx(all_s - node_s)
+    # Six times as long is a stall of 500 %.
+    assert found.network.ratio == pytest.approx(all_s / node_s - 1)
+    assert found.network.low_s < found.network.stall_s < found.network.high_s
+
+
+def test_a_delay_of_every_byte_on_the_network_is_the_stall() -> None:
+    # Where computing cannot go on beside a collective, all of it is waited for: over two nodes of
+    # one device a ring sends each byte once, so that 1 ns a byte more is 1 ns a byte of gradients.
+    gradient_bytes = sum(parameter.spec.nbytes for parameter in GRAPH.parameters)
+    found = []
+    for rate in (1e8, 1 / (1 / 1e8 + 1e-9)):
+        machine = replace(PLAIN, exposed_ratio=1.0, slowdown_ratio=1.0, network_bytes_per_s=rate)
+        network = predict_stalls("2x1:m", asking(machine.profile())).network
+        assert network is not None
+        found.append(network.stall_s)
+    assert found[1] - found[0] == pytest.approx(gradient_bytes * 1e-9, rel=1e-6)
+
+
+def test_one_device_waits_for_none_and_one_node_for_no_other() -> None:
+    alone = predict_stalls("1x1:m", asking(PLAIN.profile()))
+    assert (alone.interconnect, alone.network) == (None, None)
+    node = predict_stalls("1x4:m", asking(PLAIN.profile()))
+    assert node.interconnect is not None
+    assert node.network is None
+    assert node.node_s == node.step_s
+
+
+def test_two_small_nodes_are_measured_against_one_large_one() -> None:
+    profile = PLAIN.profile()
+    found = predict_stalls("2x2:m", asking(profile), against="1x4:m")
+    assert found.one_node == "1x4:m"
+    assert found.network is not None
+    assert found.network.stall_s == pytest.approx(
+        step_s("2x2:m", profile) - step_s("1x4:m", profile)
+    )
+
+
+def test_a_strategy_that_a_node_cannot_divide_is_refused() -> None:
+    with pytest.raises(StrategyError, match="shards over 4 ranks"):
+        predict_stalls("2x2:m", asking(PLAIN.profile(), "fsdp:shard=4"))
+
+
+SMALL = """
+import torch
+
+def mlp(batch=4):
+    return torch.nn.Linear(512, 512), torch.randn(batch, 512)
+"""
+
+
+def test_the_command_prints_stalls_and_gives_them_as_json(
+    tmp_path: Path, command: Callable[..., Any]
+) -> None:
+    (tmp_path / "models.py").write_text(SMALL)
+    asked = ("stalls", f"{tmp_path}/models.py:mlp", "--on", "2x4:v100-p3-8xlarge")
+    answer = command(*asked)
+    assert (answer.code, answer.err) == (0, "")
+    for word in ("interconnect", "network", "1x4:v100-p3-8xlarge", "times as long"):
+        assert word in answer.out
+    found = json.loads(command(*asked, "--json", "--strategy", "fsdp").out)
+    assert found["step_s"] == pytest.approx(found["node_s"] + found["network"]["stall_s"])
+    assert found["one_device"] == "1x1:v100-p3-8xlarge"
