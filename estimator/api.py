@@ -52,8 +52,8 @@ def trace_model(
     DataLoader or Dataset that gives one; `loss` is called with (output, batch), or with (output,
     targets) where the batch holds what ``forward()`` does not take, and defaults to the model's
     ``training_step(batch, batch_idx)``, else ``output.loss``, else the mean of the floating
-    outputs. With `measure`, the distinct ops of the step are also timed on this machine, which must
-    be the one `profile` describes; timings are kept in the user's store.
+    outputs; of a list of models it is step(models, batch). With `measure`, distinct ops are also
+    timed on this machine, which `profile` describes; timings are kept in the user's store.
 
     The optimizer is one of torch.optim or its name. The step is eager unless `compiled`: as
     `torch.compile` fuses it, or as its ``mode="reduce-overhead"`` replays it ("cuda-graphs"); by
@@ -68,7 +68,7 @@ def trace_model(
     from estimator.graph.fusion import compile_graph
     from estimator.graph.trace import trace_graph
 
-    model, compiled = _uncompiled(model, compiled)
+    model, loss, compiled = _as_module(model, loss, compiled)
     _check_options(measure and bool(compiled), grad_scaler, precision)
     with checkpointed(model, checkpoint):
         graph = trace_graph(
@@ -89,15 +89,18 @@ def trace_model(
     return with_timings(graph, profile, report=report) if measure else graph
 
 
-def _uncompiled(
-    model: Any, compiled: bool | Literal["cuda-graphs"] | None
-) -> tuple[Any, bool | Literal["cuda-graphs"] | None]:
-    """The model that torch.compile was given, and how its step is run."""
+def _as_module(
+    model: Any, loss: Any, compiled: bool | Literal["cuda-graphs"] | None
+) -> tuple[Any, Any, bool | Literal["cuda-graphs"] | None]:
+    """One module, its loss, and how its step is run."""
+    from estimator.graph.phases import as_phases
+
+    model, loss = as_phases(model, loss)
     # What torch.compile returns holds the model that it compiles (torch/_dynamo/eval_frame.py).
     original = getattr(model, "_orig_mod", None)
     if original is None:
-        return model, compiled
-    return original, True if compiled is None else compiled
+        return model, loss, compiled
+    return original, loss, True if compiled is None else compiled
 
 
 def _check_options(measures_compiled: bool, grad_scaler: bool, precision: str) -> None:
