@@ -22,7 +22,7 @@ from estimator.estimates import Estimate
 
 _RANGE = r"\d+(?:\.\.\d+)?"
 _COUNTS = rf"({_RANGE}(?:,{_RANGE})*)"
-_PATTERN = re.compile(rf"{_COUNTS}x{_COUNTS}:([A-Za-z0-9][\w.\-]*)")
+_PATTERN = re.compile(rf"{_COUNTS}x{_COUNTS}:([A-Za-z0-9][\w.\-]*(?:@[\w.]+)?)")
 _MOST_ROWS = 100_000
 _MOST_DIGITS = 7
 
