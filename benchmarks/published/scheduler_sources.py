@@ -46,7 +46,7 @@ _GAVEL = Setting(
 )
 
 
-def _adaptdl(row: PublishedRow) -> Workload:
+def adaptdl(row: PublishedRow) -> Workload:
     """The jobs of AdaptDL's benchmark (petuum/adaptdl, benchmark/models)."""
     model = row.step.model.lower()
     if "bert" in model:
@@ -66,11 +66,11 @@ def _adaptdl(row: PublishedRow) -> Workload:
 
 
 def _pollux(row: PublishedRow) -> Workload:
-    return replace(_adaptdl(row), setting=_POLLUX)
+    return replace(adaptdl(row), setting=_POLLUX)
 
 
 def _sia(row: PublishedRow) -> Workload:
-    workload = _adaptdl(row)
+    workload = adaptdl(row)
     if "network not stated" not in row.text("interconnect"):
         return workload
     return replace(

@@ -41,12 +41,13 @@ from estimator.graph.fake_tensors import (
 from estimator.graph.join import JoinedRuns, join_runs
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import GraphInput
+from estimator.graph.packed_sequences import packed_as_padded
 from estimator.graph.record import Recorder
 from estimator.graph.training_call import Loss, TrainingCall
 from estimator.graph.user_code import UserCode
 from estimator.machines.profile import DeviceKind
-from estimator.optimizers import check_optimizer
-from estimator.precision import check_precision
+from estimator.workload.optimizers import check_optimizer
+from estimator.workload.precision import check_precision
 
 _CAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AUTOCAST_DTYPES = {"bf16-amp": torch.bfloat16, "fp16-amp": torch.float16}
@@ -245,7 +246,8 @@ class _Tracer:
             advice="check its parameters and inputs",
             error=TraceError,
         )
-        with fake, kept_as_it_was(self.model), unlike_tracing(), fake_mode:
+        padded = packed_as_padded(recorder.constants.assumptions)
+        with fake, kept_as_it_was(self.model), unlike_tracing(), padded, fake_mode:
             seed_all(0)
             fakes = put_fake_tensors(
                 self.model, dtype=dtype, device="cpu", channels_last=self.channels_last
