@@ -179,8 +179,8 @@ class Request:
             strategy=self.strategy,
             cluster=self.cluster,
             calibration=self.calibration,
-            profile=self.machine(allocation),
             loader=self.loader,
+            profile=self.machine(allocation),
         )
 
     def exists(self, allocation: str) -> bool:

@@ -15,7 +15,7 @@ from estimator.errors import (
     ModelError,
     StrategyError,
     WorkloadError,
-    printable,
+    cause,
     quoted,
 )
 from estimator.files import parse_json, read_file, read_text, unpack
@@ -166,8 +166,7 @@ def load_summary(path: str | os.PathLike[str]) -> WorkloadSummary:
 
 
 def _damaged(path: str | os.PathLike[str], error: BaseException) -> str:
-    reason = printable(" ".join(str(error).split())) or type(error).__name__
-    return f"{path} is damaged ({reason}); trace the model again and save it"
+    return f"{path} is damaged ({cause(error)}); trace the model again and save it"
 
 
 class _Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -250,17 +250,22 @@ def _held(
     return np.cumsum(changes)[:ops]
 
 
-def live_tensors(
-    bound: BoundGraph,
-    place: int,
-    *,
-    threads: int = 1,
-    structure: GraphStructure | None = None,
-) -> tuple[LiveTensor, ...]:
-    """Parameters, gradients and activations that are held during op `place`, the largest first.
+def live_tensors(tensors: Iterable[LiveTensor], place: int) -> tuple[LiveTensor, ...]:
+    """Those that are held during op `place`, the largest first.
 
-    `place` may be the number of ops: the update. Optimizer state and buffers of collectives are not
-    among them, nor what a strategy gathers or shards.
+    `place` may be the number of ops: the update.
+    """
+    alive = [tensor for tensor in tensors if tensor.born <= place <= tensor.dies]
+    return tuple(sorted(alive, key=lambda tensor: (-tensor.size_bytes, tensor.born)))
+
+
+def tensors_of(
+    bound: BoundGraph, *, threads: int = 1, structure: GraphStructure | None = None
+) -> tuple[LiveTensor, ...]:
+    """Parameters, gradients and activations of a step.
+
+    Optimizer state and buffers of collectives are not among them, nor what a strategy gathers or
+    shards.
     """
     known = structure or GraphStructure.of(bound.graph)
     graph = bound.graph
@@ -278,9 +283,8 @@ def live_tensors(
         )
         for parameter in graph.parameters
     ]
-    alive = (known.born <= place) & (known.dies >= place)
     for numbers, kind in ((sizes.activations, "activations"), (sizes.gradients, "gradients")):
-        for number in numbers[alive[numbers]].tolist():
+        for number in numbers.tolist():
             born = int(known.born[number])
             op = graph.ops[born] if born >= 0 else None
             found.append(
@@ -293,7 +297,7 @@ def live_tensors(
                     dies=int(known.dies[number]),
                 )
             )
-    return tuple(sorted(found, key=lambda tensor: (-tensor.size_bytes, tensor.born)))
+    return tuple(found)
 
 
 def _kind(kind: str, is_saved: bool) -> MemoryKind:

@@ -43,6 +43,7 @@ class Chip:
     process_ratio: ArrayLike
     is_tensor: ArrayLike
     is_early_tensor: ArrayLike
+    has_warp_groups: ArrayLike
     has_old_tlb: ArrayLike
 
 
@@ -77,6 +78,7 @@ def chip_of(device: Device, dtype: str) -> Chip:
         process_ratio=(_ASSUMED_NM if known is None else known.process_nm) / _REFERENCE_NM,
         is_tensor=is_tensor,
         is_early_tensor=is_tensor and tensor_cores == "registers",
+        has_warp_groups=is_tensor and tensor_cores == "warp groups",
         has_old_tlb=known is not None and known.short_tlb,
     )
 

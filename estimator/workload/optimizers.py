@@ -120,12 +120,12 @@ def check_optimizer(optimizer: Any) -> str:
     An object of SGD has momentum and one of Adam is fused as its parameter groups say. Raises
     StrategyError.
 
-    >>> check_optimizer("AdamW")
+    >>> check_optimizer("torch.optim.AdamW")
     'adamw'
     """
     groups = getattr(optimizer, "param_groups", None)
     found = optimizer if groups is None else type(optimizer).__name__
-    name = found.lower() if isinstance(found, str) else ""
+    name = found.lower().removeprefix("torch.optim.") if isinstance(found, str) else ""
     name = _ALIASES.get(name, name)
     if name == "sgd" and any(group.get("momentum") for group in groups or ()):
         name = "sgd-momentum"
