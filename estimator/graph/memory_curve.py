@@ -94,7 +94,7 @@ def memory_curve(
     """
     known = structure or GraphStructure.of(bound.graph)
     asked = bound, known, optimizer, strategy, shards, buckets
-    if merging and strategy.kind in ("zero2", "fsdp"):
+    if (merging or strategy.offload) and strategy.kind in ("zero2", "fsdp"):
         return _sharded_curve(*asked, micro_batches, threads)
     return _replica_curve(*asked, merging, threads)
 

@@ -72,7 +72,8 @@ def step_memory(
         structure=known,
     )
     # Alone a rank holds no shards, but those that are kept in another dtype.
-    if (not merging and strategy.param is None) or strategy.kind == "ddp":
+    holds_all = not merging and strategy.param is None and not strategy.offload
+    if holds_all or strategy.kind == "ddp":
         return ShardedMemory.of_replica(replicate(optimizer=optimizer, ranks=2 if merging else 1))
     if strategy.kind in ("ps", "zero1", "distributed-optimizer"):
         # A worker of parameter servers updates nothing, and plain SGD holds nothing.

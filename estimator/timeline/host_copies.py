@@ -54,6 +54,14 @@ class HostCopies:
         return _slowest_s(self.gradients_bytes, groups, *self.d2h)
 
 
+def copies_of_one_rank_s(profile: MachineProfile, passes: ShardedPasses) -> float:
+    """Seconds of a micro-batch's copies on a rank that holds everything, one after the other."""
+    copies = HostCopies.of([profile], passes)
+    alone = [ProcessGroup(ranks=1, nodes=1, per_node=1)]
+    to_device_s, to_host_s = copies.to_device_s(alone), copies.to_host_s(alone)
+    return float(to_device_s[list(passes.gathered)].sum() + to_host_s[[0, *passes.reduced]].sum())
+
+
 def _links(
     profiles: Sequence[MachineProfile], kind: Literal["h2d", "d2h"]
 ) -> tuple[Lookup, Lookup]:

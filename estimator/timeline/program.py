@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.errors import StrategyError
 from estimator.graph.costs import family_of
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.shard_play import Reduction
@@ -26,6 +25,7 @@ from estimator.machines.profile import DeviceKind, MachineProfile, Provenance
 from estimator.machines.typical import with_typical_costs
 from estimator.timeline.buckets import Bucket, gradient_buckets
 from estimator.timeline.durations import Durations, op_durations, structure_of
+from estimator.timeline.host_copies import copies_of_one_rank_s
 from estimator.timeline.lanes import MicroBatches
 from estimator.timeline.passes import accumulate_s, copies_s, unscale_s
 from estimator.timeline.recipes import added_to_update, cast_passes
@@ -168,6 +168,9 @@ def _compile(asked: _Asked) -> StepProgram:
     durations = _durations(asked)
     sharding = asked.merging and strategy.kind == "fsdp"
     accumulate = (accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)
+    if strategy.offload and not sharding:
+        passes = sharded_passes(graph, strategy, asked.cache)
+        accumulate += accumulation_steps * copies_of_one_rank_s(asked.profile, passes)
     lane = (_sharded_lane if sharding else _bucketed_lane)(asked, durations)
     lanes, update_s, launch_s, update = _update(asked, lane.lanes, sharding)
     shared = sharding and strategy.gradient_sync
@@ -227,10 +230,6 @@ def _update(
     update_s, launch_s, source = update_cost(
         trained, graph, profile, asked.devices_busy, sharding, stored_ratio, kind
     )
-    if strategy.offload and not sharding:
-        raise StrategyError(
-            f"'{strategy}' is known for shards on several ranks, found one; leave out offload"
-        )
     added = added_to_update(trained, graph, strategy, asked.machine)
     update_s, launch_s = update_s + added.seconds, launch_s + added.fixed_s
     if graph.grad_scaler:

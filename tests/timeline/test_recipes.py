@@ -205,10 +205,22 @@ def test_offloaded_shards_are_updated_by_the_host_and_leave_the_device() -> None
     plain = estimate_graph(GPU_BLOCKS, "1x8:h100-sxm", strategy="fsdp")
     assert found.peak_memory_bytes < plain.peak_memory_bytes
     assert any("on the host" in text for text in found.assumptions)
-    with pytest.raises(StrategyError, match="shards on several ranks, found one"):
-        estimate_graph(GPU_BLOCKS, "1x1:h100-sxm", strategy="fsdp:offload")
     with pytest.raises(ProfileError, match="no h2d link"):
         answer("fsdp:offload")
+
+
+def test_a_single_rank_copies_all_of_what_it_keeps_on_the_host() -> None:
+    plain, alone = (
+        estimate_graph(GPU_BLOCKS, "1x1:h100-sxm", strategy=s) for s in ("fsdp", "fsdp:offload")
+    )
+    # Seven copies of 4 MB to the device and four back, in each micro-batch.
+    copied_s = 11 * (1e-5 + 4e6 / (0.76 * 63.015e9))
+    more_s = alone.breakdown.copies_exposed_s - plain.breakdown.copies_exposed_s
+    assert more_s == pytest.approx(copied_s, rel=1e-9)
+    assert alone.memory.optimizer_state_bytes == 0
+    assert alone.peak_memory_bytes < plain.peak_memory_bytes
+    assert alone.timeline.step_time_s == pytest.approx(alone.step_time_s, rel=1e-9)
+    assert memory_of(alone).curve.peak_bytes == alone.peak_memory_bytes
 
 
 @pytest.mark.parametrize("strategy", ["fsdp:offload", "fsdp:shard=4,offload"])
@@ -217,7 +229,14 @@ def test_offloaded_steps_are_the_same_in_columns_and_when_they_are_played(
     strategy: str, clips: bool
 ) -> None:
     graph = replace(GPU_BLOCKS, clip_grad_norm=clips)
-    texts = ["1x4:h100-sxm", "2x8:h100-sxm", "1x8:a100-sxm-80gb+1x4:h100-sxm", "3x4:t4-g4dn"]
+    alone = [] if "shard" in strategy else ["1x1:h100-sxm"]
+    texts = [
+        *alone,
+        "1x4:h100-sxm",
+        "2x8:h100-sxm",
+        "1x8:a100-sxm-80gb+1x4:h100-sxm",
+        "3x4:t4-g4dn",
+    ]
     table = estimate_many(graph, texts, strategy=strategy)
     for row, text in enumerate(texts):
         one = estimate_graph(graph, text, strategy=strategy)
