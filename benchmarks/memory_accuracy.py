@@ -31,9 +31,9 @@ from options import parser_of
 from estimator.graph.memory_curve import memory_curve
 from estimator.graph.trace import trace_graph
 from estimator.graph.training_call import TrainingCall
-from estimator.optimizers import OPTIMIZERS
 from estimator.units import format_bytes, format_ratio
 from estimator.workload import Strategy
+from estimator.workload.optimizers import OPTIMIZERS
 
 BOUND_RATIO = 0.02
 DRAWN_MEDIAN_RATIO, DRAWN_WORST_RATIO = 0.005, 0.03

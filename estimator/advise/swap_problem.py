@@ -19,8 +19,8 @@ from estimator.graph.ops import Op
 from estimator.graph.optimizer_memory import block_bytes, rounded_bytes, trained_tensors
 from estimator.graph.structure import GraphStructure
 from estimator.machines.profile import Link, LinkKind, MachineProfile
-from estimator.optimizers import state_sizes
 from estimator.timeline.program import StepProgram
+from estimator.workload.optimizers import state_sizes
 
 Array = NDArray[np.float64]
 Sizes = NDArray[np.int64]

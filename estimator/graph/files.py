@@ -35,10 +35,10 @@ from estimator.graph.repeated import with_repeated
 from estimator.graph.step_parts import STEP_PART, StepPart
 from estimator.graph.summary import WorkloadSummary
 from estimator.machines.files import write_bytes_atomically
-from estimator.optimizers import check_optimizer
-from estimator.precision import check_precision
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree, tensor_leaves
 from estimator.units import MIB
+from estimator.workload.optimizers import check_optimizer
+from estimator.workload.precision import check_precision
 
 FORMAT = "estimator-graph"
 VERSION = 1
