@@ -215,8 +215,13 @@ def rows_of(
         for name, other in candidates.others.items():
             best, _ = ours(max(other.played.overhead_ratio, 0.0))
             rows.append(row(name, other, candidates, best.played.peak_bytes))
+    found, candidates = ours(0.0, rounds)
     for overhead in OVERHEADS:
-        found, candidates = ours(overhead, rounds)
+        # What is within a smaller slow-down is within a larger one.
+        tried = found, candidates
+        found, candidates = min(
+            tried, ours(overhead, rounds), key=lambda each: each[0].played.peak_bytes
+        )
         name = f"ours at EOR ≤ {overhead:.0%}"
         rows.append(row(name, found, candidates, found.played.peak_bytes))
     return rows
