@@ -170,8 +170,10 @@ def _sharded_curve(
     master_ratio = strategy.master_ratio(bound.graph.precision)
     step = ShardedStep(bound, structure, optimizer, threads, dtypes, master_ratio)
     shares = strategy.kind == "fsdp"
-    own = -(-step.parameters_bytes // shards) if shares else step.parameters_bytes
-    state = -(-step.state_bytes // shards)
+    # What is offloaded takes nothing here.
+    there = 0 if strategy.offload else 1
+    own = there * -(-step.parameters_bytes // shards) if shares else step.parameters_bytes
+    state = there * -(-step.state_bytes // shards)
     best: MemoryCurve | None = None
     every = play_step(
         step,
@@ -181,13 +183,13 @@ def _sharded_curve(
         gradient_sync=strategy.gradient_sync,
     )
     for played in every:
-        gradients = played.gradients - (-played.gradient_shards // shards)
+        gradients = played.gradients - there * (-played.gradient_shards // shards)
         rows = played.gathered + played.buffers + gradients + step.activations
         places = _highest_instants(rows, step.ops)
         saved, temporary = _activation_levels(structure, StorageSizes.of(bound, structure, threads))
         # Before an op its own outputs are not there yet.
         over = step.activations[places] - saved
-        updating = -(-(step.trained_bytes) // shards), -(-step.update_bytes // shards)
+        updating = [there * -(-size // shards) for size in (step.trained_bytes, step.update_bytes)]
         kept = np.minimum(saved, step.activations[places])
         curve = MemoryCurve(
             levels={
