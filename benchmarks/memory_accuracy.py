@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,29 @@ def drawn_cases(count: int, seed: int, results: Path | None) -> list[Case]:
     return cases
 
 
+def boundary(cases: list[Case]) -> tuple[int, int]:
+    """(right answers, questions): does a batch fit where a tenth more, or less, just would.
+
+    The limits lie a tenth of the batch above and below what was measured, by the growth measured
+    between two batches of the same step.
+    """
+    of_step: dict[tuple[str, str, bool], list[Case]] = {}
+    for case in cases:
+        of_step.setdefault((case.model, case.optimizer, case.checkpoints), []).append(case)
+    right = asked = 0
+    for same in of_step.values():
+        for one, two in pairwise(same):
+            if one.batch_per_gpu is None or two.batch_per_gpu is None:
+                continue
+            grown = two.measured_bytes - one.measured_bytes
+            tenth = grown / (two.batch_per_gpu - one.batch_per_gpu) * one.batch_per_gpu / 10
+            if tenth > 0:
+                asked += 2
+                right += one.predicted_bytes <= one.measured_bytes + tenth
+                right += one.predicted_bytes > one.measured_bytes - tenth
+    return right, asked
+
+
 def listed_cases(only: list[str] | None, optimizers: list[str]) -> list[Case]:
     """Those of `local_models.py`."""
     cases = []
@@ -210,6 +234,9 @@ def main() -> int:
             f"{format_ratio(statistics.median(errors))}, worst {format_ratio(max(errors))}; levels "
             f"near at {format_ratio(statistics.median(curves))} of the ops of the median case"
         )
+        right, asked = boundary(cases)
+        if asked:
+            print(f"fits or not, a tenth of the batch off: {right} of {asked} right")
     if chosen.draw:
         near = statistics.median(errors) <= DRAWN_MEDIAN_RATIO
         return 0 if near and max(errors) <= DRAWN_WORST_RATIO else 1

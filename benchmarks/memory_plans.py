@@ -9,6 +9,7 @@ them. Durations are predicted, nothing is run. Needs timm and torchvision, as `c
 unless a folder of traced graphs is given.
 
     python benchmarks/memory_plans.py --graphs DIR [--only MODEL ...] [--json]
+    python benchmarks/memory_plans.py --graphs DIR --jobs resnet50:16 vgg16:2
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from estimator.advise.swap_baselines import capuchin, chen, vdnn
 from estimator.advise.swap_checker import plan_flaws
 from estimator.advise.swap_curve import least_peak, pareto
+from estimator.advise.swap_jobs import joined
 from estimator.advise.swap_problem import SwapProblem, host_link, swap_problem
 from estimator.advise.swap_search import Planned, least_bytes
 from estimator.advise.swap_tensile import tensile
@@ -51,6 +53,7 @@ UPDATES = {
     "ready, sliced": Updates(place="ready", sub_group_bytes=16 * MIB),
     "paced": Updates(place="paced", sub_group_bytes=8 * MIB),
 }
+JOBS_OVERHEAD = 0.05
 CAPUCHIN_SAVINGS = (0.25, 0.5)
 
 
@@ -212,11 +215,47 @@ def rows_of(
         for name, other in candidates.others.items():
             best, _ = ours(max(other.played.overhead_ratio, 0.0))
             rows.append(row(name, other, candidates, best.played.peak_bytes))
+    found, candidates = ours(0.0, rounds)
     for overhead in OVERHEADS:
-        found, candidates = ours(overhead, rounds)
+        # What is within a smaller slow-down is within a larger one.
+        tried = found, candidates
+        found, candidates = min(
+            tried, ours(overhead, rounds), key=lambda each: each[0].played.peak_bytes
+        )
         name = f"ours at EOR ≤ {overhead:.0%}"
         rows.append(row(name, found, candidates, found.played.peak_bytes))
     return rows
+
+
+def jobs_line(graphs: Sequence[OpGraph], batches: Sequence[int], budgets: int, rounds: int) -> str:
+    """Jobs that take turns on one device: the peak of a plan for all beside plans for each."""
+    problems = [
+        problem_for(graph, batch, UPDATES["end"])
+        for graph, batch in zip(graphs, batches, strict=True)
+    ]
+
+    def least(problem: SwapProblem) -> Planned:
+        curve = pareto(problem, budgets=budgets)
+        return least_peak(problem, JOBS_OVERHEAD, curve=curve, rounds=rounds)
+
+    alone = sum(least(problem).played.peak_bytes for problem in problems)
+    both = joined(problems)
+    found = least(both)
+    flaws = len(plan_flaws(both, found.plan, found.played))
+    names = " + ".join(
+        f"{graph.name} {batch}" for graph, batch in zip(graphs, batches, strict=True)
+    )
+    return (
+        f"| {names} | {sum(p.vanilla_bytes for p in problems) / MIB:.0f} | {alone / MIB:.0f} "
+        f"| {both.vanilla_bytes / MIB:.0f} | {found.played.peak_bytes / MIB:.0f} "
+        f"| {format_ratio(found.played.overhead_ratio)} | {flaws} |"
+    )
+
+
+JOBS_HEAD = (
+    "| jobs and batches | MiB apart | planned apart | MiB taking turns | planned together | EOR "
+    "| flaws |\n|---|---:|---:|---:|---:|---:|---:|"
+)
 
 
 def line_of(row: Row) -> str:
@@ -248,7 +287,16 @@ def main() -> int:
         "--without-capuchin", action="store_true", help="leave out the slowest of the others"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--jobs", nargs="+", metavar="MODEL:BATCH", help="plan these for one device together"
+    )
     chosen = parser.parse_args()
+    if chosen.jobs:
+        jobs = [job.split(":") for job in chosen.jobs]
+        graphs = [traced(name, chosen.graphs) for name, _ in jobs]
+        sizes = [int(size) for _, size in jobs]
+        print(JOBS_HEAD, jobs_line(graphs, sizes, chosen.budgets, chosen.rounds), sep="\n")
+        return 0
     rows: list[Row] = []
     for model in chosen.only:
         graph = traced(model, chosen.graphs)

@@ -295,7 +295,8 @@ class _PlannedStep(TorchDispatchMode):
             return empty.set_(storage, leaf.offset, leaf.size, leaf.stride)
 
         last_read = {t: op for op in again.ops for t in self.problem.reads[op]}
-        with torch._C._DisableTorchDispatch(), torch.no_grad():
+        # As in the forward pass: without gradients oneDNN's LSTM leaves nothing for its backward.
+        with torch._C._DisableTorchDispatch(), torch.enable_grad():
             for op in again.ops:
                 func, args, kwargs = self.calls[op]
                 args, kwargs = tree_map(rebuilt, (args, kwargs))

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from estimator.advise.swap_plan import Swap, SwapPlan
+from estimator.advise.swap_plan import Recompute, Swap, SwapPlan, gaps_of
 from estimator.advise.swap_problem import SwapProblem, swap_problem
+from estimator.advise.swap_recompute import recipe
 from estimator.advise.swap_search import Means, plan_within
 from estimator.engine import estimate_graph
 from estimator.errors import WorkloadError
@@ -58,6 +59,17 @@ class Attention(nn.Module):
 
 def attention() -> tuple[nn.Module, Tensor]:
     return Attention(), torch.randn(8, 48, 32)
+
+
+class Recurrent(nn.Module):
+    """One whose layer leaves a workspace of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 32)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.out(self.layer(batch)[0])
 
 
 def problem_of(model: nn.Module, batch: Any) -> tuple[OpGraph, SwapProblem]:
@@ -160,3 +172,17 @@ def test_a_plan_for_gpus_or_for_more_than_activations_is_refused() -> None:
     swap = Swap(tensor=parameter, after=0, free_before=1, fetch_before=2, use=3)
     with pytest.raises(WorkloadError, match="activations alone"):
         MemoryPlan(graph=graph, problem=problem, plan=SwapPlan(swaps=(swap,)))
+
+
+def test_what_a_recurrent_layer_leaves_for_its_backward_is_computed_again() -> None:
+    model, batch = Squared(Recurrent()), torch.randn(8, 48, 32)
+    graph, problem = problem_of(model, batch)
+    gap = max(gaps_of(problem, ["activation"]), key=lambda each: each.size_bytes)
+    (op,) = recipe(problem, gap.tensor, after=gap.after, before=gap.use) or ()
+    assert "mkldnn_rnn_layer" in problem.names[op]
+    again = Recompute(tensor=gap.tensor, after=gap.after, before=gap.use, ops=(op,))
+    planned = copy.deepcopy(model)
+    plan = MemoryPlan(graph=graph, problem=problem, plan=SwapPlan(recomputes=(again,)))
+    with apply_plan(plan, planned):
+        got = run(planned, batch)
+    assert all(torch.equal(a, b) for a, b in zip(run(model, batch), got, strict=True))
