@@ -62,6 +62,36 @@ def _network(
         raise click.BadParameter(str(error)) from None
 
 
+# What a model is trained on and fed by, and what is known of it.
+_SURROUNDINGS: tuple[Callable[..., Any], ...] = (
+    click.option("--measure", is_flag=True, help="Time this model's own operators first."),
+    click.option(
+        "--cluster",
+        callback=_cluster,
+        metavar="FILE",
+        help="Nodes and the switches between them (TOML).",
+    ),
+    click.option(
+        "--network",
+        callback=_network,
+        metavar="RATE[,KIND]",
+        help="What a node sends to others, as in 100Gbit/s,roce.",
+    ),
+    click.option(
+        "--calibration",
+        callback=_calibration,
+        metavar="STORE",
+        help="Correct by the steps observed in this store; - is the user's own.",
+    ),
+    click.option(
+        "--loader",
+        callback=_loader,
+        metavar="PARTS",
+        help="What feeds each rank, as in sample=150kB,prep=8ms,workers=4.",
+    ),
+)
+
+
 def workload_options(command: Command, *, batch: Any = None) -> Command:
     """Give a command MODEL and the options that make a Request; `batch` may be another option."""
     return training_options(click.argument("model")(command), batch=batch)
@@ -71,31 +101,7 @@ def training_options(command: Command, *, batch: Any = None) -> Command:
     """Give a command the options that make a Request of a MODEL."""
     positive = Count()
     for option in (
-        click.option("--measure", is_flag=True, help="Time this model's own operators first."),
-        click.option(
-            "--cluster",
-            callback=_cluster,
-            metavar="FILE",
-            help="Nodes and the switches between them (TOML).",
-        ),
-        click.option(
-            "--network",
-            callback=_network,
-            metavar="RATE[,KIND]",
-            help="What a node sends to others, as in 100Gbit/s,roce.",
-        ),
-        click.option(
-            "--calibration",
-            callback=_calibration,
-            metavar="STORE",
-            help="Correct by the steps observed in this store; - is the user's own.",
-        ),
-        click.option(
-            "--loader",
-            callback=_loader,
-            metavar="PARTS",
-            help="What feeds each rank, as in sample=150kB,prep=8ms,workers=4.",
-        ),
+        *_SURROUNDINGS,
         click.option(
             "--strategy",
             default="ddp",
