@@ -188,7 +188,7 @@ def test_columns_with_a_loader_equal_their_estimates() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("workers=-1", "workers is from 0 to 4096, found -1"),
+        ("workers=9999", "workers is from 0 to 4096, found 9999"),
         ("prep=8", "'8' is not a duration"),
         ("speed=3", "a loader has no 'speed=3'"),
         ("cached=0.5", "say how fast"),
