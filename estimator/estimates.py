@@ -98,6 +98,13 @@ class Estimate:
         return self._told("loader", lambda self: self.plan.members.table.shape.loader)
 
     @property
+    def input_remedy(self) -> str:
+        """What would hide the input stall, in words; empty where there is next to none."""
+        if self.breakdown.input_stall_s < 0.005 * self.step_time_s:
+            return ""
+        return remedy_of(self.plan, self.breakdown)
+
+    @property
     def device_memory(self) -> DeviceMemory:
         """What the driver and libraries keep of the memory of the devices that are fullest."""
         return self._told("device_memory", lambda self: self.plan.fullest_device()[0])
@@ -154,6 +161,7 @@ class Estimate:
         plain["mode"] = self.mode
         plain["loader"] = self.loader.to_dict() if self.loader else None
         plain["bottleneck"] = self.bottleneck
+        plain["input_remedy"] = self.input_remedy
         plain["memory"] = asdict(self.memory)
         plain["device_memory"] = asdict(self.device_memory)
         plain["spare_memory_bytes"] = self.spare_memory_bytes

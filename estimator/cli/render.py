@@ -96,6 +96,13 @@ def fits_words(answer: Estimate) -> str:
     return f"{FITS_WORDS[answer.fits]}, {how}"
 
 
+def _waiting_for_data(answer: Estimate) -> list[tuple[str, str]]:
+    """What a loader adds and what would hide it; nothing without a loader that is waited for."""
+    remedy = answer.input_remedy
+    stall = format_seconds(answer.breakdown.input_stall_s)
+    return [("data", f"{stall} of waiting: {remedy}")] if remedy else []
+
+
 def _kept_memory(answer: Estimate) -> list[tuple[str, str]]:
     """What a device keeps of its memory from tensors, part by part; nothing on CPUs."""
     device = answer.device_memory
@@ -130,6 +137,7 @@ def estimate_report(
         rows.append(("balance", _balance_words(balance)))
     rows += [
         ("bottleneck", answer.bottleneck),
+        *_waiting_for_data(answer),
         ("peak memory", f"{format_bytes(answer.peak_memory_bytes)} ({fits_words(answer)})"),
         *_kept_memory(answer),
     ]

@@ -113,4 +113,6 @@ def measured_report(found: MeasuredStalls) -> Group:
     waiting = (
         f"The loader has {loader}; the script waits {format_seconds(found.waited_s)} a step for it."
     )
+    rates = [f"{name} {format_count(rate).strip()}" for name, rate in found.rates.items()]
+    waiting += f" In samples/s: {', '.join(rates)}."
     return stacked(runs, table, Text(waiting), listed("not measured", why))

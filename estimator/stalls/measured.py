@@ -66,9 +66,19 @@ class MeasuredStalls:
     stalls: dict[StallName, Stall]
     missing: dict[StallName, str]
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """DS-Analyzer's samples per second: G without loading, P with it warm, F of storage."""
+        seconds = {"G": self.runs["T1"].step_s, "P": self.runs["T3"].step_s}
+        if "fetch" in self.stalls:
+            seconds["F"] = self.stalls["fetch"].stall_s
+        samples = self.samples * self.devices
+        return {name: samples / each_s for name, each_s in seconds.items() if each_s > 0}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values in base units."""
-        return asdict(self) | {"runs": {name: run._asdict() for name, run in self.runs.items()}}
+        runs = {name: run._asdict() for name, run in self.runs.items()}
+        return asdict(self) | {"runs": runs, "rates": self.rates}
 
 
 def measure_stalls(

@@ -14,8 +14,9 @@ import pytest
 
 from estimator.errors import AllocationError, ModelError
 from estimator.stalls.devices import cores_of
-from estimator.stalls.measured import MeasuredStalls, measure_stalls
+from estimator.stalls.measured import MeasuredStalls, TimedRun, measure_stalls
 from estimator.stalls.page_cache import evict, load, resident_ratio
+from estimator.stalls.predicted import Stall
 from estimator.stalls.runs import Script
 
 # One step computes 20 ms; a sample takes 1 ms of preparing, a cold file 30 ms, a byte 1 µs.
@@ -180,6 +181,20 @@ def test_a_script_that_does_not_end_is_stopped(tmp_path: Path) -> None:
     asked = Script(path=path, steps=3, warmup=1, timeout_s=2.0)
     with pytest.raises(ModelError, match=r"was stopped after 2 s: (wrote no times|took no batch)"):
         measure_stalls(asked, repeats=1)
+
+
+def test_rates_are_samples_over_the_steps_that_hold_them_back() -> None:
+    found = MeasuredStalls(
+        script="train.py",
+        devices=2,
+        samples=8,
+        workers=0,
+        waited_s=0.0,
+        runs={name: TimedRun(step_s, 0.0, ()) for name, step_s in (("T1", 0.1), ("T3", 0.2))},
+        stalls={"fetch": Stall(stall_s=0.4, low_s=0.3, high_s=0.5, ratio=0.67)},
+        missing={},
+    )
+    assert found.rates == pytest.approx({"G": 160.0, "P": 80.0, "F": 40.0})
 
 
 def test_pages_go_out_of_the_cache_and_come_back(data: Path) -> None:

@@ -139,6 +139,8 @@ def test_an_estimate_holds_the_stall_and_says_what_would_hide_it() -> None:
     assert fed.breakdown.input_stall_s == pytest.approx(3 * step_s)
     assert fed.breakdown.total_s == pytest.approx(fed.step_time_s)
     assert fed.bottleneck == "waiting for data: 3 more workers would hide it (75 % of the step)"
+    assert fed.input_remedy == "3 more workers would hide it"
+    assert plain.input_remedy == ""
     assert fed.timeline.step_time_s == pytest.approx(fed.step_time_s, rel=1e-9)
     hidden = answer_of(replace(sleeping, workers=4))
     assert hidden.step_time_s == pytest.approx(step_s)
@@ -186,7 +188,7 @@ def test_columns_with_a_loader_equal_their_estimates() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("workers=-1", "workers is from 0 to 4096, found -1"),
+        ("workers=9999", "workers is from 0 to 4096, found 9999"),
         ("prep=8", "'8' is not a duration"),
         ("speed=3", "a loader has no 'speed=3'"),
         ("cached=0.5", "say how fast"),
@@ -217,4 +219,6 @@ def test_the_command_takes_a_loader(tmp_path: Path, command: Callable[..., Any])
     assert found["step_time_s"] == pytest.approx((0.08 + 8 * 6e5 * 0.1 / 1e9) / 2, rel=1e-6)
     assert found["breakdown"]["input_stall_s"] > 0.03
     assert found["loader"]["workers"] == 2
-    assert "waiting for data" in command(*asked, *loader).out
+    said = command(*asked, *loader).out
+    assert "waiting for data" in said
+    assert " of waiting: " in said
