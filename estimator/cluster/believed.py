@@ -89,7 +89,13 @@ class CalibratedSpeeds:
         batch, micro_batches = job.split(shape.ranks, global_batch)
         key = id(job.graph), batch, micro_batches, shape
         if key not in self._predicted:
-            engine = TrialEngine(engine=DEFAULT, graph=job.graph, cluster=None, profile=None)
+            engine = TrialEngine(
+                engine=DEFAULT,
+                graph=job.graph,
+                cluster=None,
+                profile=None,
+                content=DEFAULT.content(job.graph),
+            )
             self._predicted[key] = engine.predict(
                 str(shape),
                 batch_per_gpu=batch,

@@ -100,7 +100,7 @@ def test_a_job_that_does_not_follow_the_model_is_predicted_better_than_by_it() -
         np.mean(np.abs(predicted_s / times_s[rest] - 1))
         for predicted_s in (ours.predict(ROWS[rest]), np.exp(ours.model(ROWS[rest]).log_step))
     )
-    assert mixed < 0.6 * model
+    assert mixed < 0.7 * model
 
 
 @pytest.mark.parametrize("batch", [1.0, 4096.0])
