@@ -180,11 +180,11 @@ class Mixture:
         return mixed, np.asarray(np.maximum(square - mean**2, 0))
 
     def _bounded(self, rows: Array, log_s: Array, others: Sequence[Array]) -> Array:
-        """Keep predictions beyond all observed batches between those of forms and engine.
+        """Keep predictions beyond the batches of few rows between those of forms and engine.
 
         Their steps grow with the batch, and never faster than it.
         """
-        if not self.forms_:
+        if not self.forms_ or len(self.rows_) > _FEW_ROWS:
             return log_s
         batches = self.rows_[:, BATCH]
         beyond = (rows[:, BATCH] < batches.min()) | (rows[:, BATCH] > batches.max())
