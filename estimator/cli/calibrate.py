@@ -179,14 +179,16 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
     """
     from estimator.calibrate.calibrator import Calibrator
     from estimator.calibrate.fitted_steps import fitted_steps, observations_of
+    from estimator.calibrate.observations import ObservationStore
     from estimator.cli.request import Request
     from estimator.placement.topology import Cluster
 
-    calibrator = Calibrator(place)
     request = Request(
         model=model, cluster=None if cluster is None else Cluster.load(cluster), **known
     )
-    observed = observations_of(calibrator.store, model, request.precision or "fp32")
+    # First: a calibrator reads, and tells of, what other jobs have.
+    observed = observations_of(ObservationStore(place), model, request.precision or "fp32")
+    calibrator = Calibrator(place)
     with printing_to_stderr():
         graph = request.graph((observed[0].allocation,))
     found = list(fitted_steps(graph, observed, calibrator, cluster=request.cluster))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -109,3 +111,20 @@ def test_fit_compares_observed_steps_with_both_predictions(
     assert step["calibrated_s"] == pytest.approx(step["observed_s"], rel=0.1)
     found = command("estimate", model, "--on", "1x2:local", "--calibration", "-", "--json").out
     assert json.loads(found)["step_time_s"] == pytest.approx(step["calibrated_s"], rel=1e-6)
+
+
+def test_rows_that_were_altered_are_told_in_one_line(
+    store: Path, command: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = ObservationStore()
+    kept.add_many([observed(hour, "1x2:t4", 0.2) for hour in range(5)])
+    kept.close()
+    with contextlib.closing(sqlite3.connect(kept.path, isolation_level=None)) as connection:
+        connection.execute("UPDATE observations SET accumulation_steps = -1 WHERE number > 1")
+    assert len(kept.observations()) == 1
+    (line,) = caplog.messages
+    assert line.startswith("4 of the store's rows are left out, such as ")
+    # What another job has lost is not told of one that was not observed.
+    caplog.clear()
+    assert "no step of" in command("calibrate", "fit", "hf:gpt2").sentence
+    assert not caplog.messages
