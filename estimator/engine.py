@@ -109,10 +109,17 @@ class Engine:
         coefficients = UNCALIBRATED
         if calibration is not None:
             check_kinds(calibration=calibration)
+            trial = TrialEngine(
+                engine=self,
+                graph=graph,
+                cluster=cluster,
+                profile=profile,
+                content=self.content(graph),
+            )
             (coefficients,) = calibration.coefficients_for(
-                [asked.question(graph, self.content(graph).fingerprint)],
+                [asked.question(graph, trial.content.fingerprint)],
                 [asked.mesh.placement.allocation],
-                TrialEngine(engine=self, graph=graph, cluster=cluster, profile=profile),
+                trial,
             )
         return _answered(step_plan(asked.mesh, asked.members, self.cache, coefficients), asked)
 
@@ -219,10 +226,7 @@ class TrialEngine:
     graph: OpGraph
     cluster: Cluster | None
     profile: MachineProfile | None
-
-    @property
-    def content(self) -> JobContent:
-        return self.engine.content(self.graph)
+    content: JobContent
 
     @property
     def key(self) -> tuple[str, int, int, int]:

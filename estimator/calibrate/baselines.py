@@ -197,11 +197,13 @@ class PolluxRegressor:
 
     def predict(self, X: ArrayLike) -> Array:
         """Step times of rows, in seconds."""
-        return self._step_s(self.parameters_, _rows(X))[0]
+        rows = _rows(X)
+        gradient_s, _, both_s = self._parts_s(self.parameters_, rows)
+        return np.asarray((rows[:, ACCUMULATION] - 1) * gradient_s + both_s)
 
     @staticmethod
-    def _step_s(parameters: Array, rows: Array) -> tuple[Array, Array]:
-        """Step times of rows, and their derivatives by the parameters, (rows, parameters)."""
+    def _parts_s(parameters: Array, rows: Array) -> tuple[Array, Array, Array]:
+        """Gradient, synchronisation, and both with their overlap."""
         alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma = parameters
         gradient_s = alpha_c + beta_c * rows[:, BATCH]
         beyond = np.maximum(rows[:, RANKS] - 2, 0)
@@ -210,12 +212,19 @@ class PolluxRegressor:
         sync_s = np.where(rows[:, RANKS] == 1, 0.0, sync_s)
         # The larger factored out, so that no power overflows.
         larger, smaller = np.maximum(gradient_s, sync_s), np.minimum(gradient_s, sync_s)
-        both_s = larger * (1 + (smaller / larger) ** gamma) ** (1 / gamma)
+        return gradient_s, sync_s, larger * (1 + (smaller / larger) ** gamma) ** (1 / gamma)
+
+    @classmethod
+    def _step_s(cls, parameters: Array, rows: Array) -> tuple[Array, Array]:
+        """Step times of rows, and their derivatives by the parameters, (rows, parameters)."""
+        gradient_s, sync_s, both_s = cls._parts_s(parameters, rows)
+        gamma = parameters[-1]
+        beyond = np.maximum(rows[:, RANKS] - 2, 0)
+        across, alone = rows[:, NODES] > 1, rows[:, RANKS] == 1
         share_of_gradient = (gradient_s / both_s) ** gamma
         share_of_sync = (sync_s / both_s) ** gamma
         repeats = rows[:, ACCUMULATION] - 1
         by_gradient = repeats + share_of_gradient * both_s / gradient_s
-        alone = rows[:, RANKS] == 1
         by_sync = np.where(alone, 0.0, (sync_s / both_s) ** (gamma - 1))
         log_sync = np.log(np.where(alone, both_s, sync_s) / both_s)
         by_gamma = share_of_gradient * np.log(gradient_s / both_s) + share_of_sync * log_sync

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,7 @@ class Calibrator:
         with self._learning:
             if not self._learnt.knows(asked.job, engine):
                 seen = dict(self._learnt.seen)
-                new = _Seen(job=asked.job, workload=asked.workload, engine=engine)
+                new = _Seen(job=asked.job, workload=asked.workload, engine=engine, key=engine.key)
                 known, _ = new.read(self.store)
                 seen[asked.job] = known.fit(self.half_life_days, _others(seen, known))
                 self._learnt = _Learnt(seen)
@@ -169,7 +169,7 @@ class _Learnt:
     def knows(self, job: str, engine: Engine) -> bool:
         """Whether the job was learnt of with an engine that answers like this one."""
         seen = self.seen.get(job)
-        return seen is not None and seen.engine.key == engine.key
+        return seen is not None and seen.key == engine.key
 
     def coefficients_for(
         self, job: str, questions: Sequence[StepQuestion], allocations: Sequence[Allocation]
@@ -198,6 +198,7 @@ class _Seen:
     engine: Engine
     revision: int = -1
     observations: tuple[tuple[Observation, PredictedStep], ...] = ()
+    key: Hashable = None
     # Shared by every reading of a job: what the engine says of a step does not change.
     predicted: dict[_Asked, PredictedStep | str] = field(default_factory=dict)
     fitted: Mapping[str, StepCorrections] = field(default_factory=dict)

@@ -70,6 +70,9 @@ class StepCorrections:
         rows, times = _rows(predicted), _engine_times(predicted)
         self.regressor_ = StepTimeRegressor(priors=_pooled_priors(self.content, others))
         self.regressor_.fit(rows, step_times_s, weights, engine_times=times)
+        if len(rows):
+            # What all questions need is worked out before the first is asked.
+            self.regressor_.prediction(rows[:1], engine_times=_engine_times(predicted[:1]))
         self.rows_, self.by_name_ = rows, by_name
         self.distinct_rows_ = frozenset(map(tuple, rows.tolist()))
         return self

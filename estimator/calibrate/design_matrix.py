@@ -7,14 +7,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from estimator.calibrate.performance_model import NODES, RANKS, EngineTimes
-from estimator.calibrate.priors import Array
+from estimator.calibrate.performance_model import (
+    BATCH,
+    NODES,
+    RANKS,
+    EngineTimes,
+    Reference,
+    evaluate_model,
+)
+from estimator.calibrate.priors import Array, Priors
 from estimator.errors import WorkloadError
 
 _LEAST = (1, 1, np.finfo(float).tiny, 1, 1)
 # Variance between runs exceeds that between the steps of one run, so an observation of many steps
 # does not weigh as much as many observations.
 _LARGEST_WEIGHT = 4.0
+_REFERENCE_ITERATIONS = 3
 
 
 def design_matrix(X: ArrayLike) -> Array:
@@ -78,3 +86,20 @@ class Dataset:
         """The distinct rows, and for each row which of them it is."""
         rows, places = np.unique(self.rows, axis=0, return_inverse=True)
         return rows, places.reshape(-1)
+
+
+def reference_of(data: Dataset, priors: Priors, compute_s: Array | None) -> Reference:
+    """The mean batch, and its compute: the engine's, or what the rows of fewest ranks suggest."""
+    if not len(data.rows):
+        return Reference(compute_s=1.0, batch=1.0)
+    batch = float(np.exp(np.log(data.rows[:, BATCH]).mean()))
+    if compute_s is not None:
+        return Reference(compute_s=float(np.exp(np.log(compute_s).mean())), batch=batch)
+    fewest = data.rows[:, RANKS] == data.rows[:, RANKS].min()
+    rows, times = data.rows[fewest], data.log_times[fewest]
+    reference_s = float(np.exp(times.mean()))
+    for _ in range(_REFERENCE_ITERATIONS):
+        reference = Reference(compute_s=reference_s, batch=batch)
+        model = evaluate_model(priors.log_medians(), rows, reference)
+        reference_s *= float(np.exp((times - model.log_step).mean()))
+    return Reference(compute_s=reference_s, batch=batch)

@@ -49,7 +49,7 @@ class MixturePrior:
     error_sigma: float = 0.1
     exponent: float = 0.5
     elsewhere: float = 0.3
-    half: float = 1.0
+    half: float = 3.0
 
 
 # Chosen on shared tables, judged with each source left out (`benchmarks/calibration_pairs.py`). The
@@ -59,8 +59,9 @@ PRIOR = MixturePrior(
 )
 # An error beyond this factor, in logarithms, says no more than this one.
 _LARGEST_ERROR = 1.0
-# Forms with so few parameters learn nothing from more rows, nor from more groups left out.
-_MOST_ROWS, _MOST_GROUPS = 100, 10
+# Forms with so few parameters learn nothing from more rows. Of few rows one is left out at a time;
+# of many, groups, a quarter of them each.
+_MOST_ROWS, _FEW_ROWS, _GROUPS_OF_FEW, _GROUPS_OF_MANY = 60, 20, 10, 4
 # Below this weight in the robust fit of the performance model an observation is an outlier, but of
 # four at most one: where more are, the job scatters, and they count.
 _MOST_OUTLIERS_RATIO = 0.25
@@ -115,7 +116,8 @@ class Mixture:
             "pollux": pollux,
         }
         errors = {name: np.empty(len(rows)) for name in self.forms_}
-        groups = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1) % _MOST_GROUPS
+        distinct = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
+        groups = distinct % (_GROUPS_OF_FEW if len(rows) <= _FEW_ROWS else _GROUPS_OF_MANY)
         for group in np.unique(groups):
             out = groups == group
             for name, form in (
@@ -136,7 +138,9 @@ class Mixture:
         weights = np.empty((_KINDS, len(experts)))
         for kind in range(_KINDS):
             same = self.kinds_ == kind
-            counts = np.where(same, 1.0, prior.elsewhere)
+            # However many there are elsewhere, they do not outweigh those of the same kind.
+            others = min(1.0, (1 + same.sum()) / max((~same).sum(), 1))
+            counts = np.where(same, 1.0, prior.elsewhere * others)
             total = prior.errors * prior.error_sigma**2 + counts @ squares
             variance = total / (prior.errors + counts.sum())
             known = same.sum() / (same.sum() + prior.half) if prior.half else 1.0
@@ -176,11 +180,11 @@ class Mixture:
         return mixed, np.asarray(np.maximum(square - mean**2, 0))
 
     def _bounded(self, rows: Array, log_s: Array, others: Sequence[Array]) -> Array:
-        """Keep predictions beyond all observed batches between those of forms and engine.
+        """Keep predictions beyond the batches of few rows between those of forms and engine.
 
         Their steps grow with the batch, and never faster than it.
         """
-        if not self.forms_:
+        if not self.forms_ or len(self.rows_) > _FEW_ROWS:
             return log_s
         batches = self.rows_[:, BATCH]
         beyond = (rows[:, BATCH] < batches.min()) | (rows[:, BATCH] > batches.max())

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from estimator.calibrate import gaussian_process, intervals
-from estimator.calibrate.design_matrix import Dataset, design_matrix
+from estimator.calibrate.design_matrix import Dataset, design_matrix, reference_of
 from estimator.calibrate.gaussian_process import Inputs
 from estimator.calibrate.mixture import Mixture
 from estimator.calibrate.performance_model import (
@@ -51,7 +51,6 @@ _MOST_ITERATIONS = 6
 _TOLERANCE = 0.01
 # Factor on the first step's bound of MINPACK (`leastsq`).
 _FIRST_STEP = 1.0
-_REFERENCE_ITERATIONS = 3
 # Degrees of freedom of the Student t distribution of an observation's error.
 _DEGREES_OF_FREEDOM = 4.0
 # An observation outside the 99.9 % interval of a normal variable is an outlier, until so many
@@ -115,7 +114,7 @@ class StepTimeRegressor:
             compute = COMPUTE_CORRECTIONS if compute_s is not None else {}
             sync = SYNC_CORRECTIONS if sync_s is not None else {}
             priors = WEAK_PRIORS.updated(**compute, **sync)
-        self.reference_ = _reference(data, priors, compute_s)
+        self.reference_ = reference_of(data, priors, compute_s)
         self.prior_medians_, self.prior_sigmas_ = priors.log_medians(), priors.sigmas()
         self.standardised_parameters_ = np.zeros(len(PARAMETERS))
         self.observation_weights_ = np.ones(len(data.rows))
@@ -386,20 +385,3 @@ def _log_offsets(rows: Array, times: EngineTimes | None) -> Array:
         np.log(times.step_s)
         - evaluate_model(ENGINE_PRIORS.log_medians(), rows, reference, times).log_step
     )
-
-
-def _reference(data: Dataset, priors: Priors, compute_s: Array | None) -> Reference:
-    """The mean batch, and its compute: the engine's, or what the rows of fewest ranks suggest."""
-    if not len(data.rows):
-        return Reference(compute_s=1.0, batch=1.0)
-    batch = float(np.exp(np.log(data.rows[:, BATCH]).mean()))
-    if compute_s is not None:
-        return Reference(compute_s=float(np.exp(np.log(compute_s).mean())), batch=batch)
-    fewest = data.rows[:, RANKS] == data.rows[:, RANKS].min()
-    rows, times = data.rows[fewest], data.log_times[fewest]
-    reference_s = float(np.exp(times.mean()))
-    for _ in range(_REFERENCE_ITERATIONS):
-        reference = Reference(compute_s=reference_s, batch=batch)
-        model = evaluate_model(priors.log_medians(), rows, reference)
-        reference_s *= float(np.exp((times - model.log_step).mean()))
-    return Reference(compute_s=reference_s, batch=batch)

@@ -105,7 +105,13 @@ class CalibratedSpeeds:
     def _predict(self, graph: OpGraph, asked: _Asked) -> PredictedStep:
         if asked not in self._predicted:
             _, batch, micro_batches, shape = asked
-            engine = TrialEngine(engine=DEFAULT, graph=graph, cluster=None, profile=None)
+            engine = TrialEngine(
+                engine=DEFAULT,
+                graph=graph,
+                cluster=None,
+                profile=None,
+                content=DEFAULT.content(graph),
+            )
             self._predicted[asked] = engine.predict(
                 str(shape),
                 batch_per_gpu=batch,

@@ -283,6 +283,7 @@ class RowAnswers:
             graph=self._graph,
             cluster=question.cluster,
             profile=question.profile,
+            content=self._engine.content(self._graph),
         )
         names = sorted({group.profile.name for group in self._node_groups.groups})
         number_of = [names.index(group.profile.name) for group in self._node_groups.groups]
@@ -295,10 +296,9 @@ class RowAnswers:
             [placed.ranks, placed.nodes, placed.ranks_on_node.max(axis=0), sizes, has[:-1]]
         )
         distinct, first, index = np.unique(columns, axis=1, return_index=True, return_inverse=True)
-        job = engine.content.fingerprint
         questions = [
             StepQuestion(
-                job=job,
+                job=engine.content.fingerprint,
                 workload=self._graph.workload,
                 machines="+".join(n for n, one in zip(names, machines, strict=True) if one),
                 ranks=ranks,

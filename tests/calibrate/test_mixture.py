@@ -100,12 +100,12 @@ def test_a_job_that_does_not_follow_the_model_is_predicted_better_than_by_it() -
         np.mean(np.abs(predicted_s / times_s[rest] - 1))
         for predicted_s in (ours.predict(ROWS[rest]), np.exp(ours.model(ROWS[rest]).log_step))
     )
-    assert mixed < 0.6 * model
+    assert mixed < 0.7 * model
 
 
 @pytest.mark.parametrize("batch", [1.0, 4096.0])
 def test_beyond_the_observed_batches_no_step_grows_faster_than_its_batch(batch: float) -> None:
-    mixture = fitted(ROWS, OPTIMUS_S, model_error=0.0)
+    mixture = fitted(ROWS[::2], OPTIMUS_S[::2], model_error=0.0)
     rows = np.array([(4, 1, batch, 1, 4)])
     forms_s = [form.predict(rows) for form in mixture.forms_.values()]
     for wild in (-5.0, 5.0):
