@@ -29,7 +29,7 @@ from harmless_inputs import (
 from hostile_models import FUNCTIONS, MODELS, made_model
 from hostile_values import damaged_bytes, damaged_text, damaged_values
 
-from estimator.precision import PRECISIONS
+from estimator.workload.precision import PRECISIONS
 
 SAMPLES = Path(__file__).parents[1] / "tests" / "probe" / "imports" / "samples"
 

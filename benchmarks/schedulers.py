@@ -135,7 +135,7 @@ def policy_lines(cases: list[Case]) -> list[str]:
             jct = ratios(here, "average_jct_s", cluster, every_s, **which)
             makespan = ratios(here, "makespan_s", cluster, every_s, **which)
             lines.append(
-                f"| {policy}{'' if believed == 'engine' else ', perfect estimates'} "
+                f"| {policy}{'' if believed == 'engine' else f', {believed}'} "
                 f"| {mean('average_jct_s') / 3600:.2f} | {', '.join(jct)} "
                 f"| {mean('makespan_s') / 3600:.1f} | {', '.join(makespan)} "
                 f"| {mean('average_queue_s') / 3600:.2f} | {mean('utilization_ratio'):.0%} "

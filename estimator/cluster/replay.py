@@ -257,8 +257,9 @@ class Replay:
                 continue
             trained_s = held.trained_s(now)
             seen = held.shape, held.step_s, held.grant.global_batch
-            if observe is not None and trained_s and observe(waiting.job, *seen):
-                self._forget(name)
+            if observe is not None and trained_s:
+                for changed in observe(waiting.job, *seen):
+                    self._forget(changed)
             jobs.append(
                 Waiting(
                     job=waiting.job,
@@ -273,7 +274,7 @@ class Replay:
         )
 
     def _forget(self, name: str) -> None:
-        """Drop a job's believed curves: it was observed, or has ended."""
+        """Drop a job's believed curves: speeds were observed, or it has ended."""
         self._known.pop(name, None)
 
     def _check(self, grants: Mapping[str, Grant]) -> None:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from scipy.stats import lognorm
 
-from estimator.cluster.believed import CalibratedSpeeds, MistakenSpeeds
+from estimator.calibrate.baselines import OptimusRegressor
+from estimator.cluster.believed import (
+    CalibratedSpeeds,
+    FittedSpeeds,
+    MistakenSpeeds,
+    sample_counts,
+)
 from estimator.cluster.jobs import Job
 from estimator.cluster.nodes import Node, Nodes, Shape
 from estimator.cluster.policies import BUILT_IN, load_policy
@@ -199,7 +206,7 @@ def test_calibrated_speeds_move_towards_what_was_observed() -> None:
     job, speeds, shape = real_job(), CalibratedSpeeds(), Shape(MACHINE, (2,))
     (before,) = speeds.step_times_s(job, [shape])
     assert before == pytest.approx(EngineSpeeds().step_times_s(job, [shape])[0])
-    assert speeds.observe(job, shape, 1.5 * before, None)
+    assert list(speeds.observe(job, shape, 1.5 * before, None)) == ["a"]
     assert not speeds.observe(job, shape, 1.5 * before, None)
     (after,) = speeds.step_times_s(job, [shape])
     assert 1.2 * before < after <= 1.5 * before * (1 + 1e-9)
@@ -208,6 +215,24 @@ def test_calibrated_speeds_move_towards_what_was_observed() -> None:
         speeds.step_times_s(job, others), EngineSpeeds().step_times_s(job, others), strict=True
     ):
         assert found > cold
+
+
+def test_a_fitted_form_finds_the_steps_that_it_was_made_of() -> None:
+    class Formed:
+        """Optimus' form: 2 ms a sample of each rank, 10 ms, and 1 ms a rank."""
+
+        def step_times_s(
+            self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        ) -> list[float]:
+            return [0.002 * 64 / each.ranks + 0.01 + 0.001 * each.ranks for each in shapes]
+
+    job, nodes = real_job(), Nodes((Node("m", 16),))
+    speeds = FittedSpeeds(OptimusRegressor, Formed(), partial(sample_counts, nodes))
+    found = speeds.step_times_s(job, [Shape("m", (8,)), Shape("m", (16,))])
+    assert found == pytest.approx([0.016 + 0.018, 0.008 + 0.026])
+    assert speeds.observe(job, Shape("m", (8,)), 0.05, None)
+    assert not speeds.observe(job, Shape("m", (8,)), 0.05, None)
+    assert speeds.step_times_s(job, [Shape("m", (8,))])[0] > 0.034
 
 
 @pytest.mark.parametrize("held", list(itertools.product((0, 1, 2, 3), repeat=2)))
