@@ -39,13 +39,13 @@ from estimator.errors import (
 from estimator.graph.files import load_summary
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.trace import trace_graph
-from estimator.loader import Loader
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster, expand_hosts
 from estimator.probe.imports.files import read_imports, recognise
 from estimator.workload import Strategy
+from estimator.workload.loader import Loader
 from tests.synthetic import perceptron
 
 Command = Callable[..., Any]
