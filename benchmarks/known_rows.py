@@ -87,7 +87,18 @@ def _karpathy() -> Iterator[KnownRow]:
         batch_per_gpu=16,
         remark="batch of 16 as in the lecture; attention written out until 'flash attention'",
     )
-    eager = _gpt2("", biased=True, fused=False)
+    # The lecture's model is that of transformers: scale, mask and softmax are kernels of their own.
+    eager = ModelSpec.of(
+        "GPT-2 124M eager",
+        "from_transformers",
+        kind="gpt2",
+        head="CausalLM",
+        length=1024,
+        activation_function="gelu_pytorch_tanh",
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+    )
     flash = replace(_gpt2("flash", biased=True), compiled=True)
     padded = replace(_gpt2("flash, padded", vocabulary=50304, biased=True), compiled=True)
     yield row(spec=eager, precision="fp32", step_time_s=1.000)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -165,15 +166,21 @@ def candidates_for(
 
 
 def rows_of(
-    graph: OpGraph, batch: int, *, budgets: int, rounds: int, with_capuchin: bool
+    graph: OpGraph,
+    batch: int,
+    *,
+    updates: Sequence[str],
+    budgets: int,
+    rounds: int,
+    with_capuchin: bool,
 ) -> list[Row]:
     """Every planner on one network and batch; ours takes the best place for updates."""
     every = [
         candidates_for(graph, batch, name, budgets=budgets, with_capuchin=with_capuchin)
-        for name in UPDATES
+        for name in updates
     ]
 
-    def ours(overhead_ratio: float) -> tuple[Planned, Candidates]:
+    def ours(overhead_ratio: float, rounds: int = 0) -> tuple[Planned, Candidates]:
         """Of the best place for updates, with halvings there."""
         found = [(each.least(overhead_ratio), each) for each in every]
         best = min(found, key=lambda each: each[0].played.peak_bytes)[1]
@@ -206,7 +213,7 @@ def rows_of(
             best, _ = ours(max(other.played.overhead_ratio, 0.0))
             rows.append(row(name, other, candidates, best.played.peak_bytes))
     for overhead in OVERHEADS:
-        found, candidates = ours(overhead)
+        found, candidates = ours(overhead, rounds)
         name = f"ours at EOR ≤ {overhead:.0%}"
         rows.append(row(name, found, candidates, found.played.peak_bytes))
     return rows
@@ -234,6 +241,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", type=Path, default=Path("graphs"), help="folder of graphs")
     parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--updates", nargs="+", default=list(UPDATES), choices=UPDATES)
     parser.add_argument("--budgets", type=int, default=20, help="points of the curve")
     parser.add_argument("--rounds", type=int, default=6, help="halvings between two of them")
     parser.add_argument(
@@ -248,6 +256,7 @@ def main() -> int:
             rows += rows_of(
                 graph,
                 batch,
+                updates=chosen.updates,
                 budgets=chosen.budgets,
                 rounds=chosen.rounds,
                 with_capuchin=not chosen.without_capuchin,

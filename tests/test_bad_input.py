@@ -263,12 +263,12 @@ def test_options_that_cannot_be_are_refused_before_any_work(
     assert command(*words).sentence
 
 
-def test_both_kinds_of_batch_are_one_too_many(
+def test_both_kinds_of_batch_must_make_whole_micro_batches(
     command: Command, given_file: Callable[..., Path]
 ) -> None:
     model = f"{given_file('model.py', TINY)}:mlp"
-    words = ("--on", "1x2:local", "--batch", 2, "--global-batch", 4)
-    assert "not both" in command("estimate", model, *words).sentence
+    words = ("--on", "1x2:local", "--batch", 2, "--global-batch", 6)
+    assert "no multiple of 4" in command("estimate", model, *words).sentence
 
 
 @pytest.mark.parametrize("global_batch", [1, 3, 5])

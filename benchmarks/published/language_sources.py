@@ -27,7 +27,7 @@ MPT = {
 }
 # Settings of `Decoder`: Touvron et al., LLaMA (2023), table 2; Llama 2 (2023), Code Llama (2023)
 # for 34B; Llama 3 (2024), table 3.
-_LLAMA: Mapping[str, Mapping[str, int]] = {
+LLAMA: Mapping[str, Mapping[str, int]] = {
     "llama-7b": {"width": 4096, "heads": 32, "layers": 32, "hidden": 11008, "key_heads": 32},
     "llama-13b": {"width": 5120, "heads": 40, "layers": 40, "hidden": 13824, "key_heads": 40},
     "llama-34b": {"width": 8192, "heads": 64, "layers": 48, "hidden": 22016, "key_heads": 8},
@@ -203,7 +203,7 @@ def llama(name: str, length: int, recompute: str) -> ModelSpec:
         tied=False,
         wide_loss=True,
         recompute_every=_RECOMPUTED[recompute],
-        **_LLAMA[name],
+        **LLAMA[name],
     )
 
 
@@ -233,7 +233,7 @@ def _llama_name(model: str) -> str:
     found = re.search(r"llama(?:[- ](\d)(?:\.\d)?)?[- ](\d+)b", model, re.IGNORECASE)
     generation = "llama-3" if found and found[1] == "3" else "llama"
     name = f"{generation}-{found[2]}b" if found else ""
-    if name not in _LLAMA:
+    if name not in LLAMA:
         raise NotMapped(f"no builder for the model {model}")
     return name
 

@@ -22,7 +22,7 @@ from estimator.estimates import Estimate
 
 _RANGE = r"\d+(?:\.\.\d+)?"
 _COUNTS = rf"({_RANGE}(?:,{_RANGE})*)"
-_PATTERN = re.compile(rf"{_COUNTS}x{_COUNTS}:([A-Za-z0-9][\w.\-]*)")
+_PATTERN = re.compile(rf"{_COUNTS}x{_COUNTS}:([A-Za-z0-9][\w.\-]*(?:@[\w.]+)?)")
 _MOST_ROWS = 100_000
 _MOST_DIGITS = 7
 
@@ -93,16 +93,13 @@ def _counts(text: str, pattern: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("..")
-        low, high = (
-            (0, -1)
-            if max(len(first), len(last)) > _MOST_DIGITS
-            else (int(first), int(last or first))
-        )
+        last = last or first
+        is_long = max(len(first), len(last)) > _MOST_DIGITS
+        low, high = (0, -1) if is_long else (int(first), int(last))
         if high < low or len(found) + high - low >= _MOST_ROWS:
             raise AllocationError(
-                f"{quoted(pattern)} counts from {first[:_MOST_DIGITS]} to "
-                f"{(last or first)[:_MOST_DIGITS]}; write a range such as 1..8, of at most "
-                f"{_MOST_ROWS} numbers"
+                f"{quoted(pattern)} counts from {first[:_MOST_DIGITS]} to {last[:_MOST_DIGITS]}; "
+                f"write a range such as 1..8, of at most {_MOST_ROWS} numbers"
             )
         found += range(low, high + 1)
     return list(dict.fromkeys(found))

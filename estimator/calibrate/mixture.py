@@ -11,8 +11,8 @@ disagree, that is part of the answer's uncertainty.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -25,11 +25,12 @@ from estimator.calibrate.baselines import (
     Regressor,
 )
 from estimator.calibrate.gaussian_process import noise_variance
-from estimator.calibrate.performance_model import NODES, RANKS
+from estimator.calibrate.performance_model import BATCH, NODES, RANKS
 from estimator.calibrate.posterior import LeftOut
 from estimator.calibrate.priors import Array
 
 MODEL, ENGINE = "model", "engine"
+OUTLIER_WEIGHT = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +61,12 @@ PRIOR = MixturePrior(
 _LARGEST_ERROR = 1.0
 # Forms with so few parameters learn nothing from more rows, nor from more groups left out.
 _MOST_ROWS, _MOST_GROUPS = 100, 10
-# Below this weight in the robust fit of the performance model an observation is an outlier; where
-# more than one in five is, the job scatters, and they count.
-_OUTLIER_WEIGHT, _MOST_OUTLIERS_RATIO = 0.1, 0.2
+# Below this weight in the robust fit of the performance model an observation is an outlier, but of
+# four at most one: where more are, the job scatters, and they count.
+_MOST_OUTLIERS_RATIO = 0.25
 _KINDS = 3
+# How far from forms and engine, in logarithms, a prediction beyond all observed batches may be.
+_LEEWAY = 0.1
 
 
 class Mixture:
@@ -136,7 +139,7 @@ class Mixture:
             counts = np.where(same, 1.0, prior.elsewhere)
             total = prior.errors * prior.error_sigma**2 + counts @ squares
             variance = total / (prior.errors + counts.sum())
-            known = same.sum() / (same.sum() + prior.half)
+            known = same.sum() / (same.sum() + prior.half) if prior.half else 1.0
             prior_weights = [
                 prior.weights[name] * (known if name in self.forms_ else 1.0) for name in experts
             ]
@@ -144,6 +147,10 @@ class Mixture:
             weights[kind] = np.array(prior_weights) * likelihood / likelihood.max()
         weights /= weights.sum(axis=1, keepdims=True)
         return dict(zip(experts, weights.T, strict=True))
+
+    def counts(self, rows: Array) -> Array:
+        """How many observations there are of each row; outliers count less."""
+        return np.asarray((rows[:, None, :] == self.rows_).all(axis=2) @ self.counts_)
 
     def combine(
         self, rows: Array, log_model: Array, engine_log_s: Array | None = None
@@ -156,23 +163,34 @@ class Mixture:
         logs = {name: _log(form.predict(rows)) for name, form in self.forms_.items()}
         if engine_log_s is not None:
             logs[ENGINE] = engine_log_s
-        counts = (rows[:, None, :] == self.rows_).all(axis=2) @ self.counts_
-        share = 1 / (1 + counts * self.prior.error_sigma**2 / noise_variance(np.zeros(1)))
+        share = 1 / (
+            1 + self.counts(rows) * self.prior.error_sigma**2 / noise_variance(np.zeros(1))
+        )
         kinds = _kinds(rows)
         weighted = [
             (share * self.weights_[name][kinds], log - log_model) for name, log in logs.items()
         ]
         mean = np.sum([weight * away for weight, away in weighted], axis=0)
         square = np.sum([weight * away**2 for weight, away in weighted], axis=0)
-        return np.asarray(log_model + mean), np.asarray(np.maximum(square - mean**2, 0))
+        mixed = self._bounded(rows, log_model + mean, list(logs.values()))
+        return mixed, np.asarray(np.maximum(square - mean**2, 0))
+
+    def _bounded(self, rows: Array, log_s: Array, others: Sequence[Array]) -> Array:
+        """Keep predictions beyond all observed batches between those of forms and engine.
+
+        Their steps grow with the batch, and never faster than it.
+        """
+        if not self.forms_:
+            return log_s
+        batches = self.rows_[:, BATCH]
+        beyond = (rows[:, BATCH] < batches.min()) | (rows[:, BATCH] > batches.max())
+        low = np.min(others, axis=0) - _LEEWAY
+        high = np.max(others, axis=0) + _LEEWAY
+        return np.where(beyond, np.clip(log_s, low, high), log_s)
 
     @property
-    def scores(self) -> tuple[Array, Array]:
-        """Leave-one-out scores of observations, and the share of synchronisation in each.
-
-        A score is the distance between an observation and its prediction from all other inputs, in
-        predictive standard deviations; outliers are predicted by the performance model alone.
-        """
+    def left_out(self) -> LeftOut:
+        """Errors of the mixture on what was left out; of the performance model on outliers."""
         model, chosen = self.model_
         weights = np.column_stack([each[self.kinds_] for each in self.weights_.values()])
         away = np.column_stack(list(self.left_out_.values())) - model.log_ratio[chosen, None]
@@ -180,7 +198,7 @@ class Mixture:
         errors, variance = model.log_ratio.copy(), model.variance.copy()
         errors[chosen] += mean
         variance[chosen] += np.maximum((weights * away**2).sum(axis=1) - mean**2, 0)
-        return np.abs(errors) / np.sqrt(variance), model.sync_share
+        return replace(model, log_ratio=errors, variance=variance)
 
 
 def _kinds(rows: Array) -> NDArray[np.intp]:
@@ -190,9 +208,10 @@ def _kinds(rows: Array) -> NDArray[np.intp]:
 
 def _without_outliers(observation_weights: Array) -> NDArray[np.intp]:
     """The observations that forms are fitted to: no outliers, of many some that spread evenly."""
-    kept = np.flatnonzero(observation_weights >= _OUTLIER_WEIGHT)
-    if len(kept) < (1 - _MOST_OUTLIERS_RATIO) * len(observation_weights):
-        kept = np.arange(len(observation_weights))
+    most = int(_MOST_OUTLIERS_RATIO * len(observation_weights))
+    least = np.argsort(observation_weights, kind="stable")[:most]
+    outliers = least[observation_weights[least] < OUTLIER_WEIGHT]
+    kept = np.setdiff1d(np.arange(len(observation_weights)), outliers)
     return kept[:: max(1, -(-len(kept) // _MOST_ROWS))]
 
 

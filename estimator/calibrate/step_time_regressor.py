@@ -129,6 +129,10 @@ class StepTimeRegressor:
         self.posterior_ = Posterior(self._training_data(data))
         self._quantiles: dict[float, Array] = {}
         self._observed = data.rows, log_times, engine_log_s
+        usual = gaussian_process.noise_variance(np.zeros(1)).item()
+        self.replicate_variance_ = intervals.replicate_variance(
+            log_times, self.observation_weights_, data.distinct()[1], usual
+        )
         return self
 
     @cached_property
@@ -159,6 +163,31 @@ class StepTimeRegressor:
     def model(self, X: ArrayLike, *, engine_times: EngineTimes | None = None) -> ModelValues:
         """The fitted performance model at rows, without its residuals there."""
         return self._model(self.standardised_parameters_, design_matrix(X), engine_times)
+
+    @cached_property
+    def scatter_variance_(self) -> float:
+        """How much runs of this job vary beyond what is predicted of steps that were not seen."""
+        left_out = self.mixture_.left_out
+        return intervals.scatter_variance(left_out.log_ratio, left_out.variance)
+
+    def _scatter(self, rows: Array) -> Array:
+        """Variance of rows on top of the predictive one.
+
+        What n runs of a step have shown of it is known; that they differ among each other remains.
+        """
+        counts = self.mixture_.counts(rows)
+        return self.scatter_variance_ / (1 + counts) + self.replicate_variance_
+
+    @property
+    def scores_(self) -> tuple[Array, Array]:
+        """Leave-one-out scores of observations, and the share of synchronisation in each.
+
+        A score is the distance between an observation and its prediction from all other inputs, in
+        predictive standard deviations.
+        """
+        left_out = self.mixture_.left_out
+        sigma = np.sqrt(left_out.variance + self.scatter_variance_)
+        return np.abs(left_out.log_ratio) / sigma, left_out.sync_share
 
     def predict(self, X: ArrayLike, *, engine_times: EngineTimes | None = None) -> Array:
         """Step times of rows, in seconds."""
@@ -199,11 +228,12 @@ class StepTimeRegressor:
         jacobian = model.jacobian * self.prior_sigmas_
         mean, variance = self.posterior_.mean_and_variance(inputs, jacobian)
         log_step, between = self._mixed(inputs.rows, model.log_step + mean, engine_times)
+        variance = variance + between + self._scatter(inputs.rows)
         quantiles = self._score_quantiles(model.sync_share, coverage_ratio)
         parameter_sigma = np.sqrt(self.posterior_.parameter_variance(jacobian))
         return Prediction(
             log_step=log_step,
-            half_width=quantiles * np.sqrt(variance + between),
+            half_width=quantiles * np.sqrt(variance),
             extrapolates=intervals.extrapolates(
                 inputs.rows[:, _RANGE_COLUMNS], self.observed_range_, parameter_sigma
             ),
@@ -220,8 +250,9 @@ class StepTimeRegressor:
     def _score_quantiles(self, sync_share: Array, coverage_ratio: float) -> Array:
         """Half-widths, in predictive standard deviations, that cover the given share of steps."""
         if coverage_ratio not in self._quantiles:
-            scores = self.mixture_.scores
-            self._quantiles[coverage_ratio] = intervals.quantiles_on_grid(*scores, coverage_ratio)
+            self._quantiles[coverage_ratio] = intervals.quantiles_on_grid(
+                *self.scores_, coverage_ratio
+            )
         return intervals.interpolated(self._quantiles[coverage_ratio], sync_share)
 
     def _model(

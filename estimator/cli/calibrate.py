@@ -204,7 +204,9 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
 @_store_option
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 def show(place: Path | None, as_json: bool) -> None:
-    """Observed jobs, drift and since when, and outliers, which no fit uses."""
+    """Observed jobs, drift and since when, machine types of two kinds, observations that others
+    contradict, which count little, and outliers, which no fit uses.
+    """
     from estimator.calibrate.observations import ObservationStore
     from estimator.calibrate.review import review
 
@@ -216,8 +218,10 @@ def show(place: Path | None, as_json: bool) -> None:
                 "store": str(store.path),
                 "jobs": [_plain(job) for job in found.jobs],
                 "drifts": [_plain(drift) for drift in found.drifts],
+                "populations": [_plain(each) for each in found.populations],
                 "doubtful": [
-                    {"identity": one.identity, "doubt": why} for one, why in found.outliers
+                    {"identity": one.identity, "doubt": why}
+                    for one, why in (*found.outliers, *found.doubted)
                 ],
             }
         )

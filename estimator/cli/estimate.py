@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,16 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, remark
-from estimator.cli.options import on_option, traced, workload_options
+from estimator.cli.options import Batches, on_option, traced, workload_options
 from estimator.cli.request import Request
-from estimator.errors import quoted
 from estimator.probe.option_types import Amount
 
 if TYPE_CHECKING:
     from estimator.estimates import Estimate
     from estimator.machines.profile import DeviceKind
-
-_BATCHES = re.compile(r"[0-9]{1,9}((,[0-9]{1,9})*|\.\.[0-9]{1,9})")
 
 
 @click.command()
@@ -83,24 +79,6 @@ def estimate(
         raise click.exceptions.Exit(ANSWER_IS_NO)
 
 
-class Batches(click.ParamType[tuple[int, ...]]):
-    """Batches per device: one, a list, or a range that doubles."""
-
-    name = "batches"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, context: click.Context | None
-    ) -> tuple[int, ...]:
-        """The batches that a text says; fails for any other text."""
-        if isinstance(value, tuple):
-            return value
-        if not _BATCHES.fullmatch(value.strip()):
-            self.fail(f"{quoted(value)} are no batches; write one, or such as 1..64 or 8,12,16")
-        from estimator.advise.batch_sweep import read_batches
-
-        return read_batches(value.strip())
-
-
 def _sweep_options(command: Any) -> Any:
     batch = click.option(
         "--batch", "batches", type=Batches(), help="Per device: one, or such as 1..64 or 8,12,16."
@@ -124,7 +102,7 @@ def _sweep_options(command: Any) -> Any:
 )
 @workload_options
 def trace(out: Path, target: DeviceKind, **options: Any) -> None:
-    """Look at MODEL once and save its graph, which stands for MODEL in every other command.
+    """Trace MODEL once and save its graph, which stands for MODEL in every other command.
 
     A saved graph needs neither torch nor the model's own code, and holds for every batch.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,8 +11,9 @@ import click
 
 from estimator.cli.console import printing_to_stderr, progress, waiting
 from estimator.cli.request import Request
+from estimator.errors import quoted
 from estimator.probe.option_types import Count
-from estimator.workload.optimizers import OPTIMIZERS
+from estimator.workload.optimizers import OPTIMIZERS, check_optimizer
 from estimator.workload.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -23,6 +25,27 @@ if TYPE_CHECKING:
     from estimator.workload.loader import Loader
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+_BATCHES = re.compile(r"[0-9]{1,9}((,[0-9]{1,9})*|\.\.[0-9]{1,9})")
+
+
+class Batches(click.ParamType[tuple[int, ...]]):
+    """Batches per device: one, a list, or a range that doubles."""
+
+    name = "batches"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> tuple[int, ...]:
+        """The batches that a text says; fails for any other text."""
+        if isinstance(value, tuple):
+            return value
+        if not _BATCHES.fullmatch(value.strip()):
+            self.fail(f"{quoted(value)} are no batches; write one, or such as 1..64 or 8,12,16")
+        from estimator.advise.batch_sweep import read_batches
+
+        return read_batches(value.strip())
 
 
 def _cluster(context: click.Context, option: click.Parameter, path: str | None) -> Cluster | None:
@@ -43,12 +66,6 @@ def _calibration(
     return Calibrator(None if path == "-" else path)
 
 
-def _loader(context: click.Context, option: click.Parameter, text: str | None) -> Loader | None:
-    from estimator.workload.loader import Loader
-
-    return None if text is None else Loader.parse(text)
-
-
 def _network(
     context: click.Context, option: click.Parameter, text: str | None
 ) -> GivenNetwork | None:
@@ -62,9 +79,77 @@ def _network(
         raise click.BadParameter(str(error)) from None
 
 
+def _loader(context: click.Context, option: click.Parameter, text: str | None) -> Loader | None:
+    from estimator.workload.loader import Loader
+
+    return None if text is None else Loader.parse(text)
+
+
+def _optimizer(context: click.Context, option: click.Parameter, name: str | None) -> str | None:
+    return None if name is None else check_optimizer(name)
+
+
+# What the steps run on and beside, and what is known of it.
+_SURROUNDINGS = (
+    click.option(
+        "--cluster",
+        callback=_cluster,
+        metavar="FILE",
+        help="Nodes and the switches between them (TOML).",
+    ),
+    click.option(
+        "--network",
+        callback=_network,
+        metavar="RATE[,KIND]",
+        help="What a node sends to others, as in 100Gbit/s,roce.",
+    ),
+    click.option(
+        "--calibration",
+        callback=_calibration,
+        metavar="STORE",
+        help="Correct by the steps observed in this store; - is the user's own.",
+    ),
+    click.option(
+        "--loader",
+        callback=_loader,
+        metavar="PARTS",
+        help="What feeds each rank, as in sample=150kB,prep=8ms,workers=4.",
+    ),
+)
+
+
 def workload_options(command: Command, *, batch: Any = None) -> Command:
     """Give a command MODEL and the options that make a Request; `batch` may be another option."""
     return training_options(click.argument("model")(command), batch=batch)
+
+
+# How the model itself is run, beside its precision and optimizer.
+_RECIPE_OPTIONS = (
+    click.option("--grad-scaler", is_flag=True, help="Scale fp16 gradients, check for inf."),
+    click.option("--checkpoint", metavar="FORM", help="full, selective:op, or selective:2 blocks."),
+    click.option("--clip-grad-norm", is_flag=True, help="Clip gradients by their norm."),
+    click.option("--channels-last", is_flag=True, help="Images with their channels innermost."),
+    click.option(
+        "--cuda-graphs",
+        "execution",
+        flag_value="cuda-graphs",
+        help='As torch.compile(mode="reduce-overhead") replays it.',
+    ),
+    click.option(
+        "--compile", "execution", flag_value="compiled", help="As torch.compile fuses it."
+    ),
+    click.option(
+        "--compile-blocks",
+        "execution",
+        flag_value="compiled-blocks",
+        help="Each repeated block compiled by itself.",
+    ),
+    click.option(
+        "--float8",
+        type=click.Choice(("tensorwise", "rowwise")),
+        help="Linear layers as torchao.float8 has them.",
+    ),
+)
 
 
 def training_options(command: Command, *, batch: Any = None) -> Command:
@@ -72,52 +157,19 @@ def training_options(command: Command, *, batch: Any = None) -> Command:
     positive = Count()
     for option in (
         click.option("--measure", is_flag=True, help="Time this model's own operators first."),
-        click.option(
-            "--cluster",
-            callback=_cluster,
-            metavar="FILE",
-            help="Nodes and the switches between them (TOML).",
-        ),
-        click.option(
-            "--network",
-            callback=_network,
-            metavar="RATE[,KIND]",
-            help="What a node sends to others, as in 100Gbit/s,roce.",
-        ),
-        click.option(
-            "--calibration",
-            callback=_calibration,
-            metavar="STORE",
-            help="Correct by the steps observed in this store; - is the user's own.",
-        ),
-        click.option(
-            "--loader",
-            callback=_loader,
-            metavar="PARTS",
-            help="What feeds each rank, as in sample=150kB,prep=8ms,workers=4.",
-        ),
+        *_SURROUNDINGS,
         click.option(
             "--strategy",
             default="ddp",
             help="Such as ddp:bucket=5MiB,view, zero2, fsdp:shard=8 or ps:2.",
         ),
-        click.option("--grad-scaler", is_flag=True, help="Scale fp16 gradients, check for inf."),
-        click.option(
-            "--checkpoint", metavar="FORM", help="full, selective:op, or selective:2 blocks."
-        ),
-        click.option("--clip-grad-norm", is_flag=True, help="Clip gradients by their norm."),
-        click.option("--channels-last", is_flag=True, help="Images with their channels innermost."),
-        click.option(
-            "--cuda-graphs",
-            "execution",
-            flag_value="cuda-graphs",
-            help='As torch.compile(mode="reduce-overhead") replays it.',
-        ),
-        click.option(
-            "--compile", "execution", flag_value="compiled", help="As torch.compile fuses it."
-        ),
+        *_RECIPE_OPTIONS,
         click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32."),
-        click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Default adamw."),
+        click.option(
+            "--optimizer",
+            callback=_optimizer,
+            help=f"{', '.join(OPTIMIZERS)}, or as torch.optim writes it; default adamw.",
+        ),
         click.option("--seq-len", type=positive, help="Tokens per sample, where the model asks."),
         click.option("--accumulation", type=positive, help="Micro-batches per step; default 1."),
         click.option(

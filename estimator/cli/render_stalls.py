@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
 from estimator.cli.render import grid, listed, stacked
 from estimator.stalls.measured import STALLS, MeasuredStalls, RunName
 from estimator.stalls.predicted import PredictedStalls, Stall
-from estimator.units import format_ratio, format_seconds
+from estimator.stalls.what_if import InputAnswers
+from estimator.units import format_count, format_ratio, format_seconds
 
 
-def predicted_report(found: PredictedStalls) -> Group:
+def predicted_report(found: PredictedStalls, data: InputAnswers | None = None) -> Group:
     """The steps of one device, one node and all nodes: what each takes beyond the one before."""
     batch = "" if found.batch_per_gpu is None else f", batch {found.batch_per_gpu} per device"
     table = grid(
@@ -36,7 +38,34 @@ def predicted_report(found: PredictedStalls) -> Group:
         table.add_row(
             found.allocation, "network", format_seconds(found.step_s), *_cells(found.network)
         )
-    return stacked(table, Text(_in_words(found)))
+    if data is None:
+        return stacked(table, Text(_in_words(found)))
+    return stacked(table, Text(_in_words(found)), _input_table(data), Text(_input_words(data)))
+
+
+def _input_table(data: InputAnswers) -> Table:
+    table = grid(
+        "with its loader", "loader", "samples/s", "waits for data", "least of G, P, F", numbers=3
+    )
+    for each in (data.as_it_is, *data.changes):
+        table.add_row(
+            each.change,
+            format_count(each.samples_per_s).strip(),
+            format_seconds(each.input_stall_s),
+            format_count(each.baseline_samples_per_s).strip(),
+        )
+    return table
+
+
+def _input_words(data: InputAnswers) -> str:
+    said = [f"Without loading: {format_count(data.without_samples_per_s).strip()} samples/s."]
+    if data.workers_needed is None:
+        said.append("No number of workers would hide the loading.")
+    else:
+        said.append(f"{data.workers_needed} workers would hide what workers can hide.")
+    if data.cached_needed is not None:
+        said.append(f"{format_ratio(data.cached_needed)} cached is as good as all of it.")
+    return " ".join(said)
 
 
 def _cells(stall: Stall) -> tuple[str, str, str]:

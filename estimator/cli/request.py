@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from estimator.tables.balance import Balance
     from estimator.workload.loader import Loader
 
-_EXECUTION_OPTIONS = "compile or --cuda-graphs"
+_EXECUTION_OPTIONS = "compile, --compile-blocks or --cuda-graphs"
+_COMPILED: dict[str | None, Literal["cuda-graphs", "blocks"] | bool | None] = {
+    None: None,
+    "compiled": True,
+    "compiled-blocks": "blocks",
+    "cuda-graphs": "cuda-graphs",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +52,12 @@ class Request:
     calibration: Calibration | None = None
     loader: Loader | None = None
     measure: bool = False
-    execution: Literal["compiled", "cuda-graphs"] | None = None
+    execution: Literal["compiled", "compiled-blocks", "cuda-graphs"] | None = None
     channels_last: bool = False
     grad_scaler: bool = False
     clip_grad_norm: bool = False
     checkpoint: str | None = None
+    float8: str | None = None
     network: GivenNetwork | None = None
     _machines: dict[str, MachineProfile] = field(default_factory=dict, repr=False, compare=False)
 
@@ -90,11 +97,12 @@ class Request:
             precision=self.precision or Strategy.parse(self.strategy).param or "fp32",
             target=target or machines[0].kind,
             measure=self.measure,
-            compiled={None: None, "compiled": True, "cuda-graphs": "cuda-graphs"}[self.execution],
+            compiled=_COMPILED[self.execution],
             channels_last=self.channels_last,
             grad_scaler=self.grad_scaler,
             clip_grad_norm=self.clip_grad_norm,
             checkpoint=self.checkpoint,
+            float8=self.float8,
             profile=machines[0] if machines else "local",
             name=name,
             report=report,
@@ -112,6 +120,7 @@ class Request:
             ("grad-scaler", self.grad_scaler),
             ("clip-grad-norm", self.clip_grad_norm),
             ("checkpoint", self.checkpoint),
+            ("float8", self.float8),
             ("seq-len", self.seq_len not in (None, summary.tokens_per_sample)),
         ):
             if asked:
@@ -145,6 +154,7 @@ class Request:
             ("grad-scaler", self.grad_scaler or None, graph.grad_scaler),
             ("clip-grad-norm", self.clip_grad_norm or None, graph.clip_grad_norm),
             ("checkpoint", self.checkpoint, graph.checkpoint),
+            ("float8", self.float8, graph.float8),
             ("seq-len", self.seq_len, graph.tokens_per_sample),
         ):
             if asked is not None and asked != traced:
@@ -169,8 +179,8 @@ class Request:
             strategy=self.strategy,
             cluster=self.cluster,
             calibration=self.calibration,
-            profile=self.machine(allocation),
             loader=self.loader,
+            profile=self.machine(allocation),
         )
 
     def exists(self, allocation: str) -> bool:

@@ -72,8 +72,8 @@ def stalls(
 
     Of a MODEL it is predicted, with the same batch on every device. The interconnect stall is what
     a node's devices take beyond one device, as a share of the node's step; the network stall what
-    all nodes take beyond one. With --run it is measured on this machine; what follows -- goes to
-    the script.
+    all nodes take beyond one. With --loader it says what other loaders would give. With --run it is
+    measured on this machine; what follows -- goes to the script.
     """
     if script is None:
         _predict(on, against, model, as_json, options)
@@ -111,7 +111,8 @@ def _predict(
 
     if len(model) != 1:
         raise click.UsageError(f"give one MODEL or --run SCRIPT.py, found {len(model)} models")
-    request = Request(model=model[0], **options)
+    fed = Request(model=model[0], **options)
+    request = replace(fed, loader=None)
     graph = traced(request, (on,) if against is None else (on, against))
 
     def answer_of(allocation: Allocation, batches: Sequence[int] | None) -> Estimate:
@@ -120,7 +121,14 @@ def _predict(
         return alone.estimate(graph, str(allocation), batches)
 
     found = predict_stalls(on, answer_of, against=against)
+    data = None
+    if fed.loader is not None:
+        from estimator.stalls.what_if import input_answers
+
+        data = input_answers(
+            fed.loader, lambda loader: replace(request, loader=loader).estimate(graph, on)
+        )
     if as_json:
-        print_json(found.to_dict())
+        print_json(found.to_dict() | {"input": data.to_dict() if data else None})
     else:
-        print_tables(predicted_report(found))
+        print_tables(predicted_report(found, data))

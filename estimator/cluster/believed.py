@@ -117,17 +117,23 @@ class CalibratedSpeeds:
 
 
 class FittedSpeeds:
-    """A throughput model of another system, fitted for each job to the steps that it took.
+    """A throughput model of another system, fitted to the steps that jobs were seen to take.
 
     As in Optimus (EuroSys 2018, section 3.2) a job first runs for a few steps on a few counts,
     which is charged to nobody; later steps are added as the replay sees them. `form` makes one of
-    the regressors of `calibrate.baselines`.
+    the regressors of `calibrate.baselines`; `workload` is as in `CalibratedSpeeds`.
     """
 
     def __init__(
-        self, form: Callable[[], Regressor], true: Speeds, sampled: Callable[[Job], Sequence[Shape]]
+        self,
+        form: Callable[[], Regressor],
+        true: Speeds,
+        sampled: Callable[[Job], Sequence[Shape]],
+        workload: Callable[[Job], str] = lambda job: job.name,
     ) -> None:
         self._form, self._true, self._sampled = form, true, sampled
+        self._workload = workload
+        self._jobs: dict[str, dict[str, None]] = {}
         self._seen: dict[tuple[str, str], dict[tuple[float, ...], float]] = {}
         self._fitted: dict[tuple[str, str], Regressor] = {}
 
@@ -135,35 +141,38 @@ class FittedSpeeds:
         self, job: Job, shape: Shape, step_s: float, global_batch: int | None
     ) -> Iterable[str]:
         """Take in the step time of a running job; the jobs of which other speeds are believed."""
-        seen = self._rows(job, shape.machine)
-        row = _row(job, shape, global_batch)
-        if row in seen:
-            return ()
-        seen[row] = step_s
-        self._fitted.pop((job.name, shape.machine), None)
-        return (job.name,)
+        is_new = self._add(job, shape, step_s, global_batch)
+        return self._jobs[self._workload(job)] if is_new else ()
 
     def step_times_s(
         self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
     ) -> list[float]:
         """Seconds of one optimizer step on each shape."""
+        workload = self._workload(job)
+        jobs = self._jobs.setdefault(workload, {})
+        if job.name not in jobs:
+            jobs[job.name] = None
+            sampled = self._sampled(job)
+            for shape, seconds in zip(sampled, self._true.step_times_s(job, sampled), strict=True):
+                self._add(job, shape, seconds, None)
         found = []
         for shape in shapes:
-            key = job.name, shape.machine
+            key = workload, shape.machine
             if key not in self._fitted:
-                seen = self._rows(job, shape.machine)
+                seen = self._seen[key]
                 self._fitted[key] = self._form().fit(list(seen), list(seen.values()))
             found.append(float(self._fitted[key].predict([_row(job, shape, global_batch)])[0]))
         return found
 
-    def _rows(self, job: Job, machine: str) -> dict[tuple[float, ...], float]:
-        if (job.name, machine) not in self._seen:
-            shapes = [shape for shape in self._sampled(job) if shape.machine == machine]
-            times = self._true.step_times_s(job, shapes)
-            self._seen[job.name, machine] = {
-                _row(job, shape, None): seconds for shape, seconds in zip(shapes, times)
-            }
-        return self._seen[job.name, machine]
+    def _add(self, job: Job, shape: Shape, step_s: float, global_batch: int | None) -> bool:
+        """Whether the step is the first of its kind."""
+        key, row = (self._workload(job), shape.machine), _row(job, shape, global_batch)
+        seen = self._seen.setdefault(key, {})
+        if row in seen:
+            return False
+        seen[row] = step_s
+        self._fitted.pop(key, None)
+        return True
 
 
 def sample_counts(nodes: Nodes, job: Job) -> list[Shape]:

@@ -66,6 +66,7 @@ _LATER_FIELDS: dict[str, str | bool | None] = {
     "grad_scaler": False,
     "clip_grad_norm": False,
     "checkpoint": None,
+    "float8": None,
 }
 _DAMAGE = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 # More of one thing than any model has: they bound what an estimate of a graph takes.
@@ -365,7 +366,7 @@ def _timing(seconds: Any, spread: Any) -> OpTiming:
 def _check_plain_fields(graph: Mapping[str, Any]) -> None:
     for name in ("name", "target", "precision", "optimizer"):
         _text(graph[name])
-    for name in ("timed_on", "checkpoint"):
+    for name in ("timed_on", "checkpoint", "float8"):
         if graph[name] is not None:
             _text(graph[name])
     check_optimizer(graph["optimizer"])

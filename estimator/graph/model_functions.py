@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from estimator.errors import ModelError
+from estimator.graph.phases import as_phases
 from estimator.graph.user_code import UserCode
 
 Loaded = tuple[nn.Module, Any, Callable[[Any, Any], Any] | None, str]
@@ -111,6 +112,7 @@ def _checked_result(result: Any, text: str) -> tuple[nn.Module, Any, Any]:
             f"{text} returned {_kind(result)}; return (model, batch) or (model, batch, loss)"
         )
     model, example, loss = (*result, None)[:3]
+    model, loss = as_phases(model, loss)
     if not isinstance(model, nn.Module):
         raise ModelError(f"{text} returned {_kind(model)} as the model; return (nn.Module, batch)")
     if loss is not None and not callable(loss):

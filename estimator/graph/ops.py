@@ -9,8 +9,9 @@ from estimator.tensors import OpCall, TensorSpec
 
 Phase = Literal["forward", "backward"]
 ValueKind = Literal["parameter", "buffer", "input", "constant", "activation"]
-# One kernel after the other from Python; fused by torch.compile; the same, replayed as CUDA graphs.
-Execution = Literal["eager", "compiled", "cuda-graphs"]
+# One kernel after the other from Python; fused by torch.compile, or in each repeated block alone;
+# fused and replayed as CUDA graphs.
+Execution = Literal["eager", "compiled", "compiled-blocks", "cuda-graphs"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from estimator.graph.fake_tensors import (
 from estimator.graph.join import JoinedRuns, join_runs
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import GraphInput
+from estimator.graph.packed_sequences import packed_as_padded
 from estimator.graph.record import Recorder
 from estimator.graph.training_call import Loss, TrainingCall
 from estimator.graph.user_code import UserCode
@@ -245,7 +246,8 @@ class _Tracer:
             advice="check its parameters and inputs",
             error=TraceError,
         )
-        with fake, kept_as_it_was(self.model), unlike_tracing(), fake_mode:
+        padded = packed_as_padded(recorder.constants.assumptions)
+        with fake, kept_as_it_was(self.model), unlike_tracing(), padded, fake_mode:
             seed_all(0)
             fakes = put_fake_tensors(
                 self.model, dtype=dtype, device="cpu", channels_last=self.channels_last

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from estimator.errors import ModelError, quoted
 from estimator.graph.fake_tensors import map_tensors
+from estimator.graph.phases import ASSUMPTION, Phases
 from estimator.graph.user_code import UserCode
 
 Loss = Callable[[Any, Any], Tensor]
@@ -51,6 +52,8 @@ class TrainingCall:
                 f"nn.CrossEntropyLoss(), found {quoted(loss)}; give one"
             )
         if loss is None:
+            if isinstance(model, Phases):
+                assumptions += (ASSUMPTION,)
             if callable(getattr(model, "training_step", None)):
                 return cls(batch=batch, by_training_step=True, assumptions=assumptions)
             return cls(batch=batch, assumptions=assumptions)

@@ -62,9 +62,13 @@ def measure_loader(loader: DataLoader[Any], *, batches: int = 8) -> Loader:
     left as they were. Raises ModelError for a loader without a batch.
     """
     states = torch.random.get_rng_state(), random.getstate()
+    threads = torch.get_num_threads()
+    if loader.num_workers:
+        torch.set_num_threads(1)  # as DataLoader does in its workers
     try:
         return _measured(loader, batches)
     finally:
+        torch.set_num_threads(threads)
         torch.random.set_rng_state(states[0])
         random.setstate(states[1])
 

@@ -194,7 +194,9 @@ class AttentionModel:
     """Fused attention: flops at a share of the peak, and the tensors' bytes on top.
 
     The share grows with the head size: small heads leave the exponentials' units the bottleneck.
-    Head sizes between the kernels' steps are padded, and reach `padded_ratio` of the share.
+    Head sizes between the kernels' steps are padded, and reach `padded_ratio` of the share. Kernels
+    that wait for tensor cores reach `waiting_ratio` of it on those of Hopper and later, which
+    compute while groups of warps load.
     """
 
     forward_ratio: float
@@ -203,6 +205,7 @@ class AttentionModel:
     small_head: float
     memory_ratio: float
     start_s: float
+    waiting_ratio: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +307,7 @@ def attention_seconds(
     share = share * np.where(padded > np.asarray(head_size), model.padded_ratio, 1.0)
     size = np.minimum(padded, _FULL_HEAD)
     share = share * (1.0 + model.small_head / _FULL_HEAD) / (1.0 + model.small_head / size)
+    share = share * np.where(chip.has_warp_groups, model.waiting_ratio, 1.0)
     rate = np.asarray(chip.flops_per_s) * share * np.asarray(sustained)
     compute_s = np.asarray(flops) * (padded / np.asarray(head_size)) / rate
     compute_s = compute_s * np.ceil(filled) / filled

@@ -104,6 +104,8 @@ RULES: Mapping[str, UpdateRule] = {
     ),
 }
 OPTIMIZERS: tuple[str, ...] = tuple(RULES)
+# What `estimator probe` measures, in all forms that torch has.
+MEASURED = ("sgd", "sgd-momentum", "adam", "adamw", "adam-fused", "adamw-fused")
 # Classes of torchao, bitsandbytes, apex and Transformer Engine.
 _ALIASES = {"adamw8bit": "adamw-8bit", "fusedadam": "adamw-fused", "fusedlamb": "lamb"}
 # What Muon leaves to AdamW: vectors, embeddings and the head (torch.optim.Muon's documentation).
@@ -118,12 +120,12 @@ def check_optimizer(optimizer: Any) -> str:
     An object of SGD has momentum and one of Adam is fused as its parameter groups say. Raises
     StrategyError.
 
-    >>> check_optimizer("AdamW")
+    >>> check_optimizer("torch.optim.AdamW")
     'adamw'
     """
     groups = getattr(optimizer, "param_groups", None)
     found = optimizer if groups is None else type(optimizer).__name__
-    name = found.lower() if isinstance(found, str) else ""
+    name = found.lower().removeprefix("torch.optim.") if isinstance(found, str) else ""
     name = _ALIASES.get(name, name)
     if name == "sgd" and any(group.get("momentum") for group in groups or ()):
         name = "sgd-momentum"

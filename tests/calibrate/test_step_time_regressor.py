@@ -100,7 +100,7 @@ def test_a_down_weighted_outlier_still_widens_the_intervals() -> None:
     times[5] *= 3
     fitted = StepTimeRegressor().fit(ROWS, times)
     assert fitted.observation_weights_[5] < 0.05
-    scores, _ = fitted.mixture_.scores
+    scores, _ = fitted.scores_
     # It is log 3 away from what its neighbours say, whose spread is some percent.
     assert scores.argmax() == 5
     assert scores[5] > 5

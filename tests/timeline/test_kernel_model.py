@@ -54,6 +54,7 @@ CHIP = Chip(
     process_ratio=1.0,
     is_tensor=False,
     is_early_tensor=False,
+    has_warp_groups=False,
     has_old_tlb=False,
 )
 
@@ -170,13 +171,16 @@ def test_attention_pads_heads_and_fills_multiprocessors_in_waves() -> None:
         small_head=0.0,
         memory_ratio=1.0,
         start_s=0.0,
+        waiting_ratio=0.8,
     )
 
-    def taken_s(heads: float, size: float, *, is_backward: bool = False) -> float:
+    def taken_s(
+        heads: float, size: float, *, is_backward: bool = False, chip: Chip = CHIP
+    ) -> float:
         return float(
             attention_seconds(
                 model,
-                CHIP,
+                chip,
                 sustained=1.0,
                 heads=heads,
                 queries=128,
@@ -191,6 +195,9 @@ def test_attention_pads_heads_and_fills_multiprocessors_in_waves() -> None:
     assert taken_s(100, 64) == pytest.approx(100e9 / 5e12)
     assert taken_s(101, 64) == pytest.approx(200e9 / 5e12)
     assert taken_s(100, 64, is_backward=True) == pytest.approx(2 * taken_s(100, 64))
+    # Tensor cores that compute while others load are kept waiting.
+    hopper = replace(CHIP, has_warp_groups=True)
+    assert taken_s(100, 64, chip=hopper) == pytest.approx(100e9 / (0.8 * 5e12))
     # a head of 40 runs as one of 64
     assert taken_s(100, 40) == pytest.approx(taken_s(100, 64))
 
@@ -199,6 +206,9 @@ def test_tensor_cores_are_known_by_architecture_and_dtype() -> None:
     v100, p100 = (load_profile(name).devices[0] for name in ("v100-sxm", "p100-pcie"))
     assert chip_of(v100, "float16").is_tensor
     assert chip_of(v100, "float16").is_early_tensor
+    a100, h100 = (load_profile(name).devices[0] for name in ("a100-sxm-80gb", "h100-sxm"))
+    assert not chip_of(a100, "bfloat16").has_warp_groups
+    assert chip_of(h100, "bfloat16").has_warp_groups
     assert not chip_of(v100, "float32").is_tensor
     assert not chip_of(p100, "float16").is_tensor
 
