@@ -24,7 +24,7 @@ import numpy as np
 from published.graphs import GraphStore
 from published.machines import machine_of
 from published.rows import parsed
-from published.scheduler_sources import adaptdl
+from published.scheduler_sources import pollux, sia
 from schedulers import Case, policy_lines, replayed, told
 
 import estimator as est
@@ -119,7 +119,7 @@ def measured(path: Path, store: GraphStore, home: Path) -> tuple[MeasuredSpeeds,
     profiles: dict[str, MachineProfile] = {}
     for line, cells in read_rows(path):
         row = parsed(path.stem, line, cells)
-        workload = adaptdl(row)
+        workload = (pollux if path.stem == "pollux_t4" else sia)(row)
         graph = store.graph(workload.spec, workload.precision, workload.optimizer)
         graphs.setdefault(graph.name, graph)
         machine = next(name for part, name in _NAMES.items() if part in row.step.gpu.lower())
