@@ -19,7 +19,7 @@ from hostile_values import damaged_bytes, damaged_text, damaged_values
 
 from estimator.calibrate.observations import Observation, ObservationStore
 from estimator.machines.profile import Link, MachineProfile, PairMatrix
-from estimator.workload import PRECISIONS
+from estimator.workload.precision import PRECISIONS
 from tests.conftest import MEASURED, make_small_profile
 from tests.synthetic import perceptron
 

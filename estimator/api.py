@@ -11,11 +11,11 @@ from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import ModelError, WorkloadError
 from estimator.estimates import Estimate
 from estimator.graph.op_graph import OpGraph
-from estimator.loader import Loader
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
+from estimator.workload.loader import Loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -53,24 +53,19 @@ def trace_model(
     targets) where the batch holds what ``forward()`` does not take, and defaults to the model's
     ``training_step(batch, batch_idx)``, else ``output.loss``, else the mean of the floating
     outputs. With `measure`, the distinct ops of the step are also timed on this machine, which must
-    be the one `profile` describes; timings are kept in the user's store.
-
-    The optimizer is one of torch.optim or its name. The step is eager unless `compiled`: as
-    `torch.compile` fuses it, or as its ``mode="reduce-overhead"`` replays it ("cuda-graphs"); by
-    default as `model` is. `channels_last` lays images and filters out as
-    ``.to(memory_format=torch.channels_last)`` does, `grad_scaler` adds what a
+    be the one `profile` describes; timings are kept in the user's store. The optimizer is one of
+    torch.optim or its name. The step is eager unless `compiled`: as `torch.compile` fuses it, or as
+    its ``mode="reduce-overhead"`` replays it ("cuda-graphs"); by default as `model` is.
+    `channels_last` lays images and filters out so (torch.channels_last), `grad_scaler` adds what a
     ``torch.amp.GradScaler`` does to gradients, `clip_grad_norm` what
     ``torch.nn.utils.clip_grad_norm_`` does. `checkpoint` computes repeated blocks again in the
     backward pass: "full", "selective:2" (every second one) or "selective:op" (all but attention and
-    every other product). Raises ModelError, TraceError, ProbeError.
+    every other matmul). Raises ModelError, TraceError, ProbeError.
     """
     from estimator.graph.checkpointing import checkpointed
     from estimator.graph.trace import trace_graph
 
-    # What torch.compile returns holds the model that it compiles (torch/_dynamo/eval_frame.py).
-    original = getattr(model, "_orig_mod", None)
-    if original is not None:
-        model, compiled = original, True if compiled is None else compiled
+    model, compiled = _uncompiled(model, compiled)
     _check_options(measure and bool(compiled), grad_scaler, precision)
     with checkpointed(model, checkpoint):
         graph = trace_graph(
@@ -92,6 +87,14 @@ def trace_model(
 
         return compile_graph(graph, "compiled" if compiled is True else compiled)
     return with_timings(graph, profile, report=report) if measure else graph
+
+
+def _uncompiled(model: nn.Module, compiled: Any) -> tuple[nn.Module, Any]:
+    """What torch.compile returns holds the model that it compiles (torch/_dynamo/eval_frame.py)."""
+    original = getattr(model, "_orig_mod", None)
+    if original is None:
+        return model, compiled
+    return original, True if compiled is None else compiled
 
 
 def _check_options(measures_compiled: bool, grad_scaler: bool, precision: str) -> None:
@@ -167,32 +170,20 @@ def estimate(
         graph = model_or_graph
     else:
         graph = _traced_for(placement.kinds[0].profile.kind, model_or_graph, batch, parsed)
+    asked: dict[str, Any] = {
+        "global_batch": global_batch,
+        "accumulation_steps": accumulation_steps,
+        "strategy": parsed,
+        "cluster": described,
+        "calibration": calibration,
+        "profile": profile,
+        "loader": fed,
+    }
     if global_batch is not None and batch_per_gpu is None:
-        from estimator.balance import balance
+        from estimator.tables.balance import balance
 
-        return balance(
-            graph,
-            placement,
-            global_batch=global_batch,
-            accumulation_steps=accumulation_steps,
-            strategy=parsed,
-            cluster=described,
-            calibration=calibration,
-            profile=profile,
-            loader=fed,
-        ).answer
-    return estimate_graph(
-        graph,
-        placement,
-        batch_per_gpu=batch_per_gpu,
-        global_batch=global_batch,
-        accumulation_steps=accumulation_steps,
-        strategy=parsed,
-        cluster=described,
-        calibration=calibration,
-        profile=profile,
-        loader=fed,
-    )
+        return balance(graph, placement, **asked).answer
+    return estimate_graph(graph, placement, batch_per_gpu=batch_per_gpu, **asked)
 
 
 def prepare(

@@ -27,7 +27,6 @@ from estimator.estimates import (
 )
 from estimator.graph.content import job_content
 from estimator.graph.op_graph import OpGraph
-from estimator.loader import Loader
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
@@ -48,6 +47,7 @@ from estimator.timeline.ranks import StepShape
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import Groups
 from estimator.workload import MOST_ACCUMULATION, MOST_GLOBAL_BATCH, Strategy, check_count
+from estimator.workload.loader import Loader
 
 # Compiled programs of some thousand (graph, machine, batch) and what their estimates share.
 CACHE_BYTES = 512 << 20
@@ -291,7 +291,7 @@ def _batches(
         raise WorkloadError("give either the batch per device or the global batch, not both")
     if global_batch is not None:
         global_batch = check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
-        return (_even_batch(placement, global_batch, accumulation_steps),) * groups
+        return (even_batch(placement, global_batch, accumulation_steps),) * groups
     if batch_per_gpu is None:
         return None if graph.batch is None else (graph.batch,) * groups
     given: Any = batch_per_gpu
@@ -305,7 +305,8 @@ def _batches(
     return tuple(map(check_count, given))
 
 
-def _even_batch(placement: Placement, global_batch: int, accumulation_steps: int) -> int:
+def even_batch(placement: Placement, global_batch: int, accumulation_steps: int) -> int:
+    """Samples per rank and micro-batch; raises WorkloadError where that is no whole number."""
     ranks = placement.ranks
     shares = ranks * accumulation_steps
     if global_batch % shares:

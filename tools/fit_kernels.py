@@ -46,12 +46,17 @@ UNMEASURED_ERROR = 0.3
 # What all kernels of a published step are off together, in standard deviations of the logarithm:
 # the median over the sources of `published_accuracy.py` (docs/accuracy.md).
 MODEL_ERROR = 0.2
-# Convolutions in fp32 without tensor cores, which no table times apart from other kernels: cuDNN
+# Convolutions in fp32 without tensor cores, which no table times apart from other kernels. cuDNN
 # runs 3 × 3 filters by Winograd's transform, 2.25 times fewer multiplications (Lavin and Gray,
-# 2016) of which some two thirds are gained, and gradients of filters as sums over all positions.
+# 2016) of which some two thirds are gained, and half of that backward, where gradients of filters
+# are sums over all positions; 3 × 3 × 3 filters as matrix products; others between the two.
 VECTOR_CONVOLUTIONS = {
+    "vector transformed.forward": [0.55, 1.5],
+    "vector transformed.backward": [0.75, 2.0],
     "vector dense.forward": [0.8, 1.5],
     "vector dense.backward": [0.9, 2.0],
+    "vector direct.forward": [1.0, 1.5],
+    "vector direct.backward": [1.0, 2.0],
     "vector pointwise.forward": [1.1, 1.2],
     "vector pointwise.backward": [1.2, 2.0],
 }

@@ -57,7 +57,8 @@ CONVOLUTION_PRIORS = {
 }
 USUAL_PRIOR = (1.5, 1.0)
 PRIOR_STRENGTH = 0.03
-# A kernel computes at the peak at best, and streams at what the best kernels get of a memory.
+# A convolution computes no faster than matmuls of its size, and a kernel streams at what the best
+# kernels get of a memory.
 LEAST_FLOPS_MULTIPLE = 1.0
 LEAST_STREAM_MULTIPLE = 1.08
 ITERATIONS = 25
@@ -152,10 +153,10 @@ class ModelTerms:
     ) -> Iterator[tuple[str, float]]:
         cost = features.cost
         if features.family == "convolution":
-            kind, rate = roofline.convolution(features)
+            kind, compute_s = roofline.convolution(features)
             suffix = "" if layout == "nchw" else ".channels last"
             name = f"{kind}.{phase_of(features)}{suffix}"
-            yield f"{name} flops", cost.flops / rate
+            yield f"{name} flops", compute_s
             yield f"{name} bytes", cost.moved_bytes / self._bytes_per_s
         elif features.family in PLAIN:
             yield "plain", cost.moved_bytes / self._bytes_per_s

@@ -14,7 +14,7 @@ from published.rows import NotMapped, NotQualified, PublishedRow
 from published.sources import Source, Workload
 
 # (width, heads, layers): scripts/train/yamls/pretrain of mosaicml/llm-foundry.
-_MPT = {
+MPT = {
     "125m": (768, 12, 12),
     "350m": (1024, 16, 24),
     "760m": (1536, 12, 24),
@@ -162,9 +162,9 @@ def _gpt_size(row: PublishedRow, generation: str, size: str) -> tuple[int, int, 
 def _llm_foundry(row: PublishedRow) -> Workload:
     """MPT with learned positions and biases (as their parameter counts say), flash attention."""
     size = row.step.model.lower().removeprefix("mpt-")
-    if size not in _MPT:
+    if size not in MPT:
         raise NotMapped(f"no builder for the model {row.step.model}")
-    width, heads, layers = _MPT[size]
+    width, heads, layers = MPT[size]
     recomputed = row.notes.get("act_ckpt") == "True"
     if row.notes.get("act_offload") == "True":
         raise NotMapped("its activations are offloaded to the CPU, which the engine does not model")
@@ -248,6 +248,7 @@ def _torchtitan(row: PublishedRow) -> Workload:
         network="infiniband",
         network_bit_per_s=8 * 400e9,
         memory_bytes_per_s=2.4e12 if odd else None,
+        power_w=500.0 if "500W" in row.step.gpu else None,
         source="columns gpu and interconnect",
     )
     return Workload(

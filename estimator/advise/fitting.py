@@ -47,9 +47,15 @@ def remedies(graph: OpGraph, answer: Estimate, **more: Any) -> list[Remedy]:
 
     `more` goes to `estimate` (cluster, calibration, profile).
     """
+    found = quick_remedies(graph, answer, **more)
+    return sorted([*found, *_plans(answer)], key=lambda remedy: remedy.cost_ratio)
+
+
+def quick_remedies(graph: OpGraph, answer: Estimate, **more: Any) -> list[Remedy]:
+    """Those of `remedies` that need no plan of what to swap and to compute again."""
     more = {"loader": answer.loader, **more}
     found = [*_smaller_batches(graph, answer, more), *_strategies(graph, answer, more)]
-    found += [*_more_devices(graph, answer, more), *_plans(answer)]
+    found += _more_devices(graph, answer, more)
     return sorted(found, key=lambda remedy: remedy.cost_ratio)
 
 

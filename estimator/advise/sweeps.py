@@ -11,11 +11,12 @@ from itertools import product
 from typing import Any, Protocol
 
 from estimator.advise.scaling import linear_step_s
-from estimator.errors import AllocationError, EstimatorError, StrategyError
+from estimator.errors import AllocationError, EstimatorError, StrategyError, WorkloadError
 from estimator.estimates import Estimate
 
-_COUNT = r"(\d+)(?:\.\.(\d+))?"
-_PATTERN = re.compile(rf"{_COUNT}x{_COUNT}:([A-Za-z0-9][\w.\-]*)")
+_RANGE = r"\d+(?:\.\.\d+)?"
+_COUNTS = rf"({_RANGE}(?:,{_RANGE})*)"
+_PATTERN = re.compile(rf"{_COUNTS}x{_COUNTS}:([A-Za-z0-9][\w.\-]*)")
 _MOST_ROWS = 100_000
 
 
@@ -51,12 +52,14 @@ class SweepRow:
 
 
 def expand_pattern(pattern: str) -> Iterator[str]:
-    """Every allocation of a pattern, whose counts are numbers or ranges with both ends.
+    """Every allocation of a pattern, whose counts are numbers, ranges with both ends, or lists.
 
     Parts joined by ``+`` combine freely. Raises AllocationError.
 
     >>> list(expand_pattern("1..2x1..2:local"))
     ['1x1:local', '1x2:local', '2x1:local', '2x2:local']
+    >>> list(expand_pattern("1,4x8:dgx-a100"))
+    ['1x8:dgx-a100', '4x8:dgx-a100']
     """
     choices: list[list[str]] = []
     rows = 1
@@ -65,8 +68,8 @@ def expand_pattern(pattern: str) -> Iterator[str]:
         if match is None:
             choices.append([part.strip()])
             continue
-        first, last, low, high, machine = match.groups()
-        nodes, devices = _range(first, last, pattern), _range(low, high, pattern)
+        *counts, machine = match.groups()
+        nodes, devices = (_counts(count, pattern) for count in counts)
         rows *= len(nodes) * len(devices)
         if rows > _MOST_ROWS:
             raise AllocationError(
@@ -78,13 +81,19 @@ def expand_pattern(pattern: str) -> Iterator[str]:
         yield "+".join(parts)
 
 
-def _range(first: str, last: str | None, pattern: str) -> range:
-    low, high = int(first), int(last or first)
-    if len(first) > 7 or len(last or "") > 7 or high < low:
-        raise AllocationError(
-            f"'{pattern}' counts from {first} to {last or first}; write a range such as 1..8"
-        )
-    return range(low, high + 1)
+def _counts(text: str, pattern: str) -> list[int]:
+    """The numbers of ``1,2,4..8``; raises AllocationError."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("..")
+        low, high = (0, -1) if max(len(first), len(last)) > 7 else (int(first), int(last or first))
+        if high < low or len(found) + high - low >= _MOST_ROWS:
+            raise AllocationError(
+                f"'{pattern}' counts from {first} to {last or first}; write a range such as 1..8, "
+                f"of at most {_MOST_ROWS} numbers"
+            )
+        found += range(low, high + 1)
+    return list(dict.fromkeys(found))
 
 
 def existing(patterns: Sequence[str], exists: Callable[[str], bool]) -> list[str]:
@@ -96,8 +105,8 @@ def existing(patterns: Sequence[str], exists: Callable[[str], bool]) -> list[str
 def sweep(patterns: Sequence[str], answer_of: Callable[[str], Estimate]) -> list[SweepRow]:
     """Estimate every allocation of the patterns; those that do not exist keep their reason.
 
-    So do those whose ranks a strategy cannot divide. Raises AllocationError, or StrategyError, if
-    none can be answered.
+    So do those over whose ranks a strategy or a batch cannot be divided. Raises the first of these
+    reasons if none can be answered.
     """
     rows: list[SweepRow] = []
     errors: list[EstimatorError] = []
@@ -105,7 +114,7 @@ def sweep(patterns: Sequence[str], answer_of: Callable[[str], Estimate]) -> list
         for text in expand_pattern(pattern):
             try:
                 rows.append(SweepRow(allocation=text, answer=answer_of(text)))
-            except (AllocationError, StrategyError) as error:
+            except (AllocationError, StrategyError, WorkloadError) as error:
                 errors.append(error)
                 rows.append(SweepRow(allocation=text, answer=None, refusal=str(error)))
     answers = [row.answer for row in rows if row.answer is not None]

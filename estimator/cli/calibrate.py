@@ -18,9 +18,9 @@ from estimator.cli.console import (
     progress,
     remark,
 )
-from estimator.optimizers import OPTIMIZERS
-from estimator.precision import PRECISIONS
 from estimator.probe.option_types import Count
+from estimator.workload.optimizers import OPTIMIZERS
+from estimator.workload.precision import PRECISIONS
 
 PROTOCOLS = ("k-shot", "online", "few-shot", "cv", "pairs", "batch", "workers", "transfer")
 # More remarks of one kind than this are only counted.

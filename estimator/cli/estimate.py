@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables
+from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, remark
 from estimator.cli.options import on_option, traced, workload_options
 from estimator.cli.request import Request
+from estimator.errors import quoted
 from estimator.probe.option_types import Amount
 
 if TYPE_CHECKING:
     from estimator.estimates import Estimate
+    from estimator.machines.profile import DeviceKind
+
+_BATCHES = re.compile(r"[0-9]{1,9}((,[0-9]{1,9})*|\.\.[0-9]{1,9})")
 
 
 @click.command()
@@ -53,24 +58,90 @@ def estimate(
     if trace is not None:
         _write_trace(answer, trace)
     scaling = request.scaling(graph, answer)
+    remedies = request.remedies(graph, answer, on)
     if as_json:
         more = {
             "duration_s": duration_s,
             "scaling": asdict(scaling) if scaling else None,
             "balance_gain_ratio": balance.gain_ratio if balance else None,
+            "remedies": [remedy.to_dict() for remedy in remedies],
         }
         print_json(answer.to_dict() | more)
     else:
         from estimator.cli.render import estimate_report
 
-        report = estimate_report(answer, duration_s=duration_s, scaling=scaling, balance=balance)
-        print_tables(report)
+        print_tables(
+            estimate_report(
+                answer,
+                duration_s=duration_s,
+                scaling=scaling,
+                balance=balance,
+                remedies=remedies,
+            )
+        )
     if answer.fits == "no":
         raise click.exceptions.Exit(ANSWER_IS_NO)
 
 
+class Batches(click.ParamType[tuple[int, ...]]):
+    """Batches per device: one, a list, or a range that doubles."""
+
+    name = "batches"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> tuple[int, ...]:
+        """The batches that a text says; fails for any other text."""
+        if isinstance(value, tuple):
+            return value
+        if not _BATCHES.fullmatch(value.strip()):
+            self.fail(f"{quoted(value)} are no batches; write one, or such as 1..64 or 8,12,16")
+        from estimator.advise.batch_sweep import read_batches
+
+        return read_batches(value.strip())
+
+
+def _sweep_options(command: Any) -> Any:
+    batch = click.option(
+        "--batch", "batches", type=Batches(), help="Per device: one, or such as 1..64 or 8,12,16."
+    )
+    return workload_options(command, batch=batch)
+
+
 @click.command()
+@click.option(
+    "-o",
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The file, such as gpt2.graph.",
+)
+@click.option(
+    "--target",
+    type=click.Choice(["cuda", "cpu"]),
+    help="The kind of devices it is for; default cuda.",
+    default="cuda",
+)
 @workload_options
+def trace(out: Path, target: DeviceKind, **options: Any) -> None:
+    """Look at MODEL once and save its graph, which stands for MODEL in every other command.
+
+    A saved graph needs neither torch nor the model's own code, and holds for every batch.
+    """
+    from estimator.machines.files import check_writable
+
+    request = Request(**options)
+    check_writable(out)
+    graph = traced(request, (), target=target)
+    graph.save(out)
+    remark(
+        f"{out}: {graph.name}, {graph.mode}, for {graph.target} devices, {len(graph.ops)} "
+        f"operators; ask 'estimator estimate {out} --on …'"
+    )
+
+
+@click.command()
+@_sweep_options
 @click.option(
     "--on",
     "patterns",
@@ -85,6 +156,7 @@ def estimate(
 @click.option("--strategies", help="Compare these instead, as in 'ddp zero1 ps:2,async'.")
 def sweep(
     patterns: tuple[str, ...],
+    batches: tuple[int, ...] | None,
     as_json: bool,
     as_csv: bool,
     picture: Path | None,
@@ -93,16 +165,24 @@ def sweep(
 ) -> None:
     """Predict MODEL on every allocation of a PATTERN and print how it scales.
 
-    Ranges such as 1..8 stand where an allocation has a number of nodes or devices. "Of linear" is
-    throughput per rank over that of the smallest allocation, with the same share of the update.
-    With --strategies every allocation lists them by step time, the fastest first.
+    Ranges such as 1..8 or lists such as 1,2,4 stand where an allocation has a number of nodes or
+    devices. "Of linear" is throughput per rank over that of the smallest allocation, with the same
+    share of the update. With --strategies every allocation lists them by step time, the fastest
+    first; with several batches it lists these, doubled from the first to the last of a range, and
+    marks the largest that fits.
     """
     from estimator.advise.sweeps import existing, sweep_csv
     from estimator.advise.sweeps import sweep as run_all
 
     if as_json and as_csv:
         raise click.UsageError("give --json or --csv, not both")
-    request = Request(**options)
+    several = batches if batches and len(batches) > 1 else None
+    request = Request(**options, batch=batches[0] if batches else None)
+    if several and (strategies is not None or picture is not None):
+        raise click.UsageError("several batches go with neither --strategies nor --picture")
+    if several:
+        _compare_batches(request, patterns, several, as_json, as_csv)
+        return
     if strategies is not None:
         if picture is not None:
             raise click.UsageError("--picture draws one strategy; leave out --strategies")
@@ -126,6 +206,34 @@ def sweep(
         from estimator.cli.render import sweep_report
 
         print_tables(sweep_report(rows))
+
+
+def _compare_batches(
+    request: Request,
+    patterns: Sequence[str],
+    batches: Sequence[int],
+    as_json: bool,
+    as_csv: bool,
+) -> None:
+    from estimator.advise.batch_sweep import sweep_batches
+    from estimator.advise.sweeps import existing, sweep_csv
+
+    allocations = existing(patterns, replace(request, global_batch=None).exists)
+    # Operators treat a dimension of 1 unlike others: of one sample no other batch can be told.
+    graph = traced(replace(request, batch=max(batches[0], 2), global_batch=None), allocations[:1])
+
+    def answer_of(text: str, batch: int) -> Estimate:
+        return replace(request, batch=batch).estimate(graph, text)
+
+    rows = sweep_batches(allocations, batches, answer_of)
+    if as_json:
+        print_json([row.to_dict() for row in rows])
+    elif as_csv:
+        click.echo(sweep_csv(rows), nl=False)
+    else:
+        from estimator.cli.render import batches_report
+
+        print_tables(batches_report(rows))
 
 
 def _compare_strategies(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from estimator.cli.console import print_json, print_tables, progress
+from estimator.cli.console import print_json, print_tables, progress, remark
 from estimator.errors import ProfileError, UnknownMachineError
 from estimator.probe.option_types import Amount, Count
 
@@ -190,7 +190,11 @@ def import_profile(
     from estimator.machines.files import check_writable, home, write_text_atomically
     from estimator.placement.topology import cluster_toml
     from estimator.probe.imports.files import read_imports
-    from estimator.probe.imports.merging import add_imports, profile_of_imports
+    from estimator.probe.imports.merging import (
+        add_imports,
+        profile_of_imports,
+        unlisted_devices,
+    )
 
     if out is not None:
         check_writable(out)
@@ -206,7 +210,10 @@ def import_profile(
     if (into is None) == (name is None):
         raise click.UsageError("say --into NAME to add to a profile, or --name NAME for a new one")
     if into is not None:
-        profile = add_imports(load_profile(into), found)
+        machine = load_profile(into)
+        profile = add_imports(machine, found)
+        if told := unlisted_devices(machine, found):
+            remark(told)
         default = home() / "machines" / f"{into}.json" if into in known_machines() else Path(into)
     else:
         if out is None and name in known_machines():

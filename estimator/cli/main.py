@@ -16,7 +16,7 @@ import click
 from estimator.cli.calibrate import calibrate
 from estimator.cli.check import check, validate
 from estimator.cli.console import INTERRUPTED, WRONG_INPUT, forget_odd_sizes, remark
-from estimator.cli.estimate import estimate, sweep
+from estimator.cli.estimate import estimate, sweep, trace
 from estimator.cli.machines import probe, profiles
 from estimator.cli.memory import memory
 from estimator.cli.replay import replay
@@ -115,6 +115,7 @@ for command in (
     replay,
     stalls,
     sweep,
+    trace,
     validate,
 ):
     commands.add_command(command)

@@ -10,15 +10,17 @@ import click
 
 from estimator.cli.console import printing_to_stderr, progress, waiting
 from estimator.cli.request import Request
-from estimator.optimizers import OPTIMIZERS
-from estimator.precision import PRECISIONS
 from estimator.probe.option_types import Count
+from estimator.workload.optimizers import OPTIMIZERS
+from estimator.workload.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator
     from estimator.graph.op_graph import OpGraph
-    from estimator.loader import Loader
+    from estimator.machines.given_network import GivenNetwork
+    from estimator.machines.profile import DeviceKind
     from estimator.placement.topology import Cluster
+    from estimator.workload.loader import Loader
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -42,17 +44,30 @@ def _calibration(
 
 
 def _loader(context: click.Context, option: click.Parameter, text: str | None) -> Loader | None:
-    from estimator.loader import Loader
+    from estimator.workload.loader import Loader
 
     return None if text is None else Loader.parse(text)
 
 
-def workload_options(command: Command) -> Command:
-    """Give a command MODEL and the options that make a Request."""
-    return training_options(click.argument("model")(command))
+def _network(
+    context: click.Context, option: click.Parameter, text: str | None
+) -> GivenNetwork | None:
+    if text is None:
+        return None
+    from estimator.machines.given_network import GivenNetwork
+
+    try:
+        return GivenNetwork.parse(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
-def training_options(command: Command) -> Command:
+def workload_options(command: Command, *, batch: Any = None) -> Command:
+    """Give a command MODEL and the options that make a Request; `batch` may be another option."""
+    return training_options(click.argument("model")(command), batch=batch)
+
+
+def training_options(command: Command, *, batch: Any = None) -> Command:
     """Give a command the options that make a Request of a MODEL."""
     positive = Count()
     for option in (
@@ -62,6 +77,12 @@ def training_options(command: Command) -> Command:
             callback=_cluster,
             metavar="FILE",
             help="Nodes and the switches between them (TOML).",
+        ),
+        click.option(
+            "--network",
+            callback=_network,
+            metavar="RATE[,KIND]",
+            help="What a node sends to others, as in 100Gbit/s,roce.",
         ),
         click.option(
             "--calibration",
@@ -98,9 +119,13 @@ def training_options(command: Command) -> Command:
         click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32."),
         click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Default adamw."),
         click.option("--seq-len", type=positive, help="Tokens per sample, where the model asks."),
-        click.option("--accumulation", type=positive, default=1, help="Micro-batches per step."),
-        click.option("--global-batch", type=positive, help="Samples of a step, split by speed."),
-        click.option("--batch", type=positive, help="Samples per device and micro-batch."),
+        click.option("--accumulation", type=positive, help="Micro-batches per step; default 1."),
+        click.option(
+            "--global-batch",
+            type=positive,
+            help="Samples of a step, split by speed; with --batch, accumulated.",
+        ),
+        batch or click.option("--batch", type=positive, help="Samples per device and micro-batch."),
     ):
         command = option(command)
     return command
@@ -109,9 +134,12 @@ def training_options(command: Command) -> Command:
 on_option = click.option("--on", required=True, metavar="ALLOCATION", help="Such as 1x2:local.")
 
 
-def traced(request: Request, allocations: Sequence[str]) -> OpGraph:
+def traced(
+    request: Request, allocations: Sequence[str], *, target: DeviceKind | None = None
+) -> OpGraph:
+    """The graph of a request for the first allocation's machine, or for a kind of device."""
     if not request.measure:
         with waiting(f"tracing {request.model}"), printing_to_stderr():
-            return request.graph(allocations)
+            return request.graph(allocations, target=target)
     with progress("timing operators") as report, printing_to_stderr():
-        return request.graph(allocations, report)
+        return request.graph(allocations, report, target=target)

@@ -22,14 +22,17 @@ from estimator.units import (
 )
 
 if TYPE_CHECKING:
+    from estimator.advise.batch_sweep import BatchRow
+    from estimator.advise.fitting import Remedy
     from estimator.advise.scaling import Scaling
     from estimator.advise.strategies import StrategyRow
     from estimator.advise.sweeps import SweepRow
-    from estimator.balance import Balance
     from estimator.estimates import Estimate
     from estimator.report.validation import Validation
+    from estimator.tables.balance import Balance
 
 BAR_WIDTH = 32
+_MOST_REMEDIES = 3
 FITS_WORDS = {"yes": "fits", "no": "does not fit", "uncertain": "may not fit"}
 
 
@@ -112,6 +115,7 @@ def estimate_report(
     duration_s: float | None = None,
     scaling: Scaling | None = None,
     balance: Balance | None = None,
+    remedies: Sequence[Remedy] = (),
 ) -> Group:
     """Everything a person wants of one estimate, the time first."""
     rows = [("step time", format_interval(answer))]
@@ -129,6 +133,8 @@ def estimate_report(
         ("peak memory", f"{format_bytes(answer.peak_memory_bytes)} ({fits_words(answer)})"),
         *_kept_memory(answer),
     ]
+    if answer.fits == "no":
+        rows.append(("to fit", _remedies_words(remedies)))
     if answer.mfu_ratio is not None and answer.hfu_ratio is not None:
         hfu = f"HFU {format_ratio(answer.hfu_ratio)}, with what is computed again"
         rows.append(("MFU", f"{format_ratio(answer.mfu_ratio)} ({hfu}; attention counted whole)"))
@@ -143,6 +149,19 @@ def estimate_report(
         _provenance_table(answer),
         listed("assumptions", answer.assumptions),
     )
+
+
+def _remedies_words(remedies: Sequence[Remedy]) -> str:
+    """The cheapest changes that make a step fit, and what they cost."""
+    more = "'estimator memory' looks for what can be swapped or computed again"
+    if not remedies:
+        return f"neither smaller batches, sharding nor more devices of the kind suffice; {more}"
+    cheapest = [
+        f"{each.change} ({format_ratio(abs(each.cost_ratio))} "
+        f"{'longer' if each.cost_ratio > 0 else 'shorter'})"
+        for each in remedies[:_MOST_REMEDIES]
+    ]
+    return f"{'; '.join(cheapest)}; {more}"
 
 
 def _balance_words(balance: Balance) -> str:
@@ -205,6 +224,35 @@ def sweep_report(rows: Sequence[SweepRow]) -> Group:
         return stacked(table)
     why = f"{len(refused)} of {len(rows)} allocations, the first because {refused[0].refusal}"
     return stacked(table, listed("left out", [why]))
+
+
+def batches_report(rows: Sequence[BatchRow]) -> Group:
+    """One row a batch of each allocation: step, throughput, memory, the largest that fits."""
+    first = next(row.answer for row in rows if row.answer is not None)
+    table = grid(
+        f"{first.model}, {first.strategy}, {first.optimizer}, {first.mode}",
+        "allocation",
+        "",
+        "batch",
+        "step",
+        "samples/s",
+        "peak memory",
+        numbers=4,
+    )
+    for row in rows:
+        answer = row.answer
+        if answer is not None:
+            remark = "largest that fits" if row.is_largest else ""
+            table.add_row(
+                row.allocation,
+                remark or ("" if answer.fits == "yes" else FITS_WORDS[answer.fits]),
+                str(row.batch),
+                format_interval(answer),
+                format_count(answer.samples_per_s).strip() if answer.samples_per_s else "",
+                format_bytes(answer.peak_memory_bytes),
+            )
+    refused = dict.fromkeys(f"{row.batch}: {row.refusal}" for row in rows if not row.answer)
+    return stacked(table, listed("left out", list(refused)) if refused else None)
 
 
 def strategies_report(rows: Sequence[StrategyRow]) -> Group:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from estimator.errors import AllocationError, ModelError, StrategyError
+from estimator.errors import AllocationError, ModelError, StrategyError, WorkloadError
 from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 
 if TYPE_CHECKING:
+    from estimator.advise.fitting import Remedy
     from estimator.advise.scaling import Scaling
     from estimator.advise.strategies import StrategyRow
-    from estimator.balance import Balance
     from estimator.coefficients import Calibration
     from estimator.estimates import Estimate
     from estimator.graph.op_graph import OpGraph
-    from estimator.loader import Loader
-    from estimator.machines.profile import DeviceKind
+    from estimator.machines.given_network import GivenNetwork
+    from estimator.machines.profile import DeviceKind, MachineProfile
     from estimator.placement.placement import Placement
+    from estimator.tables.balance import Balance
+    from estimator.workload.loader import Loader
 
 _EXECUTION_OPTIONS = "compile or --cuda-graphs"
 
@@ -28,13 +30,14 @@ _EXECUTION_OPTIONS = "compile or --cuda-graphs"
 class Request:
     """A model with how it is trained; None means the default, or what a saved graph has.
 
-    `batch` counts samples per device and micro-batch, `global_batch` those of a whole step.
+    `batch` counts samples per device and micro-batch, `global_batch` those of a whole step; both
+    together say how many micro-batches there are. `network` is that of all nodes.
     """
 
     model: str
     batch: int | None = None
     global_batch: int | None = None
-    accumulation: int = 1
+    accumulation: int | None = None
     seq_len: int | None = None
     optimizer: str | None = None
     precision: str | None = None
@@ -48,16 +51,22 @@ class Request:
     grad_scaler: bool = False
     clip_grad_norm: bool = False
     checkpoint: str | None = None
+    network: GivenNetwork | None = None
+    _machines: dict[str, MachineProfile] = field(default_factory=dict, repr=False, compare=False)
 
     def graph(
-        self, allocations: Sequence[str], report: Callable[[str, float], None] | None = None
+        self,
+        allocations: Sequence[str],
+        report: Callable[[str, float], None] | None = None,
+        *,
+        target: DeviceKind | None = None,
     ) -> OpGraph:
-        """The graph that the model names, or its trace for the kind of the first machine.
+        """The graph that the model names, or its trace for `target`, or the first machine's kind.
 
         Allocations and strategy are checked first, since building a model can take long. `report`
         is told what is being measured and how far that is, from 0 to 1.
         """
-        machines = [self._placed(text).kinds[0].profile for text in allocations]
+        machines = [self._checked(text).kinds[0].profile for text in allocations]
         from estimator.graph.files import is_saved_graph, is_summary_file
         from estimator.graph.op_graph import OpGraph
 
@@ -66,7 +75,7 @@ class Request:
             self._check_as_traced(graph)
             return graph
         if is_summary_file(self.model):
-            return self._summarised(machines[0].kind)
+            return self._summarised(target or machines[0].kind)
         from estimator.api import trace_model
         from estimator.graph.models import load_model  # imports torch: a saved graph needs none
 
@@ -79,14 +88,14 @@ class Request:
             loss=loss,
             optimizer=self.optimizer or "adamw",
             precision=self.precision or Strategy.parse(self.strategy).param or "fp32",
-            target=machines[0].kind,
+            target=target or machines[0].kind,
             measure=self.measure,
             compiled={None: None, "compiled": True, "cuda-graphs": "cuda-graphs"}[self.execution],
             channels_last=self.channels_last,
             grad_scaler=self.grad_scaler,
             clip_grad_norm=self.clip_grad_norm,
             checkpoint=self.checkpoint,
-            profile=machines[0],
+            profile=machines[0] if machines else "local",
             name=name,
             report=report,
         )
@@ -150,23 +159,25 @@ class Request:
         """The estimate of a traced graph on an allocation, `batches` one for each of its groups."""
         from estimator.api import estimate
 
+        steps = self._accumulation(self._placed(allocation))
         return estimate(
             graph,
             allocation,
             batch_per_gpu=self.batch if batches is None else batches,
-            global_batch=self.global_batch if batches is None else None,
-            accumulation_steps=self.accumulation,
+            global_batch=self.global_batch if self.batch is None and batches is None else None,
+            accumulation_steps=steps,
             strategy=self.strategy,
             cluster=self.cluster,
             calibration=self.calibration,
+            profile=self.machine(allocation),
             loader=self.loader,
         )
 
     def exists(self, allocation: str) -> bool:
         """Whether there are such machines and devices, and the strategy can divide the ranks."""
         try:
-            self._placed(allocation)
-        except (AllocationError, StrategyError):
+            self._checked(allocation)
+        except (AllocationError, StrategyError, WorkloadError):
             return False
         return True
 
@@ -175,27 +186,89 @@ class Request:
         from estimator.placement.placement import place
 
         strategy = Strategy.parse(self.strategy)
-        placement = place(allocation, cluster=self.cluster)
+        placement = place(allocation, cluster=self.cluster, profile=self.machine(allocation))
         Mesh.data_parallel(placement, strategy)
         return placement
+
+    def _checked(self, allocation: str) -> Placement:
+        """A placement over which the samples of a step can be divided."""
+        from estimator.engine import even_batch
+
+        placement = self._placed(allocation)
+        steps = self._accumulation(placement)
+        if self.global_batch is not None and self.batch is None and not placement.is_mixed:
+            even_batch(placement, self.global_batch, steps)
+        return placement
+
+    def _accumulation(self, placement: Placement) -> int:
+        """Micro-batches of a step; raises WorkloadError where batches ask for no whole number."""
+        if self.batch is None or self.global_batch is None:
+            return self.accumulation or 1
+        each = self.batch * placement.ranks
+        steps, rest = divmod(self.global_batch, each)
+        if rest or not steps:
+            raise WorkloadError(
+                f"a global batch of {self.global_batch} is no multiple of {each}, which is "
+                f"{self.batch} on each of {placement.ranks} ranks; change --batch or --global-batch"
+            )
+        if self.accumulation not in (None, steps):
+            raise WorkloadError(
+                f"--batch {self.batch} and --global-batch {self.global_batch} on {placement.ranks} "
+                f"ranks make {steps} micro-batches, found --accumulation {self.accumulation}; "
+                "leave one of the three out"
+            )
+        return steps
+
+    def machine(self, allocation: str) -> MachineProfile | None:
+        """The machine of an allocation on the network that was given; None for its own."""
+        if self.network is None:
+            return None
+        from estimator.machines.catalogue import load_profile
+        from estimator.placement.allocation import Allocation
+
+        names = {group.machine for group in Allocation.parse(allocation).groups}
+        name = names.pop()
+        if names or name is None or self.cluster is not None:
+            raise AllocationError(
+                f"--network is that of nodes of one machine, found '{allocation}'; write a cluster "
+                "file with the uplink of each node"
+            )
+        if name not in self._machines:
+            self._machines[name] = self.network.of(load_profile(name))
+        return self._machines[name]
 
     def balance(self, graph: OpGraph, allocation: str) -> Balance | None:
         """The split of the global batch by speed; None where there is none to split or gain."""
         if self.global_batch is None or self.batch is not None:
             return None
-        from estimator.balance import balance
+        from estimator.tables.balance import balance
 
         found = balance(
             graph,
             allocation,
             global_batch=self.global_batch,
-            accumulation_steps=self.accumulation,
+            accumulation_steps=self.accumulation or 1,
             strategy=self.strategy,
             cluster=self.cluster,
             calibration=self.calibration,
+            profile=self.machine(allocation),
             loader=self.loader,
         )
         return found if found.answer is not found.even else None
+
+    def remedies(self, graph: OpGraph, answer: Estimate, allocation: str) -> list[Remedy]:
+        """What would make a step fit that does not, the cheapest first; empty if it does."""
+        from estimator.advise.fitting import quick_remedies
+
+        if answer.fits != "no":
+            return []
+        return quick_remedies(
+            graph,
+            answer,
+            cluster=self.cluster,
+            calibration=self.calibration,
+            profile=self.machine(allocation),
+        )
 
     def scaling(self, graph: OpGraph, answer: Estimate) -> Scaling | None:
         """How an estimate on several ranks scales; None for one rank."""
@@ -262,7 +335,7 @@ class Request:
                 strategy=self.strategy,
                 steps=steps,
                 warmup_steps=warmup_steps,
-                accumulation_steps=self.accumulation,
+                accumulation_steps=predicted.accumulation_steps,
                 seq_len=self.seq_len,
             )
             return training.slowest_step_s

@@ -58,6 +58,8 @@ class Op:
     `outputs`. A view computes nothing but still costs the host a dispatch. `module` is the dotted
     path of the innermost module; in the backward phase, that of the forward op it belongs to. An op
     that `is_repeated` computes in the backward phase what the forward phase has computed already.
+    `holds` are values whose memory is released after it although it does not touch them: what a
+    node of autograd saved, or the output of a model until its loss is there.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Op:
     outputs: tuple[int, ...]
     is_view: bool = False
     is_repeated: bool = False
+    holds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from estimator.machines.profile import (
     Provenance,
     UpdateCost,
 )
-from estimator.optimizers import RULES
+from estimator.workload.optimizers import RULES
 
 # What collectives get of a link's line rate. NVLink: nccl-tests on 8 A100 reach 235 of 300 GB/s
 # each way; multiprocessors send 128 bytes at a time, which leaves 20 of each link's 25 GB/s

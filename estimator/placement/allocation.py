@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from estimator.errors import AllocationError, quoted
 
 _COUNTED = re.compile(r"\s*([0-9]+)x([0-9]+):([A-Za-z0-9][\w.\-]*)\s*")
-_EXPLICIT = re.compile(r"\s*([A-Za-z0-9][\w.\-]*)\[([0-9]+(?:,[0-9]+)*)\]\s*")
+_RANGE = "[0-9]+(?:-[0-9]+)?"
+_EXPLICIT = re.compile(rf"\s*([A-Za-z0-9][\w.\-]*)\[({_RANGE}(?:,{_RANGE})*)\]\s*")
 # The number of the last device on any node has not more digits.
 _MOST_DIGITS = 6
 MOST_RANKS = 1 << 20
@@ -119,13 +120,7 @@ class Allocation:
                 )
             elif explicit := _EXPLICIT.fullmatch(part):
                 host, listed = explicit.groups()
-                if max(map(len, listed.split(","))) > _MOST_DIGITS:
-                    raise AllocationError(
-                        f"{quoted(part.strip())} names a device of more than "
-                        f"{_MOST_DIGITS} digits; "
-                        "write HOST[0,1]"
-                    )
-                indices = tuple(int(index) for index in listed.split(","))
+                indices = _indices(part.strip(), listed)
                 groups.append(
                     DeviceGroup(nodes=1, devices_per_node=len(indices), host=host, devices=indices)
                 )
@@ -135,3 +130,27 @@ class Allocation:
                     "NODESxDEVICES:MACHINE, as in 1x2:local, or HOST[0,1], joined by +"
                 )
         return cls(tuple(groups))
+
+
+def _indices(part: str, listed: str) -> tuple[int, ...]:
+    """The devices that ``0,2-5`` lists; raises AllocationError.
+
+    >>> _indices("a1[0,2-5]", "0,2-5")
+    (0, 2, 3, 4, 5)
+    """
+    found: list[int] = []
+    for each in listed.split(","):
+        first, _, last = each.partition("-")
+        if max(len(first), len(last)) > _MOST_DIGITS:
+            raise AllocationError(
+                f"{quoted(part)} names a device of more than {_MOST_DIGITS} digits; write HOST[0,1]"
+            )
+        low, high = int(first), int(last or first)
+        if high < low:
+            raise AllocationError(
+                f"{quoted(part)} counts from {low} down to {high}; write HOST[{high}-{low}]"
+            )
+        found += range(low, high + 1)
+        if len(found) > MOST_RANKS:
+            break
+    return tuple(found)

@@ -234,7 +234,7 @@ def _too_many(
 def _no_network(allocation: Allocation, name: str | None) -> AllocationError:
     return AllocationError(
         f"'{allocation}' spans several nodes, but no network of '{name}' has been measured; run "
-        "'torchrun -m estimator.probe' on two nodes or give --cluster FILE with uplinks"
+        "'torchrun -m estimator.probe' on two nodes or give --network RATE or --cluster FILE"
     )
 
 

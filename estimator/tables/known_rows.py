@@ -117,7 +117,7 @@ def _key(question: Question) -> tuple[tuple[object, ...], tuple[Hashable, ...]]:
     """(objects, details) by which the engine's cache keeps the rows of a question."""
     owners = (question.graph, question.cluster, question.profile)
     batches: tuple[Any, ...] = (question.batch_per_gpu, question.global_batch)
-    return owners, (*batches, question.accumulation_steps, question.strategy)
+    return owners, (*batches, question.accumulation_steps, question.strategy, question.loader)
 
 
 def _machines(question: Question, texts: Iterable[str]) -> set[str]:

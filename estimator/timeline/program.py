@@ -23,7 +23,6 @@ from estimator.graph.structure import GraphStructure
 from estimator.graph.utilization import StepFlops, step_flops
 from estimator.machines.profile import MachineProfile, Provenance
 from estimator.machines.typical import with_typical_costs
-from estimator.precision import peak_dtype
 from estimator.timeline.buckets import Bucket, gradient_buckets
 from estimator.timeline.durations import Durations, op_durations, structure_of
 from estimator.timeline.lanes import MicroBatches
@@ -38,6 +37,7 @@ from estimator.timeline.shard_costs import (
 from estimator.timeline.step_times import part_durations
 from estimator.timeline.updates import Trained, update_cost, update_lanes
 from estimator.workload import Strategy
+from estimator.workload.precision import peak_dtype
 
 Array = NDArray[np.float64]
 

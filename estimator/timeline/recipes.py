@@ -8,12 +8,12 @@ from estimator.cache import Cache
 from estimator.errors import StrategyError
 from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
-from estimator.optimizers import MUON_PASSES
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.durations import kernel_fits
 from estimator.timeline.passes import FP32_PASS_BYTES, memory_bound_s
 from estimator.timeline.updates import Trained
 from estimator.workload import Strategy
+from estimator.workload.optimizers import MUON_PASSES
 
 # torch/nn/utils/clip_grad.py: norms of all gradients (read), then a product in place (read, write).
 _CLIPPED_TENSORS = 3

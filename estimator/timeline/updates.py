@@ -9,8 +9,8 @@ from estimator.errors import ProfileError
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.optimizer_memory import trained_tensors
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance, UpdateCost
-from estimator.optimizers import BESIDE_MUON, RULES, UpdateForm, is_muon_matrix
 from estimator.timeline.contention import slowdown_ratio
+from estimator.workload.optimizers import BESIDE_MUON, RULES, UpdateForm, is_muon_matrix
 
 _TABLE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_backward")
 UPDATE_FORMS: dict[DeviceKind, UpdateForm] = {"cpu": "loop", "cuda": "foreach"}

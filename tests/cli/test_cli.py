@@ -305,3 +305,116 @@ def test_a_sweep_fits_80_columns_without_wrapping(
     # A wrapped cell would stand on a line between the two.
     assert lines[first + 1].startswith("1x2:local")
     assert max(map(len, lines)) <= 80
+
+
+def test_batch_and_global_batch_together_say_how_much_is_accumulated(
+    store: Path, tiny: str, command: Command
+) -> None:
+    both = ("--on", "1x2:local", "--batch", 6, "--global-batch", 36)
+    content = json.loads(command("estimate", tiny, *both, "--json").out)
+    # 36 samples are 3 micro-batches of 6 on each of 2 ranks.
+    assert content["accumulation_steps"] == 3
+    assert (content["batch_per_gpu"], content["global_batch"]) == (6, 36)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--batch", 5, "--global-batch", 36), "36 is no multiple of 10, which is 5 on each of 2"),
+        (
+            ("--batch", 6, "--global-batch", 36, "--accumulation", 2),
+            "make 3 micro-batches, found --accumulation 2",
+        ),
+        (("--global-batch", 35), "global batch 35 cannot be split evenly over 2 ranks"),
+        (("--network", "fast"), "'fast' is not a rate"),
+        (("--network", "1Gbit/s,carrier"), "'carrier' is no kind of network"),
+    ],
+)
+def test_batches_that_do_not_add_up_are_refused_before_the_model_is_built(
+    store: Path, tmp_path: Path, command: Command, more: tuple[Any, ...], said: str
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise RuntimeError('this file was read')")
+    answer = command("estimate", f"{broken}:mlp", "--on", "1x2:local", *more)
+    assert answer.code == 2
+    assert said in answer.sentence
+
+
+def test_a_saved_trace_answers_as_the_model_does(
+    store: Path, tmp_path: Path, tiny: str, command: Command
+) -> None:
+    saved = tmp_path / "mlp.graph"
+    told = command("trace", tiny, "-o", saved, "--target", "cpu")
+    assert (told.code, told.out) == (0, "")
+    assert f"estimator estimate {saved} --on" in told.err
+    on = ("--on", "1x2:local", "--json")
+    answers = [json.loads(command("estimate", model, *on).out) for model in (tiny, saved)]
+    assert answers[0] == answers[1]
+
+
+def test_a_network_that_is_given_stands_in_for_the_one_a_machine_lacks(
+    tmp_path: Path, tiny: str, command: Command
+) -> None:
+    saved = tmp_path / "mlp.graph"
+    command("trace", tiny, "-o", saved)
+    refused = command("estimate", saved, "--on", "2x1:a10")
+    assert "--network RATE" in refused.sentence
+    slow, fast = (
+        json.loads(command("estimate", saved, "--on", "2x1:a10", "--network", rate, "--json").out)
+        for rate in ("1 Mbit/s", "100Gbit/s,infiniband")
+    )
+    # The gradients of 32 · 64 + 64 + 64 · 8 + 8 parameters cross 1/8 MB/s once each way.
+    assert slow["step_time_s"] > 4 * (32 * 64 + 64 + 64 * 8 + 8) / 125e3
+    assert fast["step_time_s"] < 0.1 * slow["step_time_s"]
+    several = command("estimate", saved, "--on", "1x1:a10+1x1:a40", "--network", "1Gbit/s")
+    assert "nodes of one machine" in several.sentence
+
+
+def test_a_sweep_over_batches_marks_the_largest_that_fits(
+    tmp_path: Path, tiny: str, command: Command
+) -> None:
+    saved = tmp_path / "mlp.graph"
+    command("trace", tiny, "-o", saved)
+    asked = ("sweep", saved, "--on", "1x1:t4", "--batch", f"1..{1 << 28}")
+    rows = json.loads(command(*asked, "--json").out)
+    (largest,) = [row for row in rows if row["is_largest"]]
+    batch = largest["batch_per_gpu"]
+    for samples, fits in ((batch, True), (batch + 1, False)):
+        answer = command("estimate", saved, "--on", "1x1:t4", "--batch", samples, "--json")
+        assert (json.loads(answer.out)["fits"] == "yes") == fits
+    assert "largest that fits" in command(*asked).out
+    exact = command("sweep", saved, "--on", "1x1:t4", "--batch", "8,3", "--csv").out.splitlines()
+    assert [line.split(",")[1] for line in exact] == ["batch_per_gpu", "3", "8"]
+    assert command("sweep", saved, "--on", "1x1:t4", "--batch", "9..3").code == 2
+
+
+def test_what_does_not_fit_says_what_would(tmp_path: Path, tiny: str, command: Command) -> None:
+    saved = tmp_path / "mlp.graph"
+    command("trace", tiny, "-o", saved)
+    answer = command("estimate", saved, "--on", "1x1:t4", "--batch", 1 << 26)
+    assert answer.code == 1
+    assert "to fit" in answer.out
+    assert "accumulated" in answer.out
+    remedies = json.loads(
+        command("estimate", saved, "--on", "1x1:t4", "--batch", 1 << 26, "--json").out
+    )["remedies"]
+    assert remedies[0]["peak_bytes"] < load_profile("t4").devices[0].memory_bytes
+
+
+def test_lists_and_ranges_of_nodes_and_devices(store: Path, tiny: str, command: Command) -> None:
+    rows = json.loads(command("sweep", tiny, "--on", "1x1,2:local", "--json").out)
+    assert [row["allocation"] for row in rows] == ["1x1:local", "1x2:local"]
+
+
+def test_a_matrix_of_some_of_a_machines_devices_is_imported_with_a_remark(
+    tmp_path: Path, command: Command
+) -> None:
+    samples = Path(__file__).parent.parent / "probe" / "imports" / "samples"
+    told = {}
+    for name in ("topo_m_2x_phb.txt", "topo_m_8x_a100.txt"):
+        out = tmp_path / f"{name}.json"
+        answer = command("profile", "import", samples / name, "--into", "dgx-a100", "--out", out)
+        assert answer.code == 0
+        told[name] = answer.err
+    assert "2 of the 8 devices of 'dgx-a100'" in told["topo_m_2x_phb.txt"]
+    assert told["topo_m_8x_a100.txt"] == ""

@@ -12,6 +12,7 @@ from estimator.files import parse_json, read_file
 from estimator.probe.imports import nccl_tests, nccl_topology, perftest, slurm, smi_topology
 from estimator.probe.imports.findings import Imported, join
 from estimator.probe.imports.nvbandwidth import read_nvbandwidth
+from estimator.probe.imports.printed_lines import printed
 from estimator.units import MIB
 
 # The longest of these outputs are some hundred kilobytes.
@@ -58,6 +59,7 @@ def recognise(text: str, *, at: str, machine: str = "local") -> Imported:
         return _read_json(text, at)
     if start == "<":
         return nccl_topology.read_nccl_topology(text)
+    text = printed(text, (nccl_tests.BANNER, perftest.TITLE, smi_topology.HEADER))
     if nccl_tests.BANNER.search(text):
         return nccl_tests.read_nccl_tests(text, at=at)
     if perftest.TITLE.search(text):

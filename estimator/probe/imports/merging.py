@@ -83,6 +83,17 @@ def add_imports(profile: MachineProfile, found: Imported) -> MachineProfile:
     )
 
 
+def unlisted_devices(profile: MachineProfile, found: Imported) -> str | None:
+    """What to tell where files describe only some of a machine's devices; None where all."""
+    described = set(found.device_facts)
+    if not described or len(described) >= len(profile.devices):
+        return None
+    return (
+        f"the files describe {len(described)} of the {len(profile.devices)} devices of "
+        f"'{profile.name}', as where a job sees only its own; the others stay as they were"
+    )
+
+
 def profile_of_imports(found: Imported, *, name: str) -> MachineProfile:
     """A new profile from files of other tools alone; raises ImportedFileError if they name no
     device or say nothing of its memory."""

@@ -127,7 +127,11 @@ def _printed_points(run: str) -> list[tuple[float, float]]:
         )
     out_of_place = names.index("time")
     points = []
+    checked = [place for place, name in enumerate(names) if name == "#wrong"]
     for cells in _rows(run[header.end() :], len(names)):
+        wrong = [cells[place] for place in checked if cells[place] not in ("0", "N/A")]
+        if wrong:
+            raise _wrong(f"{wrong[0]} of {cells[0]} bytes")
         try:
             point = float(cells[0]), float(cells[out_of_place]) * 1e-6
         except ValueError:
@@ -154,6 +158,8 @@ def _rows(body: str, columns: int) -> Iterator[list[str]]:
 
 def _reported_point(result: Mapping[str, Any]) -> tuple[float, float]:
     timed = result["out_of_place"] or result["in_place"]
+    if timed.get("nwrong"):
+        raise _wrong(f"{quoted(timed['nwrong'])} of {quoted(result['size'])} bytes")
     return float(result["size"]), float(timed["time"]) * 1e-6
 
 
@@ -161,9 +167,13 @@ def _check_complete(finished: bool, wrong: bool) -> None:
     if not finished:
         raise _cut_off()
     if wrong:
-        raise ImportedFileError(
-            "the nccl-tests found wrong results; mend the machine and run them again"
-        )
+        raise _wrong("some")
+
+
+def _wrong(how_many: str) -> ImportedFileError:
+    return ImportedFileError(
+        f"the nccl-tests found wrong results ({how_many}); mend the machine and run them again"
+    )
 
 
 def _cut_off() -> ImportedFileError:

@@ -232,3 +232,43 @@ def test_what_cannot_be_used_is_said_in_one_sentence(text: str, words: str) -> N
     with pytest.raises(ImportedFileError, match=words) as refusal:
         recognise(text, at=AT)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_matrix_keeps_its_meaning_in_a_terminals_colours() -> None:
+    # What `nvidia-smi topo -m` writes: its header is underlined, and begins with a tab.
+    plain = sample("topo_m_2x_phb.txt")
+    header, rest = plain.split("\n", 1)
+    coloured = f"\t\x1b[4m{header.strip()}\x1b[0m\n{rest}"
+    found = recognise(coloured, at=AT)
+    assert found.device_facts == imported("topo_m_2x_phb.txt").device_facts
+    assert found.numa_nodes == {0: 0, 1: 0}
+
+
+@pytest.mark.parametrize("label", ["{task}: ", "[1,{task}]<stdout>:", "[1,{task}]<stdout>: "])
+def test_nccl_tests_are_read_as_launchers_label_their_lines(label: str) -> None:
+    plain = sample("nccl_tests_2x8_h100.txt")
+    launcher, table = plain.split("# nThread", 1)
+    lines = [label.format(task=0) + line for line in ("# nThread" + table).splitlines()]
+    # Other tasks speak between.
+    lines[5:5] = [label.format(task=3) + "NCCL version 2.21.5+cuda12.4"]
+    lines[20:20] = [label.format(task=11) + "  1048576  262144  float  sum  -1  1.0  1 1 0 1 1 1 0"]
+    found = recognise(launcher + "\n".join(lines), at=AT)
+    assert found == imported("nccl_tests_2x8_h100.txt")
+
+
+def test_of_matrices_of_several_tasks_the_first_is_read() -> None:
+    plain = sample("topo_m_2x_phb.txt")
+    tasks = [
+        "\n".join(f"{task}: {line}" for line in text.splitlines())
+        for task, text in ((0, plain), (1, plain.replace("PHB", "SYS")))
+    ]
+    assert recognise("\n".join(tasks), at=AT) == imported("topo_m_2x_phb.txt")
+
+
+def test_a_run_with_wrong_results_is_refused() -> None:
+    plain = sample("nccl_tests_2x8_h100.txt")
+    row = "338.82      0    47743"
+    with pytest.raises(ImportedFileError, match=r"wrong results \(12 of 8589934592 bytes\)"):
+        recognise(plain.replace(row, "338.82     12    47743"), at=AT)
+    unchecked = recognise(plain.replace(row, "338.82    N/A    47743"), at=AT)
+    assert unchecked == imported("nccl_tests_2x8_h100.txt")

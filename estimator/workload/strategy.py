@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
 from estimator.errors import StrategyError, WorkloadError, quoted
-from estimator.precision import PARAMETER_BYTES, parameter_dtype
 from estimator.units import MIB, parse_bandwidth_bytes_per_s, parse_size_bytes
+from estimator.workload.precision import PARAMETER_BYTES, parameter_dtype
 
 # torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.hpp (torch 2.13):
 # bucket_cap_mb defaults to 25 MiB with a first bucket of kDefaultFirstBucketBytes = 1 MiB.
