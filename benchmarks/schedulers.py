@@ -13,7 +13,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -28,7 +28,7 @@ from estimator.cluster.jobs import Job
 from estimator.cluster.metrics import outcome
 from estimator.cluster.nodes import Nodes
 from estimator.cluster.policies import load_policy
-from estimator.cluster.replay import Replay
+from estimator.cluster.replay import Costs, Replay
 from estimator.cluster.speeds import EngineSpeeds, Speeds, TrueSpeeds
 
 CLUSTERS = ("64x8:dgx-a100", "128x4:gtx-1080-roce")
@@ -60,23 +60,32 @@ def traced(folder: Path | None) -> Graphs:
 
 
 def replayed(
-    cluster: str, jobs: list[Job], policy: str, true: Speeds, believed: Speeds, label: str
+    cluster: str,
+    jobs: list[Job],
+    policy: str,
+    true: Speeds,
+    believed: Speeds,
+    label: str,
+    costs: Costs | None = None,
 ) -> Case:
     """One replay in numbers, with the CPU time it took."""
     begun = time.process_time()
     nodes = Nodes.parse(cluster)
-    ran = Replay(jobs, nodes, load_policy(policy), true=true, believed=believed).run()
+    replay = Replay(jobs, nodes, load_policy(policy), true=true, believed=believed, costs=costs)
+    ran = replay.run()
     took_s = time.process_time() - begun
     found = asdict(outcome(ran, nodes, true))
     return {"cluster": cluster, "policy": policy, "believed": label, "took_s": took_s, **found}
 
 
-def policies(graphs: Graphs, cluster: str, every_s: float, seed: int, count: int) -> Iterator[Case]:
-    """Every policy with the engine's speeds, max-min also with perfect ones."""
+def policies(
+    graphs: Graphs, cluster: str, every_s: float, seed: int, count: int, chosen: Sequence[str]
+) -> Iterator[Case]:
+    """Policies with the engine's speeds, max-min also with perfect ones."""
     jobs = drawn_jobs(graphs, Nodes.parse(cluster), jobs=count, arrivals_every_s=every_s, seed=seed)
     true, believed = TrueSpeeds(jobs, seed), EngineSpeeds()
     about = {"part": "policies", "arrivals_every_s": every_s, "seed": seed}
-    for policy in POLICIES:
+    for policy in chosen:
         yield about | replayed(cluster, jobs, policy, true, believed, "engine")
         if policy == "max-min":
             yield about | replayed(cluster, jobs, policy, true, true, "perfect")
@@ -202,6 +211,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=512)
     parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS))
     parser.add_argument("--every", nargs="+", type=float, default=[60.0, 20.0])
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--only", choices=("policies", "errors"))
     parser.add_argument("--graphs", type=Path, help="folder of traced models, to keep and read")
     parser.add_argument("--record", type=Path, help="file of replays, a line each, to add to")
@@ -213,7 +223,7 @@ def main() -> None:
     for cluster, every_s, seed in product(options.clusters, options.every, options.seeds):
         asked = graphs, cluster, every_s, seed, options.jobs
         if options.only != "errors":
-            found += told(policies(*asked), options.record)
+            found += told(policies(*asked, options.policies), options.record)
         # What error costs is asked of one cluster and rate.
         first = cluster == options.clusters[0] and every_s == options.every[0]
         if options.only == "errors" or (options.only is None and first):

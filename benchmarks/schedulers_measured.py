@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 from published.graphs import GraphStore
-from published.machines import machine_name
+from published.machines import machine_of
 from published.rows import parsed
-from published.scheduler_sources import adaptdl
+from published.scheduler_sources import pollux, sia
 from schedulers import Case, policy_lines, replayed, told
 
 import estimator as est
@@ -32,9 +34,16 @@ from estimator.cluster.believed import CalibratedSpeeds, FittedSpeeds, sample_co
 from estimator.cluster.experiment import REQUESTS, drawn_run_s
 from estimator.cluster.jobs import Job
 from estimator.cluster.nodes import Nodes, Shape
+from estimator.cluster.replay import Costs
 from estimator.cluster.speeds import EngineSpeeds, Speeds
+from estimator.machines.profile import MachineProfile
 
-CLUSTERS = {"pollux_t4": "16x4:t4-g4dn", "sia_hetero": "3x8:rtx-2080-ti+2x8:a100-sxm-40gb"}
+# Machines of the catalogue with the networks that `published_accuracy` takes for these tables.
+CLUSTERS = {
+    "pollux_t4": "16x4:measured-t4",
+    "sia_hetero": "3x8:measured-rtx-2080-ti+2x8:measured-a100",
+}
+_NAMES = {"t4": "measured-t4", "2080": "measured-rtx-2080-ti", "a100": "measured-a100"}
 # More devices were measured on some placements only.
 MOST_DEVICES = 16
 FORMS = {"optimus": OptimusRegressor, "pollux": PolluxRegressor, "ones": OnesRegressor}
@@ -45,8 +54,10 @@ ONE_TYPE = (
     *(("afs", each) for each in ("engine", "calibrated", "perfect")),
     *(("optimus", each) for each in ("engine", "calibrated", "optimus form", "perfect")),
     *(("pollux", each) for each in ("engine", "calibrated", "pollux form", "perfect")),
-    *(("ones", each) for each in ("engine", "ones form")),
+    *(("ones", each) for each in ("engine", "ones form", "engine, restarts of 1 s")),
 )
+# ONES changes a job's devices without stopping it; others are checkpointed and started again.
+ONES_COSTS = Costs(restart_s=1.0)
 # Pollux' own search takes a tenth of a second a round: a quarter of the cluster and of the jobs.
 SEARCH = (("pollux", "engine"), ("pollux-search", "engine"))
 TYPES = (
@@ -102,20 +113,27 @@ def _distance(shape: Shape, per_node: tuple[int, ...]) -> float:
     return nodes + abs(math.log(sum(per_node) / shape.ranks))
 
 
-def measured(path: Path, store: GraphStore) -> tuple[MeasuredSpeeds, list[est.OpGraph]]:
-    """The table's step times, and the graphs of its models."""
+def measured(path: Path, store: GraphStore, home: Path) -> tuple[MeasuredSpeeds, list[est.OpGraph]]:
+    """The table's step times, and the graphs of its models; its machines go to a user's store."""
     speeds, graphs = MeasuredSpeeds(), dict[str, est.OpGraph]()
+    profiles: dict[str, MachineProfile] = {}
     for line, cells in read_rows(path):
         row = parsed(path.stem, line, cells)
-        workload = adaptdl(row)
+        workload = (pollux if path.stem == "pollux_t4" else sia)(row)
         graph = store.graph(workload.spec, workload.precision, workload.optimizer)
-        # A100s and RTX 2080 Ti of one table ran one model; its graph's name tells jobs apart.
         graphs.setdefault(graph.name, graph)
-        machine = "t4-g4dn" if path.stem == "pollux_t4" else machine_name(row.step.gpu)
+        machine = next(name for part, name in _NAMES.items() if part in row.step.gpu.lower())
+        profile = machine_of(row, workload.setting)
+        if len(profile.devices) > len(profiles.get(machine, profile).devices) or (
+            machine not in profiles
+        ):
+            profiles[machine] = replace(profile, name=machine)
         per_node = tuple(sorted(row.step.node_sizes, reverse=True))
         sync_s = float(row.text("sync_time_s"))
         batch = round(row.step.batch_per_gpu)
         speeds.add(graph.name, Shape(machine, per_node), batch, row.step.step_time_s, sync_s)
+    for profile in profiles.values():
+        profile.save(home / "machines" / f"{profile.name}.json")
     return speeds, list(graphs.values())
 
 
@@ -185,10 +203,12 @@ def cases(
         else:
             believed = {
                 "engine": EngineSpeeds(),
+                "engine, restarts of 1 s": EngineSpeeds(),
                 "calibrated": CalibratedSpeeds(model_of),
                 "perfect": true,
             }[label]
-        yield about | replayed(cluster, drawn, policy, true, believed, label)
+        costs = ONES_COSTS if "restarts" in label else None
+        yield about | replayed(cluster, drawn, policy, true, believed, label, costs)
 
 
 def main() -> None:
@@ -204,11 +224,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="page to write")
     options = parser.parse_args()
     store, found = GraphStore(options.graphs), list[Case]()
+    home = Path(tempfile.mkdtemp())
+    os.environ["ESTIMATOR_HOME"] = str(home)
     for table in options.tables:
-        true, graphs = measured(options.data / f"{table}.csv", store)
+        true, graphs = measured(options.data / f"{table}.csv", store, home)
         cluster, pairs = CLUSTERS[table], ONE_TYPE if table == "pollux_t4" else TYPES
         if options.search:
-            cluster, pairs = "4x4:t4-g4dn", SEARCH
+            cluster, pairs = "4x4:measured-t4", SEARCH
         for seed in options.seeds:
             asked = cluster, true, graphs, options.jobs, seed, pairs
             found += told(cases(*asked), options.record)

@@ -46,7 +46,7 @@ _GAVEL = Setting(
 )
 
 
-def adaptdl(row: PublishedRow) -> Workload:
+def _adaptdl(row: PublishedRow) -> Workload:
     """The jobs of AdaptDL's benchmark (petuum/adaptdl, benchmark/models)."""
     model = row.step.model.lower()
     if "bert" in model:
@@ -65,12 +65,12 @@ def adaptdl(row: PublishedRow) -> Workload:
     return Workload(spec=spec, precision=precision, optimizer=optimizer, remarks=remarks)
 
 
-def _pollux(row: PublishedRow) -> Workload:
-    return replace(adaptdl(row), setting=_POLLUX)
+def pollux(row: PublishedRow) -> Workload:
+    return replace(_adaptdl(row), setting=_POLLUX)
 
 
-def _sia(row: PublishedRow) -> Workload:
-    workload = adaptdl(row)
+def sia(row: PublishedRow) -> Workload:
+    workload = _adaptdl(row)
     if "network not stated" not in row.text("interconnect"):
         return workload
     return replace(
@@ -95,7 +95,7 @@ def _gavel(row: PublishedRow) -> Workload:
 
 
 SOURCES = (
-    Source(pattern="pollux", workload=_pollux),
-    Source(pattern=r"\bsia\b", workload=_sia),
+    Source(pattern="pollux", workload=pollux),
+    Source(pattern=r"\bsia\b", workload=sia),
     Source(pattern="gavel", workload=_gavel, complete=needs_pytorch),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from estimator.errors import WorkloadError, quoted
@@ -90,3 +91,12 @@ class Job:
         per_rank = -(-(global_batch or self.global_batch) // ranks)
         micro_batches = -(-per_rank // most)
         return -(-per_rank // micro_batches), micro_batches
+
+
+def check_names(jobs: Sequence[Job]) -> None:
+    """Raise WorkloadError where two jobs have one name."""
+    seen: set[str] = set()
+    for job in jobs:
+        if job.name in seen:
+            raise WorkloadError(f"job '{job.name}' is listed twice; give each job its own name")
+        seen.add(job.name)

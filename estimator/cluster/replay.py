@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from estimator.cluster.jobs import Job
+from estimator.cluster.jobs import Job, check_names
 from estimator.cluster.nodes import Nodes, Shape
 from estimator.cluster.speeds import Speeds
 from estimator.cluster.view import CurveKey, Grant, Policy, View, Waiting
@@ -118,7 +118,7 @@ class Replay:
         seed: int = 0,
         report: Report | None = None,
     ) -> None:
-        _check_names(jobs)
+        check_names(jobs)
         self.jobs = sorted(jobs, key=lambda job: job.arrival_s)
         self.nodes, self.policy = nodes, policy
         self.true, self.believed = true, believed
@@ -394,11 +394,3 @@ def _simpy() -> Any:
             "a replay needs SimPy, which is not installed; install throughput-estimator[replay]"
         ) from None
     return simpy
-
-
-def _check_names(jobs: Sequence[Job]) -> None:
-    seen: set[str] = set()
-    for job in jobs:
-        if job.name in seen:
-            raise WorkloadError(f"job '{job.name}' is listed twice; give each job its own name")
-        seen.add(job.name)
