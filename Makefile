@@ -33,6 +33,7 @@ lint: $(INSTALLED)
 # Hours on two cores; add QUICK=1 for a subset in minutes.
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/local_accuracy.py $(if $(QUICK),--quick)
+	$(BIN)/python benchmarks/known_answers.py $(if $(QUICK),,--all)
 
 # Write data/fits/kernels.json again; DATA holds the tables of operators, BANK the graphs of timm.
 fits: $(INSTALLED)

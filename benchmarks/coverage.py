@@ -10,6 +10,7 @@ come, so that an interrupted run goes on where it stopped.
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import json
 import random
@@ -217,14 +218,15 @@ def print_summary(cases: list[dict[str, Any]]) -> None:
 # Worker
 
 
-def define_torchvision_schemas() -> None:
+@functools.cache
+def define_torchvision_schemas() -> Any:
     """Let torchvision's wheel load beside a CPU torch: at import it registers fakes for these."""
     import torch
 
     library = torch.library.Library("torchvision", "DEF")
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    globals()["_torchvision_library"] = library  # a library's schemas go when it is collected
+    return library  # its schemas go when it is collected
 
 
 def names_of(suite: str) -> list[str]:

@@ -9,19 +9,27 @@ import random
 import sqlite3
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from harmless_inputs import (
+    CLUSTER,
+    JOB,
+    OBSERVED,
+    PHILLY,
+    REPLAYED,
+    SIZED_JOB,
+    TRACES,
+    graph_file,
+    graph_values,
+    job_file,
+    store_bytes,
+    whole_profile,
+)
 from hostile_models import FUNCTIONS, MODELS, made_model
 from hostile_values import damaged_bytes, damaged_text, damaged_values
 
-from estimator.calibrate.observations import Observation, ObservationStore
-from estimator.machines.profile import Link, MachineProfile, PairMatrix
-from estimator.workload import PRECISIONS
-from tests.conftest import MEASURED, make_small_profile
-from tests.synthetic import perceptron
+from estimator.workload.precision import PRECISIONS
 
 SAMPLES = Path(__file__).parents[1] / "tests" / "probe" / "imports" / "samples"
 
@@ -36,85 +44,37 @@ class HostileInput:
 
 
 ESTIMATE = ("estimate", "job.json", "--on", "1x2:local")
-JOB = {
-    "name": "bert",
-    "parameter_bytes": 438_000_000,
-    "tensors": 199,
-    "flops_per_sample": 2.5e11,
-    "step_times": [[8, 0.4], [16, 0.7]],
-    "machine": "local",
-    "activation_bytes_per_sample": 10_000_000,
-    "batch": 8,
-    "optimizer": "adamw",
-    "precision": "fp32",
-}
-SIZED_JOB = {
-    "tensor_bytes": [4096, 400, 8192],
-    "ready_ratios": [0.3, 0.5, 1.0],
-    "flops_per_sample": 1e9,
-}
-CLUSTER = """transport = "roce"
-[switches.r1]
-parent = "spine"
-uplink = "100 Gbit/s"
-[switches.spine]
-[nodes."a[1-4]"]
-machine = "local"
-switch = "r1"
-uplink = "25 Gbit/s"
-slowdown = 1.2
-[nodes.b1]
-machine = "local"
-"""
-OBSERVED = {
-    "workload": "bert",
-    "allocation": "1x2:local",
-    "local_batch": 8,
-    "grad_accum": 2,
-    "step_time_s": 0.4,
-    "strategy": "ddp",
-    "steps": 20,
-    "spread_ratio": 0.02,
-    "at": "2026-01-02T03:04:05+00:00",
-    "source": "log",
-    "flops_per_sample": 2.5e11,
-    "parameter_bytes": 438_000_000,
-    "tensors": 199,
-}
-REPLAYED = {
-    "name": "j",
-    "arrival_s": 0.0,
-    "model": "net.graph",
-    "samples": 1e6,
-    "devices": 2,
-    "global_batch": 64,
-    "most_devices": 4,
-    "most_batch_per_gpu": 32,
-    "most_global_batch": 128,
-    "gradient_noise_samples": 500.0,
-    "epoch_samples": 1e4,
-}
-PHILLY = {
-    "jobid": "application_1",
-    "submitted_time": "2017-10-09 10:33:15",
-    "attempts": [
-        {
-            "start_time": "2017-10-09 10:34:00",
-            "end_time": "2017-10-09 11:34:00",
-            "detail": [{"ip": "m1", "gpus": ["gpu0", "gpu1"]}],
-        }
-    ],
-}
-TRACES = (
-    "job_id,gpu_num,submit_time,duration\n"
-    "1,1,2020-04-01 00:01:01,600\n2,2,2020-04-01 00:09:01,1200.5\n",
-    "job_name,plan_gpu,inst_num,start_time,end_time\na,50,2,100.0,900.0\nb,200,1,150,1000\n",
-    "name,time,application,num_replicas,batch_size\ncifar10-1,10,cifar10,2,128\nbert-2,60,bert,1,8\n",
+KNOBS = (
+    *(
+        "shard=2",
+        "param=bf16",
+        "reduce=fp32",
+        "no_sync",
+        "no_reshard",
+        "view",
+        "unbucketed",
+        "link=",
+    ),
+    *(
+        "bucket=5MiB",
+        "first=1MiB",
+        "async",
+        "master",
+        "2",
+        "link=10Gbit/s",
+        "reduce=",
+        "param=fp64",
+    ),
 )
+LOADER = {
+    **{"sample": "150kB", "prep": "8ms", "workers": "4", "prefetch": "2", "cached": "0.5"},
+    **{"stored": "100kB", "cpu": "0.9", "take": "1ms", "disk": "500MB/s", "cores": "2"},
+}
 POLICIES = ("fifo", "max-min", "srtf", "afs", "optimus", "tiresias", "gavel", "pollux", "ones")
 OPTIONS = (
     *("--batch", "--global-batch", "--accumulation", "--seq-len", "--samples", "--tokens"),
     *("--optimizer", "--precision", "--strategy", "--on", "--cluster", "--calibration", "--trace"),
+    *("--loader", "--checkpoint"),
 )
 NUMBERS = (
     *("0", "-1", "1", "8", "1e3", "1e30", "nan", "inf", "-inf", "²", "٣", "0x10", "1_000", " 4"),
@@ -129,7 +89,7 @@ PIECES = (
 
 def profile(chance: random.Random) -> HostileInput:
     """A profile with a damage at any depth, shown, compared, merged or estimated with."""
-    content = _profile_values()
+    content = whole_profile().to_dict()
     text = damaged_values(content, chance).encode()
     if chance.random() < 0.15:
         text = damaged_text(json.dumps(content, indent=1), chance)
@@ -148,7 +108,7 @@ def profile(chance: random.Random) -> HostileInput:
     )
     job = {**SIZED_JOB, "machine": "local"} if chance.random() < 0.5 else JOB
     files = {name: text, "job.json": json.dumps(job).encode()}
-    return HostileInput(words=words, files=files | {"whole.graph": _graph_file(_graph_values())})
+    return HostileInput(words=words, files=files | {"whole.graph": graph_file(graph_values())})
 
 
 def imports(chance: random.Random) -> HostileInput:
@@ -170,24 +130,34 @@ def options(chance: random.Random) -> HostileInput:
     words = ["estimate", "job.json", "--on", "1x2:local"]
     for _ in range(chance.choice((1, 1, 2, 3))):
         words += [chance.choice(OPTIONS), chance.choice(NUMBERS)]
-    return HostileInput(words=tuple(words), files=_job_file())
+    return HostileInput(words=tuple(words), files=job_file())
 
 
 def allocation(chance: random.Random) -> HostileInput:
     """An allocation, or a sweep's pattern, put together from pieces of allocations."""
     text = "".join(chance.choices(PIECES, k=chance.randrange(1, 9)))
     command = chance.choice(("estimate", "sweep", "check"))
-    return HostileInput(words=(command, "job.json", "--on", text), files=_job_file())
+    return HostileInput(words=(command, "job.json", "--on", text), files=job_file())
 
 
 def strategy(chance: random.Random) -> HostileInput:
     """A strategy put together from pieces of strategies."""
-    kind = chance.choice(("ddp", "zero1", "zero2", "fsdp", "ps", "ddp2", ""))
+    kind = chance.choice(("ddp", "zero1", "zero2", "distributed-optimizer", "fsdp", "ps", "ddp2"))
+    pieces = (*PIECES, *NUMBERS) if chance.random() < 0.5 else (*KNOBS, *KNOBS, *NUMBERS)
     knobs = ",".join(
-        "".join(chance.choices((*PIECES, *NUMBERS), k=chance.randrange(1, 4)))
+        "".join(chance.choices(pieces, k=chance.randrange(1, 4 if pieces[0] == "1" else 2)))
         for _ in range(chance.randrange(1, 4))
     )
-    return HostileInput(words=(*ESTIMATE, "--strategy", f"{kind}:{knobs}"), files=_job_file())
+    return HostileInput(words=(*ESTIMATE, "--strategy", f"{kind}:{knobs}"), files=job_file())
+
+
+def loader(chance: random.Random) -> HostileInput:
+    """What feeds the ranks, put together from parts with numbers that they may not have."""
+    parts = dict(chance.sample(sorted(LOADER.items()), 4)) | {"disk": "500MB/s"}
+    parts[chance.choice((*LOADER, "source", "²"))] = chance.choice((*NUMBERS, *LOADER.values()))
+    text = chance.choice((",", ",", ",", "")).join(f"{name}={v}" for name, v in parts.items())
+    words = chance.choice((ESTIMATE, ("stalls", *ESTIMATE[1:]), ("sweep", *ESTIMATE[1:])))
+    return HostileInput(words=(*words, "--loader", text), files=job_file())
 
 
 def cluster(chance: random.Random) -> HostileInput:
@@ -199,7 +169,7 @@ def cluster(chance: random.Random) -> HostileInput:
     on = chance.choice(("2x2:local", "a1[0]+b1[0,1]", "4x1:local"))
     return HostileInput(
         words=("estimate", "job.json", "--on", on, "--cluster", "cluster.toml"),
-        files=_job_file() | {"cluster.toml": content},
+        files=job_file() | {"cluster.toml": content},
     )
 
 
@@ -207,9 +177,9 @@ def graph(chance: random.Random) -> HostileInput:
     """A saved graph with a damage at any depth, or with damaged bytes."""
     how = chance.random()
     if how < 0.85:
-        content = gzip.compress(damaged_values(_graph_values(), chance).encode(), mtime=0)
+        content = gzip.compress(damaged_values(graph_values(), chance).encode(), mtime=0)
     elif how < 0.95:
-        content = damaged_bytes(_graph_file(_graph_values()), chance)
+        content = damaged_bytes(graph_file(graph_values()), chance)
     else:
         size = chance.choice((1 << 20, 100 << 20))
         content = gzip.compress(chance.choice((b" ", b"[", b"[],", b'{"a":')) * size, 1, mtime=0)
@@ -252,7 +222,7 @@ def observations(chance: random.Random) -> HostileInput:
 
 def store(chance: random.Random) -> HostileInput:
     """A store with damaged bytes or altered cells, shown or calibrated with."""
-    content = _store_bytes()
+    content = store_bytes()
     if chance.random() < 0.5:
         content = damaged_bytes(content, chance)
     else:
@@ -265,7 +235,7 @@ def store(chance: random.Random) -> HostileInput:
             ("calibrate", "fit", "job.json", "--store", "seen.db"),
         )
     )
-    return HostileInput(words=words, files=_job_file() | {"seen.db": content})
+    return HostileInput(words=words, files=job_file() | {"seen.db": content})
 
 
 def model(chance: random.Random) -> HostileInput:
@@ -284,10 +254,14 @@ def batch(chance: random.Random) -> HostileInput:
 
 
 def _asked_of(model: str, chance: random.Random) -> tuple[str, ...]:
-    command = chance.choice(("estimate", "estimate", "memory", "check"))
-    precision = chance.choice((*PRECISIONS, "fp32"))
+    command = chance.choice(("estimate", "estimate", "memory", "check", "stalls"))
     more = chance.choice(
-        ((), ("--json",), ("--batch", "2"), ("--precision", precision), ("--strategy", "fsdp"))
+        (
+            *((), (), ("--json",), ("--batch", "2"), ("--strategy", "fsdp"), ("--compile",)),
+            *(("--precision", chance.choice(PRECISIONS)), ("--clip-grad-norm",)),
+            *(("--optimizer", "muon"), ("--optimizer", "adamw-8bit"), ("--loader", "prep=1ms")),
+            *(("--checkpoint", form) for form in ("full", "selective:op", "selective:2", "all")),
+        )
     )
     if command == "check" and "--json" in more:
         more = ()
@@ -297,7 +271,7 @@ def _asked_of(model: str, chance: random.Random) -> tuple[str, ...]:
 def memory(chance: random.Random) -> HostileInput:
     """A step's memory asked of a damaged graph or job, under options that it may not take."""
     damaged = chance.random() < 0.6
-    values = damaged_values(_graph_values(), chance) if damaged else json.dumps(_graph_values())
+    values = damaged_values(graph_values(), chance) if damaged else json.dumps(graph_values())
     words = ["memory", chance.choice(("seen.graph", "seen.graph", "seen.graph", "job.json"))]
     words += ["--on", chance.choice(("1x1:local", "2x2:local", "1x1:local+1x2:local"))]
     if not damaged or chance.random() < 0.2:
@@ -306,7 +280,7 @@ def memory(chance: random.Random) -> HostileInput:
                   chance.choice(numbers)]  # fmt: skip
         words += ["--strategy", chance.choice(("ddp", "fsdp", "zero1", "zero2", "ps:1"))]
     words += chance.choice(((), ("--json",), ("--picture", "out.svg"), ("--picture", "no/p.json")))
-    files = {"seen.graph": gzip.compress(values.encode(), mtime=0), **_job_file()}
+    files = {"seen.graph": gzip.compress(values.encode(), mtime=0), **job_file()}
     return HostileInput(words=tuple(words), files=files)
 
 
@@ -322,7 +296,7 @@ def replay(chance: random.Random) -> HostileInput:
                 *(("--restart", number) for number in NUMBERS),
                 *(("--checkpoint", number) for number in NUMBERS),
                 *(("--node-mtbf", number) for number in NUMBERS),
-                *(("--node-mtbf", "30"), ("--seed", "²"), ("--believed", "perfect")) * 4,
+                *(("--node-mtbf", "3600"), ("--seed", "²"), ("--believed", "perfect")) * 4,
                 *(
                     ("--believed", "calibrated"),
                     ("--on", "a1[0]"),
@@ -334,8 +308,8 @@ def replay(chance: random.Random) -> HostileInput:
     if not name.startswith("jobs"):
         words += ["--model", chance.choice(("net.graph", "net.graph", "net.graph", "job.json"))]
     words += chance.choice(((), ("--json",)))
-    graph = _graph_file(_graph_values())
-    files = {name: content, "net.graph": graph, **_job_file()}
+    graph = graph_file(graph_values())
+    files = {name: content, "net.graph": graph, **job_file()}
     return HostileInput(words=tuple(words), files=files)
 
 
@@ -357,7 +331,7 @@ def environment(chance: random.Random) -> HostileInput:
     values = (*NUMBERS, "/dev/null", "/dev/zero", "job.json", "/nowhere/at/all", ".", "\x1b[31m")
     drawn = {chance.choice(names): chance.choice(values) for _ in range(chance.choice((1, 2)))}
     words = chance.choice((ESTIMATE, ("profile", "list"), ("calibrate", "show"), ("--help",)))
-    return HostileInput(words=words, files=_job_file(), environment=drawn)
+    return HostileInput(words=words, files=job_file(), environment=drawn)
 
 
 KINDS: dict[str, Callable[[random.Random], HostileInput]] = {
@@ -366,6 +340,7 @@ KINDS: dict[str, Callable[[random.Random], HostileInput]] = {
     "options": options,
     "allocations": allocation,
     "strategies": strategy,
+    "loaders": loader,
     "clusters": cluster,
     "graphs": graph,
     "jobs": job,
@@ -377,94 +352,6 @@ KINDS: dict[str, Callable[[random.Random], HostileInput]] = {
     "replays": replay,
     "environment": environment,
 }
-
-# Commands that do what they are asked, one of each sort.
-HARMLESS = (
-    "estimate model.py:mlp --on 1x2:local",
-    "memory model.py:mlp --on 1x1:local --picture p.svg",
-    "sweep job.json --on 1x1..2:local",
-    "check model.py:mlp --on 1x1:local",
-    "profile compare local h100-sxm",
-    "calibrate observe steps.jsonl --store seen.db",
-    "calibrate fit bert --store seen.db",
-    "calibrate evaluate --data steps.jsonl --protocol cv",
-    "replay jobs.json --on 2x2:local --policy gavel",
-    "--help",
-)
-
-
-@lru_cache(maxsize=1)
-def whole_profile() -> MachineProfile:
-    """A machine with an entry in every group of a profile."""
-    small = make_small_profile()
-    link = Link(
-        kind="tcp", locality="rack", latency_s=2e-5, bandwidth_bytes_per_s=1e9, provenance=MEASURED,
-        points=((1e3, 3e-5), (1e6, 1e-3)),
-    )  # fmt: skip
-    pairs = PairMatrix(
-        hosts=("a1", "a2"),
-        latency_s=((None, 2e-5), (2e-5, None)),
-        bandwidth_bytes_per_s=((None, 1e9), (1e9, None)),
-        provenance=MEASURED,
-    )
-    return replace(
-        small,
-        network=(link,),
-        pairs=pairs,
-        hardware={"cpu": "one core", "cores": 2},
-        software={"torch": "2.13.0"},
-        canary_s=1e-4,
-    )
-
-
-def harmless_files() -> dict[str, bytes]:
-    steps = "\n".join(json.dumps(dict(OBSERVED, step_time_s=0.4 + 0.01 * n)) for n in range(6))
-    return {
-        **_job_file(),
-        "model.py": MODELS.encode(),
-        "net.graph": _graph_file(_graph_values()),
-        "jobs.json": json.dumps({"jobs": [REPLAYED]}).encode(),
-        "steps.jsonl": steps.encode(),
-    }
-
-
-def _profile_values() -> dict[str, Any]:
-    return whole_profile().to_dict()
-
-
-def _job_file() -> dict[str, bytes]:
-    return {"job.json": json.dumps(JOB).encode()}
-
-
-@lru_cache(maxsize=1)
-def _graph_values() -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "whole.graph"
-        perceptron([64] * 4, batch=8).save(path)
-        values: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    return values
-
-
-def _graph_file(values: dict[str, Any]) -> bytes:
-    return gzip.compress(json.dumps(values).encode(), mtime=0)
-
-
-@lru_cache(maxsize=1)
-def _store_bytes() -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "seen.db"
-        with ObservationStore(path) as seen:
-            seen.add_many(
-                Observation(
-                    workload="bert",
-                    allocation=allocation_text,
-                    batch_per_gpu=8,
-                    step_time_s=0.4 + 0.01 * number,
-                    identity=f"{number}",
-                )
-                for number, allocation_text in enumerate(["1x1:local", "1x2:local"] * 4)
-            )
-        return path.read_bytes()
 
 
 def _with_altered_cell(content: bytes, chance: random.Random) -> bytes:

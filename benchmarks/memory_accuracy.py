@@ -2,7 +2,12 @@
 
 Every allocation and release of one real step on the CPU is read from torch's profiler
 (``profile_memory``), on top of what is held when the step starts. The prediction is written down
-before the step is run. The bound is A9 of the targets: 2 % on each model.
+before the step is run. The bound is A9 of the targets: 2 % on each model of `local_models.py`; on
+architectures drawn at random (`--draw`) a median of 0.5 % and 3 % at worst, and the level during
+95 % of the operators within 2 % of the peak.
+
+    python benchmarks/memory_accuracy.py [--only MODEL ...]
+    python benchmarks/memory_accuracy.py --draw 24 --seed 1 [--results FILE]
 """
 
 from __future__ import annotations
@@ -10,140 +15,204 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import local_models
+import memory_models
 import torch
+from coverage import answer, ask_all, define_torchvision_schemas
+from memory_steps import measured_step, optimizer_of
 from options import parser_of
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
-from estimator.graph.memory import peak_memory
+from estimator.graph.memory_curve import memory_curve
 from estimator.graph.trace import trace_graph
 from estimator.graph.training_call import TrainingCall
-from estimator.optimizers import OPTIMIZERS
 from estimator.units import format_bytes, format_ratio
 from estimator.workload import Strategy
+from estimator.workload.optimizers import OPTIMIZERS
 
 BOUND_RATIO = 0.02
-WARM_UP_STEPS = 2
+DRAWN_MEDIAN_RATIO, DRAWN_WORST_RATIO = 0.005, 0.03
+TRACED_BATCH = 2
+DRAWN_BATCHES = (TRACED_BATCH, 3, 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One model and optimizer: peak of live bytes predicted, and measured on this CPU."""
+    """One model and optimizer: peak of live bytes predicted, and measured on this CPU.
+
+    `curve_ratio` is the share of its operators during which both levels are within 2 % of the
+    peak; None where they were not followed, which is done with the first optimizer.
+    """
 
     model: str
     optimizer: str
     batch_per_gpu: int | None
+    checkpoints: bool
     predicted_bytes: int
     measured_bytes: int
+    curve_ratio: float | None
 
     @property
     def error_ratio(self) -> float:
         return self.predicted_bytes / self.measured_bytes - 1
 
 
-def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer with torch's own defaults."""
-    if name == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-5)
-    if name == "sgd-momentum":
-        return torch.optim.SGD(parameters, lr=1e-5, momentum=0.9)
-    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name](parameters, lr=1e-5)
-
-
-def step(model: nn.Module, call: TrainingCall, optimizer: torch.optim.Optimizer) -> None:
-    """One training step; the output of the model is not kept, as in the trace."""
-    optimizer.zero_grad(set_to_none=True)
-    call.run(model, call.batch).backward()
-    optimizer.step()
-
-
-def storage_bytes(tree: Any) -> dict[int, int]:
-    """Bytes of every storage in nested tuples, lists and mappings, by address."""
-    if isinstance(tree, Tensor):
-        storage = tree.untyped_storage()
-        return {storage.data_ptr(): storage.nbytes()}
-    found: dict[int, int] = {}
-    items = tree.values() if isinstance(tree, dict) else tree
-    for item in items if isinstance(tree, (dict, list, tuple)) else ():
-        found |= storage_bytes(item)
-    return found
-
-
-def measured_peak_bytes(
-    model: nn.Module, call: TrainingCall, optimizer: torch.optim.Optimizer
-) -> int:
-    """Most bytes held at once during a step: what stands before it plus the allocator's changes."""
-    for _ in range(WARM_UP_STEPS):
-        step(model, call, optimizer)
-    optimizer.zero_grad(set_to_none=True)
-    standing = storage_bytes([*model.parameters(), *model.buffers()]) | storage_bytes(call.batch)
-    standing |= storage_bytes(list(optimizer.state.values()))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step(model, call, optimizer)
-    events = profiled.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return sum(standing.values()) + max(accumulate(size for _, size in changes))
-
-
-def run_case(build: Callable[[], Any], optimizer: str) -> Case:
-    """Predict, then run one model."""
-    torch.manual_seed(0)
-    model, batch, *rest = build()
-    loss = rest[0] if rest else None
-    graph = trace_graph(model, batch, loss=loss, optimizer=optimizer)
-    predicted = peak_memory(graph.at(), optimizer=optimizer, strategy=Strategy(), ranks=1)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    measured = measured_peak_bytes(
-        model, TrainingCall.of(model, batch, loss), optimizer_of(optimizer, trained)
-    )
-    return Case(
-        model=build.__name__,
-        optimizer=optimizer,
-        batch_per_gpu=graph.batch,
-        predicted_bytes=predicted.total_bytes,
-        measured_bytes=measured,
-    )
+def cases_of(
+    name: str,
+    build: Callable[[int | None], Any],
+    optimizers: list[str],
+    *,
+    batches: tuple[int | None, ...] = (None,),
+    checkpoints: bool = False,
+) -> Iterator[Case]:
+    """Trace a model once, then predict and run it with every batch and optimizer."""
+    model, batch, *rest = build(batches[0])
+    graph = trace_graph(model, batch, loss=rest[0] if rest else None)
+    for size in batches:
+        if size is not None and graph.batch is not None:
+            # The leading size of the inputs may be several to one of ours.
+            at = graph.at(graph.batch * size // (batches[0] or size))
+        elif size == batches[0]:
+            at = graph.at()
+        else:
+            continue
+        for optimizer in optimizers:
+            torch.manual_seed(0)
+            model, batch, *rest = build(size)
+            curve = memory_curve(at, optimizer=optimizer, strategy=Strategy(), merging=False)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            call = TrainingCall.of(model, batch, rest[0] if rest else None)
+            peak = measured_step(model, call, optimizer_of(optimizer, trained)).peak_bytes
+            near: list[bool] = []
+            if optimizer == optimizers[0]:
+                own = optimizer_of(optimizer, trained)
+                pairs = measured_step(model, call, own, follow=graph).beside(curve.total)
+                near = [abs(mine - theirs) <= BOUND_RATIO * peak for mine, theirs in pairs]
+            yield Case(
+                model=name,
+                optimizer=optimizer,
+                batch_per_gpu=at.batch,
+                checkpoints=checkpoints,
+                predicted_bytes=curve.peak_bytes,
+                measured_bytes=peak,
+                curve_ratio=sum(near) / len(near) if near else None,
+            )
 
 
 def line_of(case: Case) -> str:
     """One case as people read it."""
     predicted, measured = format_bytes(case.predicted_bytes), format_bytes(case.measured_bytes)
     sizes = f"predicted {predicted:>9}  measured {measured:>9}"
-    return f"{case.model:14} {case.optimizer:13} {sizes}  {format_ratio(case.error_ratio)}"
+    kind = f"{case.optimizer}{' again' if case.checkpoints else ''}"
+    near = "" if case.curve_ratio is None else f"  {format_ratio(case.curve_ratio)} of ops near"
+    return (
+        f"{case.model:40} {case.batch_per_gpu or '':>4} {kind:13} {sizes}  "
+        f"{format_ratio(case.error_ratio):>7}{near}"
+    )
+
+
+def look_at(name: str) -> dict[str, Any]:
+    """Every case of a drawn architecture."""
+    parameters = memory_models.size_of(name)
+    if parameters > memory_models.MOST_PARAMETERS:
+        return {"status": "passed over", "reason": f"{parameters} parameters"}
+    cases: list[Case] = []
+    for again in (False, True):
+
+        def build(batch: int | None, *, again: bool = again) -> Any:
+            return memory_models.build(name, batch or TRACED_BATCH, again=again)
+
+        if again:
+            try:
+                build(TRACED_BATCH)
+            except Exception as error:  # noqa: BLE001 - any model may have no checkpoints
+                print(f"{name}: no checkpoints: {error}", file=sys.stderr)
+                continue
+        cases += cases_of(name, build, ["sgd", "adamw"], batches=DRAWN_BATCHES, checkpoints=again)
+    return {"status": "ok", "cases": [asdict(case) for case in cases]}
+
+
+def drawn_cases(count: int, seed: int, results: Path | None) -> list[Case]:
+    """The cases of so many architectures, each in a process that may die; others are said."""
+    names = memory_models.names_of(count, seed)
+    known: dict[str, Any] = {}
+    if results is not None and results.exists():
+        lines = results.read_text(encoding="utf-8").splitlines()
+        known = {each["model"]: each for each in map(json.loads, lines)}
+    left = [name for name in names if name not in known]
+    asked = ask_all([sys.executable, __file__, "--worker"], left)
+    cases: list[Case] = []
+    done = 0
+    for name in names:
+        if done == count:
+            break
+        found = known.get(name) or {"model": name, **next(asked)[1]}
+        if name not in known and results is not None:
+            with results.open("a", encoding="utf-8") as log:
+                log.write(json.dumps(found) + "\n")
+        if found["status"] != "ok":
+            print(f"{name}: {found['status']}: {found['reason'][:200]}", file=sys.stderr)
+            continue
+        done += 1
+        cases += [Case(**each) for each in found["cases"]]
+        for each in found["cases"]:
+            print(line_of(Case(**each)), file=sys.stderr, flush=True)
+    return cases
+
+
+def listed_cases(only: list[str] | None, optimizers: list[str]) -> list[Case]:
+    """Those of `local_models.py`."""
+    cases = []
+    for make in local_models.ALL:
+        if only and make.__name__ not in only:
+            continue
+        torch.manual_seed(0)
+        for case in cases_of(make.__name__, lambda _batch, make=make: make(), optimizers):
+            cases.append(case)
+            print(line_of(case), file=sys.stderr, flush=True)
+    return cases
 
 
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="names of local_models.py")
     parser.add_argument("--optimizer", nargs="+", default=["sgd", "adamw"], choices=OPTIMIZERS)
+    parser.add_argument("--draw", type=int, help="so many architectures drawn at random instead")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, help="file that a stopped draw goes on with")
+    parser.add_argument("--worker", action="store_true", help="answer names on stdin")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    cases = []
-    for build in local_models.ALL:
-        if chosen.only and build.__name__ not in chosen.only:
-            continue
-        for optimizer in chosen.optimizer:
-            case = run_case(build, optimizer)
-            cases.append(case)
-            print(line_of(case), file=sys.stderr if chosen.json else sys.stdout, flush=True)
+    define_torchvision_schemas()
+    if chosen.worker:
+        answer(look_at)
+        return 0
+    if chosen.draw:
+        cases = drawn_cases(chosen.draw, chosen.seed, chosen.results)
+    else:
+        cases = listed_cases(chosen.only, chosen.optimizer)
     if not cases:
         print(f"no model is called {chosen.only}; see local_models.py", file=sys.stderr)
         return 2
     errors = [abs(case.error_ratio) for case in cases]
+    curves = [case.curve_ratio for case in cases if case.curve_ratio is not None]
     if chosen.json:
         rows = [asdict(case) | {"error_ratio": case.error_ratio} for case in cases]
         print(json.dumps({"bound_ratio": BOUND_RATIO, "cases": rows}))
     else:
+        print("\n".join(map(line_of, cases)))
         print(
-            f"{len(cases)} cases: median {format_ratio(statistics.median(errors))}, "
-            f"worst {format_ratio(max(errors))}; bound {format_ratio(BOUND_RATIO)} each"
+            f"{len(cases)} cases of {len({case.model for case in cases})} models: median "
+            f"{format_ratio(statistics.median(errors))}, worst {format_ratio(max(errors))}; levels "
+            f"near at {format_ratio(statistics.median(curves))} of the ops of the median case"
         )
+    if chosen.draw:
+        near = statistics.median(errors) <= DRAWN_MEDIAN_RATIO
+        return 0 if near and max(errors) <= DRAWN_WORST_RATIO else 1
     return 0 if max(errors) <= BOUND_RATIO else 1
 
 

@@ -1,6 +1,6 @@
 """Run plans of memory on this CPU and set the measured peak and time beside what was planned (A10).
 
-    python benchmarks/memory_plan_runs.py [--only MODEL ...] [--saving 0.2] [--json]
+    python benchmarks/memory_plan_runs.py [--only MODEL ...] [--saving 0.2] [--steps 5] [--json]
 
 A plan for the models of `local_models.py` moves activations to a second arena over a paced link, or
 computes them again, so that the peak of live tensors falls by the share asked for. The peak is read
@@ -40,7 +40,6 @@ from estimator.units import format_bytes, format_ratio
 
 PEAK_BOUND_RATIO, TIME_BOUND_RATIO = 0.05, 0.15
 LINK_BYTES_PER_S = 1e9
-STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ def link(kind: LinkKind) -> Link:
     return Link(kind=kind, latency_s=0.0, bandwidth_bytes_per_s=LINK_BYTES_PER_S, provenance=source)
 
 
-def run_model(build: Callable[[], Any], saving: float, machine: str) -> Run:
+def run_model(build: Callable[[], Any], saving: float, machine: str, steps: int) -> Run:
     """Plan, then run one model."""
     torch.manual_seed(0)
     model, batch, *rest = build()
@@ -99,7 +98,7 @@ def run_model(build: Callable[[], Any], saving: float, machine: str) -> Run:
         for a, b in zip(model.parameters(), other.parameters(), strict=True)
         if a.grad is not None and b.grad is not None
     ) and all(torch.equal(a, b) for a, b in zip(model.buffers(), other.buffers(), strict=True))
-    for _ in range(STEPS):
+    for _ in range(steps):
         plain_s.append(_seconds(lambda: step(model)))
         with apply_plan(plan, other):
             planned_s.append(_seconds(lambda: step(other)))
@@ -169,6 +168,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="names of local_models.py")
     parser.add_argument("--saving", type=float, default=0.2, help="share of the peak to save")
+    parser.add_argument("--steps", type=int, default=5, help="steps of which times are medians")
     parser.add_argument("--machine", default="local", help="profile that durations come from")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     chosen = parser.parse_args()
@@ -179,7 +179,7 @@ def main() -> int:
         if chosen.only and build.__name__ not in chosen.only:
             continue
         try:
-            runs.append(run_model(build, chosen.saving, chosen.machine))
+            runs.append(run_model(build, chosen.saving, chosen.machine, chosen.steps))
         except EstimatorError as error:
             print(f"{build.__name__}: {error}", file=sys.stderr, flush=True)
             continue

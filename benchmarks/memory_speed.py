@@ -16,7 +16,7 @@ from pathlib import Path
 from estimator.advise.swap_problem import swap_problem
 from estimator.advise.swap_search import plan_within
 from estimator.engine import estimate_graph
-from estimator.graph.memory_curve import live_tensors, memory_curve
+from estimator.graph.memory_curve import live_tensors, memory_curve, tensors_of
 from estimator.graph.op_graph import OpGraph
 from estimator.units import format_ratio
 from estimator.workload import Strategy
@@ -33,7 +33,7 @@ def main() -> int:
     begin = time.process_time()
     bound = graph.at()
     curve = memory_curve(bound, optimizer=graph.optimizer, strategy=Strategy(), merging=False)
-    tensors = live_tensors(bound, curve.peak_at)
+    tensors = live_tensors(tensors_of(bound), curve.peak_at)
     spent_s = time.process_time() - begin
     print(f"{len(graph.ops)} ops, {len(tensors)} tensors at the peak: lifetimes {spent_s:.2f} s")
     if chosen.lifetimes_only:

@@ -52,8 +52,8 @@ def main() -> None:
 
 
 def _answer(options: argparse.Namespace) -> None:
-    if options.kernel_model:
-        choose_kernel_model(options.kernel_model)
+    if options.kernels:
+        choose_kernel_model(options.kernels)
     found, cases = read_runs(options.runs) if options.runs else _run(options)
     if options.picture:
         draw(cases, options.picture)

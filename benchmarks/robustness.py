@@ -27,7 +27,8 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from hostile_inputs import HARMLESS, KINDS, HostileInput, harmless_files, whole_profile
+from harmless_inputs import HARMLESS, harmless_files, whole_profile
+from hostile_inputs import KINDS, HostileInput
 
 from estimator.cli.main import main as command_line
 

@@ -1,8 +1,8 @@
 """Kill writers of an observation store and probes at random points, and let many write at once.
 
 Bounds are R2 and R3 of the targets: after every kill -9 the store opens, is whole and holds each
-observation whose writer was told that it is kept, and the user's store holds a whole profile of the
-machine or none; of 8 processes that write 10,000 observations
+observation whose writer was told that it is kept, and of two probes of one name that are killed a
+whole profile stays; of 8 processes that write 10,000 observations
 each, in transactions of 1 to 40 and some of them twice, none is lost and none doubled.
 """
 
@@ -30,8 +30,8 @@ from estimator.calibrate.observations import Observation, ObservationStore
 from estimator.errors import ProfileError
 from estimator.machines.catalogue import load_profile
 
-# A probe of this budget takes some 12 s with all that starts around it.
-PROBES, PROBE_BUDGET_S, LATEST_PROBE_KILL_S = 25, 4, 14.0
+# Pairs of probes of one name, and the budget of each.
+PROBES, PROBE_BUDGET_S = 50, 1
 KILLS, WRITERS, OBSERVATIONS = 100, 8, 10_000
 # Kills fall within this much of a writer's first look at the file, or of its first observation.
 LATEST_KILL_S = 0.15
@@ -54,15 +54,21 @@ class Kills:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probes:
-    """Profiles found after killing one probe after the other, and those that do not load."""
+    """What was in the place of a profile whose probes were killed, two of one name at once.
+
+    After each pair the file is `damaged` or loads; `written` counts those that a probe of the pair
+    had written, and `left` the drafts beside the file once a probe has ended in peace.
+    """
 
     kills: int
-    left: int
+    ended: int
+    written: int
     damaged: int
+    left: int
 
     @property
     def is_sound(self) -> bool:
-        return self.damaged == 0
+        return self.kills > 0 and self.written > 0 and self.damaged == self.left == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,32 +167,60 @@ def is_whole(path: Path) -> bool:
         return connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def kill_probes(home: Path, *, kills: int, seed: int = 0) -> Probes:
-    """Start ``estimator probe``, kill it with its ranks, and load what it left, `kills` times."""
+def kill_probes(home: Path, *, pairs: int, seed: int = 0) -> Probes:
+    """Start two ``estimator probe`` of one name, kill each with its ranks, and load what is there.
+
+    The moments are drawn over the time that a pair takes that nobody kills, and a tenth more.
+    """
     chance = random.Random(seed)
-    command = [sys.executable, "-c", "from estimator.cli.main import main; main()", "probe"]
-    left = damaged = 0
-    for turn in range(kills):
-        place = home / str(turn)
-        process = subprocess.Popen(
-            [*command, "--budget", str(PROBE_BUDGET_S)],
-            env={**os.environ, "ESTIMATOR_HOME": str(place)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(chance.uniform(0, LATEST_PROBE_KILL_S))
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    path = home / "machines" / "shared.json"
+    begun_s = time.monotonic()
+    for process in (_probe(home), _probe(home)):
         process.wait()
-        for path in (place / "machines").glob("*.json"):
-            left += 1
-            try:
-                load_profile(str(path))
-            except ProfileError:
-                damaged += 1
-    return Probes(kills=kills, left=left, damaged=damaged)
+    whole_s = time.monotonic() - begun_s
+    kills = ended = written = 0
+    damaged = int(not _loads(path))
+    for _ in range(pairs):
+        before = path.stat().st_ino
+        begun_s = time.monotonic()
+        for after_s, process in sorted(
+            ((chance.uniform(0, 1.1 * whole_s), _probe(home)) for _ in range(2)),
+            key=lambda drawn: drawn[0],
+        ):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(begun_s + after_s - time.monotonic(), 0.0))
+            is_over = process.returncode is not None
+            ended, kills = ended + is_over, kills + (not is_over)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        written += path.stat().st_ino != before
+        damaged += not _loads(path)
+    # A draft is given an hour; as if that had passed, the next probe clears what the killed left.
+    for draft in path.parent.glob(".*"):
+        os.utime(draft, (0, 0))
+    _probe(home).wait()
+    left = len(list(path.parent.iterdir())) - 1
+    return Probes(kills=kills, ended=ended, written=written, damaged=damaged, left=left)
+
+
+def _probe(home: Path) -> subprocess.Popen[bytes]:
+    options = ("--name", "shared", "--devices", "2", "--budget", str(PROBE_BUDGET_S))
+    return subprocess.Popen(
+        [sys.executable, "-c", "from estimator.cli.main import main; main()", "probe", *options],
+        env={**os.environ, "ESTIMATOR_HOME": str(home)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _loads(path: Path) -> bool:
+    try:
+        load_profile(str(path))
+    except ProfileError:
+        return False
+    return True
 
 
 def write_share(path: Path, name: str, count: int, told: Connection) -> None:
@@ -240,7 +274,7 @@ def write_together(path: Path, *, writers: int, observations: int) -> Crowd:
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=KILLS)
-    parser.add_argument("--probes", type=int, default=PROBES, help="probes to kill")
+    parser.add_argument("--probes", type=int, default=PROBES, help="pairs of probes to kill")
     parser.add_argument("--writers", type=int, default=WRITERS)
     parser.add_argument("--observations", type=int, default=OBSERVATIONS, help="of each writer")
     chosen = parser.parse_args()
@@ -249,7 +283,7 @@ def main() -> int:
             Path(folder) / "crowd.db", writers=chosen.writers, observations=chosen.observations
         )
         killed = kill_writers(Path(folder) / "kills.db", kills=chosen.kills)
-        probes = kill_probes(Path(folder) / "probes", kills=chosen.probes)
+        probes = kill_probes(Path(folder) / "probes", pairs=chosen.probes)
     if chosen.json:
         print(
             json.dumps({"kills": asdict(killed), "probes": asdict(probes), "crowd": asdict(crowd)})
@@ -258,7 +292,9 @@ def main() -> int:
         print(
             f"{killed.kills} kills: {killed.acknowledged} acknowledged observations looked for, "
             f"{killed.lost} lost, {killed.damaged} files damaged\n"
-            f"{probes.kills} probes killed: {probes.left} profiles left, {probes.damaged} damaged\n"
+            f"{probes.kills + probes.ended} probes, two of one name at once: {probes.kills} "
+            f"killed, {probes.written} of {chosen.probes} pairs wrote the profile, "
+            f"{probes.damaged} times it was damaged, {probes.left} drafts left\n"
             f"{crowd.writers} writers: {crowd.written} observations, {crowd.lost} lost, "
             f"{crowd.doubled} doubled, in {crowd.seconds:.0f} s; a transaction takes "
             f"{1e3 * crowd.median_add_s:.2f} ms, one in a hundred over "

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from estimator.estimates import Estimate
     from estimator.graph.op_graph import OpGraph
     from estimator.interop.apply_plan import MemoryPlan, apply_plan
-    from estimator.loader import Loader
     from estimator.machines.catalogue import load_profile
     from estimator.machines.profile import MachineProfile
     from estimator.placement.allocation import Allocation
     from estimator.placement.columns import AllocationColumns
+    from estimator.stalls.loaders import measure_loader, watch_loader
     from estimator.tables import EstimateTable, estimate_chunks, estimate_many
     from estimator.workload import Strategy
+    from estimator.workload.loader import Loader
 
 __version__ = "0.1.0"
 
@@ -37,7 +38,7 @@ _HOMES = {
     "Estimate": "estimator.estimates",
     "EstimateTable": "estimator.tables",
     "EstimatorError": "estimator.errors",
-    "Loader": "estimator.loader",
+    "Loader": "estimator.workload.loader",
     "MachineProfile": "estimator.machines.profile",
     "OpGraph": "estimator.graph.op_graph",
     "Strategy": "estimator.workload",
@@ -47,9 +48,11 @@ _HOMES = {
     "estimate_chunks": "estimator.tables",
     "estimate_many": "estimator.tables",
     "load_profile": "estimator.machines.catalogue",
+    "measure_loader": "estimator.stalls.loaders",
     "observe": "estimator.calibrate.watching",
     "prepare": "estimator.api",
     "trace_model": "estimator.api",
+    "watch_loader": "estimator.stalls.loaders",
 }
 
 __all__ = [
@@ -70,9 +73,11 @@ __all__ = [
     "estimate_chunks",
     "estimate_many",
     "load_profile",
+    "measure_loader",
     "observe",
     "prepare",
     "trace_model",
+    "watch_loader",
 ]
 
 

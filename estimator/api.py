@@ -11,11 +11,11 @@ from estimator.engine import DEFAULT, estimate_graph
 from estimator.errors import ModelError, WorkloadError
 from estimator.estimates import Estimate
 from estimator.graph.op_graph import OpGraph
-from estimator.loader import Loader
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
+from estimator.workload.loader import Loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from estimator.placement.allocation import Allocation
 
 
+_EXECUTIONS = {True: "compiled", "blocks": "compiled-blocks"}
+
+
 def trace_model(
     model: nn.Module,
     batch: Any = None,
@@ -36,11 +39,12 @@ def trace_model(
     target: DeviceKind = "cpu",
     measure: bool = False,
     *,
-    compiled: bool | Literal["cuda-graphs"] | None = None,
+    compiled: bool | Literal["cuda-graphs", "blocks"] | None = None,
     channels_last: bool = False,
     grad_scaler: bool = False,
     clip_grad_norm: bool = False,
     checkpoint: str | None = None,
+    float8: str | None = None,
     batch_dim: int | None = None,
     name: str | None = None,
     profile: MachineProfile | str = "local",
@@ -48,24 +52,23 @@ def trace_model(
 ) -> OpGraph:
     """Trace one training step of `model` once, for every batch size.
 
-    `batch` is what the model is called with: a tensor, a tuple or a mapping of tensors, or a
-    DataLoader or Dataset that gives one; `loss` is called with (output, batch), or with (output,
-    targets) where the batch holds what ``forward()`` does not take, and defaults to the model's
-    ``training_step(batch, batch_idx)``, else ``output.loss``, else the mean of the floating
-    outputs; of a list of models it is step(models, batch). With `measure`, distinct ops are also
-    timed on this machine, which `profile` describes; timings are kept in the user's store.
+    `batch` is what the model is called with: tensors, or a DataLoader or Dataset that gives them;
+    `loss` is called with (output, batch), or with (output, targets) where the batch holds what
+    ``forward()`` does not take, and defaults to the model's ``training_step(batch, batch_idx)``,
+    else ``output.loss``, else the mean of the floating outputs; of a list of models it is
+    step(models, batch). With `measure`, the distinct ops of the step are timed on this machine,
+    that of `profile`, and kept in the user's store.
 
     The optimizer is one of torch.optim or its name. The step is eager unless `compiled`: as
-    `torch.compile` fuses it, or as its ``mode="reduce-overhead"`` replays it ("cuda-graphs"); by
-    default as `model` is. `channels_last` lays images and filters out as
-    ``.to(memory_format=torch.channels_last)`` does, `grad_scaler` adds what a
-    ``torch.amp.GradScaler`` does to gradients, `clip_grad_norm` what
-    ``torch.nn.utils.clip_grad_norm_`` does. `checkpoint` computes repeated blocks again in the
-    backward pass: "full", "selective:2" (every second one) or "selective:op" (all but attention and
-    every other product). Raises ModelError, TraceError, ProbeError.
+    `torch.compile` fuses it, in each repeated block alone ("blocks"), or replayed as CUDA graphs
+    ("cuda-graphs"); by default as `model` is. `channels_last` lays images and filters out so,
+    `grad_scaler` adds a ``torch.amp.GradScaler``, `clip_grad_norm` ``clip_grad_norm_``.
+    `checkpoint` computes repeated blocks again in the backward pass: "full", "selective:2" (every
+    second one) or "selective:op" (all but attention and every other matmul). `float8` has the
+    linear layers of a compiled model in float8, scaled as torchao does: "tensorwise" or "rowwise".
+    Raises ModelError, TraceError, ProbeError.
     """
     from estimator.graph.checkpointing import checkpointed
-    from estimator.graph.fusion import compile_graph
     from estimator.graph.trace import trace_graph
 
     model, loss, compiled = _as_module(model, loss, compiled)
@@ -82,16 +85,30 @@ def trace_model(
             batch_dim=batch_dim,
             name=name,
         )
-    more: Any = {"clip_grad_norm": clip_grad_norm, "checkpoint": checkpoint}
-    graph = replace(graph, grad_scaler=grad_scaler, **more)
-    if compiled:
-        return compile_graph(graph, "compiled" if compiled is True else compiled)
+    graph = replace(
+        graph, grad_scaler=grad_scaler, clip_grad_norm=clip_grad_norm, checkpoint=checkpoint
+    )
+    graph = _compiled(graph, compiled, float8)
     return with_timings(graph, profile, report=report) if measure else graph
 
 
+def _compiled(
+    graph: OpGraph, compiled: bool | Literal["cuda-graphs", "blocks"] | None, float8: str | None
+) -> OpGraph:
+    if compiled:
+        from estimator.graph.fusion import compile_graph
+
+        graph = compile_graph(graph, _EXECUTIONS.get(compiled, compiled))  # type: ignore[arg-type]
+    if float8 is None:
+        return graph
+    from estimator.graph.float8 import with_float8
+
+    return with_float8(graph, float8)
+
+
 def _as_module(
-    model: Any, loss: Any, compiled: bool | Literal["cuda-graphs"] | None
-) -> tuple[Any, Any, bool | Literal["cuda-graphs"] | None]:
+    model: Any, loss: Any, compiled: bool | Literal["cuda-graphs", "blocks"] | None
+) -> tuple[Any, Any, bool | Literal["cuda-graphs", "blocks"] | None]:
     """One module, its loss, and how its step is run."""
     from estimator.graph.phases import as_phases
 
@@ -176,32 +193,20 @@ def estimate(
         graph = model_or_graph
     else:
         graph = _traced_for(placement.kinds[0].profile.kind, model_or_graph, batch, parsed)
+    asked: dict[str, Any] = {
+        "global_batch": global_batch,
+        "accumulation_steps": accumulation_steps,
+        "strategy": parsed,
+        "cluster": described,
+        "calibration": calibration,
+        "profile": profile,
+        "loader": fed,
+    }
     if global_batch is not None and batch_per_gpu is None:
-        from estimator.balance import balance
+        from estimator.tables.balance import balance
 
-        return balance(
-            graph,
-            placement,
-            global_batch=global_batch,
-            accumulation_steps=accumulation_steps,
-            strategy=parsed,
-            cluster=described,
-            calibration=calibration,
-            profile=profile,
-            loader=fed,
-        ).answer
-    return estimate_graph(
-        graph,
-        placement,
-        batch_per_gpu=batch_per_gpu,
-        global_batch=global_batch,
-        accumulation_steps=accumulation_steps,
-        strategy=parsed,
-        cluster=described,
-        calibration=calibration,
-        profile=profile,
-        loader=fed,
-    )
+        return balance(graph, placement, **asked).answer
+    return estimate_graph(graph, placement, batch_per_gpu=batch_per_gpu, **asked)
 
 
 def prepare(

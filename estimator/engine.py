@@ -27,7 +27,6 @@ from estimator.estimates import (
 )
 from estimator.graph.content import job_content
 from estimator.graph.op_graph import OpGraph
-from estimator.loader import Loader
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
@@ -48,6 +47,7 @@ from estimator.timeline.ranks import StepShape
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import Groups
 from estimator.workload import MOST_ACCUMULATION, MOST_GLOBAL_BATCH, Strategy, check_count
+from estimator.workload.loader import Loader
 
 # Compiled programs of some thousand (graph, machine, batch) and what their estimates share.
 CACHE_BYTES = 512 << 20

@@ -84,12 +84,18 @@ class StoreError(EstimatorError, OSError):
 
 
 def cause(error: BaseException) -> str:
-    """What an exception says, without the number and the path that Python puts around it.
+    """What an exception of reading a file says, in the words of the file rather than of Python.
 
     >>> cause(FileNotFoundError(2, "No such file or directory", "a.db"))
     'No such file or directory'
     """
-    return printable(getattr(error, "strerror", None) or str(error))
+    if isinstance(error, (TypeError, AttributeError)):
+        return "a value is of another kind than it should be"
+    if isinstance(error, KeyError):
+        return f"it lacks {quoted(error.args[0])}"
+    if "to unpack" in str(error):
+        return "a list is longer or shorter than it should be"
+    return printable(" ".join((getattr(error, "strerror", None) or str(error)).split()))
 
 
 def quoted(value: object) -> str:

@@ -13,7 +13,6 @@ from estimator.accuracy import Z_80
 from estimator.elementwise import exp, maximum, sqrt, where
 from estimator.errors import WorkloadError
 from estimator.graph.memory import PeakMemory
-from estimator.loader import Loader
 from estimator.machines.device_memory import DeviceMemory
 from estimator.machines.typical import is_known_by_datasheet
 from estimator.placement.allocation import Allocation
@@ -26,6 +25,7 @@ from estimator.timeline.ranks import LaneCosts, RankKind
 from estimator.timeline.spans import Timeline
 from estimator.timeline.step import Breakdown
 from estimator.units import format_count, format_interval, format_ratio
+from estimator.workload.loader import Loader
 
 Value = TypeVar("Value")
 
@@ -95,7 +95,7 @@ class Estimate:
     @property
     def loader(self) -> Loader | None:
         """What feeds the ranks, None where batches are taken to be on the device."""
-        return self.plan.members.table.shape.loader
+        return self._told("loader", lambda self: self.plan.members.table.shape.loader)
 
     @property
     def device_memory(self) -> DeviceMemory:
@@ -173,6 +173,7 @@ class PlanFacts:
     device_memory: DeviceMemory
     spare_memory_bytes: int
     mode: str
+    loader: Loader | None
     assumptions: tuple[str, ...]
     provenance: tuple[tuple[str, str, float, float | None], ...]
 

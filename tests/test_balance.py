@@ -13,12 +13,12 @@ from hypothesis import strategies as some
 from estimator import engine, workload
 from estimator.advise.scaling import scaling_of
 from estimator.api import estimate
-from estimator.balance import Balance, balance
 from estimator.engine import estimate_graph
 from estimator.errors import WorkloadError
 from estimator.machines.profile import MachineProfile
 from estimator.placement.topology import Cluster, Node, Switch
 from estimator.tables import estimate_many
+from estimator.tables.balance import Balance, balance
 from tests.synthetic import Machine, perceptron
 
 GRAPH = perceptron([256, 512, 256], batch=64)

@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hostile_inputs import whole_profile
+from harmless_inputs import whole_profile
 from hostile_values import damaged_values
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -23,6 +24,7 @@ from robustness import report, run_inputs
 from torch import nn
 
 import estimator
+from estimator.advise.sweeps import expand_pattern
 from estimator.errors import (
     AllocationError,
     EstimatorError,
@@ -43,6 +45,7 @@ from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster, expand_hosts
 from estimator.probe.imports.files import read_imports, recognise
 from estimator.workload import Strategy
+from estimator.workload.loader import Loader
 from tests.synthetic import perceptron
 
 Command = Callable[..., Any]
@@ -99,6 +102,47 @@ def test_a_probed_call_with_arguments_of_another_operator_is_refused_when_used()
     profile = MachineProfile.from_dict(values)
     with pytest.raises(ProfileError, match="arguments that it cannot have"):
         estimator.estimate(perceptron([64] * 3), "1x1:local", profile=profile)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"updates": ["sgd"]}, "updates.0: should be a table of names and values"),
+        ({"links": "fast"}, "links: should be a list"),
+        ({"name": 3}, "name: should be a text"),
+    ],
+)
+def test_what_a_profile_should_hold_is_said_in_words_of_the_file(
+    change: dict[str, Any], said: str
+) -> None:
+    values = json.loads(json.dumps(whole_profile().to_dict())) | change
+    with pytest.raises(ProfileError, match=re.escape(said)):
+        MachineProfile.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"values": 3}, "a value is of another kind than it should be"),
+        ({"ops": [[]]}, "a list is longer or shorter than it should be"),
+        ({"calls": [{}]}, "it lacks 'target'"),
+    ],
+)
+def test_how_a_graph_is_damaged_is_said_in_words_of_the_file(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "broken.graph"
+    perceptron([64] * 3, batch=8).save(path)
+    values = json.loads(gzip.decompress(path.read_bytes())) | change
+    path.write_bytes(gzip.compress(json.dumps(values).encode()))
+    with pytest.raises(GraphFileError, match=re.escape(f"is damaged ({said}")):
+        OpGraph.load(path)
+
+
+@pytest.mark.parametrize("text", ["workers=inf", "prefetch=²", "cores=" + "9" * 5000])
+def test_a_loader_counts_whole_numbers(text: str) -> None:
+    with pytest.raises(WorkloadError, match="is no whole number; write one such as 4"):
+        Loader.parse(text)
 
 
 @settings(max_examples=100, deadline=None)
@@ -220,6 +264,13 @@ def test_a_strategy_with_numbers_beyond_measure_is_refused(text: str) -> None:
 def test_an_allocation_with_digits_that_are_none_is_refused(text: str) -> None:
     with pytest.raises(AllocationError):
         Allocation.parse(text)
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "1.." + "9" * 5000, "8..1"])
+def test_a_pattern_that_counts_beyond_measure_is_refused(text: str) -> None:
+    with pytest.raises(AllocationError, match=r"counts from .*; write a range such as") as refused:
+        next(expand_pattern(f"{text}x1:local"))
+    assert len(str(refused.value)) < 300
 
 
 @pytest.mark.parametrize("option", ["--samples", "--tokens", "--batch", "--accumulation"])

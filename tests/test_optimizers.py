@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from estimator.errors import StrategyError
-from estimator.optimizers import (
+from estimator.workload.optimizers import (
     OPTIMIZERS,
     RULES,
     OptimizedTensor,

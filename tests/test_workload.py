@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from estimator.errors import StrategyError
-from estimator.optimizers import check_optimizer
-from estimator.precision import check_precision
 from estimator.workload import Strategy
+from estimator.workload.optimizers import check_optimizer
+from estimator.workload.precision import check_precision
 
 MIB = 1024 * 1024
 strategies = some.builds(

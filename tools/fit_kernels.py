@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from kernel_accuracy import Score, unseen_dies
-from kernel_fit import CACHE_SPEEDUP, START_S, fit_kernel_model
+from kernel_fit import CACHE_SPEEDUP, START_S, Fitted, fit_kernel_model
 from kernel_tables import SOURCES, read_op_tables
 from rich.console import Console
 from whole_models import (
@@ -40,21 +40,31 @@ from whole_models import (
 
 from estimator import load_profile
 from estimator.machines.files import shipped_data
+from estimator.timeline.chips import chip_of
+from estimator.timeline.kernel_model import MatmulModel, sustained_ratio
 
 # Families that no table measures: as far off as a plain share of a roofline usually is.
 UNMEASURED_ERROR = 0.3
 # What all kernels of a published step are off together, in standard deviations of the logarithm:
 # the median over the sources of `published_accuracy.py` (docs/accuracy.md).
-MODEL_ERROR = 0.2
-# Convolutions in fp32 without tensor cores, which no table times apart from other kernels: cuDNN
+MODEL_ERROR = 0.18
+# Convolutions in fp32 without tensor cores, which no table times apart from other kernels. cuDNN
 # runs 3 × 3 filters by Winograd's transform, 2.25 times fewer multiplications (Lavin and Gray,
-# 2016) of which some two thirds are gained, and gradients of filters as sums over all positions.
+# 2016) of which some two thirds are gained, and half of that backward, where gradients of filters
+# are sums over all positions; 3 × 3 × 3 filters as matrix products; others between the two.
 VECTOR_CONVOLUTIONS = {
+    "vector transformed.forward": [0.55, 1.5],
+    "vector transformed.backward": [0.75, 2.0],
     "vector dense.forward": [0.8, 1.5],
     "vector dense.backward": [0.9, 2.0],
+    "vector direct.forward": [1.0, 1.5],
+    "vector direct.backward": [1.0, 2.0],
     "vector pointwise.forward": [1.1, 1.2],
     "vector pointwise.backward": [1.2, 2.0],
 }
+# Torch's fused attention, FlashAttention-2, reaches 35 % of an H100 (Shah et al.: FlashAttention-3,
+# 2024); the tables' is TensorRT-LLM's, which uses that chip's own instructions.
+WAITING_MACHINE, WAITING_UTILISATION = "h100-sxm", 0.35
 KINDS = ("first", "dense", "pointwise", "grouped", "depthwise", "wide depthwise")
 PHASES = ("forward", "backward")
 
@@ -74,7 +84,7 @@ def shipped_kernel_model(sources: Sequence[str], folder: Path) -> dict[str, Any]
         "matmuls": _rounded(fitted.matmuls),
         "convolutions": convolutions | VECTOR_CONVOLUTIONS,
         "memory_bound": memory_bound,
-        "attention": _rounded(fitted.attention),
+        "attention": _rounded({**fitted.attention, "waiting_ratio": waiting_ratio(fitted)}),
         "errors": {
             **family_errors(unseen_dies(tables.rows)),
             "other": UNMEASURED_ERROR,
@@ -87,6 +97,13 @@ def shipped_kernel_model(sources: Sequence[str], folder: Path) -> dict[str, Any]
             "note": f"tools/fit_kernels.py on {', '.join(sources)}",
         },
     }
+
+
+def waiting_ratio(fitted: Fitted) -> float:
+    """What of the tables' attention a kernel reaches that waits for Hopper's tensor cores."""
+    chip = chip_of(load_profile(WAITING_MACHINE).devices[0], "bfloat16")
+    held = float(sustained_ratio(MatmulModel(**fitted.matmuls).sustained, chip))
+    return WAITING_UTILISATION / (fitted.attention["forward_ratio"] * held)
 
 
 def add_vision(model: dict[str, Any], design: Design) -> None:

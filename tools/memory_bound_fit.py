@@ -10,7 +10,7 @@ from kernel_tables import OpRow, device_of
 from numpy.typing import NDArray
 from sklearn.linear_model import HuberRegressor
 
-from estimator.timeline.kernel_model import memory_class
+from estimator.timeline.kernel_model import memory_classes
 
 Array = NDArray[np.float64]
 
@@ -154,7 +154,7 @@ def _hats(length: float) -> Array:
 
 def memory_key(row: OpRow) -> str:
     """Under which name the memory of a row's device is fitted."""
-    return row.die if row.die in OWN_MEMORY else memory_class(row.device)
+    return row.die if row.die in OWN_MEMORY else memory_classes(row.device)[0]
 
 
 def memory_bound_key(row: OpRow) -> str:

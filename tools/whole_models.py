@@ -57,9 +57,13 @@ CONVOLUTION_PRIORS = {
 }
 USUAL_PRIOR = (1.5, 1.0)
 PRIOR_STRENGTH = 0.03
-# A kernel computes at the peak at best, and streams at what the best kernels get of a memory.
-LEAST_FLOPS_MULTIPLE = 1.0
+# A convolution computes little faster than matmuls of its size, and a kernel streams at what the
+# best kernels get of a memory. Batch norm reads its image once for the statistics and once to
+# normalize it, and backward both the image and the gradient twice: 3 and 5 passes for the 2 and 3
+# that its tensors are.
+LEAST_FLOPS_MULTIPLE = 0.9
 LEAST_STREAM_MULTIPLE = 1.08
+LEAST_PASSES = {"batch_norm.forward": 3 / 2, "batch_norm.backward": 5 / 3}
 ITERATIONS = 25
 FLOOR = 0.02
 
@@ -152,10 +156,10 @@ class ModelTerms:
     ) -> Iterator[tuple[str, float]]:
         cost = features.cost
         if features.family == "convolution":
-            kind, rate = roofline.convolution(features)
+            kind, compute_s = roofline.convolution(features)
             suffix = "" if layout == "nchw" else ".channels last"
             name = f"{kind}.{phase_of(features)}{suffix}"
-            yield f"{name} flops", cost.flops / rate
+            yield f"{name} flops", compute_s
             yield f"{name} bytes", cost.moved_bytes / self._bytes_per_s
         elif features.family in PLAIN:
             yield "plain", cost.moved_bytes / self._bytes_per_s
@@ -286,7 +290,9 @@ def prior_of(name: str) -> tuple[float, float]:
 def _least(name: str) -> float:
     if name.endswith(" bytes"):  # on top of a convolution's flops
         return 0.0
-    return LEAST_FLOPS_MULTIPLE if name.endswith(" flops") else LEAST_STREAM_MULTIPLE
+    if name.endswith(" flops"):
+        return LEAST_FLOPS_MULTIPLE
+    return LEAST_STREAM_MULTIPLE * LEAST_PASSES.get(name, 1.0)
 
 
 def predicted_s(design: Design, found: Mapping[str, float]) -> Array:

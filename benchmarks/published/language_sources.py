@@ -14,7 +14,7 @@ from published.rows import NotMapped, NotQualified, PublishedRow
 from published.sources import Source, Workload
 
 # (width, heads, layers): scripts/train/yamls/pretrain of mosaicml/llm-foundry.
-_MPT = {
+MPT = {
     "125m": (768, 12, 12),
     "350m": (1024, 16, 24),
     "760m": (1536, 12, 24),
@@ -27,7 +27,7 @@ _MPT = {
 }
 # Settings of `Decoder`: Touvron et al., LLaMA (2023), table 2; Llama 2 (2023), Code Llama (2023)
 # for 34B; Llama 3 (2024), table 3.
-_LLAMA: Mapping[str, Mapping[str, int]] = {
+LLAMA: Mapping[str, Mapping[str, int]] = {
     "llama-7b": {"width": 4096, "heads": 32, "layers": 32, "hidden": 11008, "key_heads": 32},
     "llama-13b": {"width": 5120, "heads": 40, "layers": 40, "hidden": 13824, "key_heads": 40},
     "llama-34b": {"width": 8192, "heads": 64, "layers": 48, "hidden": 22016, "key_heads": 8},
@@ -162,9 +162,9 @@ def _gpt_size(row: PublishedRow, generation: str, size: str) -> tuple[int, int, 
 def _llm_foundry(row: PublishedRow) -> Workload:
     """MPT with learned positions and biases (as their parameter counts say), flash attention."""
     size = row.step.model.lower().removeprefix("mpt-")
-    if size not in _MPT:
+    if size not in MPT:
         raise NotMapped(f"no builder for the model {row.step.model}")
-    width, heads, layers = _MPT[size]
+    width, heads, layers = MPT[size]
     recomputed = row.notes.get("act_ckpt") == "True"
     if row.notes.get("act_offload") == "True":
         raise NotMapped("its activations are offloaded to the CPU, which the engine does not model")
@@ -203,7 +203,7 @@ def llama(name: str, length: int, recompute: str) -> ModelSpec:
         tied=False,
         wide_loss=True,
         recompute_every=_RECOMPUTED[recompute],
-        **_LLAMA[name],
+        **LLAMA[name],
     )
 
 
@@ -233,7 +233,7 @@ def _llama_name(model: str) -> str:
     found = re.search(r"llama(?:[- ](\d)(?:\.\d)?)?[- ](\d+)b", model, re.IGNORECASE)
     generation = "llama-3" if found and found[1] == "3" else "llama"
     name = f"{generation}-{found[2]}b" if found else ""
-    if name not in _LLAMA:
+    if name not in LLAMA:
         raise NotMapped(f"no builder for the model {model}")
     return name
 
@@ -248,6 +248,7 @@ def _torchtitan(row: PublishedRow) -> Workload:
         network="infiniband",
         network_bit_per_s=8 * 400e9,
         memory_bytes_per_s=2.4e12 if odd else None,
+        power_w=500.0 if "500W" in row.step.gpu else None,
         source="columns gpu and interconnect",
     )
     return Workload(

@@ -61,13 +61,16 @@ _OTHER_LATENCY_S = 2e-5
 class Setting:
     """What a source says, or leads one to assume, of its machines beside the GPU's name.
 
-    `network_bit_per_s` is the line rate of a node, each way; `source` says where that is from.
+    `network_bit_per_s` is the line rate of a node, each way, of which collectives get the usual
+    share if not `network_ratio`; `source` says where that is from. `power_w` is a GPU's limit.
     """
 
     machine: str | None = None
     network: LinkKind = "tcp"
     network_bit_per_s: float | None = None
+    network_ratio: float | None = None
     memory_bytes_per_s: float | None = None
+    power_w: float | None = None
     source: str = ""
 
 
@@ -85,15 +88,18 @@ def machine_of(row: PublishedRow, setting: Setting | None) -> MachineProfile:
     name = (
         setting.machine if setting is not None and setting.machine else machine_name(row.step.gpu)
     )
-    return _variant(name, setting, max(row.step.node_sizes))
+    return variant(name, setting, max(row.step.node_sizes))
 
 
 @lru_cache(maxsize=256)
-def _variant(name: str, setting: Setting | None, most: int) -> MachineProfile:
+def variant(name: str, setting: Setting | None, most: int = 1) -> MachineProfile:
+    """A machine of the catalogue in a source's setting, with at least `most` devices."""
     profile = load_profile(name)
     first = profile.devices[0]
     if setting is not None and setting.memory_bytes_per_s is not None:
         first = replace(first, memory_bandwidth_bytes_per_s=setting.memory_bytes_per_s)
+    if setting is not None and setting.power_w is not None:
+        first = replace(first, details={**first.details, "power_w": setting.power_w})
     devices = max(most, len(profile.devices))
     if first is not profile.devices[0] or devices != len(profile.devices):
         alike = tuple(replace(first, index=index) for index in range(devices))
@@ -105,6 +111,7 @@ def _variant(name: str, setting: Setting | None, most: int) -> MachineProfile:
         locality="rack",
         latency_s=_LATENCY_S.get(setting.network, _OTHER_LATENCY_S),
         bandwidth_bytes_per_s=setting.network_bit_per_s / 8,
+        achieved_ratio=setting.network_ratio,
         provenance=Provenance(source="datasheet", note=setting.source),
     )
     return replace(profile, network=(link,))

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from estimator.errors import TrainingError
-from estimator.optimizers import check_optimizer
 from estimator.placement.allocation import Allocation
 from estimator.probe.training import Training, time_steps, transformers_modules
 from estimator.workload import Strategy
+from estimator.workload.optimizers import check_optimizer
 
 from . import slow
 from .launch import place

@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 
 from estimator.errors import WorkloadError
 from estimator.estimates import Estimate
-from estimator.graph.memory_curve import LiveTensor, MemoryCurve, by_module, live_tensors
+from estimator.graph.memory_curve import (
+    LiveTensor,
+    MemoryCurve,
+    by_module,
+    live_tensors,
+    tensors_of,
+)
 from estimator.graph.memory_curve import memory_curve as curve_of
 from estimator.graph.shard_play import Reduction
 from estimator.timeline.ranks import RankKind
@@ -22,15 +28,20 @@ _MOST_LISTED = 1000
 class MemoryReport:
     """The memory of the rank of an estimate that needs most: over its step, and at the peak.
 
-    `time_s` is when each op of a micro-batch ends, the update last. `tensors` are those alive at
-    the peak, the largest first; `peak_op` and `peak_module` name the op there ("update" for it).
+    `time_s` is when each op of a micro-batch ends, the update last. `every_tensor` are those of the
+    step; `peak_op` and `peak_module` name the op at the peak ("update" for it).
     """
 
     answer: Estimate
     curve: MemoryCurve
     time_s: NDArray[np.float64]
-    tensors: tuple[LiveTensor, ...]
+    every_tensor: tuple[LiveTensor, ...]
     device_bytes: int
+
+    @property
+    def tensors(self) -> tuple[LiveTensor, ...]:
+        """Those alive at the peak, the largest first."""
+        return live_tensors(self.every_tensor, self.curve.peak_at)
 
     @property
     def peak_op(self) -> str:
@@ -101,7 +112,7 @@ def memory_of(answer: Estimate) -> MemoryReport:
         answer=answer,
         curve=curve,
         time_s=_end_s(kind, plan.share),
-        tensors=live_tensors(program.bound, curve.peak_at),
+        every_tensor=tensors_of(program.bound),
         device_bytes=kind.device.usable_bytes,
     )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.advise.swap_updates import Updates, UpdateSlice, update_slices
 from estimator.errors import ProfileError, WorkloadError
 from estimator.estimates import Estimate
 from estimator.graph.memory import StorageSizes
@@ -17,8 +19,8 @@ from estimator.graph.ops import Op
 from estimator.graph.optimizer_memory import block_bytes, rounded_bytes, trained_tensors
 from estimator.graph.structure import GraphStructure
 from estimator.machines.profile import Link, LinkKind, MachineProfile
-from estimator.optimizers import state_sizes
 from estimator.timeline.program import StepProgram
+from estimator.workload.optimizers import state_sizes
 
 Array = NDArray[np.float64]
 Sizes = NDArray[np.int64]
@@ -26,6 +28,10 @@ TensorKind = Literal["parameter", "gradient", "state", "activation"]
 
 # What draws random numbers gives others when it runs again.
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential")
+
+AT_THE_END = Updates()
+# They take norms or products of a whole parameter.
+_BY_TENSOR = ("lamb", "muon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +66,8 @@ class SwapProblem:
     Op i takes `op_s[i]`, holds `workspace_bytes[i]` beside its tensors and reads and writes the
     tensors with these numbers. `repeatable` says which ops may run again. `fixed_bytes` is what no
     plan moves; `d2h` and `h2d` are the host link, one transfer at a time in each direction. Op i is
-    the graph's op `order[i]`, -1 for the update of one parameter.
+    the graph's op `order[i]`, -1 for the update of one parameter or slice. `plain_bytes` is the
+    peak of the step with its updates at the end, where here they are elsewhere.
     """
 
     op_s: Array
@@ -74,6 +81,7 @@ class SwapProblem:
     h2d: Link
     order: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    plain_bytes: int | None = None
     _known: dict[str, Sizes] = field(default_factory=dict, repr=False)
 
     @property
@@ -98,8 +106,8 @@ class SwapProblem:
 
     @property
     def vanilla_bytes(self) -> int:
-        """The peak without a plan."""
-        return int(self.levels().max())
+        """The peak of the step as torch runs it, without a plan."""
+        return int(self.levels().max()) if self.plain_bytes is None else self.plain_bytes
 
     def born_bytes(self) -> Sizes:
         """What each op allocates of its own: its results and workspace."""
@@ -116,16 +124,14 @@ def swap_problem(
     *,
     d2h: Link | None = None,
     h2d: Link | None = None,
-    early_updates: bool = False,
+    updates: Updates = AT_THE_END,
     fused_updates: bool = True,
 ) -> SwapProblem:
     """The step of an estimate for one rank with one micro-batch.
 
-    Every parameter is updated by itself, which then releases its gradient: at the end of the step
-    or, with `early_updates`, as soon as the gradient is final, which is possible where nothing
-    (clipping, a gradient scaler, another rank) needs all gradients first. On a GPU
-    `fused_updates` are those of torch's fused optimizers, which hold no temporaries. Links default
-    to those of the machine. Raises WorkloadError, ProfileError.
+    Every parameter is updated by itself, which then releases its gradient; `updates` say when. On a
+    GPU `fused_updates` are those of torch's fused optimizers, which hold no temporaries. Links
+    default to those of the machine. Raises WorkloadError, ProfileError.
     """
     plan = answer.plan
     if answer.ranks > 1 or answer.accumulation_steps > 1:
@@ -134,19 +140,28 @@ def swap_problem(
             f"ranks and {answer.accumulation_steps} micro-batches; ask for 1x1 of the machine"
         )
     kind = plan.kinds[0]
-    if early_updates and kind.program.bound.graph.grad_scaler:
+    if updates.sub_group_bytes is not None and answer.optimizer in _BY_TENSOR:
         raise WorkloadError(
-            "a gradient scaler checks all gradients before the update; leave out early updates"
+            f"{answer.optimizer} updates whole tensors, found sub-groups of "
+            f"{updates.sub_group_bytes} bytes; leave out sub_group_bytes"
+        )
+    if updates.place != "end" and kind.program.bound.graph.grad_scaler:
+        raise WorkloadError(
+            "a gradient scaler checks all gradients before the update; update at the end"
         )
     profile = kind.program.profile
-    return _Builder(
+    build = partial(
+        _Builder,
         kind.program,
         update_s=kind.update.update_s(plan.share),
         d2h=d2h or host_link(profile, "d2h"),
         h2d=h2d or host_link(profile, "h2d"),
-        early=early_updates,
         fused=fused_updates and kind.program.bound.graph.target == "cuda",
-    ).problem()
+    )
+    plain = build(updates=AT_THE_END).problem()
+    if updates == AT_THE_END:
+        return plain
+    return replace(build(updates=updates).problem(), plain_bytes=plain.vanilla_bytes)
 
 
 def host_link(profile: MachineProfile, kind: LinkKind) -> Link:
@@ -170,7 +185,7 @@ class _Builder:
         update_s: float,
         d2h: Link,
         h2d: Link,
-        early: bool,
+        updates: Updates,
         fused: bool,
     ) -> None:
         self.bound: BoundGraph = program.bound
@@ -181,40 +196,35 @@ class _Builder:
         ends_s = program.lanes.ends_s(0)
         self.op_s = np.diff(ends_s, prepend=0.0)
         self.update_s = update_s
-        self.order = self._order(early)
         self.fused = fused
+        self.parameter_of = self._parameter_of()
+        slices = update_slices(self.structure, self.parameter_of, ends_s, updates)
+        self.order = self._order(slices)
 
-    def _order(self, early: bool) -> list[tuple[int, int]]:
-        """(op of the graph, -1) and (-1, trained parameter), in the order in which they run."""
-        ops = len(self.graph.ops)
-        after: dict[int, list[int]] = {}
-        for number, parameter in enumerate(self.graph.parameters):
-            if parameter.gradient is None:
-                continue
-            ready = parameter.ready_after if early else None
-            after.setdefault(ops - 1 if ready is None else ready, []).append(number)
-        found: list[tuple[int, int]] = []
-        for op in range(ops):
-            found.append((op, -1))
-            found += [(-1, number) for number in after.get(op, [])]
+    def _order(self, slices: Sequence[UpdateSlice]) -> list[tuple[int, UpdateSlice | None]]:
+        """(op of the graph, None) and (-1, slice to update), in the order in which they run."""
+        after: dict[int, list[UpdateSlice]] = {}
+        for each in slices:
+            after.setdefault(each.after, []).append(each)
+        found: list[tuple[int, UpdateSlice | None]] = []
+        for op in range(len(self.graph.ops)):
+            found.append((op, None))
+            found += [(-1, each) for each in after.get(op, [])]
         return found
 
     def problem(self) -> SwapProblem:
         graph, order = self.graph, self.order
         place = {op: index for index, (op, _) in enumerate(order) if op >= 0}
-        update = {number: index for index, (_, number) in enumerate(order) if number >= 0}
-        block = block_bytes(graph)
-        size_of = [rounded_bytes(p.spec.nbytes, block) for p in graph.parameters]
-        trained = sum(size_of[number] for number in update) or 1
+        trained = sum(each.size_bytes for _, each in order if each) or 1
         op_s = [
-            self.op_s[op] if op >= 0 else self.update_s * size_of[number] / trained
-            for op, number in order
+            self.update_s * each.size_bytes / trained if each else self.op_s[op]
+            for op, each in order
         ]
         workspace = [
-            int(self.sizes.workspaces[op]) if op >= 0 else self._temporary(size_of[number])
-            for op, number in order
+            self._temporary(each.size_bytes) if each else int(self.sizes.workspaces[op])
+            for op, each in order
         ]
-        tensors = self._tensors(place, update, size_of)
+        tensors = self._tensors(place)
         reads: list[list[int]] = [[] for _ in order]
         writes: list[list[int]] = [[] for _ in order]
         for tensor in tensors:
@@ -242,8 +252,8 @@ class _Builder:
             h2d=h2d,
             order=tuple(op for op, _ in order),
             names=tuple(
-                graph.ops[op].name if op >= 0 else f"update {graph.parameters[number].name}"
-                for op, number in order
+                f"update {graph.parameters[each.parameter].name}" if each else graph.ops[op].name
+                for op, each in order
             ),
         )
 
@@ -253,77 +263,81 @@ class _Builder:
             return 0
         return size_bytes if self.graph.target == "cuda" else 2 * size_bytes
 
-    def _tensors(
-        self, place: dict[int, int], update: dict[int, int], size_of: Sequence[int]
-    ) -> list[PlannedTensor]:
-        structure, graph, end = self.structure, self.graph, len(self.order)
-        self.touched = accesses, _ = self._touched(place)
-        number_of = structure.storage_of
-        parameter_of = self._parameter_of()
+    def _tensors(self, place: dict[int, int]) -> list[PlannedTensor]:
+        structure, graph = self.structure, self.graph
+        self.touched = self._touched(place)
+        updates: dict[int, list[tuple[int, int]]] = {}
+        for index, (_, each) in enumerate(self.order):
+            if each:
+                updates.setdefault(each.parameter, []).append((index, each.size_bytes))
+        found = self._standing(updates)
         gradient_of = {
-            int(number_of[p.gradient]): number
+            int(structure.storage_of[p.gradient]): number
             for number, p in enumerate(graph.parameters)
             if p.gradient is not None
         }
-        found: list[PlannedTensor] = []
-
-        def add(kind: TensorKind, size: int, born: int, dies: int, **more: object) -> None:
-            if size:
-                number = len(found)
-                found.append(
-                    PlannedTensor(
-                        number=number,
-                        kind=kind,
-                        size_bytes=size,
-                        born=born,
-                        dies=dies,
-                        **more,  # type: ignore[arg-type]
-                    )
-                )
-
-        tensors = iter(trained_tensors(graph))
-        seen: set[int] = set()
-        for storage, number in parameter_of.items():
-            seen.add(number)
-            own = [update[number]] if number in update else []
-            touched = tuple(sorted({*accesses.get(storage, []), *own}))
-            name = graph.parameters[number].name
-            root = structure.storages[storage].root
-            more = {"accesses": touched, "writers": tuple(own), "name": name, "value": root}
-            add("parameter", size_of[number], -1, end, **more)
-        for number, parameter in enumerate(graph.parameters):
-            own = [update[number]] if number in update else []
-            more = {"accesses": tuple(own), "writers": tuple(own), "name": parameter.name}
-            if number not in seen:
-                add("parameter", size_of[number], -1, end, **more)
-            if own:
-                for size in state_sizes(graph.optimizer, next(tensors)):
-                    add("state", size, -1, end, **more)
         for storage in (*self.sizes.gradients.tolist(), *self.sizes.activations.tolist()):
             if not self.sizes.size_bytes[storage]:
                 continue
             of = gradient_of.get(storage)
-            made = self._made(len(found), storage, place, None if of is None else update[of])
+            own = [] if of is None else [index for index, _ in updates[of]]
+            made = self._made(len(found), storage, place, own)
             if of is not None:
                 made = replace(made, kind="gradient", name=graph.parameters[of].name)
             found.append(made)
         return found
 
+    def _standing(self, updates: dict[int, list[tuple[int, int]]]) -> list[PlannedTensor]:
+        """Parameters, and what the optimizer keeps of each slice of them."""
+        structure, graph, block = self.structure, self.graph, block_bytes(self.graph)
+        storage_of = {number: storage for storage, number in self.parameter_of.items()}
+        trained = iter(trained_tensors(graph))
+        found: list[PlannedTensor] = []
+        for number, parameter in enumerate(graph.parameters):
+            size = rounded_bytes(parameter.spec.nbytes, block)
+            storage, own = storage_of.get(number), updates.get(number, [])
+            held = partial(PlannedTensor, born=-1, dies=len(self.order), name=parameter.name)
+            touched = [] if storage is None else self.touched[0].get(storage, [])
+            at = tuple(index for index, _ in own)
+            sizes = state_sizes(graph.optimizer, next(trained)) if own else ()
+            if not size:
+                continue
+            found.append(
+                held(
+                    number=len(found),
+                    kind="parameter",
+                    size_bytes=size,
+                    accesses=tuple(sorted({*touched, *at})),
+                    writers=at,
+                    value=-1 if storage is None else structure.storages[storage].root,
+                )
+            )
+            for index, part in own:
+                for state in sizes:
+                    found.append(
+                        held(
+                            number=len(found),
+                            kind="state",
+                            size_bytes=-(-state * part // size),
+                            accesses=(index,),
+                            writers=(index,),
+                        )
+                    )
+        return found
+
     def _made(
-        self, number: int, storage: int, place: dict[int, int], update: int | None
+        self, number: int, storage: int, place: dict[int, int], updates: Sequence[int]
     ) -> PlannedTensor:
-        """What an op of the step makes; a gradient is read last by the update of its parameter."""
+        """What an op of the step makes; a gradient is read last by updates of its parameter."""
         structure, (accesses, writers) = self.structure, self.touched
         born, dies = place[int(structure.born[storage])], int(structure.dies[storage])
-        touched = {born, *accesses.get(storage, [])}
-        if update is not None:
-            touched.add(update)
+        touched = {born, *accesses.get(storage, []), *updates}
         return PlannedTensor(
             number=number,
             kind="activation",
             size_bytes=int(self.sizes.size_bytes[storage]),
             born=born,
-            dies=place.get(dies, len(self.order)) if update is None else update,
+            dies=updates[-1] if updates else place.get(dies, len(self.order)),
             accesses=tuple(sorted(touched)),
             writers=tuple(sorted({born, *writers.get(storage, [])})),
             value=structure.storages[storage].root,

@@ -37,7 +37,7 @@ _SMALLEST_RATIO = 1e-4
 # Seconds that a second of a copy beside computing counts: of two that cost nothing, the shorter.
 _HIDDEN = 0.01
 # How much longer copies are taken to be when tensors are chosen: different drafts are tried.
-_CAUTIONS = (1.5, 4.0)
+_CAUTIONS = (1.0, 1.5, 4.0)
 _MOST_DROPS = 20
 _MOST_EXCHANGES = 16
 

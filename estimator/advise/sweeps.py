@@ -11,13 +11,20 @@ from itertools import product
 from typing import Any, Protocol
 
 from estimator.advise.scaling import linear_step_s
-from estimator.errors import AllocationError, EstimatorError, StrategyError, WorkloadError
+from estimator.errors import (
+    AllocationError,
+    EstimatorError,
+    StrategyError,
+    WorkloadError,
+    quoted,
+)
 from estimator.estimates import Estimate
 
 _RANGE = r"\d+(?:\.\.\d+)?"
 _COUNTS = rf"({_RANGE}(?:,{_RANGE})*)"
-_PATTERN = re.compile(rf"{_COUNTS}x{_COUNTS}:([A-Za-z0-9][\w.\-]*)")
+_PATTERN = re.compile(rf"{_COUNTS}x{_COUNTS}:([A-Za-z0-9][\w.\-]*(?:@[\w.]+)?)")
 _MOST_ROWS = 100_000
+_MOST_DIGITS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +80,8 @@ def expand_pattern(pattern: str) -> Iterator[str]:
         rows *= len(nodes) * len(devices)
         if rows > _MOST_ROWS:
             raise AllocationError(
-                f"'{pattern}' names more than {_MOST_ROWS} allocations; write narrower ranges or "
-                "call estimate_many"
+                f"{quoted(pattern)} names more than {_MOST_ROWS} allocations; write narrower "
+                "ranges or call estimate_many"
             )
         choices.append([f"{n}x{d}:{machine}" for n in nodes for d in devices])
     for parts in product(*choices):
@@ -86,11 +93,13 @@ def _counts(text: str, pattern: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("..")
-        low, high = (0, -1) if max(len(first), len(last)) > 7 else (int(first), int(last or first))
+        last = last or first
+        is_long = max(len(first), len(last)) > _MOST_DIGITS
+        low, high = (0, -1) if is_long else (int(first), int(last))
         if high < low or len(found) + high - low >= _MOST_ROWS:
             raise AllocationError(
-                f"'{pattern}' counts from {first} to {last or first}; write a range such as 1..8, "
-                f"of at most {_MOST_ROWS} numbers"
+                f"{quoted(pattern)} counts from {first[:_MOST_DIGITS]} to {last[:_MOST_DIGITS]}; "
+                f"write a range such as 1..8, of at most {_MOST_ROWS} numbers"
             )
         found += range(low, high + 1)
     return list(dict.fromkeys(found))

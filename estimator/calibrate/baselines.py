@@ -8,6 +8,7 @@ servers) and seconds per update, whichever worker it comes from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -136,8 +137,11 @@ class PolluxRegressor:
     _LOWEST = (1e-8,) * 6 + (1.0,)
     _HIGHEST = (np.inf,) * 6 + (10.0,)
 
+    def __init__(self, starts: Sequence[ArrayLike] = _STARTS) -> None:
+        self.starts = starts
+
     def fit(self, X: ArrayLike, y: ArrayLike) -> PolluxRegressor:
-        """Fit the seven parameters."""
+        """Fit the seven parameters, from each of `starts`."""
         from scipy.optimize import minimize
 
         rows, times = _checked(_rows(X), y)
@@ -145,17 +149,27 @@ class PolluxRegressor:
         for index, value in self._unidentified(rows, times).items():
             lowest[index] = highest[index] = value
 
-        def loss(parameters: Array) -> float:
-            errors = np.log(self._step_s(parameters, rows)) - np.log(times)
+        def loss(parameters: Array) -> tuple[float, Array]:
+            steps, jacobian = self._step_s(parameters, rows)
+            errors = np.log(steps / times)
+            error = max(float(np.sqrt(np.mean(errors**2))), np.finfo(float).tiny)
+            gradient = (errors / steps) @ jacobian / (error * len(rows))
             _, _, alpha_n, beta_n, alpha_r, beta_r, gamma = parameters
             penalty = 1e-3 * (gamma - 1) ** 2
-            penalty += 1e-2 * ((beta_n / alpha_n) ** 2 + (beta_r / alpha_r) ** 2)
-            return float(np.sqrt(np.mean(errors**2)) + penalty)
+            gradient[6] += 2e-3 * (gamma - 1)
+            for place, ratio in ((2, beta_n / alpha_n), (4, beta_r / alpha_r)):
+                penalty += 1e-2 * ratio**2
+                gradient[place : place + 2] += (
+                    2e-2 * ratio * np.array([-ratio, 1]) / parameters[place]
+                )
+            return error + penalty, gradient
 
         bounds = list(zip(lowest, highest, strict=True))
         fits = [
-            minimize(loss, np.clip(start, lowest, highest), method="L-BFGS-B", bounds=bounds)
-            for start in self._STARTS
+            minimize(
+                loss, np.clip(start, lowest, highest), method="L-BFGS-B", bounds=bounds, jac=True
+            )
+            for start in self.starts
         ]
         parameters = np.asarray(min(fits, key=lambda fit: float(fit.fun)).x)
         if not (rows[:, NODES] > 1).any():
@@ -183,10 +197,11 @@ class PolluxRegressor:
 
     def predict(self, X: ArrayLike) -> Array:
         """Step times of rows, in seconds."""
-        return self._step_s(self.parameters_, _rows(X))
+        return self._step_s(self.parameters_, _rows(X))[0]
 
     @staticmethod
-    def _step_s(parameters: Array, rows: Array) -> Array:
+    def _step_s(parameters: Array, rows: Array) -> tuple[Array, Array]:
+        """Step times of rows, and their derivatives by the parameters, (rows, parameters)."""
         alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma = parameters
         gradient_s = alpha_c + beta_c * rows[:, BATCH]
         beyond = np.maximum(rows[:, RANKS] - 2, 0)
@@ -196,7 +211,24 @@ class PolluxRegressor:
         # The larger factored out, so that no power overflows.
         larger, smaller = np.maximum(gradient_s, sync_s), np.minimum(gradient_s, sync_s)
         both_s = larger * (1 + (smaller / larger) ** gamma) ** (1 / gamma)
-        return np.asarray((rows[:, ACCUMULATION] - 1) * gradient_s + both_s)
+        share_of_gradient = (gradient_s / both_s) ** gamma
+        share_of_sync = (sync_s / both_s) ** gamma
+        repeats = rows[:, ACCUMULATION] - 1
+        by_gradient = repeats + share_of_gradient * both_s / gradient_s
+        alone = rows[:, RANKS] == 1
+        by_sync = np.where(alone, 0.0, (sync_s / both_s) ** (gamma - 1))
+        log_sync = np.log(np.where(alone, both_s, sync_s) / both_s)
+        by_gamma = share_of_gradient * np.log(gradient_s / both_s) + share_of_sync * log_sync
+        columns = (
+            by_gradient,
+            by_gradient * rows[:, BATCH],
+            by_sync * across,
+            by_sync * across * beyond,
+            by_sync * ~across,
+            by_sync * ~across * beyond,
+            by_gamma * both_s / gamma,
+        )
+        return repeats * gradient_s + both_s, np.column_stack(columns)
 
 
 class OnesRegressor:

@@ -1,10 +1,7 @@
 """Fit corrections of the engine's predictions to observed steps of a workload.
 
-The regression sees the engine's compute and synchronisation and combines them by the performance
-model, whose overlap is not the engine's. The ratio of the engine's step to the model's prior
-prediction of it is therefore an offset of the regression, as in a generalised linear model:
-observed times are divided by it and predictions multiplied. Without observations the answer is then
-exactly the engine's; with many it converges to what was observed.
+The regression sees the engine's compute, synchronisation and whole step. Without observations the
+answer is exactly the engine's; with many it converges to what was observed.
 """
 
 from __future__ import annotations
@@ -16,26 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from estimator.accuracy import Z_80
-from estimator.calibrate.performance_model import (
-    NODES,
-    RANKS,
-    EngineTimes,
-    Reference,
-    evaluate_model,
-)
-from estimator.calibrate.priors import (
-    COMPUTE_CORRECTIONS,
-    PARAMETERS,
-    SYNC_CORRECTIONS,
-    WEAK_PRIORS,
-    Array,
-    LogNormalPrior,
-    Priors,
-)
+from estimator.calibrate.performance_model import NODES, RANKS, EngineTimes
+from estimator.calibrate.priors import ENGINE_PRIORS, PARAMETERS, Array, LogNormalPrior, Priors
 from estimator.calibrate.step_time_regressor import StepTimeRegressor
 from estimator.coefficients import JobContent, PredictedStep, StepQuestion
 
-ENGINE_PRIORS = WEAK_PRIORS.updated(**COMPUTE_CORRECTIONS, **SYNC_CORRECTIONS)
 # Correlation of a log parameter between jobs on the same machines, the between-group level of a
 # hierarchical model: they have the network in common whatever they compute, and the devices in
 # proportion to their likeness (`JobContent`), 1 for one model with another sequence length.
@@ -86,9 +68,8 @@ class StepCorrections:
         this job by its name alone.
         """
         rows, times = _rows(predicted), _engine_times(predicted)
-        scaled_s = np.array(step_times_s, dtype=float) / _offsets(predicted, rows, times)
         self.regressor_ = StepTimeRegressor(priors=_pooled_priors(self.content, others))
-        self.regressor_.fit(rows, scaled_s, weights, engine_times=times)
+        self.regressor_.fit(rows, step_times_s, weights, engine_times=times)
         self.rows_, self.by_name_ = rows, by_name
         self.distinct_rows_ = frozenset(map(tuple, rows.tolist()))
         return self
@@ -97,7 +78,7 @@ class StepCorrections:
         """The corrections of steps that the engine predicts."""
         rows, times = _rows(predicted), _engine_times(predicted)
         found = self.regressor_.prediction(rows, engine_times=times)
-        step_s = np.exp(found.log_step) * _offsets(predicted, rows, times)
+        step_s = np.exp(found.log_step)
         if not len(self.rows_):
             step_s = _within_engine_interval(step_s, predicted)
         model = found.model
@@ -199,11 +180,5 @@ def _engine_times(predicted: Sequence[PredictedStep]) -> EngineTimes:
     return EngineTimes(
         compute_s=np.array([step.compute_s for step in predicted], dtype=float),
         sync_s=np.array([step.sync_s for step in predicted], dtype=float),
+        step_s=np.array([step.step_s for step in predicted], dtype=float),
     )
-
-
-def _offsets(predicted: Sequence[PredictedStep], rows: Array, times: EngineTimes) -> Array:
-    """The engine's step over the performance model's at the medians of its priors."""
-    reference = Reference(compute_s=1.0, batch=1.0)
-    model = evaluate_model(ENGINE_PRIORS.log_medians(), rows, reference, times)
-    return np.array([step.step_s for step in predicted]) / np.exp(model.log_step)

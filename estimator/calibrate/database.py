@@ -168,7 +168,8 @@ class Database:
                 self._prepare(connection)
             except BaseException as error:
                 connection.close()
-                if is_new and _kind(error) in _NO_SPACE:
+                is_empty = store_files.size_of(self.path) == 0
+                if is_new and (is_empty or _kind(error) in _NO_SPACE):
                     store_files.remove(self.path)
                 raise
             file = store_files.file_at(self.path)

@@ -50,7 +50,7 @@ def observations_of(store: ObservationStore, model: str, precision: str) -> list
     for workload in (name, name.removeprefix("hf:"), function):
         if found := store.observations(workload=workload):
             return found
-    if found := [one for one in store if one.fingerprint is not None]:
+    if found := store.observations(of_known_content=True):
         return found
     known = ", ".join(store.workload_names()[:5])
     has = f"has {printable(known)}; name one of these" if known else "is empty"

@@ -5,6 +5,10 @@ Normalised conformal prediction: an interval's half-width is a quantile of the l
 few observations the quantile leans on a prior distribution of scores: a Student t distribution,
 heavier-tailed than the normal, like the errors on jobs that were never observed. Scores of steps
 with a similar share of synchronisation count most (localised conformal prediction, Guan 2023).
+
+Some machines scatter: the same step takes 20 to 50 % longer in one run than in another. How much
+one job does so is estimated first, as a variance on top of the predictive one (partial pooling:
+with few observations most jobs are taken to scatter little), under a Student t distribution.
 """
 
 from __future__ import annotations
@@ -27,6 +31,12 @@ _PRIOR_DEGREES_OF_FREEDOM = 6.0
 _PRIOR_SCALE = 0.70
 _PRIOR_COUNT = 18.0
 _PRIOR_POINTS = 200
+# Standard deviations of log step time that runs of a job may scatter by beyond what is predicted,
+# with an exponential prior of this mean, and the degrees of freedom of the errors.
+_SCATTER_SIGMAS = np.array([0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6])
+_SCATTER_MEAN, _SCATTER_DEGREES_OF_FREEDOM = 0.1, 6.0
+# How many pairs of runs of one step the usual noise counts for, beside those of the job.
+_USUAL_REPLICATES = 8.0
 # Shares of synchronisation at which quantiles are computed; the bandwidth of the Gaussian weights
 # of scores about each, and the weight of scores however far away. That is small: steps on a single
 # device say next to nothing of how steps vary that a network bounds.
@@ -37,6 +47,36 @@ _FLOOR_WEIGHT = 0.02
 # when a count or the batch lies beyond four times the observed range.
 _EXTRAPOLATION_SIGMA = 0.3
 _EXTRAPOLATION_FACTOR = 4.0
+
+
+def scatter_variance(errors: Array, variance: Array) -> float:
+    """The posterior mean of a job's variance beyond the predictive one, in units of scores.
+
+    `errors` are log(predicted / observed) of observations left out in turn.
+    """
+    freedom = _SCATTER_DEGREES_OF_FREEDOM
+    total = variance[:, None] * _PRIOR_SCALE**2 + _SCATTER_SIGMAS**2
+    log_t = (
+        -(freedom + 1) / 2 * np.log1p(errors[:, None] ** 2 / total / freedom) - np.log(total) / 2
+    )
+    log_posterior = log_t.sum(axis=0) - _SCATTER_SIGMAS / _SCATTER_MEAN
+    posterior = np.exp(log_posterior - log_posterior.max())
+    return float(posterior @ _SCATTER_SIGMAS**2 / posterior.sum() / _PRIOR_SCALE**2)
+
+
+def replicate_variance(
+    log_times: Array, weights: Array, row_of: NDArray[np.intp], usual: float
+) -> float:
+    """How much the variance between runs of one step exceeds the usual one: partial pooling.
+
+    `row_of` says which runs are of the same step; a run that is no outlier has the weight 1.
+    """
+    total = np.bincount(row_of, weights)
+    mean = np.bincount(row_of, weights * log_times) / total
+    squares = float(weights @ (log_times - mean[row_of]) ** 2)
+    freedom = float(np.maximum(total - 1, 0).sum())
+    pooled = (squares + _USUAL_REPLICATES * usual) / (freedom + _USUAL_REPLICATES)
+    return max(pooled - usual, 0.0)
 
 
 @cache

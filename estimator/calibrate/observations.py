@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, fields, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from estimator.calibrate.database import PATIENCE_S, Database
 from estimator.calibrate.observed import Observation, ObservedWorkload, placement_of
@@ -22,6 +22,8 @@ from estimator.machines.files import home
 __all__ = ["Observation", "ObservationStore", "ObservedWorkload"]
 
 logger = logging.getLogger(__name__)
+
+Read = TypeVar("Read")
 
 # Marks the file as ours ("Thru" in ASCII).
 _APPLICATION_ID = 0x54687275
@@ -144,12 +146,13 @@ class ObservationStore:
         source: str | None = None,
         since: datetime | None = None,
         added_after: int | None = None,
+        of_known_content: bool = False,
     ) -> list[Observation]:
         """What was observed, in the order of arrival, outliers with their `outlier_reason`.
 
         `since` is a time of observation; `added_after` a revision: what has come since it was read.
         `of_job` is a job by its content: also what was observed of its name where the content is
-        unknown, unless what is known contradicts that.
+        unknown, unless what is known contradicts that. `of_known_content` leaves out the latter.
         """
         named = None if of_job is None else of_job.name
         if of_job is not None and of_job.contradicts(self._known_by_name(of_job.name)):
@@ -163,6 +166,7 @@ class ObservationStore:
             "source = ?": source,
             "at >= ?": None if since is None else _time_text(since),
             "revision > ?": added_after,
+            "fingerprint IS NOT NULL": () if of_known_content else None,
         }
         chosen = {text: value for text, value in conditions.items() if value is not None}
         return self._database.read(lambda connection: _select(connection, chosen), [])
@@ -194,14 +198,12 @@ class ObservationStore:
         rows = self._database.read(
             lambda connection: connection.execute(query, values).fetchall(), none
         )
-        found = []
-        for row in rows:
+
+        def described(row: Sequence[Any]) -> ObservedWorkload:
             known = dict(zip(names, row, strict=True))
-            try:
-                found.append(ObservedWorkload(**known | {"fingerprint": row[-1] or None}))
-            except (ValueError, TypeError) as error:
-                _tell_left_out(quoted(row[0]), str(error))
-        return found
+            return ObservedWorkload(**known | {"fingerprint": row[-1] or None})
+
+        return _read_all(rows, described)
 
     def workload_names(self) -> list[str]:
         """The names of every workload observed or described."""
@@ -314,39 +316,50 @@ def _rows(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> list
     rows = connection.execute(
         f"SELECT {_COLUMNS} FROM observations WHERE {where} ORDER BY number", values
     )
-    return [one for one in map(_read, rows) if one is not None]
+    return _read_all(rows, _read)
 
 
-def _read(row: Sequence[Any]) -> Observation | None:
-    """The observation of a row, or None, said in the log, where it is none: altered or absurd.
+def _read_all(rows: Iterable[Sequence[Any]], read: Callable[[Sequence[Any]], Read]) -> list[Read]:
+    """What rows say, without those that were altered to say what cannot be, told in the log.
 
     One such row must not keep all others from being used.
     """
-    try:
-        return Observation(
-            identity=row[0],
-            at=datetime.fromisoformat(row[1]),
-            workload=row[2],
-            allocation=row[3],
-            strategy=row[4],
-            batch_per_gpu=row[5],
-            accumulation_steps=row[6],
-            step_time_s=row[7],
-            steps=row[8],
-            spread_ratio=row[9],
-            source=row[10],
-            fingerprint=row[11],
-        )
-    except (ValueError, TypeError, OverflowError) as error:
-        _tell_left_out(quoted(row[0]), str(error))
-        return None
+    found, reasons = list[Read](), list[tuple[str, str]]()
+    for row in rows:
+        try:
+            found.append(read(row))
+        except (ValueError, TypeError, OverflowError) as error:
+            reasons.append((quoted(row[0]), str(error)))
+    if reasons:
+        _tell_left_out(len(reasons), *reasons[0])
+    return found
+
+
+def _read(row: Sequence[Any]) -> Observation:
+    return Observation(
+        identity=row[0],
+        at=datetime.fromisoformat(row[1]),
+        workload=row[2],
+        allocation=row[3],
+        strategy=row[4],
+        batch_per_gpu=row[5],
+        accumulation_steps=row[6],
+        step_time_s=row[7],
+        steps=row[8],
+        spread_ratio=row[9],
+        source=row[10],
+        fingerprint=row[11],
+    )
 
 
 @lru_cache(maxsize=1024)
-def _tell_left_out(identity: str, reason: str) -> None:
+def _tell_left_out(count: int, first: str, reason: str) -> None:
     """Once in a process: a store is read again and again."""
     logger.warning(
-        "the store's observation %s is left out (%s); delete it from the store", identity, reason
+        "%d of the store's rows are left out, such as %s (%s); delete them from the store",
+        count,
+        first,
+        reason,
     )
 
 

@@ -51,11 +51,12 @@ class EngineTimes:
     """What the estimation engine predicts for each row, in seconds; None where it was not asked.
 
     `compute_s` is one micro-batch on a rank, the update included; `sync_s` is a step's whole
-    synchronisation as if nothing overlapped it, 0 on one rank.
+    synchronisation as if nothing overlapped it, 0 on one rank; `step_s` is the whole step.
     """
 
     compute_s: Array | None = None
     sync_s: Array | None = None
+    step_s: Array | None = None
 
     def __post_init__(self) -> None:
         compute_s = [] if self.compute_s is None else self.compute_s.tolist()

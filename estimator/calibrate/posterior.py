@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.calibrate import gaussian_process, intervals
+from estimator.calibrate import gaussian_process
 from estimator.calibrate.gaussian_process import Inputs
 from estimator.calibrate.priors import Array
 
@@ -32,9 +32,9 @@ class TrainingData:
     each input and `noise_variance` is that of these means; `nugget_variance` is that of an effect
     which an input shares with no other.
 
-    Of each observation, `observed_input` is the index of its input, `observed_residual` its own
-    log(measured / fitted), and `observed_noise_variance` the variance of its noise, which does not
-    depend on its weight in the robust fit.
+    Of each observation, `observation` is its place in the table, `observed_input` the index of its
+    input, `observed_residual` its own log(measured / fitted), and `observed_noise_variance` the
+    variance of its noise, which does not depend on its weight in the robust fit.
     """
 
     inputs: Inputs
@@ -43,9 +43,23 @@ class TrainingData:
     residuals: Array
     noise_variance: Array
     nugget_variance: Array
+    observation: NDArray[np.intp]
     observed_input: NDArray[np.intp]
     observed_residual: Array
     observed_noise_variance: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LeftOut:
+    """Observations predicted without them: log(predicted / observed), and its predicted variance.
+
+    `observation` are their places in the table, `sync_share` the shares of synchronisation.
+    """
+
+    observation: NDArray[np.intp]
+    log_ratio: Array
+    variance: Array
+    sync_share: Array
 
 
 class Posterior:
@@ -96,13 +110,11 @@ class Posterior:
         return np.asarray(((jacobian @ self.parameter_covariance) * jacobian).sum(axis=1))
 
     @cached_property
-    def scores(self) -> tuple[Array, Array]:
-        """Leave-one-out scores of observations, and the share of synchronisation in each.
+    def left_out(self) -> LeftOut:
+        """Errors of observations predicted from all other inputs; of many, some spread evenly.
 
-        A score is the distance between an observation and its prediction from all other inputs, in
-        predictive standard deviations. An outlier that the robust fit has down-weighted is scored
-        with the noise of an ordinary observation: outliers will occur among future observations
-        too, and the intervals have to cover those.
+        An outlier that the robust fit has down-weighted has the noise of an ordinary observation:
+        outliers will occur among future observations too, and the intervals have to cover those.
         """
         training = self._training
         stride = max(1, len(training.observed_input) // _SCORED_OBSERVATIONS)
@@ -120,20 +132,12 @@ class Posterior:
         diagonal = np.maximum(diagonal, 1e-12)
         left_out = (solved[inputs] / diagonal - training.residuals[inputs])[place]
         variance = np.maximum(1 / diagonal - training.noise_variance[inputs], 0)[place]
-        errors = training.observed_residual[::stride] + left_out
-        sigma = np.sqrt(variance + training.observed_noise_variance[::stride])
-        return np.abs(errors) / sigma, training.inputs.sync_share[chosen]
-
-    @cached_property
-    def _grid_quantiles(self) -> dict[float, Array]:
-        return {}
-
-    def quantiles(self, sync_share: Array, coverage_ratio: float) -> Array:
-        """Half-widths, in predictive standard deviations, that cover the given share of steps."""
-        if coverage_ratio not in self._grid_quantiles:
-            found = intervals.quantiles_on_grid(*self.scores, coverage_ratio)
-            self._grid_quantiles[coverage_ratio] = found
-        return intervals.interpolated(self._grid_quantiles[coverage_ratio], sync_share)
+        return LeftOut(
+            observation=training.observation[::stride],
+            log_ratio=-(training.observed_residual[::stride] + left_out),
+            variance=variance + training.observed_noise_variance[::stride],
+            sync_share=training.inputs.sync_share[chosen],
+        )
 
     def _solve(self, values: Array) -> Array:
         from scipy.linalg import cho_solve

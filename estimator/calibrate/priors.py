@@ -115,6 +115,8 @@ SYNC_CORRECTIONS = {
     "node_growth": LogNormalPrior(median=0.003, sigma=1.0),
 }
 
+ENGINE_PRIORS = WEAK_PRIORS.updated(**COMPUTE_CORRECTIONS, **SYNC_CORRECTIONS)
+
 # Parameters that transfer with a job from one kind of device to another, with the standard
 # deviation between two kinds: those of overlap, jitter and latency. The others belong to the device
 # and its network.

@@ -9,7 +9,8 @@ from datetime import datetime
 
 import numpy as np
 
-from estimator.calibrate.drift import Drift, Residual, drifts
+from estimator.calibrate.drift import Drift, Populations, Residual, drifts, populations
+from estimator.calibrate.mixture import OUTLIER_WEIGHT
 from estimator.calibrate.observed import Observation
 from estimator.calibrate.performance_model import RANKS
 from estimator.calibrate.step_time_regressor import StepTimeRegressor
@@ -42,11 +43,18 @@ class JobReview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Review:
-    """What was observed; `outliers` are (observation, reason), which no fit uses."""
+    """What was observed; `outliers` are (observation, reason), which no fit uses.
+
+    `doubted` are likewise those that the others of their job contradict, which fits give little
+    weight: another model's, another batch's, a run that was disturbed. `populations` are machine
+    types whose steps fall into two groups.
+    """
 
     jobs: tuple[JobReview, ...]
     drifts: tuple[Drift, ...]
     outliers: tuple[tuple[Observation, str], ...]
+    doubted: tuple[tuple[Observation, str], ...]
+    populations: tuple[Populations, ...]
 
 
 def review(observations: Iterable[Observation]) -> Review:
@@ -58,17 +66,29 @@ def review(observations: Iterable[Observation]) -> Review:
             outliers.append((one, one.outlier_reason))
         else:
             jobs[one.job, _machines(one.allocation)].append(one)
-    reviews, residuals = [], []
+    reviews, doubted = [], []
+    residuals: dict[str, list[Residual]] = defaultdict(list)
     for (_, machines), seen in sorted(
         jobs.items(), key=lambda item: (item[1][0].workload, item[0])
     ):
-        found, of_job = _reviewed(machines, seen)
+        found, of_job, contradicted = _reviewed(machines, seen)
         reviews.append(found)
-        residuals += of_job
-    return Review(jobs=tuple(reviews), drifts=tuple(drifts(residuals)), outliers=tuple(outliers))
+        residuals[machines] += of_job
+        doubted += contradicted
+    every = [residual for of_machines in residuals.values() for residual in of_machines]
+    found_twice = (populations(name, of_type) for name, of_type in residuals.items())
+    return Review(
+        jobs=tuple(reviews),
+        drifts=tuple(drifts(every)),
+        outliers=tuple(outliers),
+        doubted=tuple(doubted),
+        populations=tuple(each for each in found_twice if each is not None),
+    )
 
 
-def _reviewed(machines: str, seen: Sequence[Observation]) -> tuple[JobReview, list[Residual]]:
+def _reviewed(
+    machines: str, seen: Sequence[Observation]
+) -> tuple[JobReview, list[Residual], list[tuple[Observation, str]]]:
     rows = np.array(
         [
             (one.ranks, one.nodes, one.batch_per_gpu, one.accumulation_steps, one.most_on_node)
@@ -77,7 +97,8 @@ def _reviewed(machines: str, seen: Sequence[Observation]) -> tuple[JobReview, li
         dtype=float,
     )
     times_s = np.array([one.step_time_s for one in seen])
-    model = StepTimeRegressor().fit(rows, times_s).model(rows)
+    fitted = StepTimeRegressor().fit(rows, times_s)
+    model = fitted.model(rows)
     values = np.log(times_s) - model.log_step
     several = rows[:, RANKS] > 1
     found = JobReview(
@@ -95,7 +116,16 @@ def _reviewed(machines: str, seen: Sequence[Observation]) -> tuple[JobReview, li
         Residual(at=one.at, nodes=_nodes(one.allocation), value=float(value))
         for one, value in zip(seen, values, strict=True)
     ]
-    return found, residuals
+    doubted = [
+        (one, f"it is {_factor(value)} than the {len(seen) - 1} other steps of its job suggest")
+        for one, value, weight in zip(seen, values, fitted.observation_weights_, strict=True)
+        if weight < OUTLIER_WEIGHT
+    ]
+    return found, residuals, doubted
+
+
+def _factor(log_ratio: float) -> str:
+    return f"{np.exp(abs(log_ratio)):.1f} times {'longer' if log_ratio > 0 else 'shorter'}"
 
 
 def _machines(allocation: str) -> str:

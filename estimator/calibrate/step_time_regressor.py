@@ -1,14 +1,19 @@
 """Fit the performance model to observed steps of one job on one kind of device.
 
+Where the engine's whole step is known, the ratio of it to the model's prior prediction is an offset
+of the regression, as in a generalised linear model, since the model's overlap is not the engine's:
+without observations the answer is then exactly the engine's.
+
 Maximum a posteriori least squares in log space, with the priors of `priors` and weights that make
 it robust to outliers (an M-estimator); a Gaussian process (`gaussian_process`) then models the
-residuals. The interface is that of `baselines`, with the most devices on one node as a fifth
-column.
+residuals, and `mixture` weighs all that against simple forms. The interface is that of `baselines`,
+with the most devices on one node as a fifth column.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -17,6 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from estimator.calibrate import gaussian_process, intervals
 from estimator.calibrate.design_matrix import Dataset, design_matrix
 from estimator.calibrate.gaussian_process import Inputs
+from estimator.calibrate.mixture import Mixture
 from estimator.calibrate.performance_model import (
     BATCH,
     LARGEST_NODE,
@@ -30,6 +36,7 @@ from estimator.calibrate.performance_model import (
 from estimator.calibrate.posterior import Posterior, TrainingData
 from estimator.calibrate.priors import (
     COMPUTE_CORRECTIONS,
+    ENGINE_PRIORS,
     PARAMETERS,
     SYNC_CORRECTIONS,
     WEAK_PRIORS,
@@ -96,6 +103,8 @@ class StepTimeRegressor:
         times must be given (as empty arrays): all else is unknown then.
         """
         data = Dataset.checked(X, y, weights, engine_times)
+        log_times, engine_log_s = data.log_times, _engine_log_s(engine_times)
+        data = replace(data, log_times=log_times - _log_offsets(data.rows, engine_times))
         compute_s, sync_s = (engine_times or EngineTimes()).columns(len(data.rows))
         if not len(data.rows) and (compute_s is None or sync_s is None):
             raise WorkloadError(
@@ -118,7 +127,25 @@ class StepTimeRegressor:
         seen = data.rows[:, _RANGE_COLUMNS]
         self.observed_range_ = np.stack([seen.min(axis=0), seen.max(axis=0)]) if len(seen) else seen
         self.posterior_ = Posterior(self._training_data(data))
+        self._quantiles: dict[float, Array] = {}
+        self._observed = data.rows, log_times, engine_log_s
+        usual = gaussian_process.noise_variance(np.zeros(1)).item()
+        self.replicate_variance_ = intervals.replicate_variance(
+            log_times, self.observation_weights_, data.distinct()[1], usual
+        )
         return self
+
+    @cached_property
+    def mixture_(self) -> Mixture:
+        """The weights of this model and of others, by their errors on what was left out."""
+        rows, log_times, engine_log_s = self._observed
+        return Mixture().fit(
+            rows,
+            log_times,
+            left_out=self.posterior_.left_out,
+            observation_weights=self.observation_weights_,
+            engine_log_s=engine_log_s,
+        )
 
     def fit_from(
         self, source: tuple[ArrayLike, ArrayLike], X: ArrayLike, y: ArrayLike
@@ -137,11 +164,37 @@ class StepTimeRegressor:
         """The fitted performance model at rows, without its residuals there."""
         return self._model(self.standardised_parameters_, design_matrix(X), engine_times)
 
+    @cached_property
+    def scatter_variance_(self) -> float:
+        """How much runs of this job vary beyond what is predicted of steps that were not seen."""
+        left_out = self.mixture_.left_out
+        return intervals.scatter_variance(left_out.log_ratio, left_out.variance)
+
+    def _scatter(self, rows: Array) -> Array:
+        """Variance of rows on top of the predictive one.
+
+        What n runs of a step have shown of it is known; that they differ among each other remains.
+        """
+        counts = self.mixture_.counts(rows)
+        return self.scatter_variance_ / (1 + counts) + self.replicate_variance_
+
+    @property
+    def scores_(self) -> tuple[Array, Array]:
+        """Leave-one-out scores of observations, and the share of synchronisation in each.
+
+        A score is the distance between an observation and its prediction from all other inputs, in
+        predictive standard deviations.
+        """
+        left_out = self.mixture_.left_out
+        sigma = np.sqrt(left_out.variance + self.scatter_variance_)
+        return np.abs(left_out.log_ratio) / sigma, left_out.sync_share
+
     def predict(self, X: ArrayLike, *, engine_times: EngineTimes | None = None) -> Array:
         """Step times of rows, in seconds."""
         inputs, model = self._inputs(X, engine_times)
         jacobian = model.jacobian * self.prior_sigmas_
-        return np.exp(model.log_step + self.posterior_.mean(inputs, jacobian))
+        log_model = model.log_step + self.posterior_.mean(inputs, jacobian)
+        return np.exp(self._mixed(inputs.rows, log_model, engine_times)[0])
 
     def predict_interval(
         self,
@@ -174,16 +227,33 @@ class StepTimeRegressor:
         inputs, model = self._inputs(X, engine_times)
         jacobian = model.jacobian * self.prior_sigmas_
         mean, variance = self.posterior_.mean_and_variance(inputs, jacobian)
-        quantiles = self.posterior_.quantiles(model.sync_share, coverage_ratio)
+        log_step, between = self._mixed(inputs.rows, model.log_step + mean, engine_times)
+        variance = variance + between + self._scatter(inputs.rows)
+        quantiles = self._score_quantiles(model.sync_share, coverage_ratio)
         parameter_sigma = np.sqrt(self.posterior_.parameter_variance(jacobian))
         return Prediction(
-            log_step=model.log_step + mean,
+            log_step=log_step,
             half_width=quantiles * np.sqrt(variance),
             extrapolates=intervals.extrapolates(
                 inputs.rows[:, _RANGE_COLUMNS], self.observed_range_, parameter_sigma
             ),
             model=model,
         )
+
+    def _mixed(
+        self, rows: Array, log_model: Array, engine_times: EngineTimes | None
+    ) -> tuple[Array, Array]:
+        """Log step times of the mixture, and the variance between its experts."""
+        log_model = log_model + _log_offsets(rows, engine_times)
+        return self.mixture_.combine(rows, log_model, _engine_log_s(engine_times))
+
+    def _score_quantiles(self, sync_share: Array, coverage_ratio: float) -> Array:
+        """Half-widths, in predictive standard deviations, that cover the given share of steps."""
+        if coverage_ratio not in self._quantiles:
+            self._quantiles[coverage_ratio] = intervals.quantiles_on_grid(
+                *self.scores_, coverage_ratio
+            )
+        return intervals.interpolated(self._quantiles[coverage_ratio], sync_share)
 
     def _model(
         self, standardised: Array, rows: Array, engine_times: EngineTimes | None
@@ -270,6 +340,7 @@ class StepTimeRegressor:
             residuals=mean[last],
             noise_variance=noise_variance[at] / total[last],
             nugget_variance=nugget[last],
+            observation=np.flatnonzero(is_kept),
             observed_input=input_of[row_of[is_kept]],
             observed_residual=residuals[is_kept],
             observed_noise_variance=(noise_variance / data.weights)[is_kept],
@@ -300,6 +371,21 @@ class StepTimeRegressor:
                 weights[members] = np.where(near, data.weights[members], weights[members])
                 nugget[row] = max(median**2 - variance[members[0]], 0.0)
         return nugget
+
+
+def _engine_log_s(times: EngineTimes | None) -> Array | None:
+    return None if times is None or times.step_s is None else np.log(times.step_s)
+
+
+def _log_offsets(rows: Array, times: EngineTimes | None) -> Array:
+    """Log of the engine's step over the performance model's at the medians of its priors."""
+    if times is None or times.step_s is None:
+        return np.zeros(len(rows))
+    reference = Reference(compute_s=1.0, batch=1.0)
+    return (
+        np.log(times.step_s)
+        - evaluate_model(ENGINE_PRIORS.log_medians(), rows, reference, times).log_step
+    )
 
 
 def _reference(data: Dataset, priors: Priors, compute_s: Array | None) -> Reference:

@@ -18,9 +18,9 @@ from estimator.cli.console import (
     progress,
     remark,
 )
-from estimator.optimizers import OPTIMIZERS
-from estimator.precision import PRECISIONS
 from estimator.probe.option_types import Count
+from estimator.workload.optimizers import OPTIMIZERS
+from estimator.workload.precision import PRECISIONS
 
 PROTOCOLS = ("k-shot", "online", "few-shot", "cv", "pairs", "batch", "workers", "transfer")
 # More remarks of one kind than this are only counted.
@@ -179,14 +179,16 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
     """
     from estimator.calibrate.calibrator import Calibrator
     from estimator.calibrate.fitted_steps import fitted_steps, observations_of
+    from estimator.calibrate.observations import ObservationStore
     from estimator.cli.request import Request
     from estimator.placement.topology import Cluster
 
-    calibrator = Calibrator(place)
     request = Request(
         model=model, cluster=None if cluster is None else Cluster.load(cluster), **known
     )
-    observed = observations_of(calibrator.store, model, request.precision or "fp32")
+    # First: a calibrator reads, and tells of, what other jobs have.
+    observed = observations_of(ObservationStore(place), model, request.precision or "fp32")
+    calibrator = Calibrator(place)
     with printing_to_stderr():
         graph = request.graph((observed[0].allocation,))
     found = list(fitted_steps(graph, observed, calibrator, cluster=request.cluster))
@@ -202,7 +204,9 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
 @_store_option
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 def show(place: Path | None, as_json: bool) -> None:
-    """Observed jobs, drift and since when, and outliers, which no fit uses."""
+    """Observed jobs, drift and since when, machine types of two kinds, observations that others
+    contradict, which count little, and outliers, which no fit uses.
+    """
     from estimator.calibrate.observations import ObservationStore
     from estimator.calibrate.review import review
 
@@ -214,8 +218,10 @@ def show(place: Path | None, as_json: bool) -> None:
                 "store": str(store.path),
                 "jobs": [_plain(job) for job in found.jobs],
                 "drifts": [_plain(drift) for drift in found.drifts],
+                "populations": [_plain(each) for each in found.populations],
                 "doubtful": [
-                    {"identity": one.identity, "doubt": why} for one, why in found.outliers
+                    {"identity": one.identity, "doubt": why}
+                    for one, why in (*found.outliers, *found.doubted)
                 ],
             }
         )

@@ -105,7 +105,7 @@ def _sweep_options(command: Any) -> Any:
 )
 @workload_options
 def trace(out: Path, target: DeviceKind, **options: Any) -> None:
-    """Look at MODEL once and save its graph, which stands for MODEL in every other command.
+    """Trace MODEL once and save its graph, which stands for MODEL in every other command.
 
     A saved graph needs neither torch nor the model's own code, and holds for every batch.
     """

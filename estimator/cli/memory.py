@@ -16,8 +16,15 @@ from estimator.cli.request import Request
 @workload_options
 @on_option
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
+@click.option(
+    "--snapshot",
+    type=click.Path(path_type=Path),
+    help="Write what the viewer of torch.cuda.memory._snapshot opens, as .pickle.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
-def memory(on: str, picture: Path | None, as_json: bool, **options: Any) -> None:
+def memory(
+    on: str, picture: Path | None, snapshot: Path | None, as_json: bool, **options: Any
+) -> None:
     """Say what MODEL holds in memory over a step, by kind and module, and what is alive at the
     peak; where it does not fit, what would make it fit and how much longer that takes.
 
@@ -27,16 +34,21 @@ def memory(on: str, picture: Path | None, as_json: bool, **options: Any) -> None
     from estimator.advise.memory import memory_of
 
     request = Request(**options)
-    if picture is not None:
-        from estimator.machines.files import check_writable
+    for path in (picture, snapshot):
+        if path is not None:
+            from estimator.machines.files import check_writable
 
-        check_writable(picture)
+            check_writable(path)
     graph = traced(request, (on,))
     report = memory_of(request.estimate(graph, on))
     if picture is not None:
         from estimator.report.memory import draw_memory
 
         draw_memory(report, picture)
+    if snapshot is not None:
+        from estimator.report.memory_snapshot import write_snapshot
+
+        write_snapshot(report, snapshot)
     found = []
     if report.answer.fits == "no":
         with waiting("looking for what would make it fit"):

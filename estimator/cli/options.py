@@ -12,17 +12,17 @@ import click
 from estimator.cli.console import printing_to_stderr, progress, waiting
 from estimator.cli.request import Request
 from estimator.errors import quoted
-from estimator.optimizers import OPTIMIZERS, check_optimizer
-from estimator.precision import PRECISIONS
 from estimator.probe.option_types import Count
+from estimator.workload.optimizers import OPTIMIZERS, check_optimizer
+from estimator.workload.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from estimator.calibrate.calibrator import Calibrator
     from estimator.graph.op_graph import OpGraph
-    from estimator.loader import Loader
     from estimator.machines.given_network import GivenNetwork
     from estimator.machines.profile import DeviceKind
     from estimator.placement.topology import Cluster
+    from estimator.workload.loader import Loader
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -80,7 +80,7 @@ def _network(
 
 
 def _loader(context: click.Context, option: click.Parameter, text: str | None) -> Loader | None:
-    from estimator.loader import Loader
+    from estimator.workload.loader import Loader
 
     return None if text is None else Loader.parse(text)
 
@@ -123,6 +123,35 @@ def workload_options(command: Command, *, batch: Any = None) -> Command:
     return training_options(click.argument("model")(command), batch=batch)
 
 
+# How the model itself is run, beside its precision and optimizer.
+_RECIPE_OPTIONS = (
+    click.option("--grad-scaler", is_flag=True, help="Scale fp16 gradients, check for inf."),
+    click.option("--checkpoint", metavar="FORM", help="full, selective:op, or selective:2 blocks."),
+    click.option("--clip-grad-norm", is_flag=True, help="Clip gradients by their norm."),
+    click.option("--channels-last", is_flag=True, help="Images with their channels innermost."),
+    click.option(
+        "--cuda-graphs",
+        "execution",
+        flag_value="cuda-graphs",
+        help='As torch.compile(mode="reduce-overhead") replays it.',
+    ),
+    click.option(
+        "--compile", "execution", flag_value="compiled", help="As torch.compile fuses it."
+    ),
+    click.option(
+        "--compile-blocks",
+        "execution",
+        flag_value="compiled-blocks",
+        help="Each repeated block compiled by itself.",
+    ),
+    click.option(
+        "--float8",
+        type=click.Choice(("tensorwise", "rowwise")),
+        help="Linear layers as torchao.float8 has them.",
+    ),
+)
+
+
 def training_options(command: Command, *, batch: Any = None) -> Command:
     """Give a command the options that make a Request of a MODEL."""
     positive = Count()
@@ -134,21 +163,7 @@ def training_options(command: Command, *, batch: Any = None) -> Command:
             default="ddp",
             help="Such as ddp:bucket=5MiB,view, zero2, fsdp:shard=8 or ps:2.",
         ),
-        click.option("--grad-scaler", is_flag=True, help="Scale fp16 gradients, check for inf."),
-        click.option(
-            "--checkpoint", metavar="FORM", help="full, selective:op, or selective:2 blocks."
-        ),
-        click.option("--clip-grad-norm", is_flag=True, help="Clip gradients by their norm."),
-        click.option("--channels-last", is_flag=True, help="Images with their channels innermost."),
-        click.option(
-            "--cuda-graphs",
-            "execution",
-            flag_value="cuda-graphs",
-            help='As torch.compile(mode="reduce-overhead") replays it.',
-        ),
-        click.option(
-            "--compile", "execution", flag_value="compiled", help="As torch.compile fuses it."
-        ),
+        *_RECIPE_OPTIONS,
         click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32."),
         click.option(
             "--optimizer",

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from estimator.advise.scaling import Scaling
     from estimator.advise.strategies import StrategyRow
     from estimator.advise.sweeps import SweepRow
-    from estimator.balance import Balance
     from estimator.estimates import Estimate
     from estimator.report.validation import Validation
+    from estimator.tables.balance import Balance
 
 BAR_WIDTH = 32
 _MOST_REMEDIES = 3

@@ -13,7 +13,7 @@ from estimator.units import format_ratio, format_seconds
 
 
 def review_report(found: Review) -> RenderableType:
-    """The jobs of a store, drift, and the outliers that no fit uses."""
+    """The jobs of a store, drift, populations, and what fits doubt or do not use."""
     figures = ("observed", "allocations", "since", "until", "median error", "sync share")
     table = grid("observed steps", "job", "machines", *figures, numbers=len(figures))
     for job in found.jobs:
@@ -29,6 +29,12 @@ def review_report(found: Review) -> RenderableType:
             "-" if job.sync_share is None else format_ratio(job.sync_share),
         )
     lines = [str(drift) for drift in found.drifts] or ["no drift"]
+    lines += [str(populations) for populations in found.populations]
+    lines += [
+        f"doubted, counts little: {one.workload} on {one.allocation} with batch "
+        f"{one.batch_per_gpu}: {why}"
+        for one, why in found.doubted
+    ]
     lines += [
         f"outlier, not used: {one.workload} on {one.allocation}: {why}"
         for one, why in found.outliers

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
-from estimator.cli.render import grid, stacked
+from estimator.cli.render import grid, listed, stacked
+from estimator.stalls.measured import STALLS, MeasuredStalls, RunName
 from estimator.stalls.predicted import PredictedStalls, Stall
-from estimator.units import format_ratio, format_seconds
+from estimator.stalls.what_if import InputAnswers
+from estimator.units import format_count, format_ratio, format_seconds
 
 
-def predicted_report(found: PredictedStalls) -> Group:
+def predicted_report(found: PredictedStalls, data: InputAnswers | None = None) -> Group:
     """The steps of one device, one node and all nodes: what each takes beyond the one before."""
     batch = "" if found.batch_per_gpu is None else f", batch {found.batch_per_gpu} per device"
     table = grid(
@@ -35,11 +38,38 @@ def predicted_report(found: PredictedStalls) -> Group:
         table.add_row(
             found.allocation, "network", format_seconds(found.step_s), *_cells(found.network)
         )
-    return stacked(table, Text(_in_words(found)))
+    if data is None:
+        return stacked(table, Text(_in_words(found)))
+    return stacked(table, Text(_in_words(found)), _input_table(data), Text(_input_words(data)))
+
+
+def _input_table(data: InputAnswers) -> Table:
+    table = grid(
+        "with its loader", "loader", "samples/s", "waits for data", "least of G, P, F", numbers=3
+    )
+    for each in (data.as_it_is, *data.changes):
+        table.add_row(
+            each.change,
+            format_count(each.samples_per_s).strip(),
+            format_seconds(each.input_stall_s),
+            format_count(each.baseline_samples_per_s).strip(),
+        )
+    return table
+
+
+def _input_words(data: InputAnswers) -> str:
+    said = [f"Without loading: {format_count(data.without_samples_per_s).strip()} samples/s."]
+    if data.workers_needed is None:
+        said.append("No number of workers would hide the loading.")
+    else:
+        said.append(f"{data.workers_needed} workers would hide what workers can hide.")
+    if data.cached_needed is not None:
+        said.append(f"{format_ratio(data.cached_needed)} cached is as good as all of it.")
+    return " ".join(said)
 
 
 def _cells(stall: Stall) -> tuple[str, str, str]:
-    between = f"{format_seconds(max(stall.low_s, 0.0))} to {format_seconds(stall.high_s)}"
+    between = f"{format_seconds(stall.low_s)} to {format_seconds(stall.high_s)}"
     return format_seconds(stall.stall_s), between, format_ratio(stall.ratio)
 
 
@@ -53,3 +83,34 @@ def _in_words(found: PredictedStalls) -> str:
     if found.network is not None:
         said.append(f"the network makes the step {found.step_s / found.node_s:.3g} times as long")
     return "; ".join(said) + "."
+
+
+_RUNS: dict[RunName, str] = {
+    "T0": "synthetic batches, one device",
+    "T1": "synthetic batches, all devices",
+    "T3": "real batches, warm page cache",
+    "T2": "real batches, cold page cache",
+    "T5": "synthetic batches, two nodes",
+}
+
+
+def measured_report(found: MeasuredStalls) -> Group:
+    """What each run took, the stalls that their differences are, and why some are not known."""
+    devices = "1 device" if found.devices == 1 else f"{found.devices} devices"
+    runs = grid(f"{found.script} on {devices}: measured", "run", "", "step", "noise", numbers=2)
+    for name, meaning in _RUNS.items():
+        if name in found.runs:
+            run = found.runs[name]
+            noise = f"± {format_ratio(run.noise_s / run.step_s)}"
+            runs.add_row(name, meaning, format_seconds(run.step_s), noise)
+    table = grid("what a step waits for", "stall", "", "waits", "between", "share", numbers=3)
+    for stall, (longer, shorter, of) in STALLS.items():
+        if stall in found.stalls:
+            difference = f"{longer} - {shorter}, of {of}"
+            table.add_row(stall, difference, *_cells(found.stalls[stall]))
+    why = [f"{name}: {reason}" for name, reason in found.missing.items()]
+    loader = f"{found.workers} workers" if found.workers else "no workers"
+    waiting = (
+        f"The loader has {loader}; the script waits {format_seconds(found.waited_s)} a step for it."
+    )
+    return stacked(runs, table, Text(waiting), listed("not measured", why))

@@ -21,11 +21,12 @@ from estimator.probe.option_types import Amount, Count
 
 if TYPE_CHECKING:
     from estimator.cluster.jobs import Job
-    from estimator.cluster.nodes import Nodes
+    from estimator.cluster.nodes import Nodes, PlacementRule
     from estimator.cluster.replay import Costs, Ran
     from estimator.cluster.speeds import Speeds
     from estimator.cluster.view import Policy
 
+RULES = ("pack", "even", "spread")
 BELIEFS = ("engine", "calibrated", "perfect")
 
 
@@ -38,17 +39,23 @@ BELIEFS = ("engine", "calibrated", "perfect")
     required=True,
     multiple=True,
     metavar="P",
-    help="fifo, srtf, max-min, max-min-uncapped, afs, optimus, tiresias, gavel, pollux, ones or "
-    "module:function; repeat.",
+    help="fifo, srtf, max-min, max-min-uncapped, afs, optimus, tiresias, gavel, pollux, "
+    "pollux-search, ones or module:function; repeat.",
 )
 @click.option("--model", "models", multiple=True, help="For traces, which name none; repeat.")
 @click.option(
     "--believed", type=click.Choice(BELIEFS), default="engine", help="What policies see of speeds."
 )
+@click.option(
+    "--placement",
+    type=click.Choice(RULES),
+    default="pack",
+    help="A job's devices on few nodes, on few evenly, or on many.",
+)
 @click.option("--seed", type=Count(least=0), default=0, help="Of hidden factors.")
 @click.option("--restart", type=Amount(least=0.0, most=1e9), default=30.0, help="Seconds.")
 @click.option("--checkpoint", type=Amount(most=1e9), default=600.0, help="Seconds.")
-@click.option("--node-mtbf", type=Amount(), help="Seconds; nodes fail.")
+@click.option("--node-mtbf", type=Amount(least=3600.0), help="Seconds; nodes fail.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 def replay(
@@ -57,6 +64,7 @@ def replay(
     policies: tuple[str, ...],
     models: tuple[str, ...],
     believed: str,
+    placement: PlacementRule,
     seed: int,
     restart: float,
     checkpoint: float,
@@ -88,7 +96,10 @@ def replay(
     costs = Costs(restart_s=restart, checkpoint_s=checkpoint, node_mtbf_s=node_mtbf)
     true = TrueSpeeds(jobs, seed)
     ran = {
-        name: _played(name, policy, jobs, on, true, _believed(believed, true), costs, seed)
+        name: _played(
+            *(name, policy, jobs, Nodes.parse(on, placement)),
+            *(true, _believed(believed, true), costs, seed),
+        )
         for name, policy in chosen.items()
     }
     found = {name: outcome(each, nodes, true) for name, each in ran.items()}
@@ -97,7 +108,7 @@ def replay(
 
         draw_replays(ran, picture)
     if as_json:
-        about = {"cluster": on, "believed": believed, "seed": seed}
+        about = {"cluster": on, "believed": believed, "placement": placement, "seed": seed}
         print_json(about | {"policies": {name: asdict(each) for name, each in found.items()}})
     else:
         from estimator.cli.render_replay import replay_report
@@ -109,16 +120,14 @@ def _played(
     name: str,
     policy: Policy,
     jobs: list[Job],
-    on: str,
+    nodes: Nodes,
     true: Speeds,
     believed: Speeds,
     costs: Costs,
     seed: int,
 ) -> list[Ran]:
-    from estimator.cluster.nodes import Nodes
     from estimator.cluster.replay import Replay
 
-    nodes = Nodes.parse(on)
     with progress(name) as report, printing_to_stderr():
         replaying = Replay(
             jobs,

@@ -14,16 +14,22 @@ if TYPE_CHECKING:
     from estimator.advise.fitting import Remedy
     from estimator.advise.scaling import Scaling
     from estimator.advise.strategies import StrategyRow
-    from estimator.balance import Balance
     from estimator.coefficients import Calibration
     from estimator.estimates import Estimate
     from estimator.graph.op_graph import OpGraph
-    from estimator.loader import Loader
     from estimator.machines.given_network import GivenNetwork
     from estimator.machines.profile import DeviceKind, MachineProfile
     from estimator.placement.placement import Placement
+    from estimator.tables.balance import Balance
+    from estimator.workload.loader import Loader
 
-_EXECUTION_OPTIONS = "compile or --cuda-graphs"
+_EXECUTION_OPTIONS = "compile, --compile-blocks or --cuda-graphs"
+_COMPILED: dict[str | None, Literal["cuda-graphs", "blocks"] | bool | None] = {
+    None: None,
+    "compiled": True,
+    "compiled-blocks": "blocks",
+    "cuda-graphs": "cuda-graphs",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +52,12 @@ class Request:
     calibration: Calibration | None = None
     loader: Loader | None = None
     measure: bool = False
-    execution: Literal["compiled", "cuda-graphs"] | None = None
+    execution: Literal["compiled", "compiled-blocks", "cuda-graphs"] | None = None
     channels_last: bool = False
     grad_scaler: bool = False
     clip_grad_norm: bool = False
     checkpoint: str | None = None
+    float8: str | None = None
     network: GivenNetwork | None = None
     _machines: dict[str, MachineProfile] = field(default_factory=dict, repr=False, compare=False)
 
@@ -90,11 +97,12 @@ class Request:
             precision=self.precision or Strategy.parse(self.strategy).param or "fp32",
             target=target or machines[0].kind,
             measure=self.measure,
-            compiled={None: None, "compiled": True, "cuda-graphs": "cuda-graphs"}[self.execution],
+            compiled=_COMPILED[self.execution],
             channels_last=self.channels_last,
             grad_scaler=self.grad_scaler,
             clip_grad_norm=self.clip_grad_norm,
             checkpoint=self.checkpoint,
+            float8=self.float8,
             profile=machines[0] if machines else "local",
             name=name,
             report=report,
@@ -112,6 +120,7 @@ class Request:
             ("grad-scaler", self.grad_scaler),
             ("clip-grad-norm", self.clip_grad_norm),
             ("checkpoint", self.checkpoint),
+            ("float8", self.float8),
             ("seq-len", self.seq_len not in (None, summary.tokens_per_sample)),
         ):
             if asked:
@@ -145,6 +154,7 @@ class Request:
             ("grad-scaler", self.grad_scaler or None, graph.grad_scaler),
             ("clip-grad-norm", self.clip_grad_norm or None, graph.clip_grad_norm),
             ("checkpoint", self.checkpoint, graph.checkpoint),
+            ("float8", self.float8, graph.float8),
             ("seq-len", self.seq_len, graph.tokens_per_sample),
         ):
             if asked is not None and asked != traced:
@@ -164,7 +174,7 @@ class Request:
             graph,
             allocation,
             batch_per_gpu=self.batch if batches is None else batches,
-            global_batch=self.global_batch if batches is None and self.batch is None else None,
+            global_batch=self.global_batch if self.batch is None and batches is None else None,
             accumulation_steps=steps,
             strategy=self.strategy,
             cluster=self.cluster,
@@ -241,7 +251,7 @@ class Request:
         """The split of the global batch by speed; None where there is none to split or gain."""
         if self.global_batch is None or self.batch is not None:
             return None
-        from estimator.balance import balance
+        from estimator.tables.balance import balance
 
         found = balance(
             graph,

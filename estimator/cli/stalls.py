@@ -1,16 +1,18 @@
-"""The command that says what a step waits for."""
+"""The command that says what a step waits for, predicted for a model or measured of a script."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from estimator.cli.console import print_json, print_tables
+from estimator.cli.console import print_json, print_tables, progress
 from estimator.cli.options import on_option, traced, training_options
 from estimator.cli.request import Request
+from estimator.probe.option_types import Count
 
 if TYPE_CHECKING:
     from estimator.estimates import Estimate
@@ -25,18 +27,92 @@ if TYPE_CHECKING:
     metavar="ALLOCATION",
     help="Measure the network stall against these devices rather than one node of --on.",
 )
+@click.option(
+    "--run",
+    "script",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Run this training script, unchanged, in ways that leave out one thing each.",
+)
+@click.option("--steps", type=Count(2), default=35, help="Steps of each run of --run.")
+@click.option("--warmup", type=Count(), default=5, help="Steps of these that are not timed.")
+@click.option("--repeats", type=Count(), default=3, help="How often each run is made.")
+@click.option("--timeout", type=Count(), default=600, help="Seconds that one run may take.")
+@click.option(
+    "--data",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True),
+    help="Files that the script reads, or folders of them; by default those that Python opens.",
+)
+@click.option(
+    "--node",
+    "nodes",
+    multiple=True,
+    metavar="COMMAND",
+    help="Twice: what starts a program on each of two nodes, such as 'ssh n2'.",
+)
+@click.option("--address", default="127.0.0.1", help="Of the first --node, for the second.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
-@click.argument("model")
-def stalls(on: str, against: str | None, as_json: bool, **options: Any) -> None:
-    """Predict what a step of MODEL waits for the other devices of a node and for other nodes.
+@click.argument("model", nargs=-1, metavar="MODEL | -- ARGS")
+def stalls(
+    on: str,
+    against: str | None,
+    script: Path | None,
+    model: tuple[str, ...],
+    as_json: bool,
+    steps: int,
+    warmup: int,
+    repeats: int,
+    timeout: int,
+    data: tuple[Path, ...],
+    nodes: tuple[str, ...],
+    address: str,
+    **options: Any,
+) -> None:
+    """Say what a training step waits for: its data, the other devices of a node, other nodes.
 
-    Every device has the same batch. The interconnect stall is what a node's devices take beyond one
-    device, as a share of the node's step; the network stall what all nodes take beyond one.
+    Of a MODEL it is predicted, with the same batch on every device. The interconnect stall is what
+    a node's devices take beyond one device, as a share of the node's step; the network stall what
+    all nodes take beyond one. With --loader it says what other loaders would give. With --run it is
+    measured on this machine; what follows -- goes to the script.
     """
+    if script is None:
+        _predict(on, against, model, as_json, options)
+        return
+    if steps < warmup + 2:
+        raise click.UsageError(f"--steps {steps} leaves too few after --warmup {warmup}; give more")
+    from estimator.cli.render_stalls import measured_report
+    from estimator.stalls.devices import cores_of
+    from estimator.stalls.measured import measure_stalls
+    from estimator.stalls.runs import Script
+
+    asked = Script(
+        path=script,
+        arguments=model,
+        cores=cores_of(on),
+        steps=steps,
+        warmup=warmup,
+        timeout_s=float(timeout),
+        node_commands=nodes,
+        address=address,
+    )
+    with progress("running") as report:
+        found = measure_stalls(asked, repeats=repeats, data=data, report=report)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print_tables(measured_report(found))
+
+
+def _predict(
+    on: str, against: str | None, model: tuple[str, ...], as_json: bool, options: dict[str, Any]
+) -> None:
     from estimator.cli.render_stalls import predicted_report
     from estimator.stalls.predicted import predict_stalls
 
-    request = Request(**options)
+    if len(model) != 1:
+        raise click.UsageError(f"give one MODEL or --run SCRIPT.py, found {len(model)} models")
+    fed = Request(model=model[0], **options)
+    request = replace(fed, loader=None)
     graph = traced(request, (on,) if against is None else (on, against))
 
     def answer_of(allocation: Allocation, batches: Sequence[int] | None) -> Estimate:
@@ -45,7 +121,14 @@ def stalls(on: str, against: str | None, as_json: bool, **options: Any) -> None:
         return alone.estimate(graph, str(allocation), batches)
 
     found = predict_stalls(on, answer_of, against=against)
+    data = None
+    if fed.loader is not None:
+        from estimator.stalls.what_if import input_answers
+
+        data = input_answers(
+            fed.loader, lambda loader: replace(request, loader=loader).estimate(graph, on)
+        )
     if as_json:
-        print_json(found.to_dict())
+        print_json(found.to_dict() | {"input": data.to_dict() if data else None})
     else:
-        print_tables(predicted_report(found))
+        print_tables(predicted_report(found, data))

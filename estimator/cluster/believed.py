@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from estimator.calibrate.baselines import Regressor
 from estimator.calibrate.corrections import StepCorrections
 from estimator.cluster.jobs import Job
-from estimator.cluster.nodes import Shape
+from estimator.cluster.nodes import Nodes, Shape
 from estimator.cluster.speeds import Speeds
 from estimator.coefficients import UNCALIBRATED, PredictedStep
 from estimator.engine import DEFAULT, TrialEngine
+from estimator.graph.op_graph import OpGraph
+
+# A running job is seen for hundreds of steps, as a store keeps them in windows: a step seen three
+# times is taken as it was seen.
+_STEADY = 3.0
+# Graph, samples per rank and micro-batch, micro-batches, devices.
+_Asked = tuple[int, int, int, Shape]
 
 
 class MistakenSpeeds:
@@ -47,37 +55,46 @@ class MistakenSpeeds:
 
 
 class CalibratedSpeeds:
-    """The engine's answers, corrected for each job by the steps that it was seen to take.
+    """The engine's answers, corrected by the steps that jobs were seen to take.
 
-    The corrections are the calibrator's (`calibrate.corrections`), one set for each job and machine
-    type; a shape is observed once.
+    The corrections are the calibrator's (`calibrate.corrections`), one set for each workload and
+    machine type. Every job is a workload of its own unless `workload` says which jobs train the
+    same model. A shape and batch are observed once, for a running job's many steps.
     """
 
-    def __init__(self) -> None:
-        self._predicted: dict[tuple[int, int, int, Shape], PredictedStep] = {}
-        self._seen: dict[tuple[str, str], dict[tuple[Shape, int | None], float]] = {}
+    def __init__(self, workload: Callable[[Job], str] = lambda job: job.name) -> None:
+        self._workload = workload
+        self._jobs: dict[str, dict[str, None]] = {}
+        self._predicted: dict[_Asked, PredictedStep] = {}
+        self._seen: dict[tuple[str, str], dict[_Asked, float]] = {}
         self._fitted: dict[tuple[str, str], StepCorrections] = {}
 
-    def observe(self, job: Job, shape: Shape, step_s: float, global_batch: int | None) -> bool:
-        """Take in the step time of a running job; whether that changes what is believed."""
-        seen = self._seen.setdefault((job.name, shape.machine), {})
-        if (shape, global_batch) in seen:
-            return False
-        seen[shape, global_batch] = step_s
-        predicted = [self._predict(job, each, batch) for each, batch in seen]
-        self._fitted[job.name, shape.machine] = StepCorrections(
+    def observe(
+        self, job: Job, shape: Shape, step_s: float, global_batch: int | None
+    ) -> Iterable[str]:
+        """Take in the step time of a running job; the jobs of which other speeds are believed."""
+        workload, asked = self._workload(job), _asked(job, shape, global_batch)
+        seen = self._seen.setdefault((workload, shape.machine), {})
+        if asked in seen:
+            return ()
+        seen[asked] = step_s
+        predicted = [self._predict(job.graph, each) for each in seen]
+        self._fitted[workload, shape.machine] = StepCorrections(
             shape.machine, DEFAULT.content(job.graph)
-        ).fit(predicted, list(seen.values()), weights=[1.0] * len(seen), others=[])
-        return True
+        ).fit(predicted, list(seen.values()), weights=[_STEADY] * len(seen), others=[])
+        return self._jobs.get(workload, {})
 
     def step_times_s(
         self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
     ) -> list[float]:
         """Seconds of one optimizer step on each shape."""
-        predicted = [self._predict(job, shape, global_batch) for shape in shapes]
+        workload = self._workload(job)
+        self._jobs.setdefault(workload, {})[job.name] = None
+        asked = [_asked(job, shape, global_batch) for shape in shapes]
+        predicted = [self._predict(job.graph, each) for each in asked]
         found = [each.step_s for each in predicted]
         for machine in {shape.machine for shape in shapes}:
-            fitted = self._fitted.get((job.name, machine))
+            fitted = self._fitted.get((workload, machine))
             if fitted is not None:
                 rows = [row for row, shape in enumerate(shapes) if shape.machine == machine]
                 corrected = fitted.correct([predicted[row] for row in rows])
@@ -85,16 +102,89 @@ class CalibratedSpeeds:
                     found[row] = correction.step_s
         return found
 
-    def _predict(self, job: Job, shape: Shape, global_batch: int | None) -> PredictedStep:
-        batch, micro_batches = job.split(shape.ranks, global_batch)
-        key = id(job.graph), batch, micro_batches, shape
-        if key not in self._predicted:
-            engine = TrialEngine(engine=DEFAULT, graph=job.graph, cluster=None, profile=None)
-            self._predicted[key] = engine.predict(
+    def _predict(self, graph: OpGraph, asked: _Asked) -> PredictedStep:
+        if asked not in self._predicted:
+            _, batch, micro_batches, shape = asked
+            engine = TrialEngine(engine=DEFAULT, graph=graph, cluster=None, profile=None)
+            self._predicted[asked] = engine.predict(
                 str(shape),
                 batch_per_gpu=batch,
                 accumulation_steps=micro_batches,
                 strategy="ddp",
                 coefficients=UNCALIBRATED,
             )
-        return self._predicted[key]
+        return self._predicted[asked]
+
+
+class FittedSpeeds:
+    """A throughput model of another system, fitted to the steps that jobs were seen to take.
+
+    As in Optimus (EuroSys 2018, section 3.2) a job first runs for a few steps on a few counts,
+    which is charged to nobody; later steps are added as the replay sees them. `form` makes one of
+    the regressors of `calibrate.baselines`; `workload` is as in `CalibratedSpeeds`.
+    """
+
+    def __init__(
+        self,
+        form: Callable[[], Regressor],
+        true: Speeds,
+        sampled: Callable[[Job], Sequence[Shape]],
+        workload: Callable[[Job], str] = lambda job: job.name,
+    ) -> None:
+        self._form, self._true, self._sampled = form, true, sampled
+        self._workload = workload
+        self._jobs: dict[str, dict[str, None]] = {}
+        self._seen: dict[tuple[str, str], dict[tuple[float, ...], float]] = {}
+        self._fitted: dict[tuple[str, str], Regressor] = {}
+
+    def observe(
+        self, job: Job, shape: Shape, step_s: float, global_batch: int | None
+    ) -> Iterable[str]:
+        """Take in the step time of a running job; the jobs of which other speeds are believed."""
+        is_new = self._add(job, shape, step_s, global_batch)
+        return self._jobs[self._workload(job)] if is_new else ()
+
+    def step_times_s(
+        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+    ) -> list[float]:
+        """Seconds of one optimizer step on each shape."""
+        workload = self._workload(job)
+        jobs = self._jobs.setdefault(workload, {})
+        if job.name not in jobs:
+            jobs[job.name] = None
+            sampled = self._sampled(job)
+            for shape, seconds in zip(sampled, self._true.step_times_s(job, sampled), strict=True):
+                self._add(job, shape, seconds, None)
+        found = []
+        for shape in shapes:
+            key = workload, shape.machine
+            if key not in self._fitted:
+                seen = self._seen[key]
+                self._fitted[key] = self._form().fit(list(seen), list(seen.values()))
+            found.append(float(self._fitted[key].predict([_row(job, shape, global_batch)])[0]))
+        return found
+
+    def _add(self, job: Job, shape: Shape, step_s: float, global_batch: int | None) -> bool:
+        """Whether the step is the first of its kind."""
+        key, row = (self._workload(job), shape.machine), _row(job, shape, global_batch)
+        seen = self._seen.setdefault(key, {})
+        if row in seen:
+            return False
+        seen[row] = step_s
+        self._fitted.pop(key, None)
+        return True
+
+
+def sample_counts(nodes: Nodes, job: Job) -> list[Shape]:
+    """One device, two, four, and what was asked for, packed on each machine type."""
+    counts = {count for count in (1, 2, 4, job.devices) if count <= job.highest_count}
+    return [nodes.packed(machine, count) for machine in nodes.machines for count in sorted(counts)]
+
+
+def _asked(job: Job, shape: Shape, global_batch: int | None) -> _Asked:
+    return (id(job.graph), *job.split(shape.ranks, global_batch), shape)
+
+
+def _row(job: Job, shape: Shape, global_batch: int | None) -> tuple[float, ...]:
+    """Ranks, nodes, samples per rank and micro-batch, micro-batches; see `calibrate.baselines`."""
+    return (shape.ranks, len(shape.per_node), *job.split(shape.ranks, global_batch))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from estimator.errors import AllocationError
 from estimator.machines.catalogue import load_profile
 from estimator.placement.allocation import Allocation
+
+# pack: as few nodes as can be, full ones first; even: as few, with as many devices each; spread:
+# as many nodes as can be.
+PlacementRule = Literal["pack", "even", "spread"]
 
 
 class Shape(NamedTuple):
@@ -43,8 +47,8 @@ class Nodes:
     ('1x8:dgx-a100+1x4:dgx-a100', 4)
     """
 
-    def __init__(self, nodes: tuple[Node, ...]) -> None:
-        self.nodes = nodes
+    def __init__(self, nodes: tuple[Node, ...], rule: PlacementRule = "pack") -> None:
+        self.nodes, self.rule = nodes, rule
         self.machines = tuple(dict.fromkeys(node.machine for node in nodes))
         self.free_on = [node.devices for node in nodes]
         self.holders: list[dict[str, int]] = [{} for _ in nodes]
@@ -58,7 +62,7 @@ class Nodes:
         }
 
     @classmethod
-    def parse(cls, text: str) -> Nodes:
+    def parse(cls, text: str, rule: PlacementRule = "pack") -> Nodes:
         """Nodes as an allocation of the whole cluster names them; raises AllocationError."""
         nodes: list[Node] = []
         for group in Allocation.parse(text).groups:
@@ -74,7 +78,7 @@ class Nodes:
                     f"{group.machine} has {known}; use at most {known}"
                 )
             nodes += [Node(group.machine, group.devices_per_node)] * group.nodes
-        return cls(tuple(nodes))
+        return cls(tuple(nodes), rule)
 
     def total(self, machine: str | None = None) -> int:
         """Devices of nodes that are up."""
@@ -97,13 +101,23 @@ class Nodes:
         return max(self.nodes[index].devices for index in self._of[machine])
 
     def packed(self, machine: str, count: int) -> Shape:
-        """The shape of `count` devices on as few nodes as can be."""
+        """The shape that `count` devices have by the rule on an empty cluster."""
         largest = self.per_node(machine)
         full, rest = divmod(count, largest)
-        return Shape(machine, (largest,) * full + ((rest,) if rest else ()))
+        if self.rule == "pack":
+            return Shape(machine, (largest,) * full + ((rest,) if rest else ()))
+        nodes = -(-count // largest) if self.rule == "even" else min(count, len(self._of[machine]))
+        fewer, more = divmod(count, nodes)
+        return Shape(machine, (fewer + 1,) * more + (fewer,) * (nodes - more))
 
-    def take(self, job: str, count: int, machine: str) -> dict[int, int]:
-        """Give a job devices: the fullest node that has them all, else as few nodes as can be.
+    def take(
+        self,
+        job: str,
+        count: int,
+        machine: str,
+        on: tuple[tuple[int, int], ...] | None = None,
+    ) -> dict[int, int]:
+        """Give a job devices of the nodes named, else by the rule.
 
         Returns the devices of each node. Raises AllocationError where fewer are free.
         """
@@ -113,8 +127,34 @@ class Nodes:
                 f"job '{job}' was given {count} devices of {machine} and "
                 f"{self.free(machine)} are free; the policy must plan within the cluster"
             )
-        given: dict[int, int] = {}
-        left = count
+        given = self._by_rule(open_nodes, count) if on is None else dict(on)
+        wrong = [index for index in given if not 0 < given[index] <= self._free_of(index, machine)]
+        if wrong or sum(given.values()) != count:
+            raise AllocationError(
+                f"job '{job}' was given {count} devices of {machine} as {on}, which are not free "
+                "there; the policy must plan within each node"
+            )
+        for index, devices in given.items():
+            self.free_on[index] -= devices
+            self.holders[index][job] = devices
+        return given
+
+    def _free_of(self, index: int, machine: str) -> int:
+        """Free devices of a node that is up and of a machine type."""
+        known = 0 <= index < len(self.nodes) and self.nodes[index].machine == machine
+        return self.free_on[index] if known and not self.is_down[index] else 0
+
+    def _by_rule(self, open_nodes: list[int], count: int) -> dict[int, int]:
+        given = self._packed(open_nodes, count)
+        if self.rule == "pack" or (self.rule == "even" and len(given) == 1):
+            return given
+        most = len(given) if self.rule == "even" else len(open_nodes)
+        freest_first = sorted(open_nodes, key=lambda index: (-self.free_on[index], index))
+        return self._evenly(freest_first[:most], count)
+
+    def _packed(self, among: list[int], count: int) -> dict[int, int]:
+        """Devices of the fullest node that has them all, else of as few nodes as can be."""
+        open_nodes, given, left = list(among), dict[int, int](), count
         while left:
             enough = [index for index in open_nodes if self.free_on[index] >= left]
             if enough:
@@ -124,9 +164,16 @@ class Nodes:
             given[chosen] = min(left, self.free_on[chosen])
             left -= given[chosen]
             open_nodes.remove(chosen)
-        for index, devices in given.items():
-            self.free_on[index] -= devices
-            self.holders[index][job] = devices
+        return given
+
+    def _evenly(self, among: list[int], count: int) -> dict[int, int]:
+        """As many devices of each node as the others have, where they are free."""
+        given, left = dict[int, int](), count
+        for position, index in enumerate(sorted(among, key=self.free_on.__getitem__)):
+            share = min(left // (len(among) - position), self.free_on[index])
+            if share:
+                given[index] = share
+                left -= share
         return given
 
     def release(self, job: str, given: Mapping[int, int]) -> None:

@@ -226,10 +226,14 @@ class Replay:
             self._stop(name, planned=True)
         # The largest first: what is left between them has room for the small ones.
         starting = [(name, grant) for name, grant in grants.items() if name not in self._running]
-        number = itertools.count()
-        queue = [(-grant.count, next(number), name, grant) for name, grant in starting]
-        heapq.heapify(queue)
         settled: set[str] = set()
+        number = itertools.count()
+        for name, grant in starting:
+            if grant.on is not None:
+                self._start(name, grant)
+                settled.add(name)
+        queue = [(-g.count, next(number), name, g) for name, g in starting if g.on is None]
+        heapq.heapify(queue)
         while queue:
             _, _, name, grant = heapq.heappop(queue)
             for moved in self._in_the_way(grant, settled):
@@ -242,7 +246,9 @@ class Replay:
     def _in_the_way(self, grant: Grant, settled: Iterable[str]) -> list[str]:
         """Jobs to move so that the granted devices are on one node, where that can be."""
         whole = min(grant.count, self.nodes.per_node(grant.machine))
-        if not self.policy.moves_jobs or self.nodes.most_free_on_a_node(grant.machine) >= whole:
+        if not self.policy.moves_jobs or self.nodes.rule == "spread":
+            return []
+        if self.nodes.most_free_on_a_node(grant.machine) >= whole:
             return []
         return self.nodes.in_the_way(whole, grant.machine, frozenset(settled))
 
@@ -257,8 +263,9 @@ class Replay:
                 continue
             trained_s = held.trained_s(now)
             seen = held.shape, held.step_s, held.grant.global_batch
-            if observe is not None and trained_s and observe(waiting.job, *seen):
-                self._forget(name)
+            if observe is not None and trained_s:
+                for changed in observe(waiting.job, *seen):
+                    self._forget(changed)
             jobs.append(
                 Waiting(
                     job=waiting.job,
@@ -273,7 +280,7 @@ class Replay:
         )
 
     def _forget(self, name: str) -> None:
-        """Drop a job's believed curves: it was observed, or has ended."""
+        """Drop a job's believed curves: speeds were observed, or it has ended."""
         self._known.pop(name, None)
 
     def _check(self, grants: Mapping[str, Grant]) -> None:
@@ -327,7 +334,7 @@ class Replay:
 
     def _start(self, name: str, grant: Grant) -> None:
         waiting, now = self._waiting[name], self._env.now
-        given = self.nodes.take(name, grant.count, grant.machine)
+        given = self.nodes.take(name, grant.count, grant.machine, grant.on)
         shape = self.nodes.shape(given)
         (step_s,) = self.true.step_times_s(waiting.job, [shape], grant.global_batch)
         restart_s = self.costs.restart_s if self.ran[name].segments else 0.0

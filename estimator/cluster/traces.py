@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from estimator.errors import WorkloadError, printable
+from estimator.errors import WorkloadError, cause
 from estimator.files import parse_json, read_text
 
 Row = Mapping[str, str]
@@ -45,7 +45,7 @@ def read_trace(path: Path) -> list[TracedJob]:
         found = list(_philly(parse_json(text)) if path.suffix == ".json" else _csv(text))
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, csv.Error) as error:
         raise WorkloadError(
-            f"{path} is no trace that is known ({printable(str(error))}); give Philly's JSON or a "
+            f"{path} is no trace that is known ({cause(error)}); give Philly's JSON or a "
             "CSV of Helios, Alibaba PAI or Pollux"
         ) from None
     jobs = [job for job in found if job.devices >= 1 and job.run_s != 0]

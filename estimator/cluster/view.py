@@ -15,11 +15,15 @@ CurveKey = tuple[str, int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Devices for a job: how many, of which machine type, and another global batch if chosen."""
+    """Devices for a job: how many, of which machine type, and another global batch if chosen.
+
+    `on` names nodes by their index and the devices of each; without it the cluster's rule places.
+    """
 
     count: int
     machine: str
     global_batch: int | None = None
+    on: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

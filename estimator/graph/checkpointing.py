@@ -8,7 +8,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -66,7 +67,25 @@ def _chosen(model: nn.Module, form: str | None) -> list[tuple[nn.Module, dict[st
 
 
 def _keeping_every_other_product() -> Any:
-    return create_selective_checkpoint_contexts(_policy())
+    first, again = create_selective_checkpoint_contexts(_policy())
+    return first, _holding_what_is_left(again)
+
+
+@contextmanager
+def _holding_what_is_left(again: Any) -> Iterator[None]:
+    """Compute a block again; what was kept of it is held until then, also what is not asked for.
+
+    The second run stops once it has all that the backward pass reads, often before the last kept
+    result: a view of it tells the recorder that it was still there.
+    """
+    try:
+        with again:
+            yield
+    finally:
+        for kept in again.storage.values():
+            for entry in tree_leaves(list(kept.values())):
+                if isinstance(getattr(entry, "val", None), Tensor):
+                    entry.val.view(entry.val.shape)
 
 
 def _policy() -> Callable[..., CheckpointPolicy]:

@@ -15,7 +15,7 @@ from estimator.errors import (
     ModelError,
     StrategyError,
     WorkloadError,
-    printable,
+    cause,
     quoted,
 )
 from estimator.files import parse_json, read_file, read_text, unpack
@@ -35,10 +35,10 @@ from estimator.graph.repeated import with_repeated
 from estimator.graph.step_parts import STEP_PART, StepPart
 from estimator.graph.summary import WorkloadSummary
 from estimator.machines.files import write_bytes_atomically
-from estimator.optimizers import check_optimizer
-from estimator.precision import check_precision
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree, tensor_leaves
 from estimator.units import MIB
+from estimator.workload.optimizers import check_optimizer
+from estimator.workload.precision import check_precision
 
 FORMAT = "estimator-graph"
 VERSION = 1
@@ -66,6 +66,7 @@ _LATER_FIELDS: dict[str, str | bool | None] = {
     "grad_scaler": False,
     "clip_grad_norm": False,
     "checkpoint": None,
+    "float8": None,
 }
 _DAMAGE = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 # More of one thing than any model has: they bound what an estimate of a graph takes.
@@ -165,8 +166,7 @@ def load_summary(path: str | os.PathLike[str]) -> WorkloadSummary:
 
 
 def _damaged(path: str | os.PathLike[str], error: BaseException) -> str:
-    reason = printable(" ".join(str(error).split())) or type(error).__name__
-    return f"{path} is damaged ({reason}); trace the model again and save it"
+    return f"{path} is damaged ({cause(error)}); trace the model again and save it"
 
 
 class _Table:
@@ -195,6 +195,7 @@ def _encode(graph: Mapping[str, Any]) -> dict[str, Any]:
             op.outputs,
             int(op.is_view),
             int(op.is_repeated),
+            op.holds,
         ]
         for op in graph["ops"]
     ]
@@ -271,7 +272,7 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:
     name, call, other, phase, module, inputs, outputs, is_view, *later = row
-    (is_repeated,) = later or (False,)
+    is_repeated, holds = {0: (False, ()), 1: (*later, ()), 2: later}[len(later)]
     op = Op(
         name=_text(name),
         call=_at(calls, call),
@@ -282,6 +283,7 @@ def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:
         outputs=tuple(_required(index, values) for index in outputs),
         is_view=bool(is_view),
         is_repeated=bool(is_repeated),
+        holds=tuple(_required(index, values) for index in holds),
     )
     if len(op.call.inputs) != len(op.inputs) or len(op.call.outputs) != len(op.outputs):
         raise ValueError(f"op {op.name} names other tensors than its call")
@@ -364,7 +366,7 @@ def _timing(seconds: Any, spread: Any) -> OpTiming:
 def _check_plain_fields(graph: Mapping[str, Any]) -> None:
     for name in ("name", "target", "precision", "optimizer"):
         _text(graph[name])
-    for name in ("timed_on", "checkpoint"):
+    for name in ("timed_on", "checkpoint", "float8"):
         if graph[name] is not None:
             _text(graph[name])
     check_optimizer(graph["optimizer"])

@@ -36,13 +36,15 @@ _FAMILIES: tuple[FusedFamily, ...] = ("normalization", "softmax", "reduction", "
 
 
 def compile_graph(graph: OpGraph, execution: Execution) -> OpGraph:
-    """The graph as "compiled" (Inductor's kernels) or "cuda-graphs" (the same, replayed).
+    """The graph as "compiled" (Inductor's kernels), "cuda-graphs" (the same, replayed) or
+    "compiled-blocks" (each repeated block by itself, the rest eager).
 
     Raises ModelError for a graph that cannot run so.
     """
     if execution not in get_args(Execution):
         raise ModelError(
-            f"a model is compiled as True or 'cuda-graphs', found {execution!r}; use one of these"
+            f"a model is compiled as True, 'blocks' or 'cuda-graphs', found {execution!r}; use one "
+            "of these"
         )
     if execution == "eager":
         return graph
@@ -56,7 +58,7 @@ def compile_graph(graph: OpGraph, execution: Execution) -> OpGraph:
             f"{graph.name} is traced for {graph.target}, which has no CUDA graphs; compile it "
             "without them"
         )
-    split = split_graph(graph)
+    split = split_graph(graph, blocks_only=execution == "compiled-blocks")
     grouping = Grouping(split, with_recomputation(split))
     said = (COMPILED_ASSUMPTION, *((CUDA_GRAPHS_ASSUMPTION,) * (execution == "cuda-graphs")))
     fused = _rebuilt(split, grouping)

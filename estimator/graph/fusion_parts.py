@@ -18,6 +18,7 @@ from estimator.graph.costs import family_of, op_cost
 from estimator.graph.fused_calls import FusedFamily
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Op, OpCost, Phase, Value
+from estimator.graph.shards import unit_path
 from estimator.graph.storages import value_roots
 from estimator.tensors import OpCall, TensorSpec
 
@@ -105,8 +106,11 @@ class SplitGraph:
         return self.values[root].spec.storage_bytes
 
 
-def split_graph(graph: OpGraph) -> SplitGraph:
-    """Every operator of the graph as parts; views have none, a compiler reads through them."""
+def split_graph(graph: OpGraph, *, blocks_only: bool = False) -> SplitGraph:
+    """Every operator of the graph as parts; views have none, a compiler reads through them.
+
+    With `blocks_only` what is outside all repeated blocks stays whole.
+    """
     split = SplitGraph(graph, list(graph.values), value_roots(graph))
     written = Counter(r for op in graph.ops if not _is_view(op) for r in _roots(split, op.outputs))
     sharing: defaultdict[int, list[int]] = defaultdict(list)
@@ -116,7 +120,8 @@ def split_graph(graph: OpGraph) -> SplitGraph:
     for index, op in enumerate(graph.ops):
         if _is_view(op):
             continue
-        parts = _parts(split, index, op)
+        apart = blocks_only and not unit_path(op.module)
+        parts = [_whole(index, op)] if apart else _parts(split, index, op)
         outputs = _roots(split, op.outputs)
         if all(part.can_repeat and written[root] == 1 for part in parts for root in outputs):
             # What is computed twice from the same values is computed once (_inductor/fx_passes and
@@ -139,9 +144,13 @@ def _roots(split: SplitGraph, values: Sequence[int]) -> tuple[int, ...]:
     return tuple(split.roots[value] for value in values)
 
 
+def _whole(index: int, op: Op) -> Part:
+    return Part(op=index, phase=op.phase, kind="whole", reads=op.inputs, writes=op.outputs)
+
+
 def _parts(split: SplitGraph, index: int, op: Op) -> list[Part]:
     family, name = family_of(op.call.target), _name(op)
-    whole = Part(op=index, phase=op.phase, kind="whole", reads=op.inputs, writes=op.outputs)
+    whole = _whole(index, op)
     if not op.outputs or op_cost(op.call) == OpCost():
         return [whole]
     rule = _RULES.get(family)

@@ -40,7 +40,7 @@ def join_runs(first: Recorder, second: Recorder | None) -> JoinedRuns:
     pairs = _Pairs()
     counts: Counter[str] = Counter()
     ops = []
-    for one, two in zip(first.ops, second.ops, strict=True):
+    for index, (one, two) in enumerate(zip(first.ops, second.ops, strict=True)):
         kind = one.call.target.split(".")[1]
         counts[kind] += 1
         call, other_call = pairs.calls(one.call, two.call)
@@ -54,6 +54,7 @@ def join_runs(first: Recorder, second: Recorder | None) -> JoinedRuns:
                 inputs=one.inputs,
                 outputs=one.outputs,
                 is_view=one.is_view,
+                holds=first.holds.get(index, ()),
             )
         )
     values = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -170,8 +170,10 @@ def _sharded_curve(
     master_ratio = strategy.master_ratio(bound.graph.precision)
     step = ShardedStep(bound, structure, optimizer, threads, dtypes, master_ratio)
     shares = strategy.kind == "fsdp"
-    own = -(-step.parameters_bytes // shards) if shares else step.parameters_bytes
-    state = -(-step.state_bytes // shards)
+    # What is offloaded takes nothing here.
+    there = 0 if strategy.offload else 1
+    own = there * -(-step.parameters_bytes // shards) if shares else step.parameters_bytes
+    state = there * -(-step.state_bytes // shards)
     best: MemoryCurve | None = None
     every = play_step(
         step,
@@ -181,13 +183,13 @@ def _sharded_curve(
         gradient_sync=strategy.gradient_sync,
     )
     for played in every:
-        gradients = played.gradients - (-played.gradient_shards // shards)
+        gradients = played.gradients - there * (-played.gradient_shards // shards)
         rows = played.gathered + played.buffers + gradients + step.activations
         places = _highest_instants(rows, step.ops)
         saved, temporary = _activation_levels(structure, StorageSizes.of(bound, structure, threads))
         # Before an op its own outputs are not there yet.
         over = step.activations[places] - saved
-        updating = -(-(step.trained_bytes) // shards), -(-step.update_bytes // shards)
+        updating = [there * -(-size // shards) for size in (step.trained_bytes, step.update_bytes)]
         kept = np.minimum(saved, step.activations[places])
         curve = MemoryCurve(
             levels={
@@ -248,17 +250,22 @@ def _held(
     return np.cumsum(changes)[:ops]
 
 
-def live_tensors(
-    bound: BoundGraph,
-    place: int,
-    *,
-    threads: int = 1,
-    structure: GraphStructure | None = None,
-) -> tuple[LiveTensor, ...]:
-    """Parameters, gradients and activations that are held during op `place`, the largest first.
+def live_tensors(tensors: Iterable[LiveTensor], place: int) -> tuple[LiveTensor, ...]:
+    """Those that are held during op `place`, the largest first.
 
-    `place` may be the number of ops: the update. Optimizer state and buffers of collectives are not
-    among them, nor what a strategy gathers or shards.
+    `place` may be the number of ops: the update.
+    """
+    alive = [tensor for tensor in tensors if tensor.born <= place <= tensor.dies]
+    return tuple(sorted(alive, key=lambda tensor: (-tensor.size_bytes, tensor.born)))
+
+
+def tensors_of(
+    bound: BoundGraph, *, threads: int = 1, structure: GraphStructure | None = None
+) -> tuple[LiveTensor, ...]:
+    """Parameters, gradients and activations of a step.
+
+    Optimizer state and buffers of collectives are not among them, nor what a strategy gathers or
+    shards.
     """
     known = structure or GraphStructure.of(bound.graph)
     graph = bound.graph
@@ -276,9 +283,8 @@ def live_tensors(
         )
         for parameter in graph.parameters
     ]
-    alive = (known.born <= place) & (known.dies >= place)
     for numbers, kind in ((sizes.activations, "activations"), (sizes.gradients, "gradients")):
-        for number in numbers[alive[numbers]].tolist():
+        for number in numbers.tolist():
             born = int(known.born[number])
             op = graph.ops[born] if born >= 0 else None
             found.append(
@@ -291,7 +297,7 @@ def live_tensors(
                     dies=int(known.dies[number]),
                 )
             )
-    return tuple(sorted(found, key=lambda tensor: (-tensor.size_bytes, tensor.born)))
+    return tuple(found)
 
 
 def _kind(kind: str, is_saved: bool) -> MemoryKind:

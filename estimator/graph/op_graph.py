@@ -43,7 +43,7 @@ class OpGraph:
     `execution` says how its calls are issued, `channels_last` that images were laid out so,
     `grad_scaler` that gradients are unscaled and checked before the update, `clip_grad_norm` that
     they are clipped by their norm. `checkpoint` is the form of activation checkpointing that was
-    asked for; what it computes again is among `ops`.
+    asked for; what it computes again is among `ops`, as is what `float8` casts.
     `timings` holds the calls measured on the machine `timed_on` when tracing asked for it. A graph
     made from a summary has `timed_on` if whole steps were timed there.
     """
@@ -60,6 +60,7 @@ class OpGraph:
     grad_scaler: bool = False
     clip_grad_norm: bool = False
     checkpoint: str | None = None
+    float8: str | None = None
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     parameters: tuple[Parameter, ...]
@@ -100,6 +101,7 @@ class OpGraph:
             ("gradient scaler",) if self.grad_scaler else (),
             ("gradients clipped",) if self.clip_grad_norm else (),
             (f"checkpoint {self.checkpoint}",) if self.checkpoint else (),
+            (f"float8 {self.float8}",) if self.float8 else (),
         )
         return ", ".join((self.precision, *(word for words in more for word in words)))
 

@@ -9,8 +9,9 @@ from estimator.tensors import OpCall, TensorSpec
 
 Phase = Literal["forward", "backward"]
 ValueKind = Literal["parameter", "buffer", "input", "constant", "activation"]
-# One kernel after the other from Python; fused by torch.compile; the same, replayed as CUDA graphs.
-Execution = Literal["eager", "compiled", "cuda-graphs"]
+# One kernel after the other from Python; fused by torch.compile, or in each repeated block alone;
+# fused and replayed as CUDA graphs.
+Execution = Literal["eager", "compiled", "compiled-blocks", "cuda-graphs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class Op:
     `outputs`. A view computes nothing but still costs the host a dispatch. `module` is the dotted
     path of the innermost module; in the backward phase, that of the forward op it belongs to. An op
     that `is_repeated` computes in the backward phase what the forward phase has computed already.
+    `holds` are values whose memory is released after it although it does not touch them: what a
+    node of autograd saved, or the output of a model until its loss is there.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Op:
     outputs: tuple[int, ...]
     is_view: bool = False
     is_repeated: bool = False
+    holds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

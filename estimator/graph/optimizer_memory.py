@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.shards import parameter_unit
-from estimator.optimizers import OptimizedTensor, check_optimizer, state_sizes, temporaries_bytes
+from estimator.workload.optimizers import (
+    OptimizedTensor,
+    check_optimizer,
+    state_sizes,
+    temporaries_bytes,
+)
 
 # The CUDA caching allocator rounds every block up to kMinBlockSize
 # (c10/core/AllocatorConfig.h, torch 2.13).

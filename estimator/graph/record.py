@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from estimator.graph.constant_propagation import Constants, flat_results
 from estimator.graph.dynamic import assume_choice, resolve
 from estimator.graph.fake_rules import FAKE_RULES
+from estimator.graph.lifetimes import Lifetimes
 from estimator.graph.ops import Phase, ValueKind
 from estimator.machines.profile import DeviceKind
 from estimator.tensors import OpCall, TensorSpec
@@ -74,12 +75,20 @@ class _Traits:
     is_view: bool
 
 
-class _Seen(NamedTuple):
-    """The mark that a recorder leaves on a tensor: which value it stands for."""
+class _Seen:
+    """The mark that a recorder leaves on a tensor: which value it stands for.
 
-    owner: Recorder
-    value: int
-    spec: TensorSpec
+    It goes with its tensor, which the recorder is told.
+    """
+
+    __slots__ = ("owner", "spec", "value")
+
+    def __init__(self, owner: Recorder, value: int, spec: TensorSpec) -> None:
+        self.owner, self.value, self.spec = owner, value, spec
+        owner._lifetimes.appeared(owner._root(value))
+
+    def __del__(self) -> None:
+        self.owner.vanished(self.value)
 
 
 class Recorder(TorchDispatchMode):
@@ -108,6 +117,8 @@ class Recorder(TorchDispatchMode):
         self._calls: dict[OpCall, OpCall] = {}
         self._foreign: dict[int, tuple[Tensor, int]] = {}
         self._used: list[int] = []
+        self._lifetimes = Lifetimes()
+        self.holds: dict[int, tuple[int, ...]] = {}
 
     # Modules
 
@@ -196,6 +207,15 @@ class Recorder(TorchDispatchMode):
     def _root(self, index: int) -> int:
         base = self.values[index].base
         return index if base is None else base
+
+    def vanished(self, value: int) -> None:
+        """A tensor that stood for a value is gone."""
+        self._lifetimes.vanished(self._root(value), len(self.ops) - 1)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        roots = [self._root(value) for value in range(len(self.values))]
+        self.holds = self._lifetimes.holds(self.ops, roots)
 
     # Operators
 

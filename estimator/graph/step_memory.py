@@ -91,7 +91,9 @@ def step_memory(
     played = play_step(
         step, strategy, buckets, micro_batches=micro_batches, gradient_sync=gradient_sync
     )
-    return step.memory(played, shards_parameters=strategy.kind == "fsdp")
+    return step.memory(
+        played, shards_parameters=strategy.kind == "fsdp", offloaded=strategy.offload
+    )
 
 
 def play_step(
@@ -211,8 +213,13 @@ class ShardedStep:
         activations.hold_each(at(every, RUN), at(every, RAN), sizes.workspaces)
         self.activations = activations.levels()
 
-    def memory(self, played: Sequence[Played], *, shards_parameters: bool) -> ShardedMemory:
-        """The peak over micro-batches and the update."""
+    def memory(
+        self, played: Sequence[Played], *, shards_parameters: bool, offloaded: bool = False
+    ) -> ShardedMemory:
+        """The peak over micro-batches and the update; `offloaded` shards are on the host."""
+        if offloaded:
+            played = [replace(p, gradient_shards=np.zeros_like(p.gradient_shards)) for p in played]
+            self.parameters_bytes = self.state_bytes = self.trained_bytes = self.update_bytes = 0
         fixed, sharded = self.inputs_bytes + self.buffers_bytes, self.state_bytes
         parameters = (0, self.parameters_bytes) if shards_parameters else (self.parameters_bytes, 0)
         fixed, sharded = fixed + parameters[0], sharded + parameters[1]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from estimator.graph.cost_registry import cost_of
 from estimator.graph.ops import OpCost
 from estimator.machines.profile import Device
-from estimator.precision import peak_dtype
 from estimator.tensors import OpCall, TensorSpec
+from estimator.workload.precision import peak_dtype
 
 STEP_PART = "summary.step_part"
 # Pollux's single-T4 step times of BERT, ResNet-18 and DeepSpeech2 (petuum/adaptdl, OSDI 2021

@@ -34,7 +34,7 @@ def storages(graph: OpGraph) -> tuple[Storage, ...]:
     """Every piece of memory of the step with its lifetime, in order of birth.
 
     A value and all its views and in-place results share one storage, held until the last op that
-    uses any of them: autograd releases a saved tensor after the backward node that reads it.
+    uses any of them or is known to hold one.
     Parameters, buffers, inputs and constants are held throughout, gradients of parameters from
     their birth to the end.
     """
@@ -153,36 +153,9 @@ def _uses(graph: OpGraph, roots: list[int]) -> tuple[dict[int, int], dict[int, i
     """The op that makes each storage, and the last op that touches or holds it."""
     born: dict[int, int] = {}
     last_use: dict[int, int] = {}
-    gathered: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         for value in op.outputs:
             born.setdefault(roots[value], index)
+        for value in (*op.inputs, *op.outputs, *op.holds):
             last_use[roots[value]] = index
-        for value in op.inputs:
-            last_use[roots[value]] = index
-        if op.phase == "backward":
-            for source in _held_by_node(graph, index, roots, gathered):
-                last_use[source] = index
-        elif op.call.target == "aten.gather.default":
-            gathered[roots[op.inputs[1]]] = roots[op.inputs[0]]
     return born, last_use
-
-
-def _held_by_node(
-    graph: OpGraph, index: int, roots: list[int], gathered: dict[int, int]
-) -> list[int]:
-    """Storages that op `index` does not read but that its autograd node still holds.
-
-    A node releases what it saved once all of its ops have run. The gradient of a product is two
-    products with the same factor, the gradient that came in; that of `gather`, a scatter, saves the
-    gathered tensor for its shape alone (tools/autograd/derivatives.yaml, torch 2.13).
-    """
-    op, before = graph.ops[index], graph.ops[index - 1]
-    held = []
-    if op.call.target == before.call.target == "aten.mul.Tensor" and before.phase == op.phase:
-        incoming = set(op.inputs) & set(before.inputs)
-        if incoming and not set(op.inputs) & set(before.outputs):
-            held = [roots[value] for value in before.inputs]
-    elif op.call.target.startswith("aten.scatter_add"):
-        held = [gathered[roots[value]] for value in op.inputs if roots[value] in gathered]
-    return held

@@ -18,9 +18,9 @@ from estimator.graph.ops import Op, Parameter, Phase, Value, ValueKind
 from estimator.graph.step_parts import StepLine, StepPart, fit_step_line, known_peak
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
-from estimator.optimizers import check_optimizer
-from estimator.precision import check_precision
 from estimator.tensors import ITEM_BYTES, OpCall, TensorSpec
+from estimator.workload.optimizers import check_optimizer
+from estimator.workload.precision import check_precision
 
 # The backward pass computes two matmuls for each one of the forward pass.
 _FORWARD_RATIO = 1 / 3

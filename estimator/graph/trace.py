@@ -46,8 +46,8 @@ from estimator.graph.record import Recorder
 from estimator.graph.training_call import Loss, TrainingCall
 from estimator.graph.user_code import UserCode
 from estimator.machines.profile import DeviceKind
-from estimator.optimizers import check_optimizer
-from estimator.precision import check_precision
+from estimator.workload.optimizers import check_optimizer
+from estimator.workload.precision import check_precision
 
 _CAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AUTOCAST_DTYPES = {"bf16-amp": torch.bfloat16, "fp16-amp": torch.float16}

@@ -15,8 +15,9 @@ from estimator.machines.files import shipped_data
 from estimator.machines.profile import Device
 
 # Where tensor cores take their operands from: the first two generations from registers, later ones
-# from shared memory copied ahead of time (NVIDIA A100 architecture whitepaper, 2020).
-TensorCores = Literal["none", "registers", "asynchronous"]
+# from shared memory copied ahead of time (NVIDIA A100 architecture whitepaper, 2020), which from
+# Hopper on groups of warps leave to compute by themselves (NVIDIA H100 whitepaper, 2023).
+TensorCores = Literal["none", "registers", "asynchronous", "warp groups"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from estimator.errors import MOST_QUOTED, ProfileError, UnknownMachineError, quo
 from estimator.files import parse_json, read_text
 from estimator.machines import files
 from estimator.machines.files import home, shipped_data
+from estimator.machines.limits import split_limit, with_limit
 from estimator.machines.profile import MachineProfile
 
 # (modification time, size, inode) of a file's last version, and what it held.
@@ -50,9 +51,10 @@ def known_machines() -> dict[str, Path]:
 def load_profile(name_or_path: str | os.PathLike[str]) -> MachineProfile:
     """Load a profile by machine name (user's store, then shipped catalogue) or by path.
 
-    A file is read again only once it has changed, of which other processes' changes are seen after
-    20 ms. Raises UnknownMachineError if nothing goes by that name, ProfileError if the file is
-    damaged.
+    A name may end in a limit, as ``h100-sxm@500W`` or ``h100-sxm@1410MHz`` (see `limits`). A file
+    is read again only once it has changed, of which other processes' changes are seen after 20 ms.
+    Raises UnknownMachineError if nothing goes by that name, ProfileError if the file is damaged or
+    the limit is none of that machine.
     """
     if not isinstance(name_or_path, str | os.PathLike):
         raise UnknownMachineError(
@@ -64,28 +66,32 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> MachineProfile:
     fresh = _fresh.get(key)
     if fresh is not None and now < fresh[0]:
         return fresh[1]
-    path, state = _find_profile(text)
-    known = _loaded.get(path)
-    if known is not None and known[0] == state:
-        profile = known[1]
-    else:
-        profile = _read_once(path, state)
+    is_path = os.sep in text or text.endswith(".json")
+    name, limit = (text, None) if is_path else split_limit(text)
+    path, state = _find_profile(name)
+    profile = _read_once(path, state, limit)
     if len(_fresh) >= _MOST_LOADED:
         _fresh.clear()
     _fresh[key] = now + _FRESH_S, profile
     return profile
 
 
-def _read_once(path: str, state: _FileState | None) -> MachineProfile:
+def _read_once(path: str, state: _FileState | None, limit: str | None) -> MachineProfile:
     """Read a file that is not known in this state; threads that ask at once get one object."""
+    key = path if limit is None else f"{path}@{limit}"
+    known = _loaded.get(key)
+    if known is not None and known[0] == state:
+        return known[1]
     with _reading:
         # What is compiled belongs to an object.
-        known = _loaded.get(path)
+        known = _loaded.get(key)
         if known is not None and known[0] == state:
             return known[1]
         profile = _read_profile(Path(path))
+        if limit is not None:
+            profile = with_limit(profile, limit)
         if state is not None:
-            _loaded[path] = (state, profile)
+            _loaded[key] = (state, profile)
             while len(_loaded) > _MOST_LOADED:
                 _loaded.popitem(last=False)
         return profile

@@ -156,6 +156,9 @@ class MachineProfile:
         write_text_atomically(Path(path), json.dumps(self.to_dict(), indent=1, allow_nan=False))
 
 
+_TABLE = "a table of names and values"
+
+
 def _unprintable(data: Any) -> str | None:
     """A text in JSON values that would move a terminal's cursor, or None."""
     left = [data]
@@ -173,10 +176,9 @@ def _unprintable(data: Any) -> str | None:
 
 def _reason(error: Mapping[str, Any]) -> str:
     """What pydantic found wrong, in the words of a file rather than of Python."""
-    text = str(error["msg"]).removeprefix("Value error, ")
-    for name, meant in (("valid tuple", "list"), ("valid dictionary", "table of names and values")):
-        text = text.replace(f"should be a {name}", f"should be a {meant}")
-    return text
+    text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    text = re.sub(r"a dictionary or an instance of \w+|a valid dictionary", _TABLE, text)
+    return text.replace("a valid tuple", "a list").replace("a valid string", "a text")
 
 
 @lru_cache(maxsize=1)

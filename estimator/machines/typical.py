@@ -18,7 +18,7 @@ from estimator.machines.profile import (
     Provenance,
     UpdateCost,
 )
-from estimator.optimizers import RULES
+from estimator.workload.optimizers import RULES
 
 # What collectives get of a link's line rate. NVLink: nccl-tests on 8 A100 reach 235 of 300 GB/s
 # each way; multiprocessors send 128 bytes at a time, which leaves 20 of each link's 25 GB/s
@@ -47,6 +47,10 @@ _SLOWER_HOPS_S: dict[LinkKind, float] = {"efa": 25e-6}
 # What a byte streamed by one kernel costs, as a share of the memory's peak (BabelStream on V100 and
 # A100: 0.85 to 0.92 for arrays far larger than the caches; optimizers walk many smaller tensors).
 STREAMED_RATIO = 0.80
+# What a GPU's share of the host's memory moves: DGX A100 has 2 sockets of 8 channels of DDR4-3200,
+# 410 GB/s for 8 GPUs (NVIDIA DGX A100 datasheet, AMD EPYC 7742).
+_HOST_BYTES_PER_S = 51e9
+_HOST_UPDATE_ERROR = 0.6
 # The calls around an update (`estimator probe` on an EPYC server: 16 to 45 µs a step).
 _UPDATE_LAUNCH_S = 5e-5
 _FP32_BYTES = 4
@@ -138,18 +142,29 @@ def typical_overlaps(profile: MachineProfile) -> tuple[OverlapCost, ...]:
 
 def _updates(profile: MachineProfile) -> tuple[UpdateCost, ...]:
     device = profile.devices[0]
-    kind: DeviceKind = device.kind
-    rate = STREAMED_RATIO * (device.memory_bandwidth_bytes_per_s or 0.0)
+    own = device.memory_bandwidth_bytes_per_s or 0.0
+    return (
+        *_updates_by_bytes(device.kind, own, _UPDATE_ERROR),
+        *_updates_by_bytes("cpu", _HOST_BYTES_PER_S, _HOST_UPDATE_ERROR),
+    )
+
+
+def _updates_by_bytes(
+    kind: DeviceKind, peak_bytes_per_s: float, relative_error: float
+) -> tuple[UpdateCost, ...]:
+    rate = STREAMED_RATIO * peak_bytes_per_s
     return tuple(
         UpdateCost(
             optimizer=rule.measured_as,
-            form=rule.form or "foreach",
+            form=rule.form or ("foreach" if kind == "cuda" else "loop"),
             device=kind,
             launch_s=_UPDATE_LAUNCH_S,
             per_tensor_s=rule.tensor_s,
             per_parameter_s=rule.bytes_of(_FP32_BYTES) / rate,
             provenance=Provenance(
-                source="datasheet", relative_error=_UPDATE_ERROR, note="bytes over memory bandwidth"
+                source="datasheet",
+                relative_error=relative_error,
+                note="bytes over memory bandwidth",
             ),
         )
         for rule in RULES.values()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from estimator.errors import AllocationError, quoted
 
-_COUNTED = re.compile(r"\s*([0-9]+)x([0-9]+):([A-Za-z0-9][\w.\-]*)\s*")
+_COUNTED = re.compile(r"\s*([0-9]+)x([0-9]+):([A-Za-z0-9][\w.\-]*(?:@[\w.]+)?)\s*")
 _RANGE = "[0-9]+(?:-[0-9]+)?"
 _EXPLICIT = re.compile(rf"\s*([A-Za-z0-9][\w.\-]*)\[({_RANGE}(?:,{_RANGE})*)\]\s*")
 # The number of the last device on any node has not more digits.

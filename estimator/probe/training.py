@@ -14,14 +14,14 @@ from typing import Any
 
 from estimator.errors import ProbeError, StrategyError, TrainingError
 from estimator.machines.profile import Device
-from estimator.optimizers import RULES, check_optimizer
-from estimator.precision import check_precision
 from estimator.probe.backend import keep_memory_resident
 from estimator.probe.ranks import run_on_devices
 from estimator.probe.sharding import shard_model
 from estimator.probe.updates import TORCH_OPTIMIZERS
 from estimator.units import MIB
 from estimator.workload import Strategy
+from estimator.workload.optimizers import RULES, check_optimizer
+from estimator.workload.precision import check_precision
 
 _AUTOCAST = {"bf16-amp": "bfloat16", "fp16-amp": "float16"}
 _CAST = {"bf16": "bfloat16", "fp16": "float16"}

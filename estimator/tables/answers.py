@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.balance import balance
 from estimator.coefficients import Calibration, StepQuestion
 from estimator.engine import Engine, TrialEngine
 from estimator.errors import AllocationError, EstimatorError
@@ -22,11 +21,11 @@ from estimator.estimates import (
     relative_error,
 )
 from estimator.graph.op_graph import OpGraph
-from estimator.loader import Loader
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns, TextReader
 from estimator.placement.topology import Cluster
+from estimator.tables.balance import balance
 from estimator.tables.placed import NodeGroupTable, PlacedColumns, place_columns
 from estimator.tables.steps import StepColumns, StepRows
 from estimator.timeline.ranks import StepShape
@@ -34,6 +33,7 @@ from estimator.timeline.step import UNCALIBRATED_RATIOS, Ratios
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import Groups
 from estimator.workload import MOST_ACCUMULATION, MOST_BATCH, Strategy, check_count
+from estimator.workload.loader import Loader
 
 Array = NDArray[np.float64]
 Integers = NDArray[np.integer]

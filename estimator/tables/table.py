@@ -19,7 +19,6 @@ from estimator.engine import DEFAULT, Engine, check_kinds
 from estimator.errors import AllocationError, EstimatorError, WorkloadError, quoted
 from estimator.estimates import FITS, Estimate
 from estimator.graph.op_graph import OpGraph
-from estimator.loader import Loader
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
@@ -28,6 +27,7 @@ from estimator.tables.answers import Allocations, Integers, Question, RowAnswers
 from estimator.tables.known_rows import KnownRows
 from estimator.timeline.step import BOTTLENECKS
 from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
+from estimator.workload.loader import Loader
 
 Array = NDArray[np.float64]
 

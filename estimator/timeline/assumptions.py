@@ -9,12 +9,13 @@ from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import is_known_by_datasheet
 from estimator.placement.network import network_of
 from estimator.placement.placement import NodeKind
-from estimator.precision import peak_dtype
 from estimator.timeline.chips import assumed_of
 from estimator.timeline.plan import StepPlan
 from estimator.timeline.program import StepProgram
+from estimator.timeline.recipes import recipe_assumptions
 from estimator.timeline.step_times import summary_assumptions
 from estimator.units import format_bytes, format_ratio, format_split
+from estimator.workload.precision import peak_dtype
 
 _MOST_NAMED_OPS = 5
 _FLASH_CAPABILITY = 8.0
@@ -89,6 +90,7 @@ def _class_assumptions(program: StepProgram, *, graph_too: bool) -> list[str]:
     if is_known_by_datasheet(machine):
         found.extend(_datasheet_assumptions(program))
     found.extend(_attention_assumptions(program))
+    found.extend(recipe_assumptions(graph, program.strategy, machine.name))
     batch = program.bound.batch
     if graph.is_summary:
         found.extend(summary_assumptions(program.bound, machine, program.strategy))

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 from estimator.errors import ProfileError
 from estimator.machines.architectures import architecture_of
 from estimator.machines.profile import Device
+from estimator.tensors import ITEM_BYTES
 
 # The process for which the kernel model quotes its headrooms.
 _REFERENCE_NM = 12.0
@@ -24,6 +25,7 @@ _SAID = {
 # Of an architecture that is not known: N5 or 4N, in which most GPUs since 2022 are made, with
 # tensor cores as they have been since A100.
 _ASSUMED_NM = 5.0
+_HALF_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,7 @@ class Chip:
     process_ratio: ArrayLike
     is_tensor: ArrayLike
     is_early_tensor: ArrayLike
+    has_warp_groups: ArrayLike
     has_old_tlb: ArrayLike
 
 
@@ -63,7 +66,10 @@ def chip_of(device: Device, dtype: str) -> Chip:
         clock_hz = _given(device, "tensor_clock_hz") or clock_hz
     if known is not None:
         peak, clock_hz = peak * known.above_boost_ratio, clock_hz * known.above_boost_ratio
+    # A product of narrower factors takes less energy, by the bytes that it moves through the units.
     watts_per_flop = _number(device, "power_w") / peak
+    if dtype in ITEM_BYTES:
+        watts_per_flop *= max(_HALF_BYTES / ITEM_BYTES[dtype], 1.0)
     return Chip(
         flops_per_s=peak,
         memory_bytes_per_s=device.memory_bandwidth_bytes_per_s,
@@ -72,6 +78,7 @@ def chip_of(device: Device, dtype: str) -> Chip:
         process_ratio=(_ASSUMED_NM if known is None else known.process_nm) / _REFERENCE_NM,
         is_tensor=is_tensor,
         is_early_tensor=is_tensor and tensor_cores == "registers",
+        has_warp_groups=is_tensor and tensor_cores == "warp groups",
         has_old_tlb=known is not None and known.short_tlb,
     )
 

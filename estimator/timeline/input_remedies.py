@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from estimator.loader import Loader
 from estimator.timeline.inputs import input_costs
 from estimator.timeline.plan import StepPlan
 from estimator.timeline.ranks import RankKind
 from estimator.timeline.step import Breakdown
 from estimator.units import format_bandwidth, format_ratio
+from estimator.workload.loader import Loader
 
 # Workers are whole; a period that equals the step to rounding is hidden.
 _ROUNDING = 1e-9

@@ -13,8 +13,8 @@ import math
 from typing import Any, NamedTuple
 
 from estimator.elementwise import maximum
-from estimator.loader import Loader
 from estimator.machines.profile import MachineProfile
+from estimator.workload.loader import Loader
 
 
 class InputCosts(NamedTuple):

@@ -10,6 +10,7 @@ units at full clock runs them slower. The shares are learnt from measured operat
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -146,9 +147,16 @@ def _longer(compute_s: Array, memory_s: Array) -> Array:
     return np.asarray(longest * (1.0 + (shortest / longest) ** _SHARPNESS) ** (1.0 / _SHARPNESS))
 
 
-def memory_class(device: Device) -> str:
-    """ "HBM" or "GDDR": stacked on the chip's carrier, or soldered around it."""
-    return str(device.details.get("memory_type", "")).rstrip("0123456789eXx")
+def memory_classes(device: Device) -> tuple[str, ...]:
+    """What a device's memory is, the closest class first.
+
+    "HBM" is stacked on the chip's carrier, "GDDR" soldered around it; "GDDR ECC" keeps the check
+    bits of its error correction among the data, to be fetched too.
+    """
+    kind = str(device.details.get("memory_type", "")).rstrip("0123456789eXx")
+    if kind == "GDDR" and device.details.get("memory_ecc_in_band"):
+        return "GDDR ECC", kind
+    return (kind,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +176,7 @@ class MemoryBoundModel:
 
     def memory_ratio(self, device: Device) -> float:
         """The share of the memory's peak rate that a plain kernel reaches on a device."""
-        keys = (str(device.details.get("architecture")), memory_class(device), "other")
+        keys = (str(device.details.get("architecture")), *memory_classes(device), "other")
         return next(self.memory_ratios[key] for key in keys if key in self.memory_ratios)
 
     def share(self, keys: tuple[str, ...], row_length: float) -> float:
@@ -186,7 +194,9 @@ class AttentionModel:
     """Fused attention: flops at a share of the peak, and the tensors' bytes on top.
 
     The share grows with the head size: small heads leave the exponentials' units the bottleneck.
-    Head sizes between the kernels' steps are padded, and reach `padded_ratio` of the share.
+    Head sizes between the kernels' steps are padded, and reach `padded_ratio` of the share. Kernels
+    that wait for tensor cores reach `waiting_ratio` of it on those of Hopper and later, which
+    compute while groups of warps load.
     """
 
     forward_ratio: float
@@ -195,15 +205,17 @@ class AttentionModel:
     small_head: float
     memory_ratio: float
     start_s: float
+    waiting_ratio: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvolutionModel:
-    """Convolutions: seconds over those of the flops at the peak, plus those of the bytes streamed.
+    """Convolutions: seconds over those of their compute, plus those of the bytes streamed.
 
-    `times` are the two factors by "kind.phase", or by "kind.phase.layout" for a layout of its own:
-    libraries copy images into the layout that their kernels want, and sums over all positions
-    (gradients of filters) go through memory, so bytes cost more than those of a plain kernel.
+    Compute is that of `implicit_matmuls` on tensor cores, else flops at the peak. `times` are the
+    two factors by "kind.phase", or by "kind.phase.layout" for a layout of its own: libraries copy
+    images into the layout that their kernels want, and sums over all positions (gradients of
+    filters) go through memory, so bytes cost more than those of a plain kernel.
     """
 
     times: Mapping[str, tuple[float, float]]
@@ -216,6 +228,8 @@ class ConvolutionModel:
 
 # Depthwise kernels of cuDNN and torch are written for filters of up to 5 × 5.
 _WIDEST_DEPTHWISE = 25
+# Without tensor cores: transforms are for 3 × 3 filters on images, none for 3 × 3 × 3 on volumes.
+_VECTOR_KINDS = {1: "vector pointwise", 9: "vector transformed", 27: "vector direct"}
 # An image of so few channels is the first layer's.
 _FEW_CHANNELS = 4
 
@@ -228,10 +242,37 @@ def convolution_kind(dims: tuple[float, ...], *, is_tensor: bool) -> str:
     if groups > 1:
         return "grouped"
     if not is_tensor:
-        return "vector pointwise" if kernel == 1 else "vector dense"
+        return _VECTOR_KINDS.get(int(kernel), "vector dense")
     if inputs <= _FEW_CHANNELS:
         return "first"
     return "pointwise" if kernel == 1 else "dense"
+
+
+# Tensor cores take channels in eights (cuDNN developer guide, "Tensor Core Operations").
+_CHANNELS = 8.0
+
+
+def implicit_matmuls(
+    dims: tuple[float, ...], flops: float, *, is_backward: bool, is_tensor: bool
+) -> list[tuple[float, float, float, float]]:
+    """(batch, rows, columns, inner) of the matrix products that a convolution is computed as.
+
+    Forward positions × outputs over inputs × filter. Backward outputs × inputs × filter over
+    positions, and where `flops` are those of two, positions × inputs over outputs × filter, of
+    which a strided convolution has a part at each (Chetlur et al.: cuDNN, 2014).
+    """
+    images, inputs, outputs, groups, out_positions, kernel, in_positions, _ = dims
+    applied = min(out_positions, in_positions)
+    gradients = flops / (2 * images * groups * inputs * outputs * kernel * applied)
+    if is_tensor:
+        inputs, outputs = (math.ceil(count / _CHANNELS) * _CHANNELS for count in (inputs, outputs))
+    if not is_backward:
+        return [(groups, images * applied, outputs, inputs * kernel)]
+    found = [(groups, outputs, inputs * kernel, images * applied)]
+    if gradients > 1.5:
+        met = outputs * kernel * applied / in_positions
+        found.append((groups, images * in_positions, inputs, max(met, 1.0)))
+    return found
 
 
 # Fused attention works on blocks of so many queries, and on head sizes in steps (Dao,
@@ -266,6 +307,7 @@ def attention_seconds(
     share = share * np.where(padded > np.asarray(head_size), model.padded_ratio, 1.0)
     size = np.minimum(padded, _FULL_HEAD)
     share = share * (1.0 + model.small_head / _FULL_HEAD) / (1.0 + model.small_head / size)
+    share = share * np.where(chip.has_warp_groups, model.waiting_ratio, 1.0)
     rate = np.asarray(chip.flops_per_s) * share * np.asarray(sustained)
     compute_s = np.asarray(flops) * (padded / np.asarray(head_size)) / rate
     compute_s = compute_s * np.ceil(filled) / filled

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.cache import Cache
+from estimator.errors import StrategyError
 from estimator.graph.costs import family_of
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.shard_play import Reduction
@@ -21,9 +22,8 @@ from estimator.graph.sharded_memory import ShardedMemory
 from estimator.graph.step_memory import step_memory
 from estimator.graph.structure import GraphStructure
 from estimator.graph.utilization import StepFlops, step_flops
-from estimator.machines.profile import MachineProfile, Provenance
+from estimator.machines.profile import DeviceKind, MachineProfile, Provenance
 from estimator.machines.typical import with_typical_costs
-from estimator.precision import peak_dtype
 from estimator.timeline.buckets import Bucket, gradient_buckets
 from estimator.timeline.durations import Durations, op_durations, structure_of
 from estimator.timeline.lanes import MicroBatches
@@ -38,6 +38,7 @@ from estimator.timeline.shard_costs import (
 from estimator.timeline.step_times import part_durations
 from estimator.timeline.updates import Trained, update_cost, update_lanes
 from estimator.workload import Strategy
+from estimator.workload.precision import peak_dtype
 
 Array = NDArray[np.float64]
 
@@ -222,9 +223,14 @@ def _update(
     graph, profile, strategy, trained = asked.graph, asked.profile, asked.strategy, asked.trained
     stored_ratio = strategy.shard_dtypes(graph.precision).stored_ratio
     stored_ratio *= strategy.master_ratio(graph.precision)
+    kind: DeviceKind | None = "cpu" if strategy.offload else None
     update_s, launch_s, source = update_cost(
-        trained, graph, profile, asked.devices_busy, sharding, stored_ratio
+        trained, graph, profile, asked.devices_busy, sharding, stored_ratio, kind
     )
+    if strategy.offload and not sharding:
+        raise StrategyError(
+            f"'{strategy}' is known for shards on several ranks, found one; leave out offload"
+        )
     added = added_to_update(trained, graph, strategy, asked.machine)
     update_s, launch_s = update_s + added.seconds, launch_s + added.fixed_s
     if graph.grad_scaler:

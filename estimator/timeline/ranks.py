@@ -15,7 +15,6 @@ from estimator.errors import WorkloadError
 from estimator.graph.memory import PeakMemory
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.sharded_memory import Envelope, held_bytes
-from estimator.loader import Loader
 from estimator.machines.device_memory import DeviceMemory, device_memory
 from estimator.machines.profile import MachineProfile
 from estimator.placement.placement import NodeKind
@@ -23,6 +22,7 @@ from estimator.timeline.ability import why_not_on
 from estimator.timeline.inputs import NO_INPUT, InputCosts, input_costs
 from estimator.timeline.program import StepProgram, step_program
 from estimator.workload import Strategy
+from estimator.workload.loader import Loader
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]

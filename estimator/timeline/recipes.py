@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from estimator.cache import Cache
 from estimator.errors import StrategyError
 from estimator.graph.op_graph import OpGraph
+from estimator.machines.limits import split_limit
 from estimator.machines.profile import MachineProfile
-from estimator.optimizers import MUON_PASSES
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.durations import kernel_fits
 from estimator.timeline.passes import FP32_PASS_BYTES, memory_bound_s
 from estimator.timeline.updates import Trained
 from estimator.workload import Strategy
+from estimator.workload.optimizers import MEASURED, MUON_PASSES
 
 # torch/nn/utils/clip_grad.py: norms of all gradients (read), then a product in place (read, write).
 _CLIPPED_TENSORS = 3
@@ -64,6 +66,27 @@ def added_to_update(
             )
         device_s += _muon_products_s(trained, graph, *machine)
     return Added(host_s, device_s, fixed_s)
+
+
+def recipe_assumptions(graph: OpGraph, strategy: Strategy, machine: str) -> Iterator[str]:
+    """What the costs of a recipe take for granted, in words."""
+    if graph.optimizer not in MEASURED:
+        yield f"{graph.optimizer}'s update takes the bytes that its kernels move, at a known rate"
+    if graph.clip_grad_norm:
+        yield "gradients are clipped by one pass for their norms and one that scales them"
+    if strategy.master:
+        yield "master weights: gradients are cast to fp32 and updated weights back, 12 bytes each"
+    if strategy.offload:
+        yield (
+            "shards are kept and updated on the host, whose memory is not counted; each unit's is "
+            "copied before its gather and after its reduction, not beside others"
+        )
+    if limit := split_limit(machine)[1]:
+        yield (
+            f"'{machine}' is limited: busy units hold a lower clock, its memory keeps its rate"
+            if limit.endswith("W")
+            else f"'{machine}' is limited: its peaks fall with the clock, its memory keeps its rate"
+        )
 
 
 def cast_passes(strategy: Strategy, precision: str) -> float:

@@ -22,6 +22,7 @@ from estimator.timeline.kernel_fits import Prediction
 from estimator.timeline.kernel_model import (
     attention_seconds,
     convolution_kind,
+    implicit_matmuls,
     load_kernel_model,
     matmul_seconds,
     sustained_ratio,
@@ -148,24 +149,45 @@ class Roofline:
         return [self._convolution_s(each, cached) for each in some]
 
     def _convolution_s(self, features: Features, cached: float) -> float:
-        kind, rate = self.convolution(features)
-        flops, moved = self.kernel_model.convolutions.factors(
+        kind, compute_s = self.convolution(features)
+        compute, moved = self.kernel_model.convolutions.factors(
             kind, phase_of(features), features.layout
         )
         bytes_s = features.cost.moved_bytes / (self._bytes_per_s * cached)
-        return (
-            self.kernel_model.memory_bound.start_s
-            + flops * features.cost.flops / rate
-            + moved * bytes_s
-        )
+        return self.kernel_model.memory_bound.start_s + compute * compute_s + moved * bytes_s
 
     def convolution(self, features: Features) -> tuple[str, float]:
-        """(kind of convolution, flops/s that its units can hold) of a call."""
+        """(kind of convolution, seconds that its units compute at best) of a call."""
         dtype = self._computed_in(features)
-        kind = convolution_kind(features.dims, is_tensor=bool(self._chip_in(dtype).is_tensor))
+        chip = self._chip_in(dtype)
+        kind = convolution_kind(features.dims, is_tensor=bool(chip.is_tensor))
         if kind.endswith("depthwise"):  # too little to multiply for tensor cores
             dtype = "float32"
-        return kind, float(self._chip_in(dtype).flops_per_s) * self._held_ratio(dtype)
+        elif chip.is_tensor or kind in ("grouped", "vector direct"):
+            return kind, self._implicit_matmuls_s(features, chip)
+        rate = float(self._chip_in(dtype).flops_per_s) * self._held_ratio(dtype)
+        return kind, features.cost.flops / rate
+
+    def _implicit_matmuls_s(self, features: Features, chip: Chip) -> float:
+        matmuls = implicit_matmuls(
+            features.dims,
+            features.cost.flops,
+            is_backward=phase_of(features) == "backward",
+            is_tensor=bool(chip.is_tensor),
+        )
+        batch, rows, columns, inner = np.array(matmuls, dtype=float).T
+        # Two of image, filter and output, or their gradients, are read, and one written.
+        each_bytes = features.cost.moved_bytes * (2 / 3 if len(matmuls) > 1 else 1.0)
+        seconds = matmul_seconds(
+            self._matmuls,
+            chip,
+            batch=batch,
+            rows=rows,
+            columns=columns,
+            inner=inner,
+            moved_bytes=[each_bytes] * len(matmuls),
+        )
+        return float(seconds.sum())
 
     def _recurrents_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
         ratio = _TENSOR_RECURRENT_RATIO if chip.is_tensor else _RECURRENT_RATIO

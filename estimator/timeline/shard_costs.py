@@ -40,7 +40,7 @@ class ShardedPasses:
     them that are trained, `reduced_bytes` the same in the dtype of reductions. `forward_ends` and
     `backward_ends` are the ops up to which the segments between passes go: one before the first
     pass, one for each, and one behind the last. `regathers` says whether a backward pass gathers
-    what a forward pass has gathered before.
+    what a forward pass has gathered before; shards are `stored_ratio` times as wide.
     """
 
     gathered_bytes: Array
@@ -51,6 +51,7 @@ class ShardedPasses:
     forward_ends: tuple[int, ...]
     backward_ends: tuple[int, ...]
     regathers: bool = True
+    stored_ratio: int = 1
 
     @classmethod
     def of(
@@ -81,6 +82,7 @@ class ShardedPasses:
             forward_ends=_ends(forward, 0, turn),
             backward_ends=_ends(backward, turn, len(graph.ops)),
             regathers=regathers,
+            stored_ratio=dtypes.stored_ratio,
         )
 
     @property

@@ -9,8 +9,8 @@ from estimator.errors import ProfileError
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.optimizer_memory import trained_tensors
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance, UpdateCost
-from estimator.optimizers import BESIDE_MUON, RULES, UpdateForm, is_muon_matrix
 from estimator.timeline.contention import slowdown_ratio
+from estimator.workload.optimizers import BESIDE_MUON, RULES, UpdateForm, is_muon_matrix
 
 _TABLE_GRADIENTS = ("embedding_dense_backward", "_embedding_bag_backward")
 UPDATE_FORMS: dict[DeviceKind, UpdateForm] = {"cpu": "loop", "cuda": "foreach"}
@@ -62,12 +62,14 @@ def update_cost(
     devices_busy: int,
     sharding: bool,
     stored_ratio: int = 1,
+    kind: DeviceKind | None = None,
 ) -> tuple[float, float, Provenance]:
     """(seconds, seconds that no sharding shortens, where they come from) of the optimizer step.
 
-    What is updated takes `stored_ratio` times the bytes of what the graph computes with.
+    What is updated takes `stored_ratio` times the bytes of what the graph computes with, on a
+    `kind` of device, None: on that of the graph.
     """
-    cost = cost_of_update(profile, graph.optimizer, graph.target)
+    cost = cost_of_update(profile, graph.optimizer, kind or graph.target)
     tensors = _tensors(trained, graph)
     seconds = cost.update_time_s(
         tensors=tensors,

@@ -24,6 +24,10 @@ def test_ranges_combine_over_joined_parts() -> None:
     assert texts == ["1x4:a+1x1:b", "1x4:a+1x2:b", "2x4:a+1x1:b", "2x4:a+1x2:b"]
 
 
+def test_a_range_may_be_of_gpus_under_a_power_limit() -> None:
+    assert list(expand_pattern("1..2x8:h100@500W")) == ["1x8:h100@500W", "2x8:h100@500W"]
+
+
 @pytest.mark.parametrize("pattern", ["4..2x1:a", "1..99999999x1:a", "1..1000x1..1000:a"])
 def test_an_invalid_range_is_refused(pattern: str) -> None:
     with pytest.raises(AllocationError):

@@ -207,7 +207,9 @@ NAMES = ["model", "gpu", "gpus", "nodes", "placement", "local_batch", "step_time
 NAMES += ["at", "steps", "spread_ratio", "tensors", "throughput", "parallelism", "seq_len"]
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     rows=some.lists(
         some.dictionaries(some.sampled_from(NAMES), some.sampled_from(CELLS)), max_size=3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -54,6 +56,28 @@ def test_a_slow_node_is_named() -> None:
     assert found.ratio == pytest.approx(1.2, rel=0.05)
 
 
+def test_machines_of_one_name_and_two_speeds_are_told_of() -> None:
+    noise = [0.99, 1.0, 1.01, 1.0, 0.985, 1.015]
+    steps = [observed(hour, "1x2:t4", 0.2 * noise[hour % 6]) for hour in range(24)]
+    assert review(steps).populations == ()
+    steps += [observed(24 + hour, "1x2:t4", 0.28 * noise[hour % 6]) for hour in range(12)]
+    (found,) = review(steps).populations
+    assert (found.name, found.slower, found.steps) == ("t4", 12, 36)
+    assert found.ratio == pytest.approx(1.4, rel=0.03)
+    # Scatter around one speed is one population, however wide.
+    wide = [observed(hour, "1x2:t4", 0.2 * 1.02 ** (hour - 20)) for hour in range(40)]
+    assert review(wide).populations == ()
+
+
+def test_an_observation_that_others_contradict_is_named() -> None:
+    steps = [observed(hour, f"1x{1 + hour % 4}:t4", 0.2 + 0.02 * (hour % 4)) for hour in range(12)]
+    wrong = observed(12, "1x2:t4", 0.9)
+    (found,) = review([*steps, wrong]).doubted
+    assert found[0] == wrong
+    assert "4." in found[1]
+    assert "longer than the 12 other steps" in found[1]
+
+
 def test_show_prints_jobs_and_outliers(store: Path, command: Callable[..., Any]) -> None:
     assert "no step was observed yet" in command("calibrate", "show").out
     kept = ObservationStore()
@@ -87,3 +111,20 @@ def test_fit_compares_observed_steps_with_both_predictions(
     assert step["calibrated_s"] == pytest.approx(step["observed_s"], rel=0.1)
     found = command("estimate", model, "--on", "1x2:local", "--calibration", "-", "--json").out
     assert json.loads(found)["step_time_s"] == pytest.approx(step["calibrated_s"], rel=1e-6)
+
+
+def test_rows_that_were_altered_are_told_in_one_line(
+    store: Path, command: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = ObservationStore()
+    kept.add_many([observed(hour, "1x2:t4", 0.2) for hour in range(5)])
+    kept.close()
+    with contextlib.closing(sqlite3.connect(kept.path, isolation_level=None)) as connection:
+        connection.execute("UPDATE observations SET accumulation_steps = -1 WHERE number > 1")
+    assert len(kept.observations()) == 1
+    (line,) = caplog.messages
+    assert line.startswith("4 of the store's rows are left out, such as ")
+    # What another job has lost is not told of one that was not observed.
+    caplog.clear()
+    assert "no step of" in command("calibrate", "fit", "hf:gpt2").sentence
+    assert not caplog.messages

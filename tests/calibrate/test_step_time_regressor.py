@@ -57,7 +57,7 @@ def test_steps_of_the_model_itself_are_recovered_from_few_rows() -> None:
             WEAK_PRIORS.log_medians(), ROWS, Reference(compute_s=0.4, batch=22.0)
         ).log_step
     )
-    predicted = StepTimeRegressor().fit(ROWS[FEW], truth[FEW]).predict(ROWS)
+    predicted = np.exp(StepTimeRegressor().fit(ROWS[FEW], truth[FEW]).model(ROWS).log_step)
     assert predicted == pytest.approx(truth, rel=0.05)
 
 
@@ -100,7 +100,7 @@ def test_a_down_weighted_outlier_still_widens_the_intervals() -> None:
     times[5] *= 3
     fitted = StepTimeRegressor().fit(ROWS, times)
     assert fitted.observation_weights_[5] < 0.05
-    scores, _ = fitted.posterior_.scores
+    scores, _ = fitted.scores_
     # It is log 3 away from what its neighbours say, whose spread is some percent.
     assert scores.argmax() == 5
     assert scores[5] > 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,29 @@ def test_what_does_not_fit_ends_with_code_1(models: str, command: Command) -> No
     # 3.6e9 parameters of 4 bytes alone are more than the device has.
     assert answer.code == 1
     assert "does not fit" in answer.out
+
+
+@pytest.mark.parametrize("on", ["1x1:rtx-2080-ti", "1x4:rtx-2080-ti --strategy fsdp"])
+def test_a_snapshot_replays_to_the_predicted_peak(
+    models: str, command: Command, tmp_path: Path, on: str
+) -> None:
+    path = tmp_path / "memory.pickle"
+    words = ["memory", f"{models}:mlp", "--on", *on.split(), "--snapshot", str(path), "--json"]
+    content = json.loads(command(*words).out)
+    snapshot = pickle.loads(path.read_bytes())
+    held = peak = 0
+    alive: set[int] = set()
+    for entry in snapshot["device_traces"][0]:
+        if entry["action"] == "alloc":
+            alive.add(entry["addr"])
+            held += entry["size"]
+        elif entry["action"] == "free_completed":
+            alive.remove(entry["addr"])
+            held -= entry["size"]
+        peak = max(peak, held)
+    assert peak == content["peak_bytes"]
+    # torch's own reader of snapshots takes it.
+    from torch.cuda._memory_viz import trace, trace_plot
+
+    assert "MEM[" in trace(snapshot)
+    assert "html" in trace_plot(snapshot)

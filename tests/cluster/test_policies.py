@@ -5,19 +5,26 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from scipy.stats import lognorm
 
-from estimator.cluster.believed import CalibratedSpeeds, MistakenSpeeds
+from estimator.calibrate.baselines import OptimusRegressor
+from estimator.cluster.believed import (
+    CalibratedSpeeds,
+    FittedSpeeds,
+    MistakenSpeeds,
+    sample_counts,
+)
 from estimator.cluster.jobs import Job
-from estimator.cluster.nodes import Node, Nodes, Shape
+from estimator.cluster.nodes import Node, Nodes, PlacementRule, Shape
 from estimator.cluster.policies import BUILT_IN, load_policy
 from estimator.cluster.policies.gavel import time_shares
 from estimator.cluster.policies.pollux import batches
 from estimator.cluster.speeds import EngineSpeeds, TrueSpeeds
 from estimator.cluster.view import Grant, View, Waiting
-from estimator.errors import WorkloadError
+from estimator.errors import AllocationError, WorkloadError
 from tests.synthetic import perceptron
 
 GRAPH = perceptron([8, 8])
@@ -145,6 +152,31 @@ def test_pollux_grows_the_batch_as_far_as_the_noise_allows() -> None:
     assert batches(waiting("b", 10).job) == [4]
 
 
+def test_the_search_finds_the_placement_that_a_look_at_all_of_them_finds() -> None:
+    class Spanning:
+        """Two devices on a node train 1.9 times as fast as one, four of two nodes three times."""
+
+        def step_times_s(
+            self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        ) -> list[float]:
+            rates = {1: 1.0, 2: 1.9, 3: 2.4, 4: 3.0}
+            return [(1 + 0.4 * (len(s.per_node) - 1)) / rates[s.ranks] for s in shapes]
+
+    # Each of two jobs has a node to itself: a job that spans both would be slower on two devices.
+    nodes = Nodes((Node("m", 2), Node("m", 2)))
+    jobs = [waiting("a", 100), waiting("b", 100)]
+    view = View(now_s=60, jobs=jobs, nodes=nodes, believed=Spanning())
+    plan = load_policy("pollux-search").plan(view)
+    assert sorted(grant.on for grant in plan.values()) == [((0, 2),), ((1, 2),)]
+
+
+def test_a_plan_that_names_taken_devices_is_refused() -> None:
+    nodes = Nodes((Node("m", 2), Node("m", 2)))
+    nodes.take("a", 2, "m", ((0, 2),))
+    with pytest.raises(AllocationError, match="given 2 devices of m as"):
+        nodes.take("b", 2, "m", ((0, 1), (1, 1)))
+
+
 def test_ones_lets_no_job_grow_before_two_epochs() -> None:
     table = Table(a=(1, 2, 4))
     young = waiting("a", 100, 1, epoch_samples=10.0)
@@ -199,7 +231,7 @@ def test_calibrated_speeds_move_towards_what_was_observed() -> None:
     job, speeds, shape = real_job(), CalibratedSpeeds(), Shape(MACHINE, (2,))
     (before,) = speeds.step_times_s(job, [shape])
     assert before == pytest.approx(EngineSpeeds().step_times_s(job, [shape])[0])
-    assert speeds.observe(job, shape, 1.5 * before, None)
+    assert list(speeds.observe(job, shape, 1.5 * before, None)) == ["a"]
     assert not speeds.observe(job, shape, 1.5 * before, None)
     (after,) = speeds.step_times_s(job, [shape])
     assert 1.2 * before < after <= 1.5 * before * (1 + 1e-9)
@@ -208,6 +240,24 @@ def test_calibrated_speeds_move_towards_what_was_observed() -> None:
         speeds.step_times_s(job, others), EngineSpeeds().step_times_s(job, others), strict=True
     ):
         assert found > cold
+
+
+def test_a_fitted_form_finds_the_steps_that_it_was_made_of() -> None:
+    class Formed:
+        """Optimus' form: 2 ms a sample of each rank, 10 ms, and 1 ms a rank."""
+
+        def step_times_s(
+            self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+        ) -> list[float]:
+            return [0.002 * 64 / each.ranks + 0.01 + 0.001 * each.ranks for each in shapes]
+
+    job, nodes = real_job(), Nodes((Node("m", 16),))
+    speeds = FittedSpeeds(OptimusRegressor, Formed(), partial(sample_counts, nodes))
+    found = speeds.step_times_s(job, [Shape("m", (8,)), Shape("m", (16,))])
+    assert found == pytest.approx([0.016 + 0.018, 0.008 + 0.026])
+    assert list(speeds.observe(job, Shape("m", (8,)), 0.05, None)) == ["a"]
+    assert not speeds.observe(job, Shape("m", (8,)), 0.05, None)
+    assert speeds.step_times_s(job, [Shape("m", (8,))])[0] > 0.034
 
 
 @pytest.mark.parametrize("held", list(itertools.product((0, 1, 2, 3), repeat=2)))
@@ -221,6 +271,24 @@ def test_a_job_is_packed_onto_as_few_nodes_as_can_be(held: tuple[int, int]) -> N
     if enough:
         (chosen,) = given
         assert 4 - held[chosen] == min(enough)
+
+
+@pytest.mark.parametrize(
+    ("rule", "taken", "alone"),
+    [
+        # Three of the four devices of each node are free on two nodes, two on the third.
+        ("pack", {0: 3, 2: 2}, (4, 1)),
+        ("even", {0: 2, 1: 3}, (3, 2)),
+        ("spread", {0: 2, 1: 2, 2: 1}, (2, 2, 1)),
+    ],
+)
+def test_five_devices_are_placed_by_the_rule(
+    rule: PlacementRule, taken: dict[int, int], alone: tuple[int, ...]
+) -> None:
+    nodes = Nodes((Node("m", 4),) * 3, rule)
+    assert nodes.packed("m", 5) == Shape("m", alone)
+    nodes.free_on = [3, 3, 2]
+    assert nodes.take("job", 5, "m") == taken
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from estimator.cluster.jobs import Job
-from estimator.cluster.nodes import Node, Nodes, Shape
+from estimator.cluster.nodes import Node, Nodes, PlacementRule, Shape
 from estimator.cluster.policies import BUILT_IN, load_policy
+from estimator.cluster.policies.pollux_search import PolluxSearch
 from estimator.cluster.replay import Costs, Ran, Replay
 from estimator.cluster.view import Grant, PlanOf, View
 from estimator.errors import WorkloadError
@@ -45,8 +46,8 @@ def job(name: str, arrival_s: float, samples: float, devices: int = 1) -> Job:
     )
 
 
-def cluster(nodes: int = 2, devices: int = 4) -> Nodes:
-    return Nodes((Node("synthetic", devices),) * nodes)
+def cluster(nodes: int = 2, devices: int = 4, rule: PlacementRule = "pack") -> Nodes:
+    return Nodes((Node("synthetic", devices),) * nodes, rule)
 
 
 def played(jobs: list[Job], policy: object, **options: object) -> dict[str, Ran]:
@@ -179,13 +180,19 @@ drawn_jobs = st.lists(
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
-@given(drawn=drawn_jobs, mtbf_s=st.sampled_from([None, 5000.0]), seed=st.integers(0, 99))
+@given(
+    drawn=drawn_jobs,
+    mtbf_s=st.sampled_from([None, 5000.0]),
+    seed=st.integers(0, 99),
+    rule=st.sampled_from(["pack", "even", "spread"]),
+)
 @settings(max_examples=10, deadline=None)
 def test_every_policy_keeps_the_accounts(
     policy: str,
     drawn: list[tuple[float, float, int, bool]],
     mtbf_s: float | None,
     seed: int,
+    rule: PlacementRule,
 ) -> None:
     jobs = [
         job(f"j{number}", arrival_s, samples, devices)
@@ -196,12 +203,13 @@ def test_every_policy_keeps_the_accounts(
     def once() -> dict[str, Ran]:
         return played(
             jobs,
-            load_policy(policy),
+            # A hundred generations of every round would take minutes.
+            PolluxSearch(generations=2) if policy == "pollux-search" else load_policy(policy),
             true=Linear(0.8),
             believed=Linear(0.9),
             costs=costs,
             seed=seed,
-            nodes=cluster(2, 4),
+            nodes=cluster(2, 4, rule),
         )
 
     ran = once()

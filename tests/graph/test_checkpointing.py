@@ -14,6 +14,7 @@ import estimator as est
 from estimator.errors import ModelError, TraceError
 from estimator.graph.memory import peak_memory
 from estimator.graph.op_graph import OpGraph
+from estimator.graph.structure import GraphStructure
 from estimator.workload import Strategy
 
 WIDTH, ROWS, BLOCKS = 64, 512, 4
@@ -75,6 +76,22 @@ def test_less_is_held_the_more_runs_again() -> None:
     assert sizes["full"] < sizes["selective:op"]
     assert 16 <= sizes[None] <= 20
     assert 8 <= sizes["full"] <= 11
+
+
+def test_what_is_kept_is_held_until_its_block_runs_again_though_nothing_reads_it() -> None:
+    """Of an odd number of products the last is kept, and the second run stops before it."""
+
+    class Odd(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.inner[0](x)
+
+    model = Model()
+    model.layers = nn.ModuleList(Odd() for _ in range(2))
+    graph = traced("selective:op", model)
+    structure = GraphStructure.of(graph)
+    last = max(i for i, op in enumerate(graph.ops) if op.phase == "forward" and "mm" in op.name)
+    number = structure.storage_of[graph.ops[last].outputs[0]]
+    assert graph.ops[structure.dies[number]].phase == "backward"
 
 
 def test_the_model_is_left_as_it_was() -> None:

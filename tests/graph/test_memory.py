@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from estimator.errors import StrategyError
@@ -191,29 +191,54 @@ def test_a_list_of_views_shares_the_storage_it_was_cut_from() -> None:
     assert found == {(0,): 3, (1, 2, 3): 2}
 
 
-def test_what_gather_read_is_held_until_its_gradient_is_scattered() -> None:
+def test_what_an_op_is_known_to_hold_lives_to_its_end() -> None:
     values = [value("input", 1), *(value("activation", 4) for _ in range(3))]
     ops = [
         op("aten.make", (0,), (1,)),
-        op("aten.gather.default", (1, 0), (2,)),
-        op("aten.loss_backward", (2,), (3,), "backward"),
-        op("aten.scatter_add.default", (3, 0, 3), (), "backward"),
+        op("aten.use", (1,), (2,)),
+        replace(op("aten.other", (2,), (3,), "backward"), holds=(1,)),
     ]
     dies = {storage.root: storage.dies for storage in storages(graph_of(values, ops, {}))}
-    assert dies[1] == 3
+    assert dies[1] == 2
 
 
-def test_both_factors_of_a_product_are_held_until_both_their_gradients_are_made() -> None:
-    values = [value("input", 1), *(value("activation", 4) for _ in range(5))]
-    ops = [
-        op("aten.make", (0,), (1,)),
-        op("aten.make", (0,), (2,)),
-        op("aten.make", (0,), (3,), "backward"),
-        op("aten.mul.Tensor", (3, 1), (4,), "backward"),
-        op("aten.mul.Tensor", (3, 2), (5,), "backward"),
-    ]
-    dies = {storage.root: storage.dies for storage in storages(graph_of(values, ops, {}))}
-    assert (dies[1], dies[2]) == (4, 4)
+class Held(nn.Module):
+    """What one step holds without touching it again, in three ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.out = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, batch: Tensor, index: Tensor) -> Tensor:
+        added = torch.zeros_like(batch).index_add(0, index, self.one(batch))
+        return self.out(added) * self.two(batch)
+
+
+def test_autograd_and_callers_hold_what_they_hold_of_real_tensors() -> None:
+    batch = torch.randn(64, 16), torch.randint(0, 64, (64,))
+    graph = trace_graph(Held(), batch, loss=lambda found, _batch: found.square().mean())
+    place = {each.name: index for index, each in enumerate(graph.ops)}
+    dies = {
+        storage.root: graph.ops[storage.dies].name
+        for storage in storages(graph)[:-1]
+        if storage.dies < len(graph.ops)
+    }
+    # derivatives.yaml: the gradient of index_add expands to the shape of its source, and saves it.
+    assert dies[graph.ops[place["index_add_1"]].inputs[-1]] == "expand_2"
+    # Both factors go when the node of the product has run: after its second gradient.
+    assert {dies[value] for value in graph.ops[place["mul_1"]].inputs} == {"mul_5"}
+
+
+def test_the_output_of_a_model_is_held_until_its_loss_is_there() -> None:
+    graph = trace_graph(
+        nn.Linear(16, 4),
+        torch.randn(8, 16),
+        loss=lambda found, _batch: found.log_softmax(1).mean(),
+    )
+    output = next(each for each in graph.ops if each.name == "addmm_1").outputs[0]
+    held = next(storage for storage in storages(graph) if storage.root == output)
+    # The gradient of log_softmax reads its result alone.
+    assert graph.ops[held.dies].name == "mean_1"
 
 
 def test_lifetimes_follow_the_batch_size() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from estimator.graph.memory import peak_memory
-from estimator.graph.memory_curve import by_module, live_tensors, memory_curve
+from estimator.graph.memory_curve import by_module, live_tensors, memory_curve, tensors_of
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.shard_play import Reduction
 from estimator.graph.step_memory import step_memory
@@ -79,7 +79,7 @@ def test_tensors_alive_at_an_op_add_up_to_its_levels() -> None:
     bound = graph.at(64)
     curve = memory_curve(bound, optimizer="adam", strategy=Strategy(), merging=False)
     for place in range(len(graph.ops) + 1):
-        found = live_tensors(bound, place)
+        found = live_tensors(tensors_of(bound), place)
         for kind in ("parameters", "gradients", "activations"):
             held = sum(tensor.size_bytes for tensor in found if tensor.kind == kind)
             assert held == curve.at(place)[kind], (place, kind)
@@ -87,8 +87,10 @@ def test_tensors_alive_at_an_op_add_up_to_its_levels() -> None:
 
 def test_modules_are_listed_by_what_they_hold() -> None:
     graph = convolutional()
-    found = by_module(live_tensors(graph.at(64), 1), depth=1)
+    found = by_module(live_tensors(tensors_of(graph.at(64)), 1), depth=1)
     # The convolution's output, 64 x 8 x 6 x 6 floats, beside its 3 x 3 x 3 x 8 weights and 8
     # biases, each in blocks of 512 bytes.
     assert found["0"] == 64 * 8 * 36 * 4 + 1024 + 512
-    assert sum(found.values()) == sum(tensor.size_bytes for tensor in live_tensors(graph.at(64), 1))
+    assert sum(found.values()) == sum(
+        tensor.size_bytes for tensor in live_tensors(tensors_of(graph.at(64)), 1)
+    )

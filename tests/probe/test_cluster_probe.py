@@ -29,14 +29,17 @@ from estimator.probe.message_store import HeartbeatMonitor
 from estimator.probe.messages import Rendezvous
 
 # A rank as the command line starts it, but with the host name and the versions given, and told to
-# stop once it has come to the last of the parts that are looked at.
+# stop once it has come to the last of the parts that are looked at. It measures as long as with a
+# budget of 20 s and has ten times as long for it: other work of this machine ends nothing early.
 RANK = """
 import sys, os, threading
+from estimator.probe import leader
 from estimator.probe.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.discovery import discover
 from estimator.probe.worker import run_worker
 from estimator.machines.catalogue import load_profile
 
+leader._MEASURING_RATIO /= 10
 host, version, base, out = sys.argv[1:]
 stop = threading.Event()
 
@@ -52,7 +55,7 @@ if place.rank:
 else:
     found = probe_cluster(
         place,
-        ClusterRequest(name="pair", budget_s=20.0, base=load_profile(base)),
+        ClusterRequest(name="pair", budget_s=200.0, base=load_profile(base)),
         host=host,
         versions=versions,
         report=report,
@@ -124,7 +127,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         command = [sys.executable, "-c", RANK, host, version, *files]
         commands.append((command, local_rank(rank, 4, port)))
     with started(*commands) as processes:
-        said = [process.communicate(timeout=120)[1] for process in processes]
+        said = [process.communicate(timeout=300)[1] for process in processes]
     codes = [process.returncode for process in processes]
     assert codes[0] == 0, said[0]
     return Ended(codes, load_profile(folder / "out.json"), said)
@@ -203,9 +206,9 @@ def test_a_killed_rank_and_a_pulled_cable_cost_only_themselves(tmp_path: Path) -
             wait_for(ranks[0].stdout, "all-reduce over everything")
             os.killpg(ranks[1].pid, signal.SIGKILL)
             cables.set_link_state(bed, "n2", up=False)
-            _, said = ranks[0].communicate(timeout=100)
+            _, said = ranks[0].communicate(timeout=300)
             assert ranks[0].returncode == 0, said
-            assert ranks[3].wait(timeout=20) == 0
+            assert ranks[3].wait(timeout=60) == 0
     profile = load_profile(out)
     for rank, host in ((1, "n1"), (2, "n2")):
         assert f"rank {rank} on node {host} stopped answering" in said

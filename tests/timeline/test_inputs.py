@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from estimator.engine import estimate_graph
 from estimator.errors import WorkloadError
-from estimator.loader import Loader
 from estimator.machines.catalogue import load_profile
 from estimator.tables import estimate_many
 from estimator.timeline.evaluator import play
@@ -23,6 +22,7 @@ from estimator.timeline.inputs import InputCosts, input_costs
 from estimator.timeline.overlaps import NO_OVERLAP
 from estimator.timeline.simulation import simulate
 from estimator.timeline.tasks import COMPUTE, TaskList
+from estimator.workload.loader import Loader
 from tests.synthetic import Machine, perceptron
 
 GRAPH = perceptron([512, 1024, 512], batch=64)
@@ -155,6 +155,16 @@ def test_a_slow_disk_is_named_with_the_rate_that_would_do() -> None:
     fed = estimate_graph(GRAPH, "1x2:m", profile=PROFILE, loader=loader)
     assert fed.step_time_s == pytest.approx(4 * plain.step_time_s)
     assert fed.bottleneck.startswith("waiting for data: a disk of ")
+
+
+def test_a_table_that_is_asked_again_with_a_loader_is_answered_anew() -> None:
+    loader = Loader(prep_s=10.0)
+    plain, fed, again = (
+        estimate_many(GRAPH, ["1x2:m"], profile=PROFILE, loader=each).input_stall_s[0]
+        for each in (None, loader, None)
+    )
+    assert plain == again == 0.0
+    assert fed > 0.0
 
 
 def test_columns_with_a_loader_equal_their_estimates() -> None:

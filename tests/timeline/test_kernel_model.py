@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from estimator.timeline.kernel_model import (
     MatmulModel,
     MemoryBoundModel,
     attention_seconds,
+    implicit_matmuls,
     load_kernel_model,
     matmul_seconds,
+    memory_classes,
     sustained_ratio,
 )
 
@@ -51,6 +54,7 @@ CHIP = Chip(
     process_ratio=1.0,
     is_tensor=False,
     is_early_tensor=False,
+    has_warp_groups=False,
     has_old_tlb=False,
 )
 
@@ -167,13 +171,16 @@ def test_attention_pads_heads_and_fills_multiprocessors_in_waves() -> None:
         small_head=0.0,
         memory_ratio=1.0,
         start_s=0.0,
+        waiting_ratio=0.8,
     )
 
-    def taken_s(heads: float, size: float, *, is_backward: bool = False) -> float:
+    def taken_s(
+        heads: float, size: float, *, is_backward: bool = False, chip: Chip = CHIP
+    ) -> float:
         return float(
             attention_seconds(
                 model,
-                CHIP,
+                chip,
                 sustained=1.0,
                 heads=heads,
                 queries=128,
@@ -188,6 +195,9 @@ def test_attention_pads_heads_and_fills_multiprocessors_in_waves() -> None:
     assert taken_s(100, 64) == pytest.approx(100e9 / 5e12)
     assert taken_s(101, 64) == pytest.approx(200e9 / 5e12)
     assert taken_s(100, 64, is_backward=True) == pytest.approx(2 * taken_s(100, 64))
+    # Tensor cores that compute while others load are kept waiting.
+    hopper = replace(CHIP, has_warp_groups=True)
+    assert taken_s(100, 64, chip=hopper) == pytest.approx(100e9 / (0.8 * 5e12))
     # a head of 40 runs as one of 64
     assert taken_s(100, 40) == pytest.approx(taken_s(100, 64))
 
@@ -196,6 +206,9 @@ def test_tensor_cores_are_known_by_architecture_and_dtype() -> None:
     v100, p100 = (load_profile(name).devices[0] for name in ("v100-sxm", "p100-pcie"))
     assert chip_of(v100, "float16").is_tensor
     assert chip_of(v100, "float16").is_early_tensor
+    a100, h100 = (load_profile(name).devices[0] for name in ("a100-sxm-80gb", "h100-sxm"))
+    assert not chip_of(a100, "bfloat16").has_warp_groups
+    assert chip_of(h100, "bfloat16").has_warp_groups
     assert not chip_of(v100, "float32").is_tensor
     assert not chip_of(p100, "float16").is_tensor
 
@@ -210,3 +223,59 @@ def test_a_chosen_law_answers_in_place_of_the_shipped_one(
     path.write_text(json.dumps(plain), encoding="utf-8")
     kernel_model.choose_kernel_model(path)
     assert load_kernel_model().memory_bound.start_s == 1.0
+
+
+# 8 images of 64 channels, 3 × 3 filters to 128 channels, 28 · 28 positions to 14 · 14.
+STRIDED = (8.0, 64.0, 128.0, 1.0, 196.0, 9.0, 784.0, 2.0)
+FLOPS = 2 * 8 * 196 * 128 * 64 * 9
+
+
+def products(
+    dims: tuple[float, ...], flops: float, *, is_backward: bool = False, is_tensor: bool = True
+) -> list[tuple[float, float, float, float]]:
+    return implicit_matmuls(dims, flops, is_backward=is_backward, is_tensor=is_tensor)
+
+
+def test_a_convolution_is_a_product_of_positions_and_outputs_over_inputs_and_filter() -> None:
+    assert products(STRIDED, FLOPS) == [(1.0, 8 * 196, 128.0, 64 * 9)]
+
+
+def test_its_gradients_are_two_products_of_the_same_work() -> None:
+    filters, image = products(STRIDED, 2 * FLOPS, is_backward=True)
+    assert filters == (1.0, 128.0, 64 * 9, 8 * 196)
+    # Of 9 places of a filter, every input meets 9 / 4 in the mean, as every fourth position counts.
+    assert image == (1.0, 8 * 784, 64.0, 128 * 9 / 4)
+    assert 2 * math.prod(filters) == 2 * math.prod(image) == FLOPS
+
+
+def test_the_first_layer_has_no_gradient_of_its_image_and_channels_go_in_eights() -> None:
+    first = (8.0, 3.0, 64.0, 1.0, 196.0, 49.0, 784.0, 2.0)
+    flops = 2 * 8 * 196 * 64 * 3 * 49
+    assert products(first, flops, is_backward=True) == [(1.0, 64.0, 8 * 49, 8 * 196)]
+    found = products(first, flops, is_backward=True, is_tensor=False)
+    assert found == [(1.0, 64.0, 3 * 49, 8 * 196)]
+
+
+def test_a_transposed_convolution_applies_its_filter_at_every_input() -> None:
+    grown = (8.0, 64.0, 128.0, 1.0, 784.0, 4.0, 196.0, 2.0)
+    (found,) = products(grown, 2 * 8 * 196 * 64 * 128 * 4)
+    assert 2 * math.prod(found) == 2 * 8 * 196 * 64 * 128 * 4
+
+
+def test_groups_are_products_of_their_own() -> None:
+    grouped = (8.0, 8.0, 8.0, 32.0, 196.0, 9.0, 196.0, 1.0)
+    flops = 2 * 8 * 32 * 196 * 8 * 8 * 9
+    assert products(grouped, flops) == [(32.0, 8 * 196, 8.0, 72.0)]
+
+
+def test_memory_that_keeps_its_check_bits_among_the_data_is_a_class_of_its_own() -> None:
+    found = {
+        name: memory_classes(load_profile(name).devices[0])
+        for name in ("t4", "rtx-a6000", "rtx-3090", "a100-sxm-80gb")
+    }
+    assert found == {
+        "t4": ("GDDR ECC", "GDDR"),
+        "rtx-a6000": ("GDDR",),
+        "rtx-3090": ("GDDR",),
+        "a100-sxm-80gb": ("HBM",),
+    }

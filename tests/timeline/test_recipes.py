@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from estimator.advise.memory import memory_of
 from estimator.cache import Cache
 from estimator.engine import estimate_graph
 from estimator.errors import ProfileError, StrategyError
 from estimator.estimates import Estimate
 from estimator.machines.profile import MachineProfile
 from estimator.placement.process_groups import ProcessGroup
+from estimator.tables.table import estimate_many
 from estimator.timeline.collectives import GroupCollective
 from estimator.timeline.passes import memory_bound_s
 from estimator.timeline.updates import cost_of_update
@@ -176,3 +178,62 @@ def test_muon_updates_matrices_of_blocks_and_is_not_cut() -> None:
 def test_timelines_of_recipes_play_what_was_computed(strategy: str) -> None:
     found = answer(strategy, clip_grad_norm=True, optimizer="adamw-8bit")
     assert found.timeline.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
+
+
+GPU_BLOCKS = replace(BLOCKS, target="cuda")
+
+
+def test_offloaded_shards_are_copied_before_each_gather_and_after_each_reduction() -> None:
+    plain, offloaded = (
+        estimate_graph(GPU_BLOCKS, "1x8:h100-sxm", strategy=strategy).plan
+        for strategy in ("fsdp", "fsdp:offload")
+    )
+    alone_s = [plan.alone_s(plan.kinds[0]) for plan in (plain, offloaded)]
+    # Seven gathers and four reductions of 4 MB over 8 ranks, on 0.76 of PCIe 5.0 x16.
+    one_s = 1e-5 + 4e6 / 8 / (0.76 * 63.015e9)
+    assert alone_s[1] - alone_s[0] == pytest.approx((7 + 4) * one_s, rel=1e-9)
+
+
+def test_offloaded_shards_are_updated_by_the_host_and_leave_the_device() -> None:
+    found = estimate_graph(GPU_BLOCKS, "1x8:h100-sxm", strategy="fsdp:offload")
+    # AdamW's loop moves 80 bytes for each of a rank's 500,000 elements at 0.8 of 51 GB/s; 50 µs for
+    # the step, 10 µs and 5 µs of FSDP's hooks for each of four tensors.
+    expected_s = 80 * ELEMENTS / 8 / (0.8 * 51e9) + 5e-5 + 4 * 1e-5 + 4 * 5e-6
+    assert found.breakdown.update_s == pytest.approx(expected_s, rel=0.02)
+    assert found.memory.optimizer_state_bytes == 0
+    assert found.memory.update_bytes == 0
+    plain = estimate_graph(GPU_BLOCKS, "1x8:h100-sxm", strategy="fsdp")
+    assert found.peak_memory_bytes < plain.peak_memory_bytes
+    assert any("on the host" in text for text in found.assumptions)
+    with pytest.raises(StrategyError, match="shards on several ranks, found one"):
+        estimate_graph(GPU_BLOCKS, "1x1:h100-sxm", strategy="fsdp:offload")
+    with pytest.raises(ProfileError, match="no h2d link"):
+        answer("fsdp:offload")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp:offload", "fsdp:shard=4,offload"])
+@pytest.mark.parametrize("clips", [False, True])
+def test_offloaded_steps_are_the_same_in_columns_and_when_they_are_played(
+    strategy: str, clips: bool
+) -> None:
+    graph = replace(GPU_BLOCKS, clip_grad_norm=clips)
+    texts = ["1x4:h100-sxm", "2x8:h100-sxm", "1x8:a100-sxm-80gb+1x4:h100-sxm", "3x4:t4-g4dn"]
+    table = estimate_many(graph, texts, strategy=strategy)
+    for row, text in enumerate(texts):
+        one = estimate_graph(graph, text, strategy=strategy)
+        assert table.step_time_s[row] == pytest.approx(one.step_time_s, rel=1e-9)
+        assert table.peak_memory_bytes[row] == one.peak_memory_bytes
+        assert one.timeline.step_time_s == pytest.approx(one.step_time_s, rel=1e-9)
+        curve = memory_of(one).curve
+        assert curve.peak_bytes == pytest.approx(one.peak_memory_bytes, rel=1e-6)
+
+
+def test_what_a_recipe_takes_for_granted_is_said() -> None:
+    def said(**options: Any) -> str:
+        graph = replace(GPU_BLOCKS, **options)
+        return " ".join(estimate_graph(graph, "1x2:h100-sxm@500W").assumptions)
+
+    assert "gradients are clipped" in said(clip_grad_norm=True)
+    assert "gradients are clipped" not in said()
+    assert "lamb's update takes the bytes that its kernels move" in said(optimizer="lamb")
+    assert "limited: busy units hold a lower clock, its memory keeps its rate" in said()

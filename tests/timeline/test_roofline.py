@@ -158,13 +158,15 @@ def test_products_use_tf32_only_when_told(kernel_model: Path) -> None:
     assert seconds(machine(), call, kernel_model, "tf32") == pytest.approx(fp32 + 3e-6)
 
 
-def test_a_convolution_adds_its_bytes_to_its_flops(kernel_model: Path) -> None:
-    # 2 · 9 · 256 operations for each of the 64 · 256 · 56 · 56 outputs at 80 Tflop/s, half as long
-    # again; images read and written, and filters, in 2 bytes each at 0.8 TB/s, twice.
+def test_a_convolution_takes_what_its_matmul_takes_and_its_bytes(kernel_model: Path) -> None:
+    # 64 · 56 · 56 positions × 256 outputs over 256 · 9: small tiles fill 100 multiprocessors all
+    # but 0.02 % of the time, at half of 80 Tflop/s, and half as long again; images read and
+    # written, and filters, in 2 bytes each at 0.8 TB/s, twice.
     outputs = 64 * 256 * 56 * 56
     moved_s = 2 * (2 * outputs + 256 * 256 * 9) / 0.8e12
-    expected = 2e-6 + 1.5 * 2 * 9 * 256 * outputs / 8e13 + 2.0 * moved_s
-    assert seconds(machine(float16=8e13), convolution(256), kernel_model) == pytest.approx(expected)
+    expected = 2e-6 + 1.5 * 2 * 9 * 256 * outputs / 4e13 + 2.0 * moved_s
+    found = seconds(machine(float16=8e13), convolution(256), kernel_model)
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_attention_computes_and_then_moves_its_tensors(kernel_model: Path) -> None:
@@ -208,7 +210,10 @@ def test_kinds_of_convolutions_go_by_channels_groups_and_filters() -> None:
     assert kind(3, 1, 49) == "first"
     assert kind(64, 1, 1) == "pointwise"
     assert kind(64, 1, 9) == "dense"
-    assert kind(64, 1, 9, tensor=False) == "vector dense"
+    # Transforms are for 3 × 3 on images; 3 × 3 × 3 and 5 × 5 are not.
+    assert kind(64, 1, 9, tensor=False) == "vector transformed"
+    assert kind(64, 1, 27, tensor=False) == "vector direct"
+    assert kind(64, 1, 25, tensor=False) == "vector dense"
     assert kind(8, 32, 9) == "grouped"
     assert kind(1, 64, 9) == "depthwise"
     assert kind(1, 64, 49) == "wide depthwise"

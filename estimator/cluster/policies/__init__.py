@@ -19,6 +19,7 @@ _HOMES = {
     "tiresias": ("tiresias", "Tiresias"),
     "gavel": ("gavel", "Gavel"),
     "pollux": ("pollux", "Pollux"),
+    "pollux-search": ("pollux_search", "PolluxSearch"),
     "ones": ("ones", "Ones"),
 }
 BUILT_IN = tuple(_HOMES)

@@ -25,6 +25,7 @@ from estimator.placement.process_groups import ProcessGroup
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives import CollectiveCosts, SizedCollective
 from estimator.timeline.evaluator import play
+from estimator.timeline.host_copies import HostCopies
 from estimator.timeline.overlaps import NO_OVERLAP, Overlap, OverlapCosts
 from estimator.timeline.ranks import RankKind, StepShape
 from estimator.timeline.shard_costs import ShardedPasses, sharded_passes, slowest_of
@@ -129,6 +130,8 @@ class ShardedNetwork(Network):
         # What is all-reduced is the shard that a rank holds.
         shards = rules.shape.strategy.shard or 1
         self._reduce = self._sized("all_reduce", passes.reduced_bytes / shards)
+        strategy = rules.shape.strategy
+        self._host = HostCopies.of(profiles, passes) if strategy.offload else None
         self._norm = None
         if rules.graph.clip_grad_norm:
             self._norm = self._sized("all_reduce", np.array([NORM_BYTES]))
@@ -206,8 +209,12 @@ class ShardedNetwork(Network):
         gather = slowest_of(self._gather, shards, ranks.ratio)
         scatter = slowest_of(self._scatter, shards, ranks.ratio)
         reduce = slowest_of(self._reduce, replicates, ranks.ratio)
+        gather_s, scatter_s = gather.times_s, scatter.times_s
+        if self._host is not None:
+            gather_s = gather_s + self._host.to_device_s(shards) * ranks.ratio
+            scatter_s = scatter_s + self._host.to_host_s(shards) * ranks.ratio
         return (
-            UnitCosts(gather.times_s, scatter.times_s, reduce.times_s),
+            UnitCosts(gather_s, scatter_s, reduce.times_s),
             maximum(scatter.relative_error, reduce.relative_error),
             gather.unknown | scatter.unknown | reduce.unknown,
         )

@@ -20,12 +20,12 @@ from estimator.engine import DEFAULT, Engine
 from estimator.errors import WorkloadError
 from estimator.estimates import NOT_FIT_MARGIN_RATIO, Estimate
 from estimator.graph.op_graph import OpGraph
-from estimator.loader import Loader
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.placement import Placement
 from estimator.placement.topology import Cluster
 from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
+from estimator.workload.loader import Loader
 
 Array = NDArray[np.float64]
 Split = tuple[int, ...]

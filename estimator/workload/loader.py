@@ -111,18 +111,31 @@ class Loader:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise ValueError(f"{quoted(text)} is no whole number; write one such as 4")
+    return int(text)
+
+
+def _ratio(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{quoted(text)} is no number; write one such as 0.5") from None
+
+
 _PARTS: dict[str, tuple[str, Any]] = {
     "sample": ("sample_bytes", parse_size_bytes),
     "prep": ("prep_s", parse_seconds),
-    "workers": ("workers", int),
-    "prefetch": ("prefetch", int),
-    "cached": ("cached_ratio", float),
+    "workers": ("workers", _whole),
+    "prefetch": ("prefetch", _whole),
+    "cached": ("cached_ratio", _ratio),
     "stored": ("stored_bytes", parse_size_bytes),
-    "cpu": ("cpu_ratio", float),
+    "cpu": ("cpu_ratio", _ratio),
     "take": ("take_s", parse_seconds),
     "disk": ("disk_bytes_per_s", parse_bandwidth_bytes_per_s),
     "cache": ("cache_bytes_per_s", parse_bandwidth_bytes_per_s),
-    "cores": ("cores", int),
+    "cores": ("cores", _whole),
 }
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("sample_bytes", 0, 1e15),

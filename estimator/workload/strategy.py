@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
 from estimator.errors import StrategyError, WorkloadError, quoted
-from estimator.precision import PARAMETER_BYTES, parameter_dtype
 from estimator.units import MIB, parse_bandwidth_bytes_per_s, parse_size_bytes
+from estimator.workload.precision import PARAMETER_BYTES, parameter_dtype
 
 # torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.hpp (torch 2.13):
 # bucket_cap_mb defaults to 25 MiB with a first bucket of kDefaultFirstBucketBytes = 1 MiB.
@@ -89,7 +89,8 @@ class Strategy:
     gradients of shards and the optimizer's state are fp32, parameters are gathered and computed
     with in `param` and gradients reduced in `reduce`, None: as they are. In buckets `reduce` is
     DDP's ``bf16_compress_hook`` or ``fp16_compress_hook``, or the dtype of Megatron's and
-    DeepSpeed's gradient buffer. With `master` the optimizer updates fp32 copies of a model in half.
+    DeepSpeed's gradient buffer. With `master` the optimizer updates fp32 copies of a model in half,
+    with `offload` FSDP keeps shards and updates them on the host (``CPUOffloadPolicy``).
     """
 
     kind: StrategyKind = "ddp"
@@ -106,6 +107,7 @@ class Strategy:
     param: str | None = None
     reduce: str | None = None
     master: bool = False
+    offload: bool = False
 
     def __post_init__(self) -> None:
         for name, dtype in (("param", self.param), ("reduce", self.reduce)):
@@ -218,6 +220,8 @@ class Strategy:
             knobs.append(f"reduce={self.reduce}")
         if self.master:
             knobs.append("master")
+        if self.offload:
+            knobs.append("offload")
         return self.kind + (":" + ",".join(knobs) if knobs else "")
 
     @classmethod
@@ -293,6 +297,8 @@ def _read_knob(kind: str, knob: str) -> dict[str, object]:
         return {"shard": int(value)}
     if kind == "fsdp" and knob == "no_sync":
         return {"gradient_sync": False}
+    if kind == "fsdp" and knob == "offload":
+        return {"offload": True}
     if kind == "fsdp" and knob == "no_reshard":
         return {"reshard_after_forward": False}
     if (kind == "fsdp" and name == "param") or (kind != "ps" and name == "reduce"):
@@ -310,7 +316,7 @@ def _read_knob(kind: str, knob: str) -> dict[str, object]:
         "zero1": "bucket=, first=, view, unbucketed, reduce= a dtype, master",
         "distributed-optimizer": "bucket=, first=, unbucketed, reduce= a dtype, master",
         "zero2": "bucket=, first=, unbucketed, reduce= a dtype, master",
-        "fsdp": "shard= a number of ranks, no_sync, no_reshard, param= and reduce= a dtype",
+        "fsdp": "shard= a number of ranks, no_sync, no_reshard, offload, param=, reduce= a dtype",
         "ps": "a number of servers, async, link=, bucket=, first=, unbucketed",
     }[kind]
     raise ValueError(f"{quoted(knob)} is no knob of {kind}; its knobs are {known}")

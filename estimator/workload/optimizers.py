@@ -104,6 +104,8 @@ RULES: Mapping[str, UpdateRule] = {
     ),
 }
 OPTIMIZERS: tuple[str, ...] = tuple(RULES)
+# What `estimator probe` measures, in all forms that torch has.
+MEASURED = ("sgd", "sgd-momentum", "adam", "adamw", "adam-fused", "adamw-fused")
 # Classes of torchao, bitsandbytes, apex and Transformer Engine.
 _ALIASES = {"adamw8bit": "adamw-8bit", "fusedadam": "adamw-fused", "fusedlamb": "lamb"}
 # What Muon leaves to AdamW: vectors, embeddings and the head (torch.optim.Muon's documentation).

@@ -1,0 +1,126 @@
+"""Ask the engine what is known: published steps, each in the recipe that it was measured with.
+
+``python benchmarks/known_answers.py [--all] [--page FILE] [--json]`` asks about the rows of
+`known_rows`, a half of which (drawn by a committed seed) is asked with ``--all`` only, so that
+nothing is tuned to it. The goal is a median error of at most 8 %, 25 % at worst, and to be right
+of every row on whether it fits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from known_rows import KnownRow, known_rows, unseen
+from options import parser_of, print_found
+from published.graphs import GraphStore
+from published.machines import variant
+from published.page import with_known_answers
+from published.rows import NotMapped
+from records import now, say
+from summary import format_table, off, summarise
+
+import estimator as est
+from estimator.errors import EstimatorError
+from estimator.machines.files import home
+
+MEDIAN_RATIO, WORST_RATIO = 0.08, 0.25
+
+
+def main() -> None:
+    """Ask, compare, print."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--all", action="store_true", help="ask the half that is kept back, too")
+    parser.add_argument("--page", type=Path, help="a page whose table to fill")
+    parser.add_argument("--graphs", type=Path, help="where traced models are kept")
+    options = parser.parse_args()
+    graphs = GraphStore(options.graphs or home() / "published")
+    rows = known_rows()
+    hidden = unseen(rows)
+    cases = [
+        case_of(row, graphs, is_hidden=row.id in hidden)
+        for row in rows
+        if options.all or row.id not in hidden
+    ]
+    table = table_of(cases)
+    if options.page:
+        text = options.page.read_text(encoding="utf-8")
+        options.page.write_text(with_known_answers(text, table), encoding="utf-8")
+    lines = [format_table(table), *verdicts(cases)]
+    print_found(options, lines, machine="published", cases=cases)
+
+
+def case_of(row: KnownRow, graphs: GraphStore, *, is_hidden: bool) -> dict[str, Any]:
+    """What the engine says of a row beside what is known, in the form of all benchmarks."""
+    say(row.id)
+    answer, reason = None, ""
+    try:
+        answer = est.estimate(
+            graphs.graph(row.spec, row.precision, row.optimizer),
+            row.allocation,
+            batch_per_gpu=row.batch_per_gpu,
+            accumulation_steps=row.accumulation_steps,
+            strategy=row.strategy,
+            profile=variant(row.machine, row.setting),
+        )
+    except (EstimatorError, NotMapped) as error:
+        reason = str(error)
+    return {
+        "id": row.id,
+        "source": row.source,
+        "model": row.spec.name,
+        "allocation": row.allocation,
+        "method": "cold",
+        "half": "unseen" if is_hidden else "seen",
+        "predicted_s": answer.step_time_s if answer else None,
+        "low_s": answer.low_s if answer else None,
+        "high_s": answer.high_s if answer else None,
+        "measured_s": row.step_time_s,
+        "noise_ratio": None,
+        "global_batch": row.gpus * row.batch_per_gpu * row.accumulation_steps,
+        "fits": answer.fits if answer else None,
+        "known_to_fit": row.step_time_s is not None,
+        "predicted_at": now(),
+        "status": "ok" if answer else "no_prediction",
+        "reason": reason,
+        "remark": row.remark,
+    }
+
+
+def is_right_of_memory(case: dict[str, Any]) -> bool:
+    """Whether a row that ran is not refused, and one that did not is."""
+    return bool((case["fits"] != "no") == case["known_to_fit"])
+
+
+def verdicts(cases: list[dict[str, Any]]) -> list[str]:
+    """Median, worst and memory, of each half and of all."""
+    lines = []
+    for name in ("seen", "unseen", "all"):
+        half = [case for case in cases if name in ("all", case["half"])]
+        timed = [case for case in half if case["known_to_fit"]]
+        for row in summarise(timed, by=("method",)):
+            right = sum(map(is_right_of_memory, half))
+            reached = row.median_ratio <= MEDIAN_RATIO and row.worst_ratio <= WORST_RATIO
+            lines.append(
+                f"{name}: {row.cases} steps, median {100 * row.median_ratio:.1f} %, "
+                f"worst {100 * row.worst_ratio:.1f} %, memory right in {right} of {len(half)}: "
+                + ("reached" if reached and right == len(half) else "missed")
+            )
+    return lines
+
+
+def table_of(cases: list[dict[str, Any]]) -> list[list[str]]:
+    """A line for each row."""
+    table = [["source", "recipe", "half", "known", "asked", "off by", "fits"]]
+    for case in cases:
+        seconds = [case["measured_s"], case["predicted_s"]]
+        known, asked = (f"{1e3 * each:.0f} ms" if each else "-" for each in seconds)
+        error = off(case["predicted_s"], case["measured_s"])
+        fits = case["fits"] or "-"
+        fits += "" if is_right_of_memory(case) else " (wrong)"
+        table.append([case["source"], case["id"], case["half"], known, asked, error, fits])
+    return table
+
+
+if __name__ == "__main__":
+    main()

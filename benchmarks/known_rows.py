@@ -1,0 +1,333 @@
+"""List published step times with the recipe that each was measured with, and where it stands.
+
+Every figure is quoted from its source; what a source leaves open is in the remark of its rows.
+Left out, as the engine cannot say their layout or kernels yet: torchtitan's rows in float8 and with
+context, tensor or pipeline parallelism; llm-foundry's with transformer-engine's FP8.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from published.graphs import ModelSpec
+from published.language_sources import MPT, bert, llama
+from published.machines import Setting
+from published.scheduler_sources import RESNET50
+
+# Half of the rows, drawn with this seed, are not asked while anything is being tuned.
+SEED = 20261122
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownRow:
+    """A published answer: seconds of a step, or only that it did not fit (None)."""
+
+    source: str
+    spec: ModelSpec
+    machine: str
+    gpus: int
+    batch_per_gpu: int
+    step_time_s: float | None
+    precision: str
+    optimizer: str = "adamw"
+    strategy: str = "ddp"
+    accumulation_steps: int = 1
+    setting: Setting | None = None
+    remark: str = ""
+
+    @property
+    def id(self) -> str:
+        compiled = ", compiled" if self.spec.compiled else ""
+        where = f"{self.gpus} x {self.machine}, batch {self.batch_per_gpu}"
+        return f"{self.spec.name}{compiled}, {self.precision}, {where}"
+
+    @property
+    def allocation(self) -> str:
+        """As the engine reads it: whole nodes, but for less than one."""
+        per_node = 16 if self.machine == "dgx-2" else 8
+        nodes = max(self.gpus // per_node, 1)
+        return f"{nodes}x{self.gpus // nodes}:{self.machine}"
+
+
+def known_rows() -> tuple[KnownRow, ...]:
+    """All of them, in the order of their sources."""
+    sources = (_karpathy, _raschka, _torchtitan, _fms_fsdp, _foundry, _bert, _resnet, _tinyllama)
+    return tuple(row for source in sources for row in source())
+
+
+def unseen(rows: tuple[KnownRow, ...]) -> frozenset[str]:
+    """The ids of the half that is kept for the last run."""
+    return frozenset(random.Random(SEED).sample(sorted(row.id for row in rows), k=len(rows) // 2))
+
+
+def _gpt2(name: str, *, vocabulary: int = 50257, **settings: object) -> ModelSpec:
+    return ModelSpec.of(
+        f"GPT-2 124M {name}".strip(),
+        "decoder",
+        width=768,
+        heads=12,
+        layers=12,
+        length=1024,
+        hidden=3072,
+        vocabulary=vocabulary,
+        **settings,
+    )
+
+
+def _karpathy() -> Iterator[KnownRow]:
+    """Karpathy, Let's reproduce GPT-2 (124M), 2024: the chapters of the lecture name the times."""
+    row = partial(
+        KnownRow,
+        source="Karpathy, Let's reproduce GPT-2",
+        machine="a100-sxm-80gb",
+        gpus=1,
+        batch_per_gpu=16,
+        remark="batch of 16 as in the lecture; attention written out until 'flash attention'",
+    )
+    # The lecture's model is that of transformers: scale, mask and softmax are kernels of their own.
+    eager = ModelSpec.of(
+        "GPT-2 124M eager",
+        "from_transformers",
+        kind="gpt2",
+        head="CausalLM",
+        length=1024,
+        activation_function="gelu_pytorch_tanh",
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+    )
+    flash = replace(_gpt2("flash", biased=True), compiled=True)
+    padded = replace(_gpt2("flash, padded", vocabulary=50304, biased=True), compiled=True)
+    yield row(spec=eager, precision="fp32", step_time_s=1.000)
+    yield row(spec=eager, precision="tf32", step_time_s=0.333)
+    yield row(spec=eager, precision="bf16-amp", step_time_s=0.300)
+    yield row(spec=replace(eager, compiled=True), precision="bf16-amp", step_time_s=0.130)
+    yield row(spec=flash, precision="bf16-amp", step_time_s=0.096)
+    yield row(spec=padded, precision="bf16-amp", step_time_s=0.093)
+
+
+def _raschka() -> Iterator[KnownRow]:
+    """rasbt/LLMs-from-scratch, ch05/10_llm-training-speed: tokens/s after each change, on A100."""
+    row = partial(
+        KnownRow,
+        source="LLMs-from-scratch",
+        machine="a100-sxm-40gb",
+        precision="bf16",
+        remark="fused AdamW taken as the foreach one; its A100 taken as SXM with 40 GB",
+    )
+    settings = {"tied": False, "drop": 0.1}
+    eager = _gpt2("untied", fused=False, **settings)
+    flash = _gpt2("untied, flash", **settings)
+    padded = replace(_gpt2("untied, flash, padded", vocabulary=50304, **settings), compiled=True)
+    for spec, gpus, batch, tokens_per_s in (
+        (eager, 1, 8, 55256),
+        (flash, 1, 8, 91901),
+        (replace(flash, compiled=True), 1, 8, 112046),
+        (padded, 1, 8, 127345),
+        (padded, 1, 32, 142156),
+        (padded, 4, 32, 419259),
+    ):
+        step_time_s = gpus * batch * 1024 / tokens_per_s
+        yield row(spec=spec, gpus=gpus, batch_per_gpu=batch, step_time_s=step_time_s)
+
+
+# "HBM2e with 2.4 TB/sec", "the default 500W power limit", "400 Gb/s per GPU".
+_GRAND_TETON = Setting(
+    network="infiniband",
+    network_bit_per_s=8 * 400e9,
+    memory_bytes_per_s=2.4e12,
+    power_w=500.0,
+    source="benchmarks/llama3_h100_202412_torchtitan.md",
+)
+
+
+def _torchtitan() -> Iterator[KnownRow]:
+    """pytorch/torchtitan: docs/performance.md of 2024, benchmarks/llama3_h100_202412."""
+    row = partial(
+        KnownRow,
+        source="torchtitan",
+        precision="bf16",
+        strategy="fsdp:param=bf16,reduce=fp32",
+    )
+    for name, length, recompute, batch, tokens_per_s in (
+        ("llama-3-8b", 8192, "selective", 1, 2904),
+        ("llama-3-70b", 8192, "full", 1, 331),
+        ("llama-13b", 4096, "no", 2, 2162),
+        ("llama-13b", 4096, "selective", 2, 1914),
+        ("llama-70b", 4096, "full", 2, 353),
+        # "The 70B training with local batch size 2 will cause an OOM error when selective".
+        ("llama-70b", 4096, "selective", 2, None),
+    ):
+        yield row(
+            spec=llama(name, length, recompute),
+            machine="a100-sxm-80gb",
+            gpus=64,
+            batch_per_gpu=batch,
+            step_time_s=tokens_per_s and batch * length / tokens_per_s,
+        )
+    for gpus, compiled, tokens_per_s in (
+        (8, False, 5762),
+        (8, True, 6667),
+        (128, False, 5605),
+        (128, True, 6514),
+    ):
+        yield row(
+            spec=replace(llama("llama-3-8b", 8192, "selective"), compiled=compiled),
+            machine="h100-sxm",
+            gpus=gpus,
+            batch_per_gpu=2,
+            step_time_s=2 * 8192 / tokens_per_s,
+            setting=_GRAND_TETON,
+            remark="selective checkpointing taken as recomputing every other block",
+        )
+
+
+def _fms_fsdp() -> Iterator[KnownRow]:
+    """foundation-model-stack/fms-fsdp, README of early 2024: tokens/s of each of 128 A100."""
+    for name, recompute, batch, tokens_per_s in (
+        ("llama-7b", "no", 2, 3760),
+        ("llama-13b", "no", 1, 1700),
+        ("llama-34b", "full", 8, 772),
+        ("llama-70b", "full", 6, 380),
+    ):
+        yield KnownRow(
+            source="fms-fsdp",
+            spec=llama(name, 4096, recompute),
+            machine="a100-sxm-80gb",
+            gpus=128,
+            batch_per_gpu=batch,
+            step_time_s=batch * 4096 / tokens_per_s,
+            precision="bf16",
+            strategy="fsdp:param=bf16,reduce=bf16",
+            setting=Setting(
+                network="infiniband", network_bit_per_s=400e9, source="later version of the README"
+            ),
+            remark="hybrid sharding taken as full sharding",
+        )
+
+
+def _mpt(size: str, length: int, *, recomputed: bool) -> ModelSpec:
+    width, heads, layers = MPT[size]
+    return ModelSpec.of(
+        f"mpt-{size} {length}" + (" recomputed" if recomputed else ""),
+        "decoder",
+        width=width,
+        heads=heads,
+        layers=layers,
+        length=length,
+        hidden=4 * width,
+        vocabulary=50368,
+        biased=True,
+        recompute_every=int(recomputed),
+    )
+
+
+def _foundry() -> Iterator[KnownRow]:
+    """mosaicml/llm-foundry, scripts/train/benchmarking: H100 80GB BF16, eight GPUs, tokens/s."""
+    for size, length, batch, accumulation, recomputed, tokens_per_s in (
+        ("30b", 2048, 3, 21, True, 16022),
+        ("13b", 4096, 10, 3, True, 37740),
+        ("13b", 2048, 2, 1, False, 38336),
+        ("7b", 8192, 8, 2, True, 55481),
+        ("7b", 4096, 16, 2, True, 68893),
+        ("7b", 2048, 6, 1, False, 85144),
+        ("3b", 4096, 5, 6, False, 167712),
+        ("3b", 1024, 20, 6, False, 216369),
+        ("3b", 512, 40, 6, False, 223721),
+        ("1b", 4096, 7, 4, False, 308282),
+        ("1b", 2048, 14, 1, False, 363645),
+        ("1b", 1024, 18, 4, False, 391287),
+        ("760m", 2048, 24, 2, False, 505177),
+        ("760m", 1024, 48, 2, False, 628648),
+    ):
+        yield KnownRow(
+            source="llm-foundry",
+            spec=_mpt(size, length, recomputed=recomputed),
+            machine="h100-sxm",
+            gpus=8,
+            batch_per_gpu=batch,
+            accumulation_steps=accumulation,
+            step_time_s=8 * batch * accumulation * length / tokens_per_s,
+            precision="bf16",
+            strategy="fsdp",
+        )
+
+
+def _bert() -> Iterator[KnownRow]:
+    """NVIDIA/DeepLearningExamples, PyTorch/LanguageModeling/BERT, NGC 19.07: sequences/s."""
+    pretrain, tune = partial(bert, "large", "PreTraining"), bert("large", "QuestionAnswering", 384)
+    for machine, spec, gpus, batch, precision, sequences_per_s in (
+        ("dgx-1", pretrain(128), 1, 16, "fp16", 125.44),
+        ("dgx-1", pretrain(128), 8, 16, "fp16", 919.04),
+        ("dgx-1", pretrain(512), 1, 4, "fp16", 26.64),
+        ("dgx-1", pretrain(512), 8, 2, "fp32", 56.16),
+        ("dgx-1", tune, 1, 10, "fp16", 45.2),
+        ("dgx-1", tune, 8, 10, "fp16", 327.2),
+        ("dgx-2", pretrain(128), 16, 64, "fp16", 2775.04),
+        ("dgx-2", pretrain(512), 1, 4, "fp32", 9.0),
+    ):
+        yield KnownRow(
+            source="DeepLearningExamples BERT",
+            spec=spec,
+            machine=machine,
+            gpus=gpus,
+            batch_per_gpu=batch,
+            step_time_s=gpus * batch / sequences_per_s,
+            precision=precision,
+            optimizer="adam",
+            remark="LAMB taken as Adam" if spec is not tune else "",
+        )
+
+
+def _resnet() -> Iterator[KnownRow]:
+    """NVIDIA/DeepLearningExamples, resnet50v1.5, NGC 21.03: images/s at the batches of configs."""
+    nhwc = replace(RESNET50, channels_last=True)
+    for machine, spec, gpus, batch, precision, images_per_s in (
+        ("dgx-a100-80gb", RESNET50, 1, 256, "tf32", 938),
+        ("dgx-a100-80gb", nhwc, 1, 256, "fp16-amp", 2470),
+        ("dgx-a100-80gb", RESNET50, 8, 256, "tf32", 7248),
+        ("dgx-a100-80gb", nhwc, 8, 256, "fp16-amp", 16621),
+        ("dgx-1", RESNET50, 1, 112, "fp32", 367),
+        ("dgx-1", nhwc, 8, 256, "fp16-amp", 8322),
+    ):
+        yield KnownRow(
+            source="DeepLearningExamples ResNet-50",
+            spec=spec,
+            machine=machine,
+            gpus=gpus,
+            batch_per_gpu=batch,
+            step_time_s=gpus * batch / images_per_s,
+            precision=precision,
+            optimizer="sgd-momentum",
+        )
+
+
+def _tinyllama() -> Iterator[KnownRow]:
+    """jzhang38/TinyLlama, README: 24k tokens/s of each of 16 A100-40G, 16k tokens on each."""
+    spec = ModelSpec.of(
+        "TinyLlama 1.1B 2048",
+        "decoder",
+        width=2048,
+        heads=32,
+        layers=22,
+        length=2048,
+        hidden=5632,
+        key_heads=4,
+        vocabulary=32000,
+        tied=False,
+        wide_loss=True,
+    )
+    yield KnownRow(
+        source="TinyLlama",
+        spec=replace(spec, compiled=True),
+        machine="a100-sxm-40gb",
+        gpus=16,
+        batch_per_gpu=8,
+        step_time_s=8 * 2048 / 24000,
+        precision="bf16",
+        strategy="fsdp:param=bf16,reduce=bf16",
+        remark="its fused kernels are taken as torch.compile fuses",
+    )

@@ -1,0 +1,224 @@
+"""Replay schedulers on measured step times: what estimates are worth where nothing is made up.
+
+Jobs are those of AdaptDL's benchmark (ResNet-18 on CIFAR, BERT-base, DeepSpeech2); they advance at
+the step times that Pollux measured on T4s, and Sia on RTX 2080 Ti and A100, at the placement and
+batch that the replay gave them. Policies believe the engine from its catalogue, the engine
+corrected by what the replay saw, or the fitted forms of Optimus, Pollux and ONES.
+``PYTHONPATH=. python benchmarks/schedulers_measured.py --data FOLDER --graphs FOLDER``; FOLDER of
+data holds `pollux_t4.csv` and `sia_hetero.csv`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from published.graphs import GraphStore
+from published.machines import machine_name
+from published.rows import parsed
+from published.scheduler_sources import adaptdl
+from schedulers import Case, policy_lines, replayed, told
+
+import estimator as est
+from estimator.calibrate.baselines import OnesRegressor, OptimusRegressor, PolluxRegressor
+from estimator.calibrate.tables import read_rows
+from estimator.cluster.believed import CalibratedSpeeds, FittedSpeeds, sample_counts
+from estimator.cluster.experiment import REQUESTS, drawn_run_s
+from estimator.cluster.jobs import Job
+from estimator.cluster.nodes import Nodes, Shape
+from estimator.cluster.speeds import EngineSpeeds, Speeds
+
+CLUSTERS = {"pollux_t4": "16x4:t4-g4dn", "sia_hetero": "3x8:rtx-2080-ti+2x8:a100-sxm-40gb"}
+# More devices were measured on some placements only.
+MOST_DEVICES = 16
+FORMS = {"optimus": OptimusRegressor, "pollux": PolluxRegressor, "ones": OnesRegressor}
+# Each policy with what it is given to believe; the first of a table is the baseline.
+ONE_TYPE = (
+    *(("fifo", "engine"), ("srtf", "engine"), ("tiresias", "engine")),
+    *(("max-min", each) for each in ("engine", "calibrated", "perfect")),
+    *(("afs", each) for each in ("engine", "calibrated", "perfect")),
+    *(("optimus", each) for each in ("engine", "calibrated", "optimus form", "perfect")),
+    *(("pollux", each) for each in ("engine", "calibrated", "pollux form", "perfect")),
+    *(("ones", each) for each in ("engine", "ones form")),
+)
+# Pollux' own search takes a tenth of a second a round: a quarter of the cluster and of the jobs.
+SEARCH = (("pollux", "engine"), ("pollux-search", "engine"))
+TYPES = (
+    *(("fifo", "engine"), ("srtf", "engine"), ("tiresias", "engine")),
+    *(("gavel", each) for each in ("engine", "calibrated", "perfect")),
+)
+Points = dict[int, tuple[float, float]]
+
+
+class MeasuredSpeeds:
+    """Step times as they were measured on a placement, between measured batches by a line.
+
+    A placement that was not measured takes the closest in nodes and ranks. Micro-batches before the
+    last are not synchronised: they take the step without its synchronisation.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[str, str], dict[tuple[int, ...], Points]] = {}
+
+    def add(self, graph: str, shape: Shape, batch: int, step_s: float, sync_s: float) -> None:
+        """One row of a table; a placement seen again replaces what was there."""
+        known = self._steps.setdefault((graph, shape.machine), {})
+        known.setdefault(shape.per_node, {})[batch] = step_s, sync_s
+
+    def step_times_s(
+        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+    ) -> list[float]:
+        """Seconds of one optimizer step on each shape."""
+        return [self._step_s(job, shape, global_batch) for shape in shapes]
+
+    def _step_s(self, job: Job, shape: Shape, global_batch: int | None) -> float:
+        known = self._steps[job.graph.name, shape.machine]
+        points = known.get(shape.per_node) or known[min(known, key=partial(_distance, shape))]
+        batch, micro_batches = job.split(shape.ranks, global_batch)
+        batches = sorted(points)
+        step_s, sync_s = (
+            float(np.interp(batch, batches, [points[each][part] for each in batches]))
+            for part in (0, 1)
+        )
+        return step_s + (micro_batches - 1) * (step_s - sync_s)
+
+    def batches(self, graph: str, machine: str) -> list[int]:
+        """Samples per device that were measured on one device."""
+        return sorted(self._steps[graph, machine][1,])
+
+    def has(self, graph: str, machine: str) -> bool:
+        """Whether a model was measured on a machine type."""
+        return (graph, machine) in self._steps
+
+
+def _distance(shape: Shape, per_node: tuple[int, ...]) -> float:
+    nodes = abs(math.log(len(per_node) / len(shape.per_node)))
+    return nodes + abs(math.log(sum(per_node) / shape.ranks))
+
+
+def measured(path: Path, store: GraphStore) -> tuple[MeasuredSpeeds, list[est.OpGraph]]:
+    """The table's step times, and the graphs of its models."""
+    speeds, graphs = MeasuredSpeeds(), dict[str, est.OpGraph]()
+    for line, cells in read_rows(path):
+        row = parsed(path.stem, line, cells)
+        workload = adaptdl(row)
+        graph = store.graph(workload.spec, workload.precision, workload.optimizer)
+        # A100s and RTX 2080 Ti of one table ran one model; its graph's name tells jobs apart.
+        graphs.setdefault(graph.name, graph)
+        machine = "t4-g4dn" if path.stem == "pollux_t4" else machine_name(row.step.gpu)
+        per_node = tuple(sorted(row.step.node_sizes, reverse=True))
+        sync_s = float(row.text("sync_time_s"))
+        batch = round(row.step.batch_per_gpu)
+        speeds.add(graph.name, Shape(machine, per_node), batch, row.step.step_time_s, sync_s)
+    return speeds, list(graphs.values())
+
+
+def measured_jobs(
+    true: MeasuredSpeeds,
+    graphs: Sequence[est.OpGraph],
+    nodes: Nodes,
+    *,
+    jobs: int,
+    arrivals_every_s: float,
+    seed: int,
+) -> list[Job]:
+    """Jobs as in the other experiment, of models measured on every machine type of the cluster.
+
+    Requests are at most `MOST_DEVICES`; a device has the middle of the measured batches at the
+    request, and never more or less than was measured.
+    """
+    rng = np.random.default_rng(seed)
+    usable = [g for g in graphs if all(true.has(g.name, m) for m in nodes.machines)]
+    arrivals_s = np.cumsum(rng.exponential(arrivals_every_s, jobs))
+    shares = {count: share for count, share in REQUESTS.items() if count <= MOST_DEVICES}
+    weights = np.array(list(shares.values())) / sum(shares.values())
+    counts, run_s = rng.choice(list(shares), jobs, p=weights), drawn_run_s(rng, jobs)
+    found = []
+    for number in range(jobs):
+        graph, devices = usable[int(rng.integers(len(usable)))], int(counts[number])
+        batches = true.batches(graph.name, nodes.machines[0])
+        global_batch = batches[len(batches) // 2] * devices
+        job = Job(
+            name=f"{number}-{graph.name}",
+            arrival_s=float(arrivals_s[number]),
+            graph=graph,
+            samples=global_batch,
+            devices=devices,
+            global_batch=global_batch,
+            most_devices=max(min(MOST_DEVICES, global_batch // batches[0]), devices),
+            most_batch_per_gpu=batches[-1],
+        )
+        (step_s,) = true.step_times_s(job, [nodes.packed(nodes.machines[0], devices)])
+        found.append(replace(job, samples=float(run_s[number]) / step_s * global_batch))
+    return found
+
+
+def model_of(job: Job) -> str:
+    """Jobs of one model train alike, and what is seen of one is known of all."""
+    return job.graph.name
+
+
+def cases(
+    cluster: str,
+    true: MeasuredSpeeds,
+    graphs: Sequence[est.OpGraph],
+    jobs: int,
+    seed: int,
+    pairs: Sequence[tuple[str, str]],
+) -> Iterator[Case]:
+    """Policies, each with what it is given to believe, on one cluster and seed."""
+    nodes = Nodes.parse(cluster)
+    every_s = 60.0 * 512 / nodes.total()
+    drawn = measured_jobs(true, graphs, nodes, jobs=jobs, arrivals_every_s=every_s, seed=seed)
+    about = {"part": "measured", "arrivals_every_s": every_s, "seed": seed}
+    for policy, label in pairs:
+        believed: Speeds
+        if label.endswith("form"):
+            form = FORMS[label.split()[0]]
+            believed = FittedSpeeds(form, true, partial(sample_counts, nodes), model_of)
+        else:
+            believed = {
+                "engine": EngineSpeeds(),
+                "calibrated": CalibratedSpeeds(model_of),
+                "perfect": true,
+            }[label]
+        yield about | replayed(cluster, drawn, policy, true, believed, label)
+
+
+def main() -> None:
+    """Replay, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder of measured tables")
+    parser.add_argument("--graphs", type=Path, required=True, help="folder to keep graphs in")
+    parser.add_argument("--tables", nargs="+", choices=list(CLUSTERS), default=list(CLUSTERS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=128)
+    parser.add_argument("--search", action="store_true", help="only Pollux' own search")
+    parser.add_argument("--record", type=Path, help="file of replays, a line each, to add to")
+    parser.add_argument("--out", type=Path, help="page to write")
+    options = parser.parse_args()
+    store, found = GraphStore(options.graphs), list[Case]()
+    for table in options.tables:
+        true, graphs = measured(options.data / f"{table}.csv", store)
+        cluster, pairs = CLUSTERS[table], ONE_TYPE if table == "pollux_t4" else TYPES
+        if options.search:
+            cluster, pairs = "4x4:t4-g4dn", SEARCH
+        for seed in options.seeds:
+            asked = cluster, true, graphs, options.jobs, seed, pairs
+            found += told(cases(*asked), options.record)
+    if options.record and options.record.exists():
+        found = [json.loads(line) for line in options.record.read_text().splitlines()]
+    lines = policy_lines(found)
+    print("\n".join(lines))
+    if options.out:
+        options.out.write_text("\n".join(lines).lstrip() + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

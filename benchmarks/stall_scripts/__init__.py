@@ -1,0 +1,1 @@
+"""Training scripts that wait for what the benchmarks put in, or for real data."""

@@ -1,0 +1,108 @@
+"""Place the optimizer's work on each parameter among the operators of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.errors import WorkloadError
+from estimator.graph.optimizer_memory import block_bytes, rounded_bytes
+from estimator.graph.structure import GraphStructure
+
+UpdatePlace = Literal["end", "ready", "paced"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updates:
+    """When parameters are updated, and how much of one at once.
+
+    At the `end` of the step as torch does it; as soon as the gradient is `ready` (torch's
+    `register_post_accumulate_grad_hook`); or `paced`, from then on evenly over what is left of the
+    step, so that optimizer state comes over the host link piece by piece. What reads no other
+    parameter's gradient (clipping and gradient scalers do) may be updated before the end. A
+    parameter above `sub_group_bytes` is updated in slices with moments of their own, as the
+    sub-groups of DeepSpeed's ZeRO-3 are (`sub_group_size`).
+    """
+
+    place: UpdatePlace = "end"
+    sub_group_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sub_group_bytes is not None and self.sub_group_bytes < 1:
+            raise WorkloadError(
+                f"a sub-group has at least 1 byte, found {self.sub_group_bytes}; leave it out for "
+                "whole parameters"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSlice:
+    """The update of one slice of a parameter, which comes after op `after` of the graph."""
+
+    after: int
+    parameter: int
+    size_bytes: int
+
+
+def update_slices(
+    structure: GraphStructure,
+    parameter_of: dict[int, int],
+    op_ends_s: NDArray[np.float64],
+    updates: Updates,
+) -> list[UpdateSlice]:
+    """Every slice in the order of its update; `parameter_of` are the storages of parameters."""
+    graph = structure.graph
+    last = len(graph.ops) - 1
+    ready = {
+        number: last if parameter.ready_after is None else parameter.ready_after
+        for number, parameter in enumerate(graph.parameters)
+        if parameter.gradient is not None
+    }
+    # Nobody may read a parameter with this step's gradient in it: a matrix product's gradient may
+    # be final before that of what the matrix multiplied.
+    for index, op in enumerate(graph.ops):
+        for value in op.inputs:
+            number = parameter_of.get(int(structure.storage_of[value]))
+            if number in ready:
+                ready[number] = max(ready[number], index)
+    if updates.place == "end":
+        ready = dict.fromkeys(ready, last)
+    sizes = {number: _sizes(structure, number, updates.sub_group_bytes) for number in ready}
+    slices = [
+        UpdateSlice(after=after, parameter=number, size_bytes=size)
+        for number, after in sorted(ready.items(), key=lambda item: item[1])
+        for size in sizes[number]
+    ]
+    return _paced(slices, op_ends_s) if updates.place == "paced" else slices
+
+
+def _sizes(structure: GraphStructure, number: int, most: int | None) -> list[int]:
+    """Bytes of the slices of a parameter, each in whole blocks of the allocator."""
+    block = block_bytes(structure.graph)
+    left = rounded_bytes(structure.graph.parameters[number].spec.nbytes, block)
+    if most is None:
+        return [left]
+    pieces = max(-(-left // most), 1)
+    size = rounded_bytes(-(-left // pieces), block)
+    return [min(size, left - start) for start in range(0, left, size)] or [left]
+
+
+def _paced(slices: list[UpdateSlice], op_ends_s: NDArray[np.float64]) -> list[UpdateSlice]:
+    """Each after its share, by bytes, of the time from the first ready gradient to the end."""
+    if not slices:
+        return slices
+    begin_s, end_s = float(op_ends_s[slices[0].after]), float(op_ends_s[-1])
+    done = np.cumsum([each.size_bytes for each in slices])
+    due_s = begin_s + (end_s - begin_s) * done / done[-1]
+    places = np.minimum(np.searchsorted(op_ends_s, due_s), len(op_ends_s) - 1)
+    return [
+        UpdateSlice(
+            after=max(each.after, int(place)),
+            parameter=each.parameter,
+            size_bytes=each.size_bytes,
+        )
+        for each, place in zip(slices, places, strict=True)
+    ]

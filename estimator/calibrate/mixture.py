@@ -1,0 +1,219 @@
+"""Mix the performance model with simple forms, each weighted by how it predicts what is left out.
+
+Where a job follows the performance model, that is the best of them; where repeated runs scatter, or
+a part of the step follows nothing, a form with three parameters errs less, and the engine alone may
+be better than either. Experts are combined in log space by exponential weights (Vovk 1990): a prior
+weight times the likelihood of the observations, each predicted from all others, under errors of
+unknown variance with an inverse-gamma prior (a Student t distribution). The weights are local: on
+one device, within a node and across nodes, observations of the same kind count most. Where experts
+disagree, that is part of the answer's uncertainty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from estimator.calibrate.baselines import (
+    LinearScaling,
+    OptimusRegressor,
+    PolluxRegressor,
+    Regressor,
+)
+from estimator.calibrate.gaussian_process import noise_variance
+from estimator.calibrate.performance_model import BATCH, NODES, RANKS
+from estimator.calibrate.posterior import LeftOut
+from estimator.calibrate.priors import Array
+
+MODEL, ENGINE = "model", "engine"
+OUTLIER_WEIGHT = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixturePrior:
+    """What is believed of the experts before anything was observed.
+
+    `errors` and `error_sigma` are the inverse-gamma prior on the variance of an expert's errors, as
+    a number of errors and their standard deviation. `exponent` tempers the likelihood, since
+    leave-one-out errors depend on each other. An observation of another kind of placement counts
+    `elsewhere`; a form's prior weight is that of n / (n + `half`) where n are of the same kind: it
+    says nothing of what it has not seen.
+    """
+
+    weights: Mapping[str, float]
+    errors: float = 4.0
+    error_sigma: float = 0.1
+    exponent: float = 0.5
+    elsewhere: float = 0.3
+    half: float = 1.0
+
+
+# Chosen on shared tables, judged with each source left out (`benchmarks/calibration_pairs.py`). The
+# performance model is centred on the engine, which alone is but half a form.
+PRIOR = MixturePrior(
+    weights={MODEL: 4.0, ENGINE: 0.5, "linear": 0.3, "optimus": 1.0, "pollux": 2.0}
+)
+# An error beyond this factor, in logarithms, says no more than this one.
+_LARGEST_ERROR = 1.0
+# Forms with so few parameters learn nothing from more rows, nor from more groups left out.
+_MOST_ROWS, _MOST_GROUPS = 100, 10
+# Below this weight in the robust fit of the performance model an observation is an outlier, but of
+# four at most one: where more are, the job scatters, and they count.
+_MOST_OUTLIERS_RATIO = 0.25
+_KINDS = 3
+# How far from forms and engine, in logarithms, a prediction beyond all observed batches may be.
+_LEEWAY = 0.1
+
+
+class Mixture:
+    """The weights of experts on one job, and the simple forms among them."""
+
+    def __init__(self, prior: MixturePrior = PRIOR) -> None:
+        self.prior = prior
+
+    def fit(
+        self,
+        rows: Array,
+        log_times: Array,
+        *,
+        left_out: LeftOut,
+        observation_weights: Array,
+        engine_log_s: Array | None = None,
+    ) -> Self:
+        """Weigh the experts by rows of (ranks, nodes, batch, micro-batches, …) and log seconds.
+
+        `left_out` are errors of the performance model on rows that it has not seen,
+        `observation_weights` those of its robust fit, and `engine_log_s` what the engine says of
+        each row.
+        """
+        distinct, places = np.unique(rows, axis=0, return_inverse=True)
+        self.rows_ = distinct
+        self.counts_ = np.bincount(places.reshape(-1), observation_weights, len(distinct))
+        chosen = _without_outliers(observation_weights[left_out.observation])
+        kept = left_out.observation[chosen]
+        self.kinds_ = _kinds(rows[kept])
+        self.forms_: dict[str, Regressor] = {}
+        self.model_ = left_out, chosen
+        self.left_out_ = {MODEL: left_out.log_ratio[chosen]}
+        if engine_log_s is not None:
+            self.left_out_[ENGINE] = (engine_log_s - log_times)[kept]
+        if len(np.unique(places[kept])) > 1:
+            self.left_out_ |= self._fit_forms(rows[kept], np.exp(log_times[kept]))
+        self.weights_ = self.posterior_weights(self.prior)
+        return self
+
+    def _fit_forms(self, rows: Array, times: Array) -> dict[str, Array]:
+        """Fit the forms; log(predicted / observed) of each row, from those of other inputs."""
+        pollux = PolluxRegressor().fit(rows, times)
+        self.forms_ = {
+            "linear": LinearScaling().fit(rows, times),
+            "optimus": OptimusRegressor().fit(rows, times),
+            "pollux": pollux,
+        }
+        errors = {name: np.empty(len(rows)) for name in self.forms_}
+        groups = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1) % _MOST_GROUPS
+        for group in np.unique(groups):
+            out = groups == group
+            for name, form in (
+                ("linear", LinearScaling()),
+                ("optimus", OptimusRegressor()),
+                # The fit to all rows is where the fit to all but a few begins.
+                ("pollux", PolluxRegressor([pollux.parameters_])),
+            ):
+                predicted = form.fit(rows[~out], times[~out]).predict(rows[out])
+                errors[name][out] = _log(predicted / times[out])
+        return errors
+
+    def posterior_weights(self, prior: MixturePrior) -> dict[str, Array]:
+        """Weights of the experts for each kind of placement, which sum to 1."""
+        experts = list(self.left_out_)
+        errors = np.column_stack([self.left_out_[name] for name in experts])
+        squares = np.minimum(np.abs(errors), _LARGEST_ERROR) ** 2
+        weights = np.empty((_KINDS, len(experts)))
+        for kind in range(_KINDS):
+            same = self.kinds_ == kind
+            counts = np.where(same, 1.0, prior.elsewhere)
+            total = prior.errors * prior.error_sigma**2 + counts @ squares
+            variance = total / (prior.errors + counts.sum())
+            known = same.sum() / (same.sum() + prior.half) if prior.half else 1.0
+            prior_weights = [
+                prior.weights[name] * (known if name in self.forms_ else 1.0) for name in experts
+            ]
+            likelihood = variance ** (-prior.exponent * counts.sum() / 2)
+            weights[kind] = np.array(prior_weights) * likelihood / likelihood.max()
+        weights /= weights.sum(axis=1, keepdims=True)
+        return dict(zip(experts, weights.T, strict=True))
+
+    def counts(self, rows: Array) -> Array:
+        """How many observations there are of each row; outliers count less."""
+        return np.asarray((rows[:, None, :] == self.rows_).all(axis=2) @ self.counts_)
+
+    def combine(
+        self, rows: Array, log_model: Array, engine_log_s: Array | None = None
+    ) -> tuple[Array, Array]:
+        """Log step times of rows, and the variance between the experts there.
+
+        What was observed of a row itself, the performance model knows: its n observations have n
+        times the precision of one, beside which an expert that keeps none has that of its errors.
+        """
+        logs = {name: _log(form.predict(rows)) for name, form in self.forms_.items()}
+        if engine_log_s is not None:
+            logs[ENGINE] = engine_log_s
+        share = 1 / (
+            1 + self.counts(rows) * self.prior.error_sigma**2 / noise_variance(np.zeros(1))
+        )
+        kinds = _kinds(rows)
+        weighted = [
+            (share * self.weights_[name][kinds], log - log_model) for name, log in logs.items()
+        ]
+        mean = np.sum([weight * away for weight, away in weighted], axis=0)
+        square = np.sum([weight * away**2 for weight, away in weighted], axis=0)
+        mixed = self._bounded(rows, log_model + mean, list(logs.values()))
+        return mixed, np.asarray(np.maximum(square - mean**2, 0))
+
+    def _bounded(self, rows: Array, log_s: Array, others: Sequence[Array]) -> Array:
+        """Keep predictions beyond all observed batches between those of forms and engine.
+
+        Their steps grow with the batch, and never faster than it.
+        """
+        if not self.forms_:
+            return log_s
+        batches = self.rows_[:, BATCH]
+        beyond = (rows[:, BATCH] < batches.min()) | (rows[:, BATCH] > batches.max())
+        low = np.min(others, axis=0) - _LEEWAY
+        high = np.max(others, axis=0) + _LEEWAY
+        return np.where(beyond, np.clip(log_s, low, high), log_s)
+
+    @property
+    def left_out(self) -> LeftOut:
+        """Errors of the mixture on what was left out; of the performance model on outliers."""
+        model, chosen = self.model_
+        weights = np.column_stack([each[self.kinds_] for each in self.weights_.values()])
+        away = np.column_stack(list(self.left_out_.values())) - model.log_ratio[chosen, None]
+        mean = (weights * away).sum(axis=1)
+        errors, variance = model.log_ratio.copy(), model.variance.copy()
+        errors[chosen] += mean
+        variance[chosen] += np.maximum((weights * away**2).sum(axis=1) - mean**2, 0)
+        return replace(model, log_ratio=errors, variance=variance)
+
+
+def _kinds(rows: Array) -> NDArray[np.intp]:
+    """Whether each row is on one device (0), within a node (1) or across nodes (2)."""
+    return (rows[:, RANKS] > 1).astype(np.intp) + (rows[:, NODES] > 1)
+
+
+def _without_outliers(observation_weights: Array) -> NDArray[np.intp]:
+    """The observations that forms are fitted to: no outliers, of many some that spread evenly."""
+    most = int(_MOST_OUTLIERS_RATIO * len(observation_weights))
+    least = np.argsort(observation_weights, kind="stable")[:most]
+    outliers = least[observation_weights[least] < OUTLIER_WEIGHT]
+    kept = np.setdiff1d(np.arange(len(observation_weights)), outliers)
+    return kept[:: max(1, -(-len(kept) // _MOST_ROWS))]
+
+
+def _log(times: Array) -> Array:
+    return np.log(np.maximum(times, np.finfo(float).tiny))

@@ -1,0 +1,49 @@
+"""Run a training script as its own main program under the hooks that time it.
+
+``python -m estimator.stalls.child OPTIONS SCRIPT [ARGS…]``, the options as one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+from estimator.stalls.hooks import ScriptEndsError, Watched, install
+from estimator.stalls.runs import STOPPED
+
+
+def main() -> None:
+    """Run the script to the last step asked for, or to its end."""
+    text, script, *arguments = sys.argv[1:]
+    options = json.loads(text)
+    if options["cores"]:
+        os.sched_setaffinity(0, options["cores"])
+    watched = Watched(
+        steps=options["steps"],
+        warmup=options["warmup"],
+        is_synthetic=options["is_synthetic"],
+        path=Path(options["record"]),
+    )
+    install(watched)
+
+    def stop(*_: object) -> None:
+        watched.write()
+        os._exit(STOPPED)
+
+    signal.signal(signal.SIGTERM, stop)
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except ScriptEndsError:
+        # Nothing of the script is left to do, and process groups may wait for each other.
+        os._exit(0)
+    watched.write()
+
+
+if __name__ == "__main__":
+    main()

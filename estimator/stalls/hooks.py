@@ -1,0 +1,187 @@
+"""Time the steps of an unchanged training script, and replace its batches by copies of the first.
+
+Installed in the process that runs the script: on DataLoader's iterator, on what `watch_loader`
+wraps, and after the step of the first optimizer. After the steps asked for it writes a record and
+ends the script.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
+
+from estimator.stalls.runs import FILES_LOG
+
+# Real batches whose copies stand for all of them.
+_KEPT_BATCHES = 2
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What one rank's run found: when each step ended, and of each what was spent for its batches.
+
+    `copied_s` is what copying synthetic batches took, which is no part of the script. `samples` is
+    the leading size of a batch's tensors.
+    """
+
+    ended_s: list[float] = field(default_factory=list)
+    waited_s: list[float] = field(default_factory=list)
+    copied_s: list[float] = field(default_factory=list)
+    batches: int = 0
+    samples: int = 0
+    workers: int = 0
+
+
+class ScriptEndsError(SystemExit):
+    """Enough steps were timed."""
+
+
+class Watched:
+    """The steps and batches of this process while a script runs."""
+
+    def __init__(self, *, steps: int, warmup: int, is_synthetic: bool, path: Path) -> None:
+        self._steps, self._path, self._is_synthetic = steps, path, is_synthetic
+        # An accelerator is waited for where the time is taken, and not in every step.
+        self._waits_at = {warmup, steps}
+        self.record = Record()
+        self._optimizer: Optimizer | None = None
+        self._waited_s = self._copied_s = 0.0
+        self._first: dict[int, tuple[object, list[Any]]] = {}
+
+    def batches(self, source: Iterable[Any], real: Iterator[Any]) -> Iterator[Any]:
+        """The batches of `source` as the script gets them, timed; `real` gives the real ones."""
+        self.record.workers = max(self.record.workers, int(getattr(source, "num_workers", 0)))
+        given = self._copies(source, real) if self._is_synthetic else real
+        while True:
+            began = time.perf_counter()
+            copied_s = self._copied_s
+            batch = next(given, _NONE)
+            # What a copy took is told apart.
+            self._waited_s += time.perf_counter() - began - (self._copied_s - copied_s)
+            if batch is _NONE:
+                return
+            self.record.batches += 1
+            self.record.samples = self.record.samples or leading_size(batch)
+            yield batch
+
+    def _copies(self, source: Iterable[Any], real: Iterator[Any]) -> Iterator[Any]:
+        # Held with its source, so that no other object gets the same id.
+        _, first = self._first.setdefault(id(source), (source, list(islice(real, _KEPT_BATCHES))))
+        stop = getattr(real, "_shutdown_workers", None)
+        if stop is not None:
+            stop()
+        number, count = 0, _length(source)
+        while first and (count is None or number < count):
+            began = time.perf_counter()
+            batch = copied(first[number % len(first)])
+            self._copied_s += time.perf_counter() - began
+            number += 1
+            yield batch
+
+    def stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer step is done; a script with several is timed by its first one."""
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if optimizer is not self._optimizer:
+            return
+        record = self.record
+        if len(record.ended_s) + 1 in self._waits_at and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        record.ended_s.append(time.perf_counter())
+        record.waited_s.append(self._waited_s)
+        record.copied_s.append(self._copied_s)
+        self._waited_s = self._copied_s = 0.0
+        if len(record.ended_s) >= self._steps:
+            self.write()
+            raise ScriptEndsError(0)
+
+    def write(self) -> None:
+        """Put the record where the parent process looks for it."""
+        self._path.write_text(json.dumps(asdict(self.record)))
+
+
+_NONE = object()
+_active: Watched | None = None
+
+
+def active() -> Watched | None:
+    """What times the script of this process, if any does."""
+    return _active
+
+
+def install(watched: Watched) -> None:
+    """Put the hooks in place; they stay for the life of the process."""
+    global _active
+    _active = watched
+    plain = DataLoader.__iter__
+
+    def timed(loader: DataLoader[Any]) -> Any:
+        return watched.batches(loader, plain(loader))
+
+    DataLoader.__iter__ = timed  # type: ignore[method-assign]
+    register_optimizer_step_post_hook(watched.stepped)
+    log = os.environ.get(FILES_LOG)
+    if log:
+        _log_files(log)
+
+
+def copied(batch: Any) -> Any:
+    """A batch with tensors of its own, whatever holds them."""
+    if isinstance(batch, torch.Tensor):
+        twin = torch.empty_like(batch, pin_memory=batch.is_pinned()) if batch.is_cpu else batch
+        return twin.copy_(batch) if twin is not batch else batch.clone()
+    if isinstance(batch, Mapping):
+        held = {key: copied(value) for key, value in batch.items()}
+        return held if type(batch) is dict else _remade(batch, held)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(copied(item) for item in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(copied(item) for item in batch)
+    return batch
+
+
+def _remade(batch: Any, held: dict[Any, Any]) -> Any:
+    """A mapping of a library's own type, such as transformers' BatchEncoding."""
+    try:
+        return type(batch)(held)
+    except TypeError:
+        return held
+
+
+def leading_size(batch: Any) -> int:
+    """How many samples a batch has, by the first of its tensors."""
+    if isinstance(batch, torch.Tensor):
+        return int(batch.shape[0]) if batch.ndim else 0
+    items = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(items, Iterable) and not isinstance(items, str | bytes):
+        return next((size for item in items if (size := leading_size(item))), 0)
+    return 0
+
+
+def _length(source: Iterable[Any]) -> int | None:
+    try:
+        return len(source) if isinstance(source, Sized) else None
+    except TypeError:  # a DataLoader over an iterable without a length
+        return None
+
+
+def _log_files(log: str) -> None:
+    """Write down every file that Python opens to read, also in workers."""
+    stream = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def opened(event: str, details: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(details[0], str) and not details[2] & os.O_ACCMODE:
+            os.write(stream, os.path.abspath(details[0]).encode(errors="surrogateescape") + b"\n")
+
+    sys.addaudithook(opened)

@@ -1,0 +1,230 @@
+"""Start a training script on some of this machine's devices and read what its hooks wrote down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from estimator.errors import ModelError
+
+# Where a run writes the names of files that Python opens in it, in workers as well.
+FILES_LOG = "ESTIMATOR_STALLS_FILES"
+# What a run that was told to stop exits with.
+STOPPED = 75
+# How long a run that is told to stop may take to write its record.
+_PATIENCE_S = 10.0
+_MOST_QUOTED = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A training script with its arguments, and how much of it is timed.
+
+    `cores` are those of each device, none on accelerators; `node_commands` start a program on each
+    of two nodes, as in ``ssh node2`` or ``ip netns exec n2``, `address` is that of the first.
+    """
+
+    path: Path
+    arguments: tuple[str, ...] = ()
+    cores: tuple[tuple[int, ...], ...] = ((),)
+    steps: int = 30
+    warmup: int = 5
+    timeout_s: float = 600.0
+    node_commands: tuple[str, ...] = ()
+    address: str = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One run: the slowest rank's seconds per step without copies of batches, and its waiting.
+
+    `batches` were taken in all, `samples` is the size of one; `workers` are those of its loader.
+    """
+
+    step_s: float
+    waited_s: float
+    batches: int
+    samples: int
+    workers: int
+    steps_s: tuple[float, ...]
+
+
+def run(
+    script: Script,
+    folder: Path,
+    *,
+    devices: int,
+    is_synthetic: bool,
+    on_two_nodes: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> RunRecord:
+    """Run the script once on some devices; raises ModelError with one sentence where it fails."""
+    for old in folder.glob("rank*"):
+        old.unlink()
+    started: list[subprocess.Popen[bytes]] = []
+    port = str(_free_port())
+    try:
+        for rank in range(devices):
+            options = {
+                "steps": script.steps,
+                "warmup": script.warmup,
+                "is_synthetic": is_synthetic,
+                "record": str(folder / f"rank{rank}.json"),
+                "cores": script.cores[rank],
+            }
+            own = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(devices),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(devices),
+                "MASTER_ADDR": script.address if on_two_nodes else "127.0.0.1",
+                "MASTER_PORT": port,
+                **({"OMP_NUM_THREADS": str(len(script.cores[rank]))} if script.cores[rank] else {}),
+                **(environment or {}),
+            }
+            started.append(_started(script, folder, rank, options, own, on_two_nodes, devices))
+        in_time = _wait(script, started)
+    finally:
+        _stop(started)
+    what = f"{script.path} on {devices} device{'s' if devices > 1 else ''}"
+    what += " with synthetic batches" if is_synthetic else ""
+    what += "" if in_time else f" was stopped after {script.timeout_s:g} s:"
+    return _record(script, folder, what, [each.returncode for each in started])
+
+
+def _started(
+    script: Script,
+    folder: Path,
+    rank: int,
+    options: Mapping[str, Any],
+    own: Mapping[str, str],
+    on_two_nodes: bool,
+    devices: int,
+) -> subprocess.Popen[bytes]:
+    module = [sys.executable, "-m", "estimator.stalls.child", json.dumps(options)]
+    command = [*module, str(script.path), *script.arguments]
+    if on_two_nodes:
+        # What a remote shell starts has no environment of ours.
+        prefix = shlex.split(script.node_commands[rank * 2 // devices])
+        command = [*prefix, "env", *(f"{name}={value}" for name, value in own.items()), *command]
+    with (folder / f"rank{rank}.out").open("wb") as output:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **own},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _wait(script: Script, started: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """Wait for all ranks, no longer than for the first that fails; whether that was in time."""
+    end_s = time.monotonic() + script.timeout_s
+    while any(each.poll() is None for each in started) and time.monotonic() < end_s:
+        if any(each.returncode for each in started):
+            return True
+        time.sleep(0.02)
+    return all(each.poll() is not None for each in started)
+
+
+def _stop(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    running = [each for each in started if each.poll() is None]
+    for each in running:
+        each.terminate()
+    for each in running:
+        try:
+            each.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            each.kill()
+            each.wait()
+    for each in started:
+        # Workers of its loaders are in the session that the run began.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(each.pid, signal.SIGKILL)
+
+
+def _record(script: Script, folder: Path, what: str, codes: Sequence[int | None]) -> RunRecord:
+    found: list[dict[str, Any]] = []
+    for rank, code in enumerate(codes):
+        path = folder / f"rank{rank}.json"
+        if path.exists():
+            found.append(json.loads(path.read_text()))
+        elif code not in (0, -signal.SIGTERM):
+            raise ModelError(f"{what} ended with exit code {code}: {_last_line(folder, rank)}")
+    if len(found) < len(codes):
+        raise ModelError(f"{what} wrote no times; raise --timeout")
+    batches = min(each["batches"] for each in found)
+    steps = min(len(each["ended_s"]) for each in found)
+    if batches and steps >= script.steps:
+        return _summary(script, found)
+    failed = next((rank for rank, code in enumerate(codes) if code), None)
+    why = "" if failed is None or STOPPED in codes else f" ({_last_line(folder, failed)})"
+    if not batches:
+        raise ModelError(
+            f"{what} took no batch of a DataLoader{why}; wrap what gives its batches, as in "
+            "for batch in estimator.watch_loader(batches)"
+        )
+    if not steps:
+        raise ModelError(
+            f"{what} took {batches} batches and made no step of an optimizer of torch.optim{why}; "
+            "give a script that trains, or raise --timeout"
+        )
+    raise ModelError(
+        f"{what} made {steps} steps{why}, and {script.steps} are timed; give it more data, lower "
+        "--steps or raise --timeout"
+    )
+
+
+def _summary(script: Script, found: Sequence[Mapping[str, Any]]) -> RunRecord:
+    slowest = max(found, key=lambda each: _mean_step_s(each, script)[0])
+    step_s, waited_s = _mean_step_s(slowest, script)
+    ended, copied = slowest["ended_s"], slowest["copied_s"]
+    return RunRecord(
+        step_s=step_s,
+        waited_s=waited_s,
+        batches=slowest["batches"],
+        samples=slowest["samples"],
+        workers=slowest["workers"],
+        steps_s=tuple(
+            ended[step] - ended[step - 1] - copied[step]
+            for step in range(script.warmup, script.steps)
+        ),
+    )
+
+
+def _mean_step_s(found: Mapping[str, Any], script: Script) -> tuple[float, float]:
+    """(seconds per step after the warm-up, of which it waited for batches).
+
+    Workers that take turns end together: whole rounds of them are counted.
+    """
+    count = script.steps - script.warmup
+    workers = max(int(found["workers"]), 1)
+    count -= count % workers if count >= 2 * workers else 0
+    ended, copied, waited = found["ended_s"], found["copied_s"], found["waited_s"]
+    last = script.steps - 1
+    window = slice(last - count + 1, last + 1)
+    step_s = (ended[last] - ended[last - count] - sum(copied[window])) / count
+    return step_s, sum(waited[window]) / count
+
+
+def _last_line(folder: Path, rank: int) -> str:
+    lines = (folder / f"rank{rank}.out").read_text(errors="replace").strip().splitlines()
+    return lines[-1][:_MOST_QUOTED] if lines else "it printed nothing"
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])

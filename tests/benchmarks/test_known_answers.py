@@ -1,0 +1,88 @@
+"""Known answers: every row quotes a source, half are kept back, and memory is judged both ways."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from known_answers import is_right_of_memory, table_of, verdicts
+from known_rows import KnownRow, known_rows, unseen
+from published.graphs import ModelSpec
+from published.machines import Setting, variant
+from published.page import with_known_answers
+
+ROW = KnownRow(
+    source="a page",
+    spec=ModelSpec.of("model", "decoder"),
+    machine="dgx-1",
+    gpus=24,
+    batch_per_gpu=2,
+    step_time_s=1.0,
+    precision="fp16",
+)
+
+
+def case(
+    *, half: str = "seen", predicted_s: float = 1.0, fits: str = "yes", ran: bool = True
+) -> dict[str, object]:
+    return {
+        "source": "a page",
+        "id": "a row",
+        "model": "model",
+        "method": "cold",
+        "half": half,
+        "measured_s": 1.0 if ran else None,
+        "predicted_s": predicted_s,
+        "fits": fits,
+        "known_to_fit": ran,
+    }
+
+
+def test_there_are_forty_rows_and_more_each_once_and_half_of_them_are_kept_back() -> None:
+    rows = known_rows()
+    assert len(rows) >= 40
+    assert len({row.id for row in rows}) == len(rows)
+    hidden = unseen(rows)
+    assert len(hidden) == len(rows) // 2
+    # The draw is of the ids and the committed seed alone.
+    assert unseen(tuple(reversed(rows))) == hidden
+
+
+def test_an_allocation_is_of_whole_nodes() -> None:
+    assert ROW.allocation == "3x8:dgx-1"
+    assert replace(ROW, gpus=4).allocation == "1x4:dgx-1"
+    assert replace(ROW, machine="dgx-2", gpus=16).allocation == "1x16:dgx-2"
+
+
+@pytest.mark.parametrize(
+    ("fits", "ran", "right"),
+    [("yes", True, True), ("no", True, False), ("no", False, True), ("uncertain", False, False)],
+)
+def test_memory_is_right_where_what_ran_is_not_refused(fits: str, ran: bool, right: bool) -> None:
+    assert is_right_of_memory(case(fits=fits, ran=ran)) == right
+
+
+def test_halves_are_judged_apart_and_rows_that_did_not_fit_by_memory_alone() -> None:
+    cases = [
+        case(predicted_s=1.04),
+        case(half="unseen", predicted_s=1.3),
+        case(fits="no", ran=False),
+    ]
+    seen, unseen_half, _ = verdicts(cases)
+    assert seen == "seen: 1 steps, median 4.0 %, worst 4.0 %, memory right in 2 of 2: reached"
+    assert unseen_half.endswith("worst 30.0 %, memory right in 1 of 1: missed")
+
+
+def test_the_page_gets_a_line_for_each_row() -> None:
+    page = "before\n<!-- table:known-answers -->\nold\n<!-- /table -->\nafter"
+    found = with_known_answers(page, table_of([case(predicted_s=0.9)]))
+    assert "| a page | a row | seen | 1000 ms | 900 ms | -10.0 % | yes |" in found
+    assert "old" not in found
+    assert found.startswith("before")
+    assert found.endswith("after")
+
+
+def test_a_power_limit_of_a_source_is_that_of_its_devices() -> None:
+    capped = variant("h100-sxm", Setting(power_w=500.0))
+    assert {device.details["power_w"] for device in capped.devices} == {500.0}
+    assert variant("h100-sxm", None).devices[0].details["power_w"] == 700

@@ -1,0 +1,231 @@
+"""What unchanged scripts wait for, on a clock of their own: a busy machine changes nothing.
+
+Each script replaces `time.perf_counter` by a clock that only its injected costs move, so that every
+stall is known to the last digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from estimator.errors import AllocationError, ModelError
+from estimator.stalls.devices import cores_of
+from estimator.stalls.measured import MeasuredStalls, measure_stalls
+from estimator.stalls.page_cache import evict, load, resident_ratio
+from estimator.stalls.runs import Script
+
+# One step computes 20 ms; a sample takes 1 ms of preparing, a cold file 30 ms, a byte 1 µs.
+TRAIN = """
+import os, sys, time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from estimator.stalls.page_cache import resident_ratio
+
+now = [0.0]
+time.perf_counter = lambda: now[0]
+
+def spend(seconds):
+    now[0] += seconds
+
+rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+FILES = sorted(Path(sys.argv[1]).glob("*.bin"))[rank::ranks]
+
+class Files(Dataset):
+    def __len__(self):
+        return 4 * len(FILES)
+
+    def __getitem__(self, index):
+        path = FILES[index % len(FILES)]
+        if resident_ratio([path]) < 0.5:
+            spend(0.030)
+        with open(path, "rb") as stream:
+            stream.read()
+        spend(0.001)
+        return torch.ones(8)
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for batch in DataLoader(Files(), batch_size=4):
+    spend(0.020)
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    if dist.get_world_size() > 1:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            spend(float(os.environ.get("WIRE", 1e-6)) * parameter.grad.nbytes)
+    optimizer.step()
+"""
+
+
+def measured(
+    path: Path, script: str, devices: int = 1, arguments: Sequence[str] = (), **more: Any
+) -> MeasuredStalls:
+    (path / "train.py").write_text(script)
+    cores: tuple[tuple[int, ...], ...] = ((),) * devices
+    asked = Script(
+        path=path / "train.py",
+        arguments=tuple(arguments),
+        cores=cores,
+        steps=8,
+        warmup=2,
+        timeout_s=120.0,
+        **more,
+    )
+    return measure_stalls(asked, repeats=1)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """80 files on a disk, so that a cold cache exists."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    files = [folder / f"{number}.bin" for number in range(80)]
+    for path in files:
+        path.write_bytes(bytes(20000))
+    evict(files)
+    if resident_ratio(files) > 0:
+        pytest.skip("the temporary folder is a file system in memory")
+    return folder
+
+
+def test_injected_stalls_of_every_kind_are_found_exactly(tmp_path: Path, data: Path) -> None:
+    # The network of the second node takes five times as long for a byte.
+    nodes = ("env WIRE=5e-6", "env WIRE=5e-6")
+    found = measured(tmp_path, TRAIN, devices=2, arguments=[str(data)], node_commands=nodes)
+    # 72 parameters of 4 bytes at 1 µs a byte; four samples of 1 ms; four cold files of 30 ms.
+    assert found.runs["T0"].step_s == pytest.approx(0.020)
+    assert found.stalls["interconnect"].stall_s == pytest.approx(288e-6)
+    assert found.stalls["interconnect"].ratio == pytest.approx(288e-6 / 0.020288)
+    assert found.stalls["prep"].stall_s == pytest.approx(0.004)
+    assert found.stalls["fetch"].stall_s == pytest.approx(0.120)
+    assert found.waited_s == pytest.approx(0.004)
+    assert found.stalls["network"].stall_s == pytest.approx(4 * 288e-6)
+    assert found.stalls["network"].ratio == pytest.approx(4 * 288e-6 / 0.020288)
+    # The parts add up to the run that has them all.
+    parts = sum(found.stalls[name].stall_s for name in ("interconnect", "prep", "fetch"))
+    assert found.runs["T0"].step_s + parts == pytest.approx(found.runs["T2"].step_s)
+    assert found.samples == 4
+    assert not found.missing
+
+
+def test_batches_of_any_iterable_are_replaced_where_it_is_watched(tmp_path: Path) -> None:
+    script = """
+import time
+import torch
+import estimator
+
+now = [0.0]
+time.perf_counter = lambda: now[0]
+
+def batches():
+    while True:
+        now[0] += 0.007
+        yield {"x": torch.ones(5, 3)}
+
+model = torch.nn.Linear(3, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in estimator.watch_loader(batches()):
+    now[0] += 0.010
+    model(batch["x"]).sum().backward()
+    optimizer.step()
+"""
+    found = measured(tmp_path, script)
+    assert found.runs["T1"].step_s == pytest.approx(0.010)
+    assert found.stalls["prep"].stall_s == pytest.approx(0.007)
+    assert found.samples == 5
+    assert "name them with --data" in found.missing["fetch"]
+
+
+REFUSED = {
+    "raise ValueError('no such thing')": "exit code 1: ValueError: no such thing",
+    "step(range(20))": "took no batch of a DataLoader; wrap what gives its batches",
+    "list(DataLoader(torch.ones(9, 2)))": "took 9 batches and made no step of an optimizer",
+    "step(DataLoader(torch.ones(5, 2)))": "made 5 steps, and 3 are timed",
+}
+BROKEN = """
+import torch
+from torch.utils.data import DataLoader
+
+def step(batches):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in batches:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+"""
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_script_that_cannot_be_measured_gets_one_sentence(tmp_path: Path, line: str) -> None:
+    said = REFUSED[line].replace("3 are timed", "8 are timed")
+    with pytest.raises(ModelError) as error:
+        measured(tmp_path, BROKEN + line)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_script_that_does_not_end_is_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("import time\ntime.sleep(1000)")
+    asked = Script(path=path, steps=3, warmup=1, timeout_s=2.0)
+    with pytest.raises(ModelError, match=r"was stopped after 2 s: (wrote no times|took no batch)"):
+        measure_stalls(asked, repeats=1)
+
+
+def test_pages_go_out_of_the_cache_and_come_back(data: Path) -> None:
+    files = sorted(data.iterdir())
+    load(files)
+    assert resident_ratio(files) == 1.0
+    evict(files)
+    assert resident_ratio(files) == 0.0
+    assert resident_ratio([data / "none"]) == 0.0
+
+
+def test_files_of_a_file_system_in_memory_stay_and_fetch_says_so(tmp_path: Path) -> None:
+    memory = Path("/dev/shm")
+    if not memory.is_dir():
+        pytest.skip("there is no /dev/shm")
+    path = memory / f"{tmp_path.name}.bin"
+    path.write_bytes(bytes(50000))
+    try:
+        script = BROKEN + f"open({str(path)!r}, 'rb').read()\nstep(DataLoader(torch.ones(99, 2)))"
+        (tmp_path / "train.py").write_text(script)
+        asked = Script(path=tmp_path / "train.py", steps=4, warmup=1)
+        found = measure_stalls(asked, repeats=1, data=[path])
+    finally:
+        path.unlink()
+    assert "fetch" not in found.stalls
+    assert "100% of the pages of 1 files stay in memory" in found.missing["fetch"]
+
+
+def test_devices_of_this_machine_are_its_cores() -> None:
+    assert len(cores_of("1x1:local")) == 1
+    with pytest.raises(AllocationError, match="not on this machine"):
+        cores_of("2x1:local")
+    with pytest.raises(AllocationError, match="asks for 4096 devices of this machine"):
+        cores_of("1x4096:local")
+
+
+def test_the_command_runs_a_script_with_its_arguments(
+    tmp_path: Path, data: Path, command: Callable[..., Any]
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    asked = ["stalls", "--on", "1x1:local", "--run", str(tmp_path / "train.py"), "--repeats", "1"]
+    asked += ["--steps", "6", "--warmup", "2"]
+    answer = command(*asked, "--", str(data))
+    assert (answer.code, answer.err) == (0, "")
+    for word in ("real batches, cold page cache", "prep", "4.00 ms", "120 ms", "no workers"):
+        assert word in answer.out
+    said = command("stalls", "--on", "1x1:local")
+    assert said.code == 2
+    assert "give one MODEL or --run" in said.err
