@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 @click.option("--tokens", type=Amount(), help="Also say how long these take.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Perfetto timeline here.")
+@click.option("--verbose", is_flag=True, help="Also the smallest parts, and what is known by what.")
 def estimate(
     on: str,
     samples: float | None,
     tokens: float | None,
     as_json: bool,
     trace: Path | None,
+    verbose: bool,
     **options: Any,
 ) -> None:
     """Predict the step time of MODEL on an allocation, and say why.
@@ -73,6 +75,7 @@ def estimate(
                 scaling=scaling,
                 balance=balance,
                 remedies=remedies,
+                verbose=verbose,
             )
         )
     if answer.fits == "no":

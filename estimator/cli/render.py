@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 BAR_WIDTH = 32
 _MOST_REMEDIES = 3
+# Smaller parts of a step are shown only to who asks for everything.
+_LEAST_SHARE = 0.01
 FITS_WORDS = {"yes": "fits", "no": "does not fit", "uncertain": "may not fit"}
 
 
@@ -123,8 +125,9 @@ def estimate_report(
     scaling: Scaling | None = None,
     balance: Balance | None = None,
     remedies: Sequence[Remedy] = (),
+    verbose: bool = False,
 ) -> Group:
-    """Everything a person wants of one estimate, the time first."""
+    """What a person wants of one estimate, the time first; if verbose, everything."""
     rows = [("step time", format_interval(answer))]
     if answer.samples_per_s is not None:
         rows.append(("throughput", f"{format_count(answer.samples_per_s)}samples/s"))
@@ -153,9 +156,10 @@ def estimate_report(
     heading = f"{answer.model} on {answer.allocation}, {_trained_how(answer)}"
     return stacked(
         Group(Text(heading, style="bold"), facts(rows)),
-        _breakdown_table(answer),
-        _provenance_table(answer),
+        _breakdown_table(answer, least_ratio=0.0 if verbose else _LEAST_SHARE),
+        _provenance_table(answer) if verbose else None,
         listed("assumptions", answer.assumptions),
+        None if verbose else Text("--verbose says what each number is known by", style="dim"),
     )
 
 
@@ -294,12 +298,12 @@ def _trained_how(answer: Estimate) -> str:
     return f"{ranks}, {answer.strategy}, {answer.optimizer}, {answer.mode}"
 
 
-def _breakdown_table(answer: Estimate) -> Table:
+def _breakdown_table(answer: Estimate, *, least_ratio: float) -> Table:
     table = grid("where the time goes", "part", "", "time", "share", numbers=2)
     for field in fields(answer.breakdown):
         seconds = getattr(answer.breakdown, field.name)
-        if seconds > 0:
-            ratio = seconds / answer.step_time_s
+        ratio = seconds / answer.step_time_s
+        if seconds > 0 and ratio >= least_ratio:
             table.add_row(
                 part_name(field.name), _bar(ratio), format_seconds(seconds), format_ratio(ratio)
             )

@@ -108,8 +108,9 @@ def _call(
 
 def _checked_result(result: Any, text: str) -> tuple[nn.Module, Any, Any]:
     if not isinstance(result, (tuple, list)) or len(result) not in (2, 3):
+        more = "; the optimizer is for --optimizer" if _has_optimizer(result) else ""
         raise ModelError(
-            f"{text} returned {_kind(result)}; return (model, batch) or (model, batch, loss)"
+            f"{text} returned {_kind(result)}; return (model, batch) or (model, batch, loss){more}"
         )
     model, example, loss = (*result, None)[:3]
     model, loss = as_phases(model, loss)
@@ -120,6 +121,11 @@ def _checked_result(result: Any, text: str) -> tuple[nn.Module, Any, Any]:
             f"{text} returned {_kind(loss)} as the loss; return a function of (output, targets)"
         )
     return model, example, loss
+
+
+def _has_optimizer(result: Any) -> bool:
+    parts = result if isinstance(result, (tuple, list)) else ()
+    return any(hasattr(part, "param_groups") for part in parts)
 
 
 def _kind(value: Any) -> str:

@@ -72,7 +72,12 @@ class TrainingCall:
     def advice(self) -> str:
         """What to do where the model does not run on the batch."""
         check = "check that the model accepts it"
-        if self.loss is not None or self.by_training_step or isinstance(self.batch, Tensor):
+        if self.by_training_step:
+            return (
+                "let training_step(batch, batch_idx) return its loss without a trainer, or return "
+                "(models, batch, step), where step(models, batch) returns the losses"
+            )
+        if self.loss is not None or isinstance(self.batch, Tensor):
             return check
         return (
             f"{check}, or give the loss that gets its targets, as in "

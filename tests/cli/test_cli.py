@@ -418,3 +418,18 @@ def test_a_matrix_of_some_of_a_machines_devices_is_imported_with_a_remark(
         told[name] = answer.err
     assert "2 of the 8 devices of 'dgx-a100'" in told["topo_m_2x_phb.txt"]
     assert told["topo_m_8x_a100.txt"] == ""
+
+
+def test_a_short_answer_leaves_out_what_only_verbose_tells(
+    store: Path, tiny: str, command: Command
+) -> None:
+    asked = ("estimate", tiny, "--on", "1x2:local")
+    short, long = command(*asked).out, command(*asked, "--verbose").out
+    assert "where the numbers come from" not in short
+    assert "where the numbers come from" in long
+    parts = json.loads(command(*asked, "--json").out)
+    for part, seconds in parts["breakdown"].items():
+        words = f"\n{part.removesuffix('_s').replace('_', ' ')} "
+        share = seconds / parts["step_time_s"]
+        assert (words in short.split("assumptions")[0]) == (share >= 0.01), part
+        assert (words in long.split("where the numbers")[0]) == (share > 0), part
