@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as some
 
-from estimator import engine, workload
+from estimator import engine
 from estimator.advise.scaling import scaling_of
 from estimator.api import estimate
 from estimator.engine import estimate_graph
@@ -19,6 +19,7 @@ from estimator.machines.profile import MachineProfile
 from estimator.placement.topology import Cluster, Node, Switch
 from estimator.tables import estimate_many
 from estimator.tables.balance import Balance, balance
+from estimator.workload import strategy
 from tests.synthetic import Machine, perceptron
 
 GRAPH = perceptron([256, 512, 256], batch=64)
@@ -180,7 +181,7 @@ def test_a_question_is_placed_and_its_strategy_read_once(monkeypatch: pytest.Mon
         return call
 
     monkeypatch.setattr(engine, "place", counted(engine.place))
-    monkeypatch.setattr(workload, "_parsed", counted(workload._parsed))
+    monkeypatch.setattr(strategy, "_parsed", counted(strategy._parsed))
     nodes = cluster(1.0, 2.0)
     answer = estimate(GRAPH, "a0[0]+a1[0]", global_batch=333, cluster=nodes, profile=MACHINE)
     assert answer.batches is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,5 +155,6 @@ def test_a_file_written_before_repeated_work_was_told_apart_still_does(tmp_path:
     content["ops"] = [row[:8] for row in content["ops"]]
     path.write_bytes(gzip.compress(json.dumps(content).encode()))
     old = OpGraph.load(path)
-    assert old == graph
+    # Which values outlive their last use was not written then either.
+    assert old == replace(graph, ops=tuple(replace(op, holds=()) for op in graph.ops))
     assert step_flops(old.at()).hardware > step_flops(old.at()).model
