@@ -300,8 +300,9 @@ def _select(connection: sqlite3.Connection, conditions: Mapping[str, Any]) -> li
             f"FROM observations WHERE {of_job}",
             (job,),
         ).fetchone()
-        # Only then can there be an outlier; the rule needs to see the whole job.
-        if longest_s > OUTLIER_RATIO * shortest_s:
+        # Only then can there be an outlier; the rule needs to see the whole job. A row that was
+        # altered may name a job that no row is found by.
+        if shortest_s is not None and longest_s > OUTLIER_RATIO * shortest_s:
             reasons |= outliers(_rows(connection, {of_job: job}))
     if not reasons:
         return found

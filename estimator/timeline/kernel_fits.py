@@ -44,6 +44,8 @@ _SHORTEST_S = 1e-9
 _TIMED_ERROR = 0.03
 # From so many points on, an operator's form is fitted to its own and can be judged without one.
 _FEWEST_POINTS = 3
+# Several times what the probe times of a family: each is set beside every other.
+_MOST_POINTS = 2000
 # A fit through fewer points cannot be left one out: by how much it is taken to be off.
 _UNJUDGED_ERROR = 0.5
 # A family fitted in another dtype errs this many times as much: its rates are those of other units.
@@ -100,9 +102,12 @@ class ProbedCall:
 
 
 class FamilyFit:
-    """All probed calls of one family in one dtype."""
+    """All probed calls of one family in one dtype; of very many, some drawn at random."""
 
     def __init__(self, points: Sequence[ProbedCall]) -> None:
+        if len(points) > _MOST_POINTS:
+            drawn = np.random.default_rng(0).choice(len(points), _MOST_POINTS, replace=False)
+            points = [points[index] for index in np.sort(drawn)]
         self.points = points
         self.warm = np.array([point.warm_s for point in points])
         self.cold = np.array([max(point.cold_s, point.warm_s) for point in points])

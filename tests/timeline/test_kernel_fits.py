@@ -53,7 +53,18 @@ def _profile(calls: list[tuple[OpCall, float]]) -> MachineProfile:
     return MachineProfile(name="m", devices=(device,), kernels=(kernel,), provenance=MEASURED)
 
 
-def test_products_take_the_time_of_tensor_cores_only_where_the_precision_says_so() -> None:
+def test_of_very_many_points_some_are_fitted() -> None:
+    # A profile of 4 MB may hold 20,000 points: set beside each other they would take 9 GiB.
+    few = [(_mm(side, side, side), 1e-6 + 2 * side**3 / 1e11) for side in range(8, 168, 8)]
+    many = KernelFits(_profile(few * 1000))
+    asked = _mm(50, 60, 70)
+    found, expected = many.predict(asked), KernelFits(_profile(few)).predict(asked)
+    assert found is not None
+    assert expected is not None
+    assert found.warm_s == pytest.approx(expected.warm_s, rel=0.05)
+
+
+def test_matmuls_take_the_time_of_tensor_cores_only_where_the_precision_says_so() -> None:
     sizes = [(a, b, 256) for a in (64, 512, 4096) for b in (64, 512)]
     slow = [(_mm(*size), 1e-3) for size in sizes]
     profile = _profile(slow)
