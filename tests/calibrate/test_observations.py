@@ -184,7 +184,7 @@ def test_a_row_that_no_observation_can_be_keeps_none_of_the_others_out(
 
 
 @pytest.mark.parametrize("column", ["workload", "fingerprint"])
-def test_a_job_that_no_row_is_found_by_has_no_outliers(change: str, kept: ObservationStore) -> None:
+def test_a_job_that_no_row_is_found_by_has_no_outliers(column: str, kept: ObservationStore) -> None:
     kept.add_many([seen(0.4), seen(0.41)])
     kept.close()
     with contextlib.closing(sqlite3.connect(kept.path)) as connection, connection:
