@@ -148,10 +148,11 @@ def _jobs(path: Path, nodes: Nodes, models: tuple[str, ...], seed: int) -> list[
 
     where = f"1x1:{nodes.machines[0]}"
     if is_job_file(path):
+        with waiting("tracing models"), printing_to_stderr():
+            found = read_jobs(path, lambda model: Request(model=model).graph((where,)))
         if models:
             remark("--model is for traces; each job of this file names its own")
-        with waiting("tracing models"), printing_to_stderr():
-            return read_jobs(path, lambda model: Request(model=model).graph((where,)))
+        return found
     rows = read_trace(path)
     if not models:
         raise click.UsageError("a trace names no models; give --model, once or more")

@@ -65,6 +65,13 @@ def test_what_a_policy_prints_is_no_part_of_the_answer(jobs: Path, command: Run)
     assert "the policy answers a NoneType" in found.err
 
 
+def test_a_wrong_job_file_is_one_sentence_also_beside_models(jobs: Path, command: Run) -> None:
+    jobs.write_text(json.dumps({"jobs": [{"name": "j", "devices": [[2]]}]}))
+    found = command("replay", str(jobs), "--on", CLUSTER, "--policy", "fifo", "--model", "none")
+    assert (found.code, found.out) == (2, "")
+    assert len(found.err.splitlines()) == 1
+
+
 def test_a_trace_takes_the_models_given(jobs: Path, tmp_path: Path, command: Run) -> None:
     trace = tmp_path / "workload.csv"
     trace.write_text("name,time,application,num_replicas,batch_size\na,7,cnn,2,64\nb,9,cnn,4,64\n")
