@@ -42,7 +42,8 @@ def outcome(ran: Sequence[Ran], nodes: Nodes, true: Speeds) -> Outcome:
     """Sum a replay up; all jobs have ended."""
     jct = np.array([each.completion_s for each in ran])
     makespan_s = max(each.finish_s for each in ran) - min(each.job.arrival_s for each in ran)
-    held = sum(s.shape.ranks * (s.end_s - s.start_s) for each in ran for s in each.segments)
+    held_s = sum(s.shape.ranks * (s.end_s - s.start_s) for each in ran for s in each.segments)
+    offered_s = sum(node.devices for node in nodes.nodes) * makespan_s
     fairness = finish_time_fairness(ran, nodes, true)
     trained = sum(each.job.samples for each in ran)
     lost = sum(segment.lost_samples for each in ran for segment in each.segments)
@@ -53,7 +54,7 @@ def outcome(ran: Sequence[Ran], nodes: Nodes, true: Speeds) -> Outcome:
         p90_jct_s=float(np.quantile(jct, 0.9)),
         p99_jct_s=float(np.quantile(jct, 0.99)),
         makespan_s=makespan_s,
-        utilization_ratio=held / (sum(node.devices for node in nodes.nodes) * makespan_s),
+        utilization_ratio=held_s / offered_s if offered_s else 0.0,
         average_queue_s=float(np.mean([each.waited_s for each in ran])),
         average_fairness=float(fairness.mean()),
         worst_unfairness=float(fairness.max()),
@@ -75,7 +76,8 @@ def finish_time_fairness(ran: Sequence[Ran], nodes: Nodes, true: Speeds) -> np.n
     found = []
     for each, start, end in zip(ran, starts, ends, strict=True):
         overlap = np.minimum(ends, end) - np.maximum(starts, start)
-        unfinished = np.maximum(overlap, 0.0).sum() / (end - start)
+        # A job may be too short for the digits that a late arrival leaves of a second.
+        unfinished = np.maximum(overlap, 0.0).sum() / (end - start) if end > start else 1.0
         share = max(min(int(total / unfinished), each.job.devices), 1)
         count = [c for c in counts_up_to(share, each.job.devices) if c <= share][-1]
         fastest_s = min(

@@ -72,6 +72,16 @@ def test_a_wrong_job_file_is_one_sentence_also_beside_models(jobs: Path, command
     assert len(found.err.splitlines()) == 1
 
 
+def test_a_job_that_ends_within_the_digits_of_its_arrival_is_replayed(
+    jobs: Path, command: Run
+) -> None:
+    entry = json.loads(jobs.read_text())["jobs"][0] | {"arrival_s": 1e15, "samples": 1}
+    jobs.write_text(json.dumps({"jobs": [entry]}))
+    found = command("replay", str(jobs), "--on", CLUSTER, "--policy", "fifo", "--json")
+    assert found.code == 0
+    assert json.loads(found.out)["policies"]["fifo"]["worst_unfairness"] < 1.5
+
+
 def test_a_trace_takes_the_models_given(jobs: Path, tmp_path: Path, command: Run) -> None:
     trace = tmp_path / "workload.csv"
     trace.write_text("name,time,application,num_replicas,batch_size\na,7,cnn,2,64\nb,9,cnn,4,64\n")
