@@ -25,7 +25,7 @@ from estimator.placement.placement import place
 from estimator.placement.process_groups import ProcessGroup, whole_group
 from estimator.timeline.inner_links import InnerLinks, links_over, pace_of, widest_link
 from estimator.timeline.lines import as_array, fastest_s, powers
-from estimator.timeline.nccl import ALGORITHMS, Shape, nccl_lines
+from estimator.timeline.nccl import Shape, algorithms_of, nccl_lines
 
 SMALLEST, LARGEST = 1 << 20, 64 << 20
 # What each published system is in the catalogue; boards of four NVLink GPUs are not there.
@@ -137,7 +137,7 @@ def by_its_ends(asked: Asked) -> ProcessGroup:
 
 def ring_cost(group: Group) -> tuple[float, float]:
     """(hops between nodes in a row, share of the buffer over the network) of a ring."""
-    ring = ALGORITHMS[group.op][0]
+    ring = algorithms_of(group.op)[0]
     shape = Shape(group.ranks, group.nodes, group.per_node)
     return ring.rounds(shape).across, ring.share(shape).across
 

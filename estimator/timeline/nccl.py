@@ -2,7 +2,7 @@
 
 Latencies are those of NCCL's own cost table (NVIDIA/nccl, src/graph/tuning.cc): a collective has a
 start (baseLat: 6.6 µs with the LL protocol), and hops on top (hwLat: 0.6 µs over NVLink). A new
-algorithm is one entry of `ALGORITHMS`.
+algorithm is one entry of `ALGORITHMS`; a collective without one goes around its ring.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from estimator.machines.profile import CollectiveName
 from estimator.placement.process_groups import ProcessGroup
 from estimator.timeline.inner_links import START_S, InnerLinks
 from estimator.timeline.lines import Line
+from estimator.timeline.rings import RING_ROUNDS, RING_SHARE, levels
 
 # k of α + βS + k·√(α·βS) between nodes: see `inner_links.PIPELINING`.
 NETWORK_PIPELINING = 2.2
@@ -59,16 +60,12 @@ class Algorithm(NamedTuple):
     runs: Callable[[Shape, InnerLinks], Any] = lambda shape, links: True
 
 
-def levels(count: Any) -> Any:
-    """The logarithm to base 2, rounded up, of one number or of an array of them."""
-    return np.frexp(count - 1)[1] if isinstance(count, np.ndarray) else (count - 1).bit_length()
-
-
-def _around(times: int) -> Algorithm:
-    """A ring through every rank, node by node, `times` around."""
+def _ring(op: CollectiveName) -> Algorithm:
+    """Through every rank, node by node."""
+    rounds, share = RING_ROUNDS[op], RING_SHARE[op]
     return Algorithm(
-        rounds=lambda g: Cost(times * (g.ranks - g.nodes), times * (g.nodes - 1)),
-        share=lambda g: Cost(times * (g.ranks - 1) / g.ranks, times * (g.ranks - 1) / g.ranks),
+        rounds=lambda g: Cost(rounds(g.ranks) - rounds(g.nodes), rounds(g.nodes)),
+        share=lambda g: Cost(share(g.ranks), share(g.ranks)),
     )
 
 
@@ -89,22 +86,20 @@ _IN_SWITCH = Algorithm(
     ratio=Cost(IN_SWITCH_RATIO, TREE_RATIO),
     runs=lambda g, links: links.reduces & (g.per_node > 2),
 )
-_BROADCAST = Algorithm(
-    rounds=lambda g: Cost(levels(g.ranks) - levels(g.nodes), levels(g.nodes)),
-    share=lambda g: Cost(1.0, 1.0),
-)
 # Every rank sends its part to each of the others, those on other nodes over the node's network.
 _ALL_TO_ALL = Algorithm(
     rounds=lambda g: Cost(g.ranks - g.nodes, g.nodes - 1),
     share=lambda g: Cost((g.ranks - 1) / g.ranks, g.per_node * (g.ranks - g.per_node) / g.ranks),
 )
 ALGORITHMS: dict[CollectiveName, tuple[Algorithm, ...]] = {
-    "all_reduce": (_around(2), _TREE, _IN_SWITCH),
-    "all_gather": (_around(1),),
-    "reduce_scatter": (_around(1),),
-    "broadcast": (_BROADCAST,),
+    "all_reduce": (_ring("all_reduce"), _TREE, _IN_SWITCH),
     "all_to_all": (_ALL_TO_ALL,),
 }
+
+
+def algorithms_of(op: CollectiveName) -> tuple[Algorithm, ...]:
+    """How a collective is carried out: as `ALGORITHMS` lists, else around its ring."""
+    return ALGORITHMS.get(op) or (_ring(op),)
 
 
 def nccl_lines(
@@ -121,7 +116,7 @@ def nccl_lines(
     """
     shape = Shape(group.ranks, group.nodes, group.per_node)
     lines: list[Line] = []
-    for algorithm in ALGORITHMS[op]:
+    for algorithm in algorithms_of(op):
         runs = algorithm.runs(shape, links)
         if not np.any(runs):
             continue
@@ -151,5 +146,5 @@ def hop_latency_s(op: CollectiveName, ranks: int, latency_s: float) -> float:
 
     Its start and its hops are in the same proportion as usual.
     """
-    hops = ALGORITHMS[op][0].rounds(Shape(ranks, 1, ranks)).inside
+    hops = algorithms_of(op)[0].rounds(Shape(ranks, 1, ranks)).inside
     return latency_s / float(hops + START_S / USUAL_HOP_S)

@@ -14,9 +14,12 @@ from estimator.timeline.nccl import (
     _TREE,
     IN_SWITCH_RATIO,
     TREE_RATIO,
+    USUAL_HOP_S,
     Shape,
+    hop_latency_s,
     nccl_lines,
 )
+from estimator.timeline.rings import RING_ROUNDS, RING_SHARE
 
 # A hop of 1 µs at 200 GB/s in a node, of 7 µs at 20 GB/s between nodes.
 LINKS = InnerLinks(latency_s=1e-6, bytes_per_s=200e9, pipelining=1.5)
@@ -97,3 +100,17 @@ def test_rows_of_groups_cost_what_each_of_them_does(op: str) -> None:
                 for line in found
             )
             assert together == pytest.approx(min(seconds(line, size) for line in alone))
+
+
+def test_a_collective_without_an_algorithm_of_its_own_goes_around_its_ring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # To one rank of n: n - 1 hops, and n - 1 of n parts enter it.
+    monkeypatch.setitem(RING_ROUNDS, "gather", lambda n: n - 1)
+    monkeypatch.setitem(RING_SHARE, "gather", lambda n: (n - 1) / n)
+    (line,) = nccl_lines("gather", group(2, 4), LINKS)  # type: ignore[arg-type]
+    # Eight ranks on two nodes: six hops inside nodes and one between them.
+    assert line.alpha_s == pytest.approx(START_S + 6 * 1e-6 + 7e-6)
+    assert line.beta_s_per_byte == pytest.approx(7 / 8 / 20e9)
+    start_s = START_S + 3 * USUAL_HOP_S
+    assert hop_latency_s("gather", 4, start_s) == pytest.approx(USUAL_HOP_S)  # type: ignore[arg-type]
