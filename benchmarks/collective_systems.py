@@ -1,8 +1,9 @@
 """Predict published collectives from the catalogue alone, each system by a fit to the others.
 
 A system is asked for as the machine of the catalogue that it is. What the formula takes from
-measurements is one k for each kind of link (`timeline.nccl`): it is fitted to all other systems of
-the kind and judged on buckets of 1 to 64 MiB of the one left out. Between nodes a second split,
+measurements inside a node is one k for each kind of link (`timeline.inner_links`): it is fitted to
+all other systems of the kind and judged on buckets of 1 to 64 MiB of the one left out. Between
+nodes nothing is fitted: NCCL's own table says what its protocols take. There a second split,
 ``ends``, takes the latency of the network from the system's smallest messages and its rate from
 the largest, as a probe would.
 """
@@ -25,7 +26,7 @@ from estimator.placement.placement import place
 from estimator.placement.process_groups import ProcessGroup, whole_group
 from estimator.timeline.inner_links import InnerLinks, links_over, pace_of, widest_link
 from estimator.timeline.lines import as_array, fastest_s, powers
-from estimator.timeline.nccl import Shape, algorithms_of, nccl_lines
+from estimator.timeline.nccl import Algorithm, Shape, algorithms_of, nccl_lines
 
 SMALLEST, LARGEST = 1 << 20, 64 << 20
 # What each published system is in the catalogue; boards of four NVLink GPUs are not there.
@@ -54,7 +55,8 @@ UNSTATED = "DGX A100-style node (a100_dgx)"
 # NCCL 2.7 and 2.8, with which the logs of two and four nodes were made, expect 0.53 of the bus of a
 # ring and 0.45 of a tree, so that buckets went around the ring (tuning.cc of 2020).
 NO_TREE = ("DGX A100", "2x DGX-1 V100-32GB RoCE", "AWS p4d.24xlarge")
-# With the best chunks k is 2; what is far above is no pipeline.
+# Inside a node k is fitted. With the best chunks it is 2; what is far above is no pipeline.
+FITTED = ("catalogue, quick", "catalogue, slow")
 GRID = np.arange(0.0, 3.01, 0.1)
 # Messages so small tell latency.
 _LATENCY_BYTES = 1 << 16
@@ -75,12 +77,12 @@ class Asked:
     ring: ProcessGroup
     locality: str
 
-    def seconds(self, pipelining: float) -> np.ndarray[Any, Any]:
-        """What the formula says for each of the sizes, with some k."""
-        group = self.group
-        links = self.links._replace(pipelining=pipelining)
-        lines = nccl_lines(group.op, self.ring, links, network_pipelining=pipelining)
-        lines = lines[:1] if group.system in NO_TREE else lines
+    def seconds(self, pipelining: float | None) -> np.ndarray[Any, Any]:
+        """What the formula says for each of the sizes, with some k inside a node."""
+        group, links = self.group, self.links
+        if pipelining is not None:
+            links = links._replace(pipelining=pipelining)
+        lines = nccl_lines(group.op, self.ring, links, algorithms=algorithms_for(group))
         return fastest_s(powers(np.array(self.sizes, dtype=np.float64)), as_array(lines))
 
     @property
@@ -128,11 +130,17 @@ def by_its_ends(asked: Asked) -> ProcessGroup:
     """The ring with what the smallest messages say of latency, and the largest of the rate."""
     points, ring = asked.group.points, asked.ring
     ends = replace(ring, latency_s=0.0)
-    (free, *_) = nccl_lines(asked.group.op, ends, asked.links, network_pipelining=0.0)
+    lines = nccl_lines(asked.group.op, ends, asked.links, algorithms=algorithms_for(asked.group))
     rounds, share = ring_cost(asked.group)
-    latency_s = max(min(points.values()) - free.alpha_s, 0.0) / rounds
+    latency_s = max(min(points.values()) - min(line.alpha_s for line in lines), 0.0) / rounds
     rate = share * max(points) / points[max(points)]
     return replace(ring, latency_s=latency_s, bytes_per_s=rate)
+
+
+def algorithms_for(group: Group) -> tuple[Algorithm, ...]:
+    """Those that the system's NCCL chose between."""
+    known = algorithms_of(group.op)
+    return known[:1] if group.system in NO_TREE else known
 
 
 def ring_cost(group: Group) -> tuple[float, float]:
@@ -169,19 +177,19 @@ def cases_of_systems(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
         some = [each for each in asked if each.locality == locality]
         for cluster in dict.fromkeys(CLUSTERS[each.group.system] for each in some):
             others = [each for each in some if CLUSTERS[each.group.system] != cluster]
-            pipelining = fitted(others)
+            pipelining = fitted(others) if locality in FITTED else None
             for each in some:
                 if CLUSTERS[each.group.system] == cluster:
                     yield from _cases(each, pipelining)
 
 
 def fitted_to_all(groups: Sequence[Group]) -> dict[str, float]:
-    """The k of each kind of link by all systems: what `inner_links` and `nccl` hold."""
+    """The k of each kind of link by all systems: what `inner_links` holds."""
     asked = list(asked_of(groups))
-    return {name: fitted([each for each in asked if each.locality == name]) for name in GOALS}
+    return {name: fitted([each for each in asked if each.locality == name]) for name in FITTED}
 
 
-def _cases(asked: Asked, pipelining: float) -> Iterator[dict[str, Any]]:
+def _cases(asked: Asked, pipelining: float | None) -> Iterator[dict[str, Any]]:
     group = asked.group
     predicted_s = asked.seconds(pipelining).tolist()
     for size, seconds in zip(asked.sizes, predicted_s, strict=True):
@@ -212,7 +220,8 @@ def by_size(cases: Sequence[dict[str, Any]]) -> list[list[str]]:
     rows = [["system", "split", "k", *(f"{size >> 20} MiB" for size in sizes)]]
     for key in dict.fromkeys((case["split"], case["system"]) for case in cases):
         own = [case for case in cases if (case["split"], case["system"]) == key]
-        row = [key[1], key[0], f"{own[0]['pipelining']:.1f}"]
+        pipelining = own[0]["pipelining"]
+        row = [key[1], key[0], "" if pipelining is None else f"{pipelining:.1f}"]
         for size in sizes:
             near = [
                 case["predicted_s"] / case["measured_s"]

@@ -7,7 +7,8 @@ algorithm is one entry of `ALGORITHMS`; a collective without one goes around its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +20,8 @@ from estimator.timeline.inner_links import START_S, InnerLinks
 from estimator.timeline.lines import Line
 from estimator.timeline.rings import RING_ROUNDS, RING_SHARE, levels
 
-# k of α + βS + k·√(α·βS) between nodes: see `inner_links.PIPELINING`.
-NETWORK_PIPELINING = 2.2
+# k of α + βS + k·√(α·βS) of a tree between nodes: see `inner_links.PIPELINING`.
+TREE_PIPELINING = 2.2
 # A hop over NVLink, beside which `START_S` was measured.
 USUAL_HOP_S = 1.05e-6
 # What a tree gets of the links that a ring fills: 2 nodes of p4d.24xlarge all-reduce 1 GiB in
@@ -46,18 +47,42 @@ class Cost(NamedTuple):
     across: Any
 
 
+class Protocol(NamedTuple):
+    """How NCCL moves data between nodes: its start and hops beyond LL's, and its share of the rate.
+
+    `pipelining` is k of α + βS + k·√(α·βS).
+    """
+
+    start_s: float = 0.0
+    hop: Cost = Cost(0.0, 0.0)
+    ratio: float = 1.0
+    pipelining: float = TREE_PIPELINING
+    most_bytes_per_s: float = math.inf
+
+
+# Of a ring, baseLat and hwLat of NVLink and the network in tuning.cc: LL 6.6, 0.6 and 2.7 µs, LL128
+# 14, 1.9 and 4, Simple 8.4, 3.4 and 14. Of 8 bytes LL spends 4 on a flag that says that the others
+# have arrived, LL128 8 of 128, so data goes on at once; LL sends no faster than its llMaxBws, 22.5
+# GB/s of A100s on two nodes. Simple waits for whole chunks at each hop; k = 2 with the best ones.
+_LL = Protocol(ratio=0.5, pipelining=0.0, most_bytes_per_s=22.5e9)
+_LL128 = Protocol(7.4e-6, Cost(1.3e-6, 1.3e-6), 120 / 128, 0.0)
+_SIMPLE = Protocol(1.8e-6, Cost(2.8e-6, 11.3e-6), 1.0, 2.0)
+
+
 class Algorithm(NamedTuple):
     """How a collective is carried out.
 
     `rounds` are hops of latency in a row; `share` is what one device sends over its links inside a
     node, and what one node sends over its network, as a share of the buffer; `ratio` is what it
-    gets of the rates that a ring gets, inside and across. `runs` says where NCCL has it.
+    gets of the rates that a ring gets, inside and across. `runs` says where NCCL has it. Of its
+    `protocols`, those after the first need a network that keeps the order of bytes.
     """
 
     rounds: Callable[[Shape], Cost]
     share: Callable[[Shape], Cost]
     ratio: Cost = Cost(1.0, 1.0)
     runs: Callable[[Shape, InnerLinks], Any] = lambda shape, links: True
+    protocols: tuple[Protocol, ...] = (Protocol(),)
 
 
 def _ring(op: CollectiveName) -> Algorithm:
@@ -66,6 +91,7 @@ def _ring(op: CollectiveName) -> Algorithm:
     return Algorithm(
         rounds=lambda g: Cost(rounds(g.ranks) - rounds(g.nodes), rounds(g.nodes)),
         share=lambda g: Cost(share(g.ranks), share(g.ranks)),
+        protocols=(_SIMPLE, _LL, _LL128),
     )
 
 
@@ -107,38 +133,49 @@ def nccl_lines(
     group: ProcessGroup,
     links: InnerLinks,
     *,
-    network_pipelining: float = NETWORK_PIPELINING,
+    algorithms: Sequence[Algorithm] | None = None,
 ) -> tuple[Line, ...]:
-    """What each algorithm takes over one group, or over that of each row.
+    """What each algorithm and protocol takes over one group, or over that of each row.
 
-    Where NCCL does not have one, in some rows, those have the first's. `network_pipelining` is k
-    between nodes.
+    Where NCCL does not have one, in some rows, those have the first's.
     """
     shape = Shape(group.ranks, group.nodes, group.per_node)
     lines: list[Line] = []
-    for algorithm in algorithms_of(op):
-        runs = algorithm.runs(shape, links)
-        if not np.any(runs):
-            continue
-        found = _line(algorithm, group, links, network_pipelining)
-        if lines:
-            found = Line(*(where(runs, *both) for both in zip(found, lines[0], strict=True)))
-        lines.append(found)
+    for algorithm in algorithms or algorithms_of(op):
+        for number, protocol in enumerate(algorithm.protocols):
+            runs = algorithm.runs(shape, links)
+            if number > 0:
+                runs = runs & (group.nodes > 1) & links.keeps_order
+            if not np.any(runs):
+                continue
+            found = _line(algorithm, protocol, group, links)
+            if lines:
+                found = Line(*(where(runs, *both) for both in zip(found, lines[0], strict=True)))
+            lines.append(found)
     return tuple(lines)
 
 
-def _line(algorithm: Algorithm, group: ProcessGroup, links: InnerLinks, across_k: float) -> Line:
+def _line(algorithm: Algorithm, protocol: Protocol, group: ProcessGroup, links: InnerLinks) -> Line:
     shape = Shape(group.ranks, group.nodes, group.per_node)
     rounds, share, ratio = algorithm.rounds(shape), algorithm.share(shape), algorithm.ratio
     inside, across = group.per_node > 1, group.nodes > 1
-    alpha_s = links.start_s + where(inside, rounds.inside * links.latency_s, 0.0)
-    alpha_s = alpha_s + where(across, rounds.across * group.latency_s, 0.0)
-    beta = maximum(
-        where(inside, share.inside / (links.bytes_per_s * ratio.inside), 0.0),
-        where(across, share.across / (group.bytes_per_s * ratio.across), 0.0),
+    # Inside one node the latency is that of all protocols together, and so is k.
+    beyond = where(across, 1.0, 0.0)
+    hop_s = links.latency_s + beyond * protocol.hop.inside
+    alpha_s = links.start_s + beyond * protocol.start_s + where(inside, rounds.inside * hop_s, 0.0)
+    network_s = group.latency_s + protocol.hop.across
+    alpha_s = alpha_s + where(across, rounds.across * network_s, 0.0)
+    beta_inside = where(inside, share.inside / (links.bytes_per_s * ratio.inside), 0.0)
+    beta = where(across, share.across / (group.bytes_per_s * ratio.across), 0.0)
+    # The slower of both sets the pace: where that is the node's own links, with their pipelining.
+    pipelining = where(
+        beta > beta_inside,
+        protocol.pipelining,
+        maximum(where(across, protocol.pipelining, 0.0), links.pipelining),
     )
-    pipelining = where(across, across_k, links.pipelining)
-    return Line.pipelined(alpha_s, beta, pipelining)
+    beta = maximum(beta_inside, beta)
+    slowed = maximum(beta / protocol.ratio, share.across / protocol.most_bytes_per_s)
+    return Line.pipelined(alpha_s, where(across, slowed, beta), pipelining)
 
 
 def hop_latency_s(op: CollectiveName, ranks: int, latency_s: float) -> float:
