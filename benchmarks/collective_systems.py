@@ -22,8 +22,10 @@ from collective_groups import Group
 
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
+from estimator.machines.typical import STREAMED_RATIO
 from estimator.placement.placement import place
 from estimator.placement.process_groups import ProcessGroup, whole_group
+from estimator.probe.line_fit import fit_line
 from estimator.timeline.inner_links import InnerLinks, links_over, pace_of, widest_link
 from estimator.timeline.lines import as_array, fastest_s, powers
 from estimator.timeline.nccl import Algorithm, Shape, algorithms_of, nccl_lines
@@ -45,9 +47,13 @@ MACHINES = {
     "1x 8x RTX 4090, P2P disabled (stock driver)": "rtx-4090",
     "a100_sxm": "a100-sxm-80gb",
 }
-# Aceso's profiler times whole calls of torch.distributed, copies of lists included: 81 µs for 1 MiB
-# between two A100 where kernels take 44 (vTrain, same machine type). No k is learnt from it.
+# Aceso's communication profiler (microsoft/SuperScaler) times calls of torch.distributed by the
+# host's clock, from one synchronisation to the next: beside NCCL's kernel the work of the host and,
+# where a call takes lists, a copy of the buffer on the device. No k is learnt from it. What a call
+# costs is learnt from the profiler's other systems: where two devices send least, the rest is host.
 TIMES_CALLS = "Sailor (Aceso profiler)"
+COPIES_LISTS = ("all_gather", "reduce_scatter")
+_SMALL_BYTES = 16 << 20
 # The same cluster under several builds is one system to leave out.
 CLUSTERS = {system: system.partition(" (CUDA")[0] for system in MACHINES}
 # Between nodes: the fabric is not stated.
@@ -76,6 +82,8 @@ class Asked:
     links: InnerLinks
     ring: ProcessGroup
     locality: str
+    call_s: float = 0.0
+    copy_s_per_byte: float = 0.0
 
     def seconds(self, pipelining: float | None) -> np.ndarray[Any, Any]:
         """What the formula says for each of the sizes, with some k inside a node."""
@@ -83,7 +91,9 @@ class Asked:
         if pipelining is not None:
             links = links._replace(pipelining=pipelining)
         lines = nccl_lines(group.op, self.ring, links, algorithms=algorithms_for(group))
-        return fastest_s(powers(np.array(self.sizes, dtype=np.float64)), as_array(lines))
+        sizes = np.array(self.sizes, dtype=np.float64)
+        kernel_s = fastest_s(powers(sizes), as_array(lines))
+        return kernel_s + self.call_s + self.copy_s_per_byte * sizes
 
     @property
     def sizes(self) -> list[int]:
@@ -120,10 +130,32 @@ def asked_of(groups: Sequence[Group]) -> Iterator[Asked]:
         locality = "network" if group.nodes > 1 else pace_of(profile, link)
         locality = f"catalogue, {locality}"
         asked = Asked(group, links_over(profile, link), ring, locality)
+        if group.source == TIMES_CALLS:
+            asked = called(asked, groups, profile)
         if asked.sizes:
             yield asked
             if group.nodes > 1 and min(group.points) < _LATENCY_BYTES:
                 yield replace(asked, ring=by_its_ends(asked), locality="ends")
+
+
+def called(asked: Asked, groups: Sequence[Group], profile: MachineProfile) -> Asked:
+    """With what the profiler times beside the kernel, as its other systems tell."""
+    group = asked.group
+    starts = []
+    for other in groups:
+        alike = (other.source, other.op, other.dtype) == (group.source, group.op, group.dtype)
+        if alike and other.system != group.system and (other.nodes, other.ranks) == (1, 2):
+            sizes = [size for size in sorted(other.points) if SMALLEST <= size <= _SMALL_BYTES]
+            starts.append(fit_line(sizes, [other.points[size] for size in sizes]).latency_s)
+    pair = ProcessGroup(ranks=2, nodes=1, per_node=2)
+    (kernel, *_) = nccl_lines(group.op, pair, asked.links)
+    memory = profile.devices[0].memory_bandwidth_bytes_per_s
+    copied = 2 if group.op in COPIES_LISTS else 0
+    return replace(
+        asked,
+        call_s=max(median(starts) - float(kernel.alpha_s), 0.0) if starts else 0.0,
+        copy_s_per_byte=copied / (STREAMED_RATIO * memory) if memory else 0.0,
+    )
 
 
 def by_its_ends(asked: Asked) -> ProcessGroup:
