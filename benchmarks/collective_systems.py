@@ -1,8 +1,9 @@
 """Predict published collectives from the catalogue alone, each system by a fit to the others.
 
 A system is asked for as the machine of the catalogue that it is. What the formula takes from
-measurements is one k for each kind of link (`timeline.nccl`): it is fitted to all other systems of
-the kind and judged on buckets of 1 to 64 MiB of the one left out. Between nodes a second split,
+measurements inside a node is one k for each kind of link (`timeline.inner_links`): it is fitted to
+all other systems of the kind and judged on buckets of 1 to 64 MiB of the one left out. Between
+nodes nothing is fitted: NCCL's own table says what its protocols take. There a second split,
 ``ends``, takes the latency of the network from the system's smallest messages and its rate from
 the largest, as a probe would.
 """
@@ -21,11 +22,13 @@ from collective_groups import Group
 
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
+from estimator.machines.typical import STREAMED_RATIO
 from estimator.placement.placement import place
 from estimator.placement.process_groups import ProcessGroup, whole_group
+from estimator.probe.line_fit import fit_line
 from estimator.timeline.inner_links import InnerLinks, links_over, pace_of, widest_link
 from estimator.timeline.lines import as_array, fastest_s, powers
-from estimator.timeline.nccl import ALGORITHMS, Shape, nccl_lines
+from estimator.timeline.nccl import Algorithm, Shape, algorithms_of, nccl_lines
 
 SMALLEST, LARGEST = 1 << 20, 64 << 20
 # What each published system is in the catalogue; boards of four NVLink GPUs are not there.
@@ -44,9 +47,13 @@ MACHINES = {
     "1x 8x RTX 4090, P2P disabled (stock driver)": "rtx-4090",
     "a100_sxm": "a100-sxm-80gb",
 }
-# Aceso's profiler times whole calls of torch.distributed, copies of lists included: 81 µs for 1 MiB
-# between two A100 where kernels take 44 (vTrain, same machine type). No k is learnt from it.
+# Aceso's communication profiler (microsoft/SuperScaler) times calls of torch.distributed by the
+# host's clock, from one synchronisation to the next: beside NCCL's kernel the work of the host and,
+# where a call takes lists, a copy of the buffer on the device. No k is learnt from it. What a call
+# costs is learnt from the profiler's other systems: where two devices send least, the rest is host.
 TIMES_CALLS = "Sailor (Aceso profiler)"
+COPIES_LISTS = ("all_gather", "reduce_scatter")
+_SMALL_BYTES = 16 << 20
 # The same cluster under several builds is one system to leave out.
 CLUSTERS = {system: system.partition(" (CUDA")[0] for system in MACHINES}
 # Between nodes: the fabric is not stated.
@@ -54,7 +61,8 @@ UNSTATED = "DGX A100-style node (a100_dgx)"
 # NCCL 2.7 and 2.8, with which the logs of two and four nodes were made, expect 0.53 of the bus of a
 # ring and 0.45 of a tree, so that buckets went around the ring (tuning.cc of 2020).
 NO_TREE = ("DGX A100", "2x DGX-1 V100-32GB RoCE", "AWS p4d.24xlarge")
-# With the best chunks k is 2; what is far above is no pipeline.
+# Inside a node k is fitted. With the best chunks it is 2; what is far above is no pipeline.
+FITTED = ("catalogue, quick", "catalogue, slow")
 GRID = np.arange(0.0, 3.01, 0.1)
 # Messages so small tell latency.
 _LATENCY_BYTES = 1 << 16
@@ -74,14 +82,18 @@ class Asked:
     links: InnerLinks
     ring: ProcessGroup
     locality: str
+    call_s: float = 0.0
+    copy_s_per_byte: float = 0.0
 
-    def seconds(self, pipelining: float) -> np.ndarray[Any, Any]:
-        """What the formula says for each of the sizes, with some k."""
-        group = self.group
-        links = self.links._replace(pipelining=pipelining)
-        lines = nccl_lines(group.op, self.ring, links, network_pipelining=pipelining)
-        lines = lines[:1] if group.system in NO_TREE else lines
-        return fastest_s(powers(np.array(self.sizes, dtype=np.float64)), as_array(lines))
+    def seconds(self, pipelining: float | None) -> np.ndarray[Any, Any]:
+        """What the formula says for each of the sizes, with some k inside a node."""
+        group, links = self.group, self.links
+        if pipelining is not None:
+            links = links._replace(pipelining=pipelining)
+        lines = nccl_lines(group.op, self.ring, links, algorithms=algorithms_for(group))
+        sizes = np.array(self.sizes, dtype=np.float64)
+        kernel_s = fastest_s(powers(sizes), as_array(lines))
+        return kernel_s + self.call_s + self.copy_s_per_byte * sizes
 
     @property
     def sizes(self) -> list[int]:
@@ -118,26 +130,54 @@ def asked_of(groups: Sequence[Group]) -> Iterator[Asked]:
         locality = "network" if group.nodes > 1 else pace_of(profile, link)
         locality = f"catalogue, {locality}"
         asked = Asked(group, links_over(profile, link), ring, locality)
+        if group.source == TIMES_CALLS:
+            asked = called(asked, groups, profile)
         if asked.sizes:
             yield asked
             if group.nodes > 1 and min(group.points) < _LATENCY_BYTES:
                 yield replace(asked, ring=by_its_ends(asked), locality="ends")
 
 
+def called(asked: Asked, groups: Sequence[Group], profile: MachineProfile) -> Asked:
+    """With what the profiler times beside the kernel, as its other systems tell."""
+    group = asked.group
+    starts = []
+    for other in groups:
+        alike = (other.source, other.op, other.dtype) == (group.source, group.op, group.dtype)
+        if alike and other.system != group.system and (other.nodes, other.ranks) == (1, 2):
+            sizes = [size for size in sorted(other.points) if SMALLEST <= size <= _SMALL_BYTES]
+            starts.append(fit_line(sizes, [other.points[size] for size in sizes]).latency_s)
+    pair = ProcessGroup(ranks=2, nodes=1, per_node=2)
+    (kernel, *_) = nccl_lines(group.op, pair, asked.links)
+    memory = profile.devices[0].memory_bandwidth_bytes_per_s
+    copied = 2 if group.op in COPIES_LISTS else 0
+    return replace(
+        asked,
+        call_s=max(median(starts) - float(kernel.alpha_s), 0.0) if starts else 0.0,
+        copy_s_per_byte=copied / (STREAMED_RATIO * memory) if memory else 0.0,
+    )
+
+
 def by_its_ends(asked: Asked) -> ProcessGroup:
     """The ring with what the smallest messages say of latency, and the largest of the rate."""
     points, ring = asked.group.points, asked.ring
     ends = replace(ring, latency_s=0.0)
-    (free, *_) = nccl_lines(asked.group.op, ends, asked.links, network_pipelining=0.0)
+    lines = nccl_lines(asked.group.op, ends, asked.links, algorithms=algorithms_for(asked.group))
     rounds, share = ring_cost(asked.group)
-    latency_s = max(min(points.values()) - free.alpha_s, 0.0) / rounds
+    latency_s = max(min(points.values()) - min(line.alpha_s for line in lines), 0.0) / rounds
     rate = share * max(points) / points[max(points)]
     return replace(ring, latency_s=latency_s, bytes_per_s=rate)
 
 
+def algorithms_for(group: Group) -> tuple[Algorithm, ...]:
+    """Those that the system's NCCL chose between."""
+    known = algorithms_of(group.op)
+    return known[:1] if group.system in NO_TREE else known
+
+
 def ring_cost(group: Group) -> tuple[float, float]:
     """(hops between nodes in a row, share of the buffer over the network) of a ring."""
-    ring = ALGORITHMS[group.op][0]
+    ring = algorithms_of(group.op)[0]
     shape = Shape(group.ranks, group.nodes, group.per_node)
     return ring.rounds(shape).across, ring.share(shape).across
 
@@ -169,19 +209,19 @@ def cases_of_systems(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
         some = [each for each in asked if each.locality == locality]
         for cluster in dict.fromkeys(CLUSTERS[each.group.system] for each in some):
             others = [each for each in some if CLUSTERS[each.group.system] != cluster]
-            pipelining = fitted(others)
+            pipelining = fitted(others) if locality in FITTED else None
             for each in some:
                 if CLUSTERS[each.group.system] == cluster:
                     yield from _cases(each, pipelining)
 
 
 def fitted_to_all(groups: Sequence[Group]) -> dict[str, float]:
-    """The k of each kind of link by all systems: what `inner_links` and `nccl` hold."""
+    """The k of each kind of link by all systems: what `inner_links` holds."""
     asked = list(asked_of(groups))
-    return {name: fitted([each for each in asked if each.locality == name]) for name in GOALS}
+    return {name: fitted([each for each in asked if each.locality == name]) for name in FITTED}
 
 
-def _cases(asked: Asked, pipelining: float) -> Iterator[dict[str, Any]]:
+def _cases(asked: Asked, pipelining: float | None) -> Iterator[dict[str, Any]]:
     group = asked.group
     predicted_s = asked.seconds(pipelining).tolist()
     for size, seconds in zip(asked.sizes, predicted_s, strict=True):
@@ -212,7 +252,8 @@ def by_size(cases: Sequence[dict[str, Any]]) -> list[list[str]]:
     rows = [["system", "split", "k", *(f"{size >> 20} MiB" for size in sizes)]]
     for key in dict.fromkeys((case["split"], case["system"]) for case in cases):
         own = [case for case in cases if (case["split"], case["system"]) == key]
-        row = [key[1], key[0], f"{own[0]['pipelining']:.1f}"]
+        pipelining = own[0]["pipelining"]
+        row = [key[1], key[0], "" if pipelining is None else f"{pipelining:.1f}"]
         for size in sizes:
             near = [
                 case["predicted_s"] / case["measured_s"]

@@ -36,6 +36,7 @@ from estimator.timeline.inner_links import (
     START_S,
     InnerLinks,
     LinksByDevices,
+    keeps_order,
     links_over,
     pace_of,
     widest_link,
@@ -319,6 +320,7 @@ def _measured_links(cost: CollectiveCost, profile: MachineProfile, link: Link | 
             bytes_per_s=cost.bandwidth_bytes_per_s * RING_SHARE[op](ranks),
             pipelining=PIPELINING[pace_of(profile, link)],
             start_s=hop_s * START_S / USUAL_HOP_S,
+            keeps_order=keeps_order(profile),
         )
     carrier = carrier_of(op, profile.kind)
     return InnerLinks(

@@ -32,7 +32,8 @@ class InnerLinks(NamedTuple):
     """One hop of a ring within a node, or a row for each: its latency, rate and pipelining.
 
     `reduces` says that the switch between devices adds what they send; `start_s` is what a
-    collective takes before its first hop.
+    collective takes before its first hop. `keeps_order` says that the node's network writes bytes
+    in the order in which they were sent, on which NCCL's LL and LL128 protocols rely.
     """
 
     latency_s: Any
@@ -40,6 +41,7 @@ class InnerLinks(NamedTuple):
     pipelining: Any = 0.0
     reduces: Any = False
     start_s: Any = START_S
+    keeps_order: Any = True
 
 
 NO_LINKS = InnerLinks(0.0, math.inf)
@@ -59,7 +61,18 @@ def links_over(profile: MachineProfile, link: Link) -> InnerLinks:
         bytes_per_s=achieved_bytes_per_s(link),
         pipelining=PIPELINING[pace_of(profile, link)],
         reduces=link.reduces,
+        keeps_order=keeps_order(profile),
     )
+
+
+def keeps_order(profile: MachineProfile) -> bool:
+    """Whether NCCL may run its LL and LL128 protocols over a machine's network.
+
+    EFA did not keep the order of bytes before P5 (aws/aws-ofi-nccl, issue 76 and pull request 280).
+    """
+    capability = profile.devices[0].compute_capability
+    over_efa = any(link.kind == "efa" for link in profile.network)
+    return not over_efa or capability is None or capability >= 9
 
 
 def widest_link(profile: MachineProfile, devices: int) -> Link | None:
@@ -98,5 +111,5 @@ class LinksByDevices:
             return found or NO_LINKS, found is None
         used = np.minimum(devices, self._most)
         links = InnerLinks(*self._columns[:, profile, used])
-        links = links._replace(reduces=links.reduces != 0)
+        links = links._replace(reduces=links.reduces != 0, keeps_order=links.keeps_order != 0)
         return links, self._unknown[profile, used]

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from estimator.timeline.nccl import levels
+import numpy as np
+
+
+def levels(count: Any) -> Any:
+    """The logarithm to base 2, rounded up, of one number or of an array of them."""
+    return np.frexp(count - 1)[1] if isinstance(count, np.ndarray) else (count - 1).bit_length()
+
 
 # Bytes that cross the busiest link of a ring, as a share of the buffer, for n ranks; rounds of
 # latency (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication in MPICH, 2005).

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from collective_accuracy import cases_of, teaches
 from collective_groups import Group, read_groups
-from collective_systems import asked_of, cases_of_systems
+from collective_systems import TIMES_CALLS, Asked, asked_of, cases_of_systems
+
+from estimator.machines.profile import CollectiveName
 
 GIB = 1 << 30
 GROUP = Group("s", "cluster", "all_reduce", "fp16", 2, 4, {GIB: 0.1, 2 * GIB: 0.2, 4 * GIB: 0.4})
@@ -71,3 +73,28 @@ def test_a_system_is_judged_by_a_fit_to_the_others() -> None:
         groups.append(replace(blank, points=dict(zip(sizes, times, strict=True))))
     found = {case["system"]: case["pipelining"] for case in cases_of_systems(groups)}
     assert found == {"1x 8-GPU A100 node": pytest.approx(2.0), "a100_sxm": pytest.approx(1.0)}
+
+
+def asked_a2(op: CollectiveName, *known: Group) -> Asked:
+    """16 MiB over four A100 of the profiler that times calls, beside what else is known."""
+    target = Group(TIMES_CALLS, "GCP a2 (A100-40GB)", op, "fp16", 1, 4, {16 << 20: 1e-3})
+    (asked,) = asked_of([target, *known])
+    return asked
+
+
+def test_a_timed_call_has_the_hosts_work_as_another_system_shows_it() -> None:
+    # Two other devices take 100 µs and 1 µs per MB. A start is 7.9 µs, a hop 1.05: two and one.
+    points = {size: 100e-6 + size * 1e-12 for size in (1 << 20, 4 << 20, 16 << 20)}
+    kernels_us: dict[CollectiveName, float] = {"all_reduce": 10.0, "all_gather": 8.95}
+    for op, kernel_us in kernels_us.items():
+        other = Group(TIMES_CALLS, "other", op, "fp16", 1, 2, points)
+        assert asked_a2(op, other).call_s * 1e6 == pytest.approx(100 - kernel_us)
+        assert asked_a2(op).call_s == 0.0
+
+
+def test_a_timed_call_copies_its_lists() -> None:
+    # Read and written at 0.8 of 1555 GB/s.
+    gathered = asked_a2("all_gather")
+    kernel_s = float(replace(gathered, copy_s_per_byte=0.0).seconds(1.0)[0])
+    assert float(gathered.seconds(1.0)[0]) - kernel_s == pytest.approx(2 * (16 << 20) / 1244e9)
+    assert asked_a2("all_reduce").copy_s_per_byte == 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
 from estimator.errors import ImportedFileError, printable, quoted
-from estimator.machines.profile import Link, Provenance
+from estimator.machines.profile import Link, LinkKind, Locality, Provenance
 from estimator.placement.topology import PAYLOAD_RATIOS, Transport
 from estimator.probe.imports.findings import Fact, Imported, Route, routes_fact
 
@@ -20,6 +20,7 @@ FORMAT = "NCCL topology"
 # Bytes per second of one NVLink, one way, by the lowest compute capability that has it
 # (NVIDIA/nccl, src/graph/topo.h, SM60_NVLINK_BW and following).
 _NVLINK_BYTES_PER_S = {60: 18e9, 70: 20e9, 80: 20e9, 86: 12e9, 90: 20.6e9, 100: 40.1e9}
+_FARTHER: tuple[Locality, ...] = ("device_switch", "socket", "node")
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 # PCI class codes: bridge of another kind (an NVSwitch), InfiniBand controller.
 _SWITCH_CLASS, _INFINIBAND_CLASS = "0x0680", "0x0207"
@@ -65,7 +66,7 @@ def read_nccl_topology(text: str) -> Imported:
             for gpu in gpus
             if len(gpu.above) > 1 and gpu.above[1].tag == "cpu"
         }
-        links = (*_nvlinks(gpus),)
+        links = (*_links(gpus),)
         network = (*_network(nets),)
     except (ElementTree.ParseError, ValueError, LookupError, OverflowError) as error:
         if isinstance(error, ImportedFileError):
@@ -161,21 +162,55 @@ def _pcie_path(first: _Part, second: _Part) -> Route:
     return Route("pcie", "node")
 
 
-def _nvlinks(gpus: Sequence[_Part]) -> Iterator[Link]:
-    """What one device gets towards its best-joined peer, for the worst-off device."""
-    most = []
-    for gpu in gpus:
-        paths = [_peer_path(gpu, other) for other in gpus if other is not gpu]
-        counts = [path.links for path in paths if path.kind == "nvlink"]
-        if not counts:
-            return
-        known = [sm for sm in _NVLINK_BYTES_PER_S if sm <= int(gpu.element.get("sm", "60"))]
-        most.append(max(counts) * _NVLINK_BYTES_PER_S[max(known, default=60)])
-    yield Link(
-        kind="nvlink",
-        locality="device_switch",
+def _links(gpus: Sequence[_Part]) -> Iterator[Link]:
+    """NVLinks of the longest ring of devices from the first on, and PCIe where others are left."""
+    ordered = sorted(gpus, key=lambda gpu: gpu.index)
+    rings = {number: _ring(ordered[:number]) for number in range(2, len(ordered) + 1)}
+    joined = max((n for n, ring in rings.items() if ring.kind == "nvlink"), default=0)
+    if joined:
+        rate = rings[joined].links * min(map(_nvlink_bytes_per_s, ordered[:joined]))
+        yield _line_rate("nvlink", "device_switch", rate, joined if joined < len(ordered) else None)
+    if 1 < len(ordered) != joined:
+        rate = min(_pcie_bytes_per_s(gpu.above[-1]) for gpu in ordered)
+        yield _line_rate("pcie", rings[len(ordered)].locality, rate, None)
+
+
+def _ring(gpus: Sequence[_Part]) -> Route:
+    """The worst hop of a ring in the order of indices; all links where everyone is joined to all.
+
+    Then rings in other orders fill the rest of the links.
+    """
+    paths = [[_peer_path(gpu, other) for other in gpus if other is not gpu] for gpu in gpus]
+    if all(path.kind == "nvlink" for own in paths for path in own):
+        fewest = min(path.links for own in paths for path in own)
+        others = 1 if any(map(_to_switch, gpus)) else len(gpus) - 1
+        return Route("nvlink", "device_switch", fewest * others)
+    hops = [_peer_path(gpu, gpus[number - 1]) for number, gpu in enumerate(gpus)]
+    slow = [hop for hop in hops if hop.kind != "nvlink"]
+    if slow:
+        return max(slow, key=lambda hop: _FARTHER.index(hop.locality))
+    return min(hops, key=lambda hop: hop.links)
+
+
+def _nvlink_bytes_per_s(gpu: _Part) -> float:
+    known = [sm for sm in _NVLINK_BYTES_PER_S if sm <= int(gpu.element.get("sm", "60"))]
+    return _NVLINK_BYTES_PER_S[max(known, default=60)]
+
+
+def _pcie_bytes_per_s(pci: Element) -> float:
+    # NCCL takes 3.0 x16 for what a virtual machine does not say (src/graph/topo.cc); of 130 bits
+    # 128 are data (PCI-SIG).
+    width = int(pci.get("link_width", "0")) or 16
+    return (_transfers(pci) or 8.0) * 1e9 * width * 128 / 130 / 8
+
+
+def _line_rate(kind: LinkKind, locality: Locality, rate: float, ring_devices: int | None) -> Link:
+    return Link(
+        kind=kind,
+        locality=locality,
         latency_s=0.0,
-        bandwidth_bytes_per_s=min(most),
+        bandwidth_bytes_per_s=rate,
+        ring_devices=ring_devices,
         provenance=Provenance(source="datasheet", note=f"{FORMAT}: line rate, latency not known"),
     )
 

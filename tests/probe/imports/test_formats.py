@@ -6,6 +6,7 @@ The samples are excerpts of outputs published by others; each test names where.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,40 @@ def test_the_nccl_topology_gives_nvlinks_nics_and_sockets() -> None:
     assert nic.kind == "roce"
     assert nic.bandwidth_bytes_per_s == pytest.approx(2.5e9 / 8 * 4096 / 4168)
     assert nic.provenance.source == "datasheet"
+
+
+def test_the_nccl_topology_joins_bridged_pairs_by_pcie() -> None:
+    # github.com/Azure/azhpc-images, customizations/ncv4.sh: 4 A100 PCIe, bridges between two each.
+    found = imported("nccl_topology_2x2_a100_pcie.xml")
+    bridge, pcie = found.links
+    assert (bridge.kind, bridge.ring_devices) == ("nvlink", 2)
+    assert bridge.bandwidth_bytes_per_s == 12 * 20e9
+    # Each on a NUMA node of its own; the virtual machine hides the speed, and NCCL takes 3.0 x16.
+    assert (pcie.kind, pcie.locality, pcie.ring_devices) == ("pcie", "node", None)
+    assert pcie.bandwidth_bytes_per_s == pytest.approx(8e9 * 16 * 128 / 130 / 8)
+
+
+def test_without_nvlink_the_nccl_topology_gives_the_pcie_of_its_devices() -> None:
+    text = re.sub("<nvlink .*/>", "", sample("nccl_topology_2x_a100.xml"))
+    (pcie,) = recognise(text, at=AT).links
+    # PCIe 4.0 x16, both behind one switch.
+    assert (pcie.kind, pcie.locality) == ("pcie", "device_switch")
+    assert pcie.bandwidth_bytes_per_s == pytest.approx(16e9 * 16 * 128 / 130 / 8)
+
+
+def test_devices_that_are_all_joined_to_each_other_fill_all_their_nvlinks() -> None:
+    # 4 A100, 4 NVLinks from each to each of the others, as on Perlmutter.
+    busids = [f"0000:{number}1:00.0" for number in range(4)]
+    gpus = "".join(
+        f'<pci busid="{own}"><gpu dev="{number}" sm="80">'
+        + "".join(f'<nvlink target="{to}" count="4"/>' for to in busids if to != own)
+        + "</gpu></pci>"
+        for number, own in enumerate(busids)
+    )
+    found = recognise(f'<system version="1"><cpu numaid="0">{gpus}</cpu></system>', at=AT)
+    (nvlink,) = found.links
+    assert nvlink.ring_devices is None
+    assert nvlink.bandwidth_bytes_per_s == 12 * 20e9
 
 
 def test_the_matrix_of_nvidia_smi_gives_paths_of_devices_and_nics() -> None:
