@@ -153,6 +153,33 @@ def policy_lines(cases: list[Case]) -> list[str]:
     return lines
 
 
+def seed_lines(cases: list[Case]) -> list[str]:
+    """Max-min's gains over FIFO by the queue that FIFO leaves, where there are over three seeds."""
+    lines = []
+    for cluster, every_s in dict.fromkeys((c["cluster"], c["arrivals_every_s"]) for c in cases):
+        here = {
+            (c["policy"], c["seed"]): c
+            for c in cases
+            if (c["cluster"], c["arrivals_every_s"], c["believed"]) == (cluster, every_s, "engine")
+        }
+        pairs = [
+            (c, here["max-min", s])
+            for (p, s), c in here.items()
+            if p == "fifo" and ("max-min", s) in here
+        ]
+        if len(pairs) <= 3:
+            continue
+        lines += ["", f"## Gain against the queue: {cluster}, a job every {every_s:g} s", ""]
+        lines += ["| seed | queue of FIFO (h) | JCT gain | makespan gain |", "|---|---|---|---|"]
+        for fifo, mine in sorted(pairs, key=lambda pair: float(pair[0]["average_queue_s"])):
+            lines.append(
+                f"| {fifo['seed']} | {fifo['average_queue_s'] / 3600:.2f} "
+                f"| {fifo['average_jct_s'] / mine['average_jct_s']:.2f} "
+                f"| {fifo['makespan_s'] / mine['makespan_s']:.2f} |"
+            )
+    return lines
+
+
 def error_lines(cases: list[Case]) -> list[str]:
     """What is kept of the JCT that perfect knowledge gives, by policy and belief."""
     labels = list(dict.fromkeys(case["believed"] for case in cases))
@@ -231,7 +258,8 @@ def main() -> None:
     if options.record and options.record.exists():
         found = [json.loads(line) for line in options.record.read_text().splitlines()]
     wrong = [case for case in found if case["part"] == "errors"]
-    lines = policy_lines([case for case in found if case["part"] == "policies"])
+    planned = [case for case in found if case["part"] == "policies"]
+    lines = policy_lines(planned) + seed_lines(planned)
     lines += error_lines(wrong) if wrong else []
     memory = max(case["highest_memory_bytes"] for case in found) / 2**30
     lines += ["", f"Highest memory of a process: {memory:.2f} GiB."]

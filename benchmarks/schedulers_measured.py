@@ -219,6 +219,7 @@ def main() -> None:
     parser.add_argument("--tables", nargs="+", choices=list(CLUSTERS), default=list(CLUSTERS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=128)
+    parser.add_argument("--policies", nargs="+", help="only these")
     parser.add_argument("--search", action="store_true", help="only Pollux' own search")
     parser.add_argument("--record", type=Path, help="file of replays, a line each, to add to")
     parser.add_argument("--out", type=Path, help="page to write")
@@ -231,6 +232,7 @@ def main() -> None:
         cluster, pairs = CLUSTERS[table], ONE_TYPE if table == "pollux_t4" else TYPES
         if options.search:
             cluster, pairs = "4x4:measured-t4", SEARCH
+        pairs = tuple(p for p in pairs if p[0] in (options.policies or p))
         for seed in options.seeds:
             asked = cluster, true, graphs, options.jobs, seed, pairs
             found += told(cases(*asked), options.record)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 from scipy.stats import lognorm
 
@@ -21,6 +22,7 @@ from estimator.cluster.jobs import Job
 from estimator.cluster.nodes import Node, Nodes, PlacementRule, Shape
 from estimator.cluster.policies import BUILT_IN, load_policy
 from estimator.cluster.policies.gavel import time_shares
+from estimator.cluster.policies.ones import Ones, reordered
 from estimator.cluster.policies.pollux import batches
 from estimator.cluster.speeds import EngineSpeeds, TrueSpeeds
 from estimator.cluster.view import Grant, View, Waiting
@@ -183,6 +185,52 @@ def test_ones_lets_no_job_grow_before_two_epochs() -> None:
     assert counts("ones", [young], table) == {"a": 1}
     later = Waiting(job=young.job, remaining_samples=79.0, grant=Grant(1, "m"))
     assert counts("ones", [later], table) == {"a": 2}
+
+
+def trained(name: str, epochs: float, devices: int) -> Waiting:
+    """A job of 10 epochs of 10 samples that has trained some of them."""
+    job = waiting(name, 100, devices, epoch_samples=10.0).job
+    return Waiting(job=job, remaining_samples=100 - 10 * epochs)
+
+
+def ones_plans(policy: Ones, rounds: list[list[Waiting]], table: Table) -> list[dict[str, int]]:
+    """Counts of each round on two devices."""
+    nodes = Nodes((Node("m", 2),))
+    plans = [policy.plan(View(now_s=0, jobs=j, nodes=nodes, believed=table)) for j in rounds]
+    return [{name: grant.count for name, grant in plan.items()} for plan in plans]
+
+
+def test_ones_keeps_its_schedule_until_an_epoch_ends() -> None:
+    # Either of two equal jobs fills both devices; only another draw would prefer the other.
+    table = Table(a=(1, 2), b=(1, 2))
+    for seed in range(5):
+        rounds = [[trained(name, 5 + part / 20, 2) for name in "ab"] for part in range(20)]
+        plans = ones_plans(Ones(seed), rounds, table)
+        assert plans == [plans[0]] * 20
+        assert list(plans[0].values()) == [2]
+
+
+def test_ones_admits_a_new_job_to_a_full_cluster() -> None:
+    # Before its first epoch ends a job has Y = 0 and costs nothing: it replaces the one that has.
+    table = Table(old=(1, 2), new=(1, 2))
+    old, new = trained("old", 5, 2), trained("new", 0, 2)
+    for seed in range(5):
+        assert ones_plans(Ones(seed), [[old], [old, new]], table) == [{"old": 2}, {"new": 2}]
+
+
+def test_ones_prefers_who_is_closer_to_the_epochs_of_jobs_that_have_ended() -> None:
+    # After a job of 10 epochs, 8 done leave β = 2, some 2 epochs; 2 done leave β = 8, some 8. With
+    # β = 1 for both, either would seem to have one epoch left and be chosen as often.
+    table = Table(ended=(1, 2), near=(1, 2), far=(1, 2))
+    rounds = [[trained("ended", 9, 2)], [trained("far", 2, 2), trained("near", 8, 2)]]
+    chosen = [ones_plans(Ones(seed), rounds, table)[1] for seed in range(20)]
+    assert chosen.count({"near": 2}) >= 16
+
+
+def test_ones_reorders_so_that_the_fewest_devices_change_hands() -> None:
+    # Job 1 keeps two of its three devices and 2 its one; 2's other and 3 take what is left.
+    running = np.array([1, 1, 1, 2, -1])
+    assert reordered(np.array([2, 3, 2, 1, 1]), running).tolist() == [1, 1, 2, 2, 3]
 
 
 def test_an_unknown_policy_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from math import log
 from pathlib import Path
 from types import ModuleType
 
@@ -38,13 +39,14 @@ def test_choices_are_the_powers_of_two_that_are_free(scheduler: ModuleType) -> N
     ]
 
 
-def test_a_model_is_really_trained_and_its_next_step_is_expected_better(
+def test_a_model_is_really_trained_and_its_next_step_is_expected_closer_to_what_was_seen(
     scheduler: ModuleType,
     store: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     scheduler.run(partial(scheduler.gpt2, layers=1, vocabulary=1000), turns=2)
     pairs = re.findall(r"expected ([\d.]+) s, observed ([\d.]+) s", capfd.readouterr().out)
-    before, after = (abs(float(expected) / float(seen) - 1) for expected, seen in pairs)
-    # The made-up profile knows nothing of this machine; other work may disturb a run by half.
-    assert after < before or after < 0.5
+    (before, observed), (after, _) = (map(float, pair) for pair in pairs)
+    # Learnt from one run, the next expectation is at most half as far from it, or within 5 %. What
+    # the second run takes, other work on the machine decides: it is not compared.
+    assert abs(log(after / observed)) <= max(abs(log(before / observed)) / 2, 0.05)

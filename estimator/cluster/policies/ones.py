@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.cluster.jobs import Job
 from estimator.cluster.view import Grant, View, Waiting
 
 POPULATION = 16
@@ -14,8 +15,6 @@ EPOCHS_TO_DOUBLE = 2
 ROUND_S = 60.0
 # Epochs of a job whose file does not say how long one is.
 EPOCHS_ASSUMED = 10
-# Pseudo-epochs to come, of the Beta distribution of progress.
-BETA = 1.0
 NOBODY = -1
 
 Schedule = NDArray[np.int64]
@@ -25,11 +24,17 @@ class Ones:
     """A schedule is a vector from device to job; the fittest of 16 is the plan.
 
     Each round: finished jobs are taken out; uniform crossover with probability ½; a job is dropped
-    with p = 0.3; free devices go to jobs without any, then to those with the least left; the 16
-    schedules with the lowest Σ Y·n·(1/ρ − 1) / X(n) are kept, Y the samples done and ρ ~
-    Beta(epochs done, β) the progress. A job's devices, and with them its batch, at most double
-    every two epochs, up to four times what it asked for. The replay leaves jobs whose
-    count stays where they are, which is ONES' reordering with the fewest moves.
+    with p = 0.3; free devices go to new jobs, then to those with the least left; devices are
+    reordered so that the fewest change hands; the 16 schedules with the lowest
+    Σ Y·n·(1/ρ − 1) / X(n) are kept, Y the samples done and ρ ~ Beta(epochs done, β) the progress. A
+    job's devices at most double every two epochs, up to four times what it asked for: ONES' limit
+    on its batch, which is n times a device's there and stays the job's own here. Jobs that wait
+    add nothing to the sum: a few wide jobs score better than many narrow ones.
+
+    Jobs report when an epoch ends: Y and the draw of ρ stay until then, so that rounds between
+    score alike and a job costs nothing before its first epoch ends. β is the epochs that jobs
+    which have ended took on average, less those done, and at least 1; ONES fits it to more
+    features of theirs, loss and accuracy among them, which replays do not have.
     """
 
     interval_s = ROUND_S
@@ -39,9 +44,14 @@ class Ones:
         self._rng = np.random.default_rng(seed)
         self._numbers: dict[str, int] = {}
         self._population: list[Schedule] = []
+        # By the name of an unfinished job: all its epochs, and (epochs done, samples left).
+        self._epochs: dict[str, float] = {}
+        self._reports: dict[str, tuple[int, float]] = {}
+        self._ended_epochs: list[float] = []
 
     def plan(self, view: View) -> dict[str, Grant]:
         """The fittest schedule's counts on one machine type."""
+        self._learn(view)
         for each in view.jobs:
             self._numbers.setdefault(each.job.name, len(self._numbers))
         jobs = {self._numbers[each.job.name]: each for each in view.jobs}
@@ -49,13 +59,14 @@ class Ones:
         limits = {number: self._limit(each) for number, each in jobs.items()}
         parents = [self._refreshed(one, view, set(jobs)) for one in self._population]
         parents = parents or [np.full(view.nodes.total(view.machine), NOBODY)]
+        running = parents[0]
         pool = [self._refilled(one, left, limits) for one in parents]
         for _ in range(POPULATION):
             first, second = (parents[i] for i in self._rng.integers(len(parents), size=2))
             child = np.where(self._rng.random(len(first)) < 0.5, first, second)
             dropped = [n for n in jobs if self._rng.random() < DROP_PROBABILITY]
             child[np.isin(child, dropped)] = NOBODY
-            pool.append(self._refilled(child, left, limits))
+            pool.append(reordered(self._refilled(child, left, limits), running))
         scores = [self._score(one, jobs, left, view) for one in pool]
         self._population = [pool[i] for i in np.argsort(scores, kind="stable")[:POPULATION]]
         numbers, counts = np.unique(self._population[0], return_counts=True)
@@ -65,20 +76,26 @@ class Ones:
             if number != NOBODY
         }
 
-    def _left(self, each: Waiting) -> float:
-        """Samples still to train, as a draw of the progress says: Y · (1/ρ − 1)."""
-        done = each.job.samples - each.remaining_samples
-        progress = self._rng.beta(self._epochs(each) + 1.0, BETA)
-        epoch = each.job.epoch_samples or each.job.samples / EPOCHS_ASSUMED
-        return max(done, epoch) * (1 / max(progress, 1e-6) - 1)
+    def _learn(self, view: View) -> None:
+        """Remember how many epochs the jobs took that have ended since the last plan."""
+        now = {each.job.name: each.job.samples / _epoch(each.job) for each in view.jobs}
+        self._ended_epochs += [self._epochs[name] for name in self._epochs if name not in now]
+        self._epochs = now
 
-    def _epochs(self, each: Waiting) -> float:
-        epoch = each.job.epoch_samples or each.job.samples / EPOCHS_ASSUMED
-        return (each.job.samples - each.remaining_samples) / epoch
+    def _left(self, each: Waiting) -> float:
+        """Samples still to train, by the progress drawn when the last epoch ended."""
+        name, done = each.job.name, _epochs_done(each)
+        known, left = self._reports.get(name, (0, 0.0))
+        if done > known:
+            usual = float(np.mean(self._ended_epochs)) if self._ended_epochs else 0.0
+            progress = self._rng.beta(done, max(usual - done, 1.0))
+            left = done * _epoch(each.job) * (1 / progress - 1)
+            self._reports[name] = done, left
+        return left
 
     def _limit(self, each: Waiting) -> int:
-        growth = min(2 ** (self._epochs(each) // EPOCHS_TO_DOUBLE), MOST_GROWTH)
-        return min(int(each.job.devices * growth), each.job.highest_count)
+        growth: int = min(2 ** (_epochs_done(each) // EPOCHS_TO_DOUBLE), MOST_GROWTH)
+        return min(each.job.devices * growth, each.job.highest_count)
 
     def _refreshed(self, schedule: Schedule, view: View, alive: set[int]) -> Schedule:
         """Without jobs that have ended, for the devices there are now."""
@@ -91,7 +108,7 @@ class Ones:
     def _refilled(
         self, schedule: Schedule, left: dict[int, float], limits: dict[int, int]
     ) -> Schedule:
-        """Free devices go to jobs without any, then to those with the least left."""
+        """Free devices go to new jobs, then to those with the least left."""
         filled = schedule.copy()
         numbers, held = np.unique(filled, return_counts=True)
         counts = dict(zip(numbers.tolist(), held.tolist(), strict=True))
@@ -100,7 +117,7 @@ class Ones:
                 filled[np.flatnonzero(filled == number)[limit:]] = NOBODY
                 counts[number] = limit
         free = np.flatnonzero(filled == NOBODY).tolist()
-        order = sorted(limits, key=lambda number: (number in counts, left[number]))
+        order = sorted(limits, key=lambda number: (left[number], number in counts))
         for number in order:
             wanted = min(limits[number] - counts.get(number, 0), len(free))
             if wanted > 0:
@@ -119,3 +136,29 @@ class Ones:
                 rate = view.rate(jobs[number].job, count)
                 total += count * left[number] / rate
         return total
+
+
+def reordered(schedule: Schedule, running: Schedule) -> Schedule:
+    """The same counts where the fewest devices change hands: jobs stay on those that they hold.
+
+    >>> reordered(np.array([2, 2, 1, 3]), np.array([1, 1, 2, -1])).tolist()
+    [1, 2, 2, 3]
+    """
+    placed = np.full_like(schedule, NOBODY)
+    is_free = np.ones(len(schedule), dtype=bool)
+    moving: list[int] = []
+    for number, count in zip(*np.unique(schedule, return_counts=True), strict=True):
+        kept = np.flatnonzero(running == number)[:count]
+        placed[kept], is_free[kept] = number, False
+        moving += [number] * (count - len(kept))
+    placed[is_free] = moving
+    return placed
+
+
+def _epoch(job: Job) -> float:
+    return job.epoch_samples or job.samples / EPOCHS_ASSUMED
+
+
+def _epochs_done(each: Waiting) -> int:
+    # The last sample of an epoch is a sum of times.
+    return int((each.job.samples - each.remaining_samples) / _epoch(each.job) + 1e-9)
