@@ -38,16 +38,17 @@ RIVALS = {"linear": LinearScaling, "optimus": OptimusRegressor, "pollux": Pollux
 WORSE_RATIO, BOOTSTRAPS, BOUND = 1.1, 400, 0.1
 # The other priors among which the leave-one-source-out judgement chooses.
 WEIGHTS = (
-    {MODEL: 8.0, ENGINE: 0.5, "linear": 0.3, "optimus": 1.0, "pollux": 2.0},
-    {MODEL: 2.0, ENGINE: 0.5, "linear": 0.3, "optimus": 1.0, "pollux": 2.0},
-    {MODEL: 3.0, ENGINE: 0.5, "linear": 0.3, "optimus": 0.3, "pollux": 3.0},
+    {**PRIOR.weights, MODEL: 4.0, ENGINE: 0.5},
+    {**PRIOR.weights, MODEL: 1.0, ENGINE: 0.125},
+    {**PRIOR.weights, "optimus": 0.3, "pollux": 3.0},
 )
 PRIORS = (
     PRIOR,
     *(dataclasses.replace(PRIOR, weights=weights) for weights in WEIGHTS),
     dataclasses.replace(PRIOR, exponent=1.0),
     dataclasses.replace(PRIOR, error_sigma=0.03),
-    dataclasses.replace(PRIOR, elsewhere=1.0, half=0.0),
+    dataclasses.replace(PRIOR, standard_errors=0.0),
+    dataclasses.replace(PRIOR, half=0.0),
 )
 MEDIAN, P90, MEAN = range(3)
 

@@ -4,9 +4,11 @@ Where a job follows the performance model, that is the best of them; where repea
 a part of the step follows nothing, a form with three parameters errs less, and the engine alone may
 be better than either. Experts are combined in log space by exponential weights (Vovk 1990): a prior
 weight times the likelihood of the observations, each predicted from all others, under errors of
-unknown variance with an inverse-gamma prior (a Student t distribution). The weights are local: on
-one device, within a node and across nodes, observations of the same kind count most. Where experts
-disagree, that is part of the answer's uncertainty.
+unknown variance with an inverse-gamma prior (a Student t distribution). A form that has beaten the
+performance model by no more than chance gets no credit for it: its squared errors are raised by
+standard errors of their difference from the model's (as of cross-validation in Vehtari, Gelman and
+Gabry 2017). The weights are local: on one device, within a node and across nodes, observations of
+the same kind count most. Where experts disagree, that is part of the answer's uncertainty.
 """
 
 from __future__ import annotations
@@ -39,23 +41,23 @@ class MixturePrior:
 
     `errors` and `error_sigma` are the inverse-gamma prior on the variance of an expert's errors, as
     a number of errors and their standard deviation. `exponent` tempers the likelihood, since
-    leave-one-out errors depend on each other. An observation of another kind of placement counts
-    `elsewhere`; a form's prior weight is that of n / (n + `half`) where n are of the same kind: it
-    says nothing of what it has not seen.
+    leave-one-out errors depend on each other. `standard_errors` is by how many of them an expert
+    must be better than the performance model. A form's prior weight is that of n / (n + `half`)
+    where n are of the same kind of placement: it says nothing of what it has not seen.
     """
 
     weights: Mapping[str, float]
     errors: float = 4.0
     error_sigma: float = 0.1
     exponent: float = 0.5
-    elsewhere: float = 0.3
+    standard_errors: float = 2.0
     half: float = 3.0
 
 
 # Chosen on shared tables, judged with each source left out (`benchmarks/calibration_pairs.py`). The
-# performance model is centred on the engine, which alone is but half a form.
+# performance model is centred on the engine, which alone is but a quarter of a form.
 PRIOR = MixturePrior(
-    weights={MODEL: 4.0, ENGINE: 0.5, "linear": 0.3, "optimus": 1.0, "pollux": 2.0}
+    weights={MODEL: 2.0, ENGINE: 0.25, "linear": 0.3, "optimus": 1.0, "pollux": 2.0}
 )
 # An error beyond this factor, in logarithms, says no more than this one.
 _LARGEST_ERROR = 1.0
@@ -135,13 +137,17 @@ class Mixture:
         experts = list(self.left_out_)
         errors = np.column_stack([self.left_out_[name] for name in experts])
         squares = np.minimum(np.abs(errors), _LARGEST_ERROR) ** 2
+        worse = squares - squares[:, [experts.index(MODEL)]]
         weights = np.empty((_KINDS, len(experts)))
         for kind in range(_KINDS):
             same = self.kinds_ == kind
             # However many there are elsewhere, they do not outweigh those of the same kind.
             others = min(1.0, (1 + same.sum()) / max((~same).sum(), 1))
-            counts = np.where(same, 1.0, prior.elsewhere * others)
+            counts = np.where(same, 1.0, others)
+            mean = counts @ worse / max(counts.sum(), 1.0)
+            standard_error = np.sqrt(counts @ (worse - mean) ** 2)
             total = prior.errors * prior.error_sigma**2 + counts @ squares
+            total += prior.standard_errors * standard_error
             variance = total / (prior.errors + counts.sum())
             known = same.sum() / (same.sum() + prior.half) if prior.half else 1.0
             prior_weights = [
