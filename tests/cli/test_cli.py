@@ -64,6 +64,30 @@ def test_estimate_as_json_is_base_units_on_stdout_alone(
     assert content["low_s"] < content["step_time_s"] < content["high_s"]
 
 
+def test_json_has_the_bottleneck_as_an_object_beside_its_sentence(
+    store: Path, tiny: str, command: Command
+) -> None:
+    alone = json.loads(command("estimate", tiny, "--on", "1x1:local", "--json").out)
+    parts = alone["breakdown"]
+    most = {
+        "compute": parts["forward_s"] + parts["backward_s"],
+        "host": parts["host_exposed_s"],
+        "update": parts["update_s"],
+    }
+    part = max(most, key=lambda name: most[name])
+    share_ratio = pytest.approx(most[part] / alone["step_time_s"])
+    assert alone["bottleneck"] == {"part": part, "share_ratio": share_ratio, "link": None}
+    assert alone["bottleneck_text"].endswith("of the step)")
+    # Gradients over a slow network: what is sent takes most.
+    words = (tiny, "--on", "2x1:h100-sxm", "--network", "1Mbit/s")
+    spread = json.loads(command("estimate", *words, "--json").out)["bottleneck"]
+    assert spread["part"] == "communication"
+    assert "network" in spread["link"]
+    heading, row = command("sweep", *words, "--csv").out.splitlines()
+    assert "bottleneck_part,bottleneck_share_ratio,bottleneck_link,bottleneck_text" in heading
+    assert "communication" in row
+
+
 def test_the_global_batch_is_divided_over_ranks_and_micro_batches(
     store: Path, tiny: str, command: Command
 ) -> None:
@@ -166,6 +190,52 @@ def test_check_says_what_is_assumed(store: Path, tiny: str, command: Command) ->
     assert answer.code in (0, 1)
     assert "that nothing measured backs" in answer.out
     assert "assumed or missing" in answer.out
+
+
+def test_check_as_json_says_whether_it_passed_and_by_how_much(
+    store: Path, tiny: str, command: Command
+) -> None:
+    answer = command("check", tiny, "--on", "1x1:local", "--json")
+    content = json.loads(answer.out)
+    shares = {"assumed": 0.0, "datasheet": 0.0}
+    for row in content["provenance"]:
+        if row["source"] in shares:
+            shares[row["source"]] += row["share_ratio"]
+    assert content["unmeasured_ratio"] == pytest.approx(sum(shares.values()))
+    assert content["passed"] == (answer.code == 0) == (content["unmeasured_ratio"] <= 0.1)
+
+
+def test_profiles_are_listed_shown_and_compared_as_json(
+    store: Path, command: Command, small_profile: MachineProfile
+) -> None:
+    device = small_profile.devices[0]
+    twice = replace(device, memory_bytes=2 * device.memory_bytes)
+    twin = replace(small_profile, name="twin", devices=(twice, *small_profile.devices[1:]))
+    twin.save(store / "machines" / "twin.json")
+    (store / "machines" / "torn.json").write_text("{")
+    machines = {
+        one["name"]: one for one in json.loads(command("profile", "list", "--json").out)["machines"]
+    }
+    assert machines["torn"]["damaged"]
+    assert machines["twin"]["memory_bytes"] == twice.memory_bytes
+    assert "h100-sxm" in machines
+    shown = json.loads(command("profile", "show", "twin", "--json").out)
+    assert shown == json.loads((store / "machines" / "twin.json").read_text())
+    # One by its name, one by its file.
+    words = ("compare", "local", store / "machines" / "twin.json", "--json")
+    compared = json.loads(command("profile", *words).out)
+    ratios = {(row["group"], row["name"]): row["ratio"] for row in compared["common"]}
+    assert ratios.pop(("device", "memory")) == 2.0
+    assert set(ratios.values()) == {1.0}
+    assert compared["only_in_first"] == compared["only_in_second"] == []
+
+
+def test_profiles_are_merged_by_name_or_file(store: Path, command: Command, tmp_path: Path) -> None:
+    out = tmp_path / "both.json"
+    answer = command("profile", "merge", "local", store / "machines" / "local.json", "--out", out)
+    assert (answer.code, answer.err) == (0, "")
+    assert json.loads(out.read_text())["name"] == "local"
+    assert "no machine" in command("profile", "merge", "lokal", "--out", out).sentence
 
 
 def test_profile_list_show_and_compare_name_the_machine(
