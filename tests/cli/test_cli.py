@@ -192,6 +192,23 @@ def test_check_says_what_is_assumed(store: Path, tiny: str, command: Command) ->
     assert "assumed or missing" in answer.out
 
 
+def test_a_sweep_says_what_does_not_fit_beside_the_bottleneck_and_against_what_it_compares(
+    store: Path, tiny: str, command: Command
+) -> None:
+    words = (tiny, "--on", "1x1..2:h100-sxm", "--on", "1x2:t4")
+    fits = command("sweep", *words).out
+    assert " memory " not in fits
+    assert "linear is the throughput per rank of 1x1:h100-sxm" in fits
+    # 80 million samples of 32 + 64 + 64 + 8 numbers are 54 GB, half of them on each device.
+    out = command("sweep", *words, "--global-batch", 80_000_000).out
+    assert out.splitlines()[1].split()[:3] == ["allocation", "bottleneck", "memory"]
+    (row,) = (line for line in out.splitlines() if line.startswith("1x2:t4"))
+    assert "compute" in row
+    assert "does not fit" in row
+    one = command("estimate", tiny, "--on", "1x2:h100-sxm").out
+    assert "of linear against 1x1:h100-sxm" in one
+
+
 def test_check_as_json_says_whether_it_passed_and_by_how_much(
     store: Path, tiny: str, command: Command
 ) -> None:
