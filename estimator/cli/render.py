@@ -126,6 +126,7 @@ def estimate_report(
     balance: Balance | None = None,
     remedies: Sequence[Remedy] = (),
     verbose: bool = False,
+    modules: Table | None = None,
 ) -> Group:
     """What a person wants of one estimate, the time first; if verbose, everything."""
     rows = [("step time", format_interval(answer))]
@@ -157,6 +158,7 @@ def estimate_report(
     return stacked(
         Group(Text(heading, style="bold"), facts(rows)),
         _breakdown_table(answer, least_ratio=0.0 if verbose else _LEAST_SHARE),
+        modules,
         _provenance_table(answer) if verbose else None,
         listed("assumptions", answer.assumptions),
         None if verbose else Text("--verbose says what each number is known by", style="dim"),

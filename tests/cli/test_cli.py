@@ -88,6 +88,22 @@ def test_json_has_the_bottleneck_as_an_object_beside_its_sentence(
     assert "communication" in row
 
 
+def test_a_step_is_divided_among_modules(store: Path, tiny: str, command: Command) -> None:
+    words = ("estimate", tiny, "--on", "1x1:local", "--by-module")
+    content = json.loads(command(*words, "--json").out)
+    rows = {row["module"]: row for row in content["modules"]}
+    # The first layer needs no gradient of its input: 2 matmuls of 4 x 32 x 64; the other 3 of
+    # 4 x 64 x 8.
+    assert rows["0"]["flops"] == 2 * (2 * 4 * 32 * 64)
+    assert rows["2"]["flops"] == 3 * (2 * 4 * 64 * 8)
+    assert sum(row["time_s"] for row in rows.values()) == pytest.approx(content["step_time_s"])
+    # Weights and biases with their gradients: such a small model peaks in its update.
+    assert rows["0"]["memory_bytes"] == 2 * 4 * (32 * 64 + 64)
+    twice = json.loads(command(*words, "--accumulation", 2, "--json").out)["modules"]
+    assert {row["module"]: row["flops"] for row in twice}["0"] == 2 * rows["0"]["flops"]
+    assert "memory at the peak" in command(*words).out
+
+
 def test_the_global_batch_is_divided_over_ranks_and_micro_batches(
     store: Path, tiny: str, command: Command
 ) -> None:
