@@ -61,6 +61,7 @@ def estimate(
     scaling = request.scaling(graph, answer)
     remedies = request.remedies(graph, answer, on)
     modules = _modules(answer) if by_module else []
+    drifts = _told_drifts(request, answer)
     if as_json:
         more = {
             "duration_s": duration_s,
@@ -68,6 +69,7 @@ def estimate(
             "balance_gain_ratio": balance.gain_ratio if balance else None,
             "remedies": [remedy.to_dict() for remedy in remedies],
             "modules": [asdict(row) for row in modules] or None,
+            "drifts": drifts,
         }
         print_json(answer.to_dict() | more)
     else:
@@ -87,6 +89,13 @@ def estimate(
         )
     if answer.fits == "no":
         raise click.exceptions.Exit(ANSWER_IS_NO)
+
+
+def _told_drifts(request: Request, answer: Estimate) -> list[str]:
+    drifts = request.drifts(answer)
+    for drift in drifts:
+        remark(drift)
+    return drifts
 
 
 def _modules(answer: Estimate) -> list[ModuleCost]:

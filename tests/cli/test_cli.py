@@ -131,6 +131,29 @@ def test_a_global_batch_on_unlike_nodes_is_split_by_speed_and_the_gain_shown(
     assert "multiply each rank's mean loss" in " ".join(out.split())
 
 
+def test_a_host_that_has_drifted_is_told_of_until_its_slowdown_is_counted(
+    store: Path, tiny: str, command: Command, tmp_path: Path
+) -> None:
+    rows = ["workload,allocation,batch_per_gpu,step_time_s,at"]
+    for hour in range(36):
+        host, step_s = (f"a{1 + hour % 3}", 0.2) if hour < 30 else ("a3", 0.24)
+        rows.append(f"other,{host}[0],4,{step_s},2026-03-0{1 + hour // 24}T{hour % 24:02}:00")
+    (tmp_path / "seen.csv").write_text("\n".join(rows))
+    assert command("calibrate", "observe", tmp_path / "seen.csv").code == 0
+    path = tmp_path / "cluster.toml"
+    nodes = [f'[nodes.a{number}]\nmachine = "local"\n' for number in (1, 2, 3)]
+    path.write_text("".join(nodes))
+    words = ("--cluster", path, "--calibration", "-")
+    drifted = command("estimate", tiny, "--on", "a3[0]", *words)
+    assert "a3 is 20 % slower than expected since" in drifted.err
+    assert "'slowdown = 1.2' for a3" in drifted.err
+    assert command("estimate", tiny, "--on", "a1[0]", *words).err == ""
+    path.write_text("".join(nodes) + "slowdown = 1.2\n")
+    counted = command("estimate", tiny, "--on", "a3[0]", *words, "--json")
+    assert counted.err == ""
+    assert json.loads(counted.out)["drifts"] == []
+
+
 def test_strategies_are_listed_by_step_time_with_what_could_not_be_answered(
     store: Path, tiny: str, command: Command
 ) -> None:
