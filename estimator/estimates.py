@@ -93,6 +93,17 @@ class Estimate:
         return self._told("bottleneck", _bottleneck)
 
     @property
+    def bottleneck_link(self) -> str | None:
+        """The slowest link of the ranks, where communication takes most of the step; else None."""
+        return self._told("bottleneck_link", _bottleneck_link)
+
+    def bottleneck_dict(self) -> dict[str, Any]:
+        """The part (one of `BOTTLENECKS`), its share and link, for programs, and the sentence."""
+        part, share_ratio = self.breakdown.largest_share
+        found = {"part": part, "share_ratio": share_ratio, "link": self.bottleneck_link}
+        return {"bottleneck": found, "bottleneck_text": self.bottleneck}
+
+    @property
     def loader(self) -> Loader | None:
         """What feeds the ranks, None where batches are taken to be on the device."""
         return self._told("loader", lambda self: self.plan.members.table.shape.loader)
@@ -160,7 +171,7 @@ class Estimate:
         plain["breakdown"] = asdict(self.breakdown)
         plain["mode"] = self.mode
         plain["loader"] = self.loader.to_dict() if self.loader else None
-        plain["bottleneck"] = self.bottleneck
+        plain |= self.bottleneck_dict()
         plain["input_remedy"] = self.input_remedy
         plain["memory"] = asdict(self.memory)
         plain["device_memory"] = asdict(self.device_memory)
@@ -178,6 +189,7 @@ class PlanFacts:
     """What is said of a plan in an estimate that was pickled without it."""
 
     bottleneck: str
+    bottleneck_link: str | None
     device_memory: DeviceMemory
     spare_memory_bytes: int
     mode: str
@@ -331,6 +343,12 @@ def utilization(
         peak_flops_per_s += ranks * peak
     per_flop = accumulation_steps / (peak_flops_per_s * step_s)
     return model * per_flop, hardware * per_flop
+
+
+def _bottleneck_link(answer: Estimate) -> str | None:
+    if answer.breakdown.largest_share[0] != "communication":
+        return None
+    return answer.plan.slowest_group.link or None
 
 
 def _bottleneck(answer: Estimate) -> str:

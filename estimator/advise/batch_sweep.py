@@ -11,7 +11,7 @@ from estimator.estimates import Estimate
 
 _SHOWN = (
     *("global_batch", "step_time_s", "low_s", "high_s", "samples_per_s"),
-    *("peak_memory_bytes", "fits", "bottleneck"),
+    *("peak_memory_bytes", "fits"),
 )
 
 
@@ -34,6 +34,7 @@ class BatchRow:
         row |= {"refusal": self.refusal or None, "is_largest": self.is_largest}
         if self.answer is not None:
             row |= {name: getattr(self.answer, name) for name in _SHOWN}
+            row |= self.answer.bottleneck_dict()
         return row
 
 

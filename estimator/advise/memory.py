@@ -18,6 +18,7 @@ from estimator.graph.memory_curve import (
     tensors_of,
 )
 from estimator.graph.memory_curve import memory_curve as curve_of
+from estimator.graph.op_graph import BoundGraph
 from estimator.graph.shard_play import Reduction
 from estimator.timeline.ranks import RankKind
 
@@ -29,10 +30,12 @@ class MemoryReport:
     """The memory of the rank of an estimate that needs most: over its step, and at the peak.
 
     `time_s` is when each op of a micro-batch ends, the update last. `every_tensor` are those of the
-    step; `peak_op` and `peak_module` name the op at the peak ("update" for it).
+    step, `bound` its graph at its batch; `peak_op` and `peak_module` name the op at the peak
+    ("update" for it).
     """
 
     answer: Estimate
+    bound: BoundGraph
     curve: MemoryCurve
     time_s: NDArray[np.float64]
     every_tensor: tuple[LiveTensor, ...]
@@ -110,6 +113,7 @@ def memory_of(answer: Estimate) -> MemoryReport:
     )
     return MemoryReport(
         answer=answer,
+        bound=program.bound,
         curve=curve,
         time_s=_end_s(kind, plan.share),
         every_tensor=tensors_of(program.bound),

@@ -23,12 +23,14 @@ _CLOSE_RATIO = 1.001
 class Scaling:
     """Efficiency of an allocation against one device of its slowest kind, and its slowest link.
 
+    `against` is that device, as an allocation of its own, calibrated like the answer itself.
     100 % is a step without communication or waiting: see `linear_step_s` for a sharded update.
     `needed_bytes_per_s` is the payload rate of `link` from which the efficiency would reach
     `wanted_ratio`; None where no rate would do, or nothing is sent between nodes.
     """
 
     efficiency_ratio: float
+    against: str
     wanted_ratio: float
     link: str
     link_bytes_per_s: float | None
@@ -49,27 +51,28 @@ def scaling_of(
     """
     # A single device holds all shards.
     alone = replace(answer.plan.members.table.shape.strategy, shard=None)
-    linear_s = max(
-        linear_step_s(
-            estimate_graph(
-                graph,
-                single,
-                batch_per_gpu=batch,
-                accumulation_steps=answer.accumulation_steps,
-                strategy=alone,
-                cluster=cluster,
-                calibration=calibration,
-                profile=None if named else answer.plan.ranks_by_kind[0].program.profile,
-                loader=answer.loader,
-            ),
-            like=answer,
+    singles = [
+        estimate_graph(
+            graph,
+            single,
+            batch_per_gpu=batch,
+            accumulation_steps=answer.accumulation_steps,
+            strategy=alone,
+            cluster=cluster,
+            calibration=calibration,
+            profile=None if named else answer.plan.ranks_by_kind[0].program.profile,
+            loader=answer.loader,
         )
         for single, batch, named in _single_devices(answer, cluster)
+    ]
+    linear_s, against = max(
+        (linear_step_s(single, like=answer), str(single.allocation)) for single in singles
     )
     group = answer.plan.slowest_group
     across = group.nodes > 1
     return Scaling(
         efficiency_ratio=linear_s / answer.step_time_s,
+        against=against,
         wanted_ratio=wanted_ratio,
         link=group.link,
         link_bytes_per_s=group.bytes_per_s if across else None,

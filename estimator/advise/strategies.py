@@ -48,7 +48,8 @@ class StrategyRow:
         }
         if self.answer is not None:
             names = ("step_time_s", "low_s", "high_s", "samples_per_s", "peak_memory_bytes")
-            row |= {name: getattr(self.answer, name) for name in (*names, "fits", "bottleneck")}
+            row |= {name: getattr(self.answer, name) for name in (*names, "fits")}
+            row |= self.answer.bottleneck_dict()
         return row
 
 

@@ -53,7 +53,7 @@ class SweepRow:
                 "efficiency_ratio": self.efficiency_ratio,
                 "peak_memory_bytes": self.answer.peak_memory_bytes,
                 "fits": self.answer.fits,
-                "bottleneck": self.answer.bottleneck,
+                **self.answer.bottleneck_dict(),
             }
         return row
 
@@ -157,10 +157,19 @@ class Row(Protocol):
 
 def sweep_csv(rows: Sequence[Row]) -> str:
     """The rows as comma-separated values in base units, with a heading."""
-    tables = [row.to_dict() for row in rows]
+    tables = [_flat(row.to_dict()) for row in rows]
     names = max(tables, key=len)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(names), lineterminator="\n")
     writer.writeheader()
     writer.writerows(tables)
     return text.getvalue()
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """Objects in a row as columns, such as bottleneck_part."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        parts = value if isinstance(value, dict) else None
+        flat |= {name: value} if parts is None else {f"{name}_{k}": v for k, v in parts.items()}
+    return flat

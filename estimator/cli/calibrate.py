@@ -119,7 +119,26 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
     """Keep the observed step times of FILES, tables in .csv or .jsonl.
 
     A table that was kept before is not kept twice. Bad rows are refused one by one, outliers are
-    kept but used by no fit, each with its reason.
+    kept but used by no fit, each with its reason. Columns, in base units:
+
+    \b
+    workload       as 'estimate' names the model; or model
+    allocation     such as 2x8:h100-sxm; or gpu, gpus and nodes
+                   (or placement, as in 1+3 devices per node)
+    batch_per_gpu  samples per device and micro-batch; or global_batch
+    step_time_s    seconds of a step; or throughput and throughput_unit
+                   (samples/s, steps/s, tokens/s)
+
+    \b
+    and, where they are known:
+    accumulation_steps  micro-batches of a step, 1 if not said
+    strategy            ddp if not said
+    optimizer, precision, seq_len
+    steps               steps that the time is the median of
+    spread_ratio        half of their 10-90 % range over the median
+    at                  ISO time; if not said, the file's own
+    source              where the row is from
+    parameter_bytes, tensors, flops_per_sample  of the model
     """
     from estimator.calibrate.observation_files import read_observations
     from estimator.calibrate.observations import ObservationStore

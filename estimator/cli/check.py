@@ -73,14 +73,13 @@ def validate(
 @click.command()
 @workload_options
 @on_option
-def check(on: str, **options: Any) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+def check(on: str, as_json: bool, **options: Any) -> None:
     """Say what an estimate of MODEL lacks: what is missing or only assumed, with its share.
 
     Exit code 1: more than 10 % of the time rests on datasheets and assumptions, or the model does
     not fit.
     """
-    from estimator.cli.render import check_report
-
     request = Request(**options)
     graph = traced(request, (on,))
     answer = request.estimate(graph, on)
@@ -89,6 +88,12 @@ def check(on: str, **options: Any) -> None:
         for _, source, share_ratio, _ in answer.provenance
         if source in ("assumed", "datasheet")
     )
-    print_tables(check_report(answer, unmeasured_ratio=unmeasured_ratio))
-    if unmeasured_ratio > TOLERATED_UNMEASURED_RATIO or answer.fits == "no":
+    passed = unmeasured_ratio <= TOLERATED_UNMEASURED_RATIO and answer.fits != "no"
+    if as_json:
+        print_json(answer.to_dict() | {"unmeasured_ratio": unmeasured_ratio, "passed": passed})
+    else:
+        from estimator.cli.render import check_report
+
+        print_tables(check_report(answer, unmeasured_ratio=unmeasured_ratio))
+    if not passed:
         raise click.exceptions.Exit(ANSWER_IS_NO)

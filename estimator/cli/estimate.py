@@ -15,6 +15,7 @@ from estimator.cli.request import Request
 from estimator.probe.option_types import Amount
 
 if TYPE_CHECKING:
+    from estimator.advise.modules import ModuleCost
     from estimator.estimates import Estimate
     from estimator.machines.profile import DeviceKind
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Perfetto timeline here.")
 @click.option("--verbose", is_flag=True, help="Also the smallest parts, and what is known by what.")
+@click.option("--by-module", is_flag=True, help="Also time, FLOPs and memory of each module.")
 def estimate(
     on: str,
     samples: float | None,
@@ -34,6 +36,7 @@ def estimate(
     as_json: bool,
     trace: Path | None,
     verbose: bool,
+    by_module: bool,
     **options: Any,
 ) -> None:
     """Predict the step time of MODEL on an allocation, and say why.
@@ -57,16 +60,21 @@ def estimate(
         _write_trace(answer, trace)
     scaling = request.scaling(graph, answer)
     remedies = request.remedies(graph, answer, on)
+    modules = _modules(answer) if by_module else []
+    drifts = _told_drifts(request, answer)
     if as_json:
         more = {
             "duration_s": duration_s,
             "scaling": asdict(scaling) if scaling else None,
             "balance_gain_ratio": balance.gain_ratio if balance else None,
             "remedies": [remedy.to_dict() for remedy in remedies],
+            "modules": [asdict(row) for row in modules] or None,
+            "drifts": drifts,
         }
         print_json(answer.to_dict() | more)
     else:
         from estimator.cli.render import estimate_report
+        from estimator.cli.render_modules import modules_table
 
         print_tables(
             estimate_report(
@@ -76,10 +84,24 @@ def estimate(
                 balance=balance,
                 remedies=remedies,
                 verbose=verbose,
+                modules=modules_table(modules) if modules else None,
             )
         )
     if answer.fits == "no":
         raise click.exceptions.Exit(ANSWER_IS_NO)
+
+
+def _told_drifts(request: Request, answer: Estimate) -> list[str]:
+    drifts = request.drifts(answer)
+    for drift in drifts:
+        remark(drift)
+    return drifts
+
+
+def _modules(answer: Estimate) -> list[ModuleCost]:
+    from estimator.advise.modules import costs_by_module
+
+    return costs_by_module(answer)
 
 
 def _sweep_options(command: Any) -> Any:

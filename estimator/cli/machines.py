@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -113,8 +114,12 @@ def profiles() -> None:
     """List, show, compare, merge and import machine profiles; print the schema of their files."""
 
 
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+
+
 @profiles.command("list")
-def list_machines() -> None:
+@_json_option
+def list_machines(as_json: bool) -> None:
     """Every machine that can be named in an allocation, measured ones first."""
     from estimator.cli.render_profiles import machines_report
     from estimator.machines.catalogue import known_machines, load_profile
@@ -126,30 +131,90 @@ def list_machines() -> None:
             machines[name] = (path, load_profile(path))
         except (ProfileError, UnknownMachineError):  # damaged, or a link that leads nowhere
             machines[name] = (path, None)
+    if as_json:
+        print_json({"machines": [_listed(name, *found) for name, found in machines.items()]})
+        return
     print_tables(machines_report(machines, store=home()))
     if not any(path.is_relative_to(home()) for path, _ in machines.values()):
         click.echo("none of them was measured here; run 'estimator probe' to measure this machine")
 
 
+def _listed(name: str, path: Path, profile: MachineProfile | None) -> dict[str, Any]:
+    """What the list says of a machine; of a damaged one only where it is."""
+    if profile is None:
+        return {"name": name, "path": str(path), "damaged": True}
+    device = profile.devices[0]
+    return {
+        "name": name,
+        "path": str(path),
+        "damaged": False,
+        "device": device.name,
+        "devices": len(profile.devices),
+        "kind": profile.kind,
+        "memory_bytes": device.memory_bytes,
+        "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s,
+        "peak_flops_per_s": dict(device.peak_flops_per_s),
+        "hardware": dict(profile.hardware),
+        "source": profile.provenance.source,
+        "at": profile.provenance.at,
+    }
+
+
 @profiles.command()
 @click.argument("name")
-def show(name: str) -> None:
+@_json_option
+def show(name: str, as_json: bool) -> None:
     """What was measured of the machine NAME (or of a profile file)."""
-    from estimator.cli.render_profiles import profile_report
     from estimator.machines.catalogue import load_profile
 
-    print_tables(profile_report(load_profile(name)))
+    profile = load_profile(name)
+    if as_json:
+        print_json(profile.to_dict())
+        return
+    from estimator.cli.render_profiles import profile_report
+
+    print_tables(profile_report(profile))
 
 
 @profiles.command()
 @click.argument("first")
 @click.argument("second")
-def compare(first: str, second: str) -> None:
-    """Every number of the machines FIRST and SECOND, and the ratio of those that both have."""
-    from estimator.cli.render_comparison import comparison_report
+@_json_option
+def compare(first: str, second: str, as_json: bool) -> None:
+    """Every number of the machines FIRST and SECOND, and the ratio of those that both have.
+
+    Both are names or profile files.
+    """
     from estimator.machines.catalogue import load_profile
 
-    print_tables(comparison_report(load_profile(first), load_profile(second)))
+    one, other = load_profile(first), load_profile(second)
+    if as_json:
+        print_json(_compared(one, other))
+        return
+    from estimator.cli.render_comparison import comparison_report
+
+    print_tables(comparison_report(one, other))
+
+
+def _compared(first: MachineProfile, second: MachineProfile) -> dict[str, Any]:
+    from estimator.machines.comparison import compare_profiles, median_difference_ratio, only_in
+    from estimator.machines.typical import with_typical_costs
+
+    one, other = with_typical_costs(first), with_typical_costs(second)
+    common = compare_profiles(one, other)
+    return {
+        "first": first.name,
+        "second": second.name,
+        "median_difference_ratio": median_difference_ratio(common) if common else None,
+        "common": [asdict(row) | {"ratio": row.ratio} for row in common],
+        "only_in_first": [asdict(each) for each in only_in(one, other)],
+        "only_in_second": [asdict(each) for each in only_in(other, one)],
+        "usual_host_and_updates": [
+            profile.name
+            for profile, completed in ((first, one), (second, other))
+            if completed is not profile
+        ],
+    }
 
 
 @profiles.command()
@@ -225,10 +290,10 @@ def import_profile(
 
 
 @profiles.command()
-@_files_argument
+@click.argument("names", nargs=-1, required=True, metavar="NAME_OR_FILE...")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write.")
-def merge(files: tuple[Path, ...], out: Path) -> None:
-    """Join profile FILEs of one machine type: later files add what earlier ones lack.
+def merge(names: tuple[str, ...], out: Path) -> None:
+    """Join profiles of one machine type, named or in files: later ones add what earlier ones lack.
 
     Of two measurements of the same thing the better source wins, then the newer one.
     """
@@ -237,6 +302,8 @@ def merge(files: tuple[Path, ...], out: Path) -> None:
     from estimator.probe.imports.merging import merge_profiles
 
     check_writable(out)
-    profile = merge_profiles([load_profile(str(path.absolute())) for path in files])
+    # A file of this folder may have the name of a machine.
+    places = (str(Path(name).absolute()) if Path(name).is_file() else name for name in names)
+    profile = merge_profiles([load_profile(place) for place in places])
     profile.save(out)
-    click.echo(f"{out}: {len(files)} profiles of {profile.devices[0].name}")
+    click.echo(f"{out}: {len(names)} profiles of {profile.devices[0].name}")

@@ -96,7 +96,7 @@ def commands(context: click.Context) -> None:
 
     MODEL is path/to/file.py:function, package.module:function (returning (model, batch) or
     (model, batch, loss)), a saved graph, a summary (job.json), or
-    hf:TYPE[:TASK][,key=value...] such as hf:gpt2.
+    hf:TYPE[:TASK][,key=value...] such as hf:gpt2, or hf:PATH/config.json.
     ALLOCATION is NODESxDEVICES:MACHINE, such as 1x2:local.
 
     Exit codes: 0 done, 1 the answer is no, 2 wrong input.

@@ -126,6 +126,7 @@ def estimate_report(
     balance: Balance | None = None,
     remedies: Sequence[Remedy] = (),
     verbose: bool = False,
+    modules: Table | None = None,
 ) -> Group:
     """What a person wants of one estimate, the time first; if verbose, everything."""
     rows = [("step time", format_interval(answer))]
@@ -157,6 +158,7 @@ def estimate_report(
     return stacked(
         Group(Text(heading, style="bold"), facts(rows)),
         _breakdown_table(answer, least_ratio=0.0 if verbose else _LEAST_SHARE),
+        modules,
         _provenance_table(answer) if verbose else None,
         listed("assumptions", answer.assumptions),
         None if verbose else Text("--verbose says what each number is known by", style="dim"),
@@ -185,7 +187,7 @@ def _balance_words(balance: Balance) -> str:
 
 
 def _scaling_words(scaling: Scaling) -> str:
-    words = f"{format_ratio(scaling.efficiency_ratio)} of linear"
+    words = f"{format_ratio(scaling.efficiency_ratio)} of linear against {scaling.against}"
     if not scaling.link or scaling.link_bytes_per_s is None:
         return words
     wanted = format_ratio(scaling.wanted_ratio)
@@ -200,19 +202,28 @@ def _scaling_words(scaling: Scaling) -> str:
 
 def _held_back_by(answer: Estimate) -> str:
     """What limits a row, short enough for a table in 80 columns."""
-    if answer.fits == "no":
-        return FITS_WORDS["no"]
     kind, share_ratio = answer.breakdown.largest_share
     return f"{kind} {format_ratio(share_ratio)}"
 
 
+def _memory_column(answers: Iterable[Estimate | None]) -> tuple[str, ...]:
+    """The heading of a column that says what does not surely fit; none where all does."""
+    return ("memory",) if any(each and each.fits != "yes" for each in answers) else ()
+
+
+def _memory_cell(answer: Estimate, column: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple("" if answer.fits == "yes" else FITS_WORDS[answer.fits] for _ in column)
+
+
 def sweep_report(rows: Sequence[SweepRow]) -> Group:
     """One row an allocation: step, throughput, efficiency and what holds it back."""
-    first = next(row.answer for row in rows if row.answer is not None)
+    answers = [row.answer for row in rows if row.answer is not None]
+    first, memory = answers[0], _memory_column(answers)
     table = grid(
         f"{first.model}, {first.strategy}, {first.optimizer}, {first.mode}",
         "allocation",
         "bottleneck",
+        *memory,
         "ranks",
         "step",
         "samples/s",
@@ -226,16 +237,19 @@ def sweep_report(rows: Sequence[SweepRow]) -> Group:
         table.add_row(
             row.allocation,
             _held_back_by(answer),
+            *_memory_cell(answer, memory),
             str(answer.ranks),
             format_interval(answer),
             format_count(answer.samples_per_s).strip() if answer.samples_per_s else "",
             "" if row.efficiency_ratio is None else format_ratio(row.efficiency_ratio),
         )
+    smallest = min(answers, key=lambda answer: answer.ranks)
+    against = Text(f"linear is the throughput per rank of {smallest.allocation}", style="dim")
     refused = [row for row in rows if row.answer is None]
     if not refused:
-        return stacked(table)
+        return stacked(table, against)
     why = f"{len(refused)} of {len(rows)} allocations, the first because {refused[0].refusal}"
-    return stacked(table, listed("left out", [why]))
+    return stacked(table, against, listed("left out", [why]))
 
 
 def batches_report(rows: Sequence[BatchRow]) -> Group:
@@ -270,11 +284,13 @@ def batches_report(rows: Sequence[BatchRow]) -> Group:
 def strategies_report(rows: Sequence[StrategyRow]) -> Group:
     """One row a strategy, the fastest of each allocation first."""
     first = next(row.answer for row in rows if row.answer is not None)
+    memory = _memory_column(row.answer for row in rows)
     table = grid(
         f"{first.model}, {first.optimizer}, {first.mode}",
         "allocation",
         "strategy",
         "bottleneck",
+        *memory,
         "step",
         "samples/s",
         numbers=2,
@@ -286,6 +302,7 @@ def strategies_report(rows: Sequence[StrategyRow]) -> Group:
                 row.allocation,
                 str(row.strategy),
                 _held_back_by(answer),
+                *_memory_cell(answer, memory),
                 format_interval(answer),
                 format_count(answer.samples_per_s).strip() if answer.samples_per_s else "",
             )

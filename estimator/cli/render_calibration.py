@@ -35,11 +35,12 @@ def evaluation_report(evaluation: Evaluation) -> RenderableType:
     for label in dict.fromkeys(score.label for score in scores):
         parts.append(_errors_table(label, [score for score in scores if score.label == label]))
     parts.append(_overall_table(overall(scores)))
-    intervals = interval_scores(evaluation)
-    parts += [_intervals_line(row, of_many=len(intervals) > 1) for row in intervals]
+    if intervals := interval_scores(evaluation):
+        parts.append(_intervals_table(intervals))
     if evaluation.protocol == "pairs":
         parts.append(_pairs_table(pair_scores(evaluation)))
-    parts += [_wins_line(row) for row in wins(scores)]
+    if won := wins(scores):
+        parts.append(_wins_table(won))
     return Group(*parts)
 
 
@@ -83,15 +84,19 @@ def _overall_table(rows: Sequence[Overall]) -> Table:
     return table
 
 
-def _intervals_line(row: IntervalScore, *, of_many: bool) -> str:
-    saved_ratio = 1 - row.score_ratio / row.constant_score_ratio
-    together = "all k: " if of_many else ""
-    return (
-        f"{together if row.k is None else f'k = {row.k}: '}80 % intervals of {row.method}: "
-        f"{_percent(row.coverage_ratio)} % of {row.intervals} steps covered, mean interval score "
-        f"{_percent(row.score_ratio)} % of the step time, {_percent(saved_ratio)} % below that of "
-        f"± {_percent(row.constant_width_ratio)} % for every step"
-    )
+def _intervals_table(rows: Sequence[IntervalScore]) -> Table:
+    """How often and how narrowly intervals cover, beside one width for all steps."""
+    table = _table("80 % intervals; score: mean interval score, % of the step time, less is better")
+    for name in ("method", "k", "steps", "covered, %", "score", "same width for all", "its score"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for row in rows:
+        k = "all" if row.k is None and len(rows) > 1 else _count(row.k)
+        table.add_row(
+            *(row.method, k, str(row.intervals), _percent(row.coverage_ratio)),
+            *(_percent(row.score_ratio), f"± {_percent(row.constant_width_ratio)} %"),
+            _percent(row.constant_score_ratio),
+        )
+    return table
 
 
 def _pairs_table(rows: Sequence[PairScore]) -> Table:
@@ -113,13 +118,16 @@ def _pair_cells(label: str, method: str, rows: Sequence[PairScore]) -> list[str]
     return [label, method, f"{few_right} of {few}", f"{close_right} of {close}", share]
 
 
-def _wins_line(row: Wins) -> str:
-    after = "" if row.k is None else f"k = {row.k}: "
+def _wins_table(rows: Sequence[Wins]) -> Table:
+    """On how many jobs the calibrated predictions err less than another model's."""
+    table = _table("jobs on which calibrated errs less")
     names = {"pollux": "the Pollux model", "linear": "linear scaling"}
-    return (
-        f"{after}calibrated below {names[row.rival]} on {row.median_and_p90} of {row.jobs} jobs by "
-        f"median and p90 (median {row.median}, p90 {row.p90}, MAPE {row.mape})"
-    )
+    for name in ("than", "k", "median and p90", "median", "p90", "MAPE", "of jobs"):
+        table.add_column(name, justify="left" if name == "than" else "right")
+    for row in rows:
+        counts = (row.median_and_p90, row.median, row.p90, row.mape, row.jobs)
+        table.add_row(names[row.rival], _count(row.k), *map(str, counts))
+    return table
 
 
 def _table(title: str) -> Table:

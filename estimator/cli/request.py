@@ -280,6 +280,27 @@ class Request:
             profile=self.machine(allocation),
         )
 
+    def drifts(self, answer: Estimate) -> list[str]:
+        """What the store says of hosts of the allocation that have become slower or faster.
+
+        Those with a slowdown in the cluster file are left out: the estimate counts it.
+        """
+        hosts = {group.host for group in answer.allocation.groups if group.host}
+        if self.calibration is None or self.cluster is None or not hosts:
+            return []
+        from estimator.calibrate.calibrator import Calibrator
+        from estimator.calibrate.review import review
+
+        if not isinstance(self.calibration, Calibrator):
+            return []
+        nodes = self.cluster.nodes
+        return [
+            f"{drift}; the estimate counts that with 'slowdown = {drift.ratio:.3g}' for "
+            f"{drift.name} in the cluster file"
+            for drift in review(self.calibration.store.observations()).drifts
+            if drift.name in hosts and nodes[drift.name].slowdown_ratio == 1.0
+        ]
+
     def scaling(self, graph: OpGraph, answer: Estimate) -> Scaling | None:
         """How an estimate on several ranks scales; None for one rank."""
         from estimator.advise.scaling import scaling_of

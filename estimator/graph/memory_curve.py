@@ -314,6 +314,15 @@ def by_module(tensors: Sequence[LiveTensor], depth: int = 2) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for tensor in tensors:
-        path = ".".join(tensor.module.split(".")[:depth]) or "(the model itself)"
+        path = module_path(tensor.module, depth)
         found[path] = found.get(path, 0) + tensor.size_bytes
     return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def module_path(path: str, depth: int) -> str:
+    """The first `depth` names of a module's path.
+
+    >>> module_path("transformer.h.0.attn", 3), module_path("", 3)
+    ('transformer.h.0', '(the model itself)')
+    """
+    return ".".join(path.split(".")[:depth]) or "(the model itself)"

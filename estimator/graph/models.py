@@ -13,8 +13,9 @@ def load_model(
 
     `text` is ``path/to/file.py:function``, ``package.module:function`` (the function returns
     ``(model, batch)`` or ``(model, batch, loss)`` and gets ``batch`` and ``seq_len`` if it has such
-    parameters) or ``hf:TYPE[:TASK][,key=value...]``. With `weights` False a transformers model may
-    be left without weights, which is enough to trace it. Raises ModelError.
+    parameters) or ``hf:TYPE[:TASK][,key=value...]``, or the path of a config.json for TYPE. With
+    `weights` False a transformers model may be left without weights, which is enough to trace it.
+    Raises ModelError.
     """
     for what, number in (("batch", batch), ("seq_len", seq_len)):
         if number is not None and number < 1:

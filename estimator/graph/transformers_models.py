@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from estimator.errors import ModelError, quoted
+from estimator.errors import ModelError
 from estimator.graph.model_functions import Loaded, suggestion
 from estimator.graph.transformers_batches import make_batch
 from estimator.graph.transformers_repairs import (
@@ -22,6 +22,12 @@ from estimator.graph.transformers_repairs import (
     fit_rotary_sections,
     mend_contradictions,
     parts_of,
+)
+from estimator.graph.transformers_settings import (
+    check_no_hub_id,
+    check_size,
+    is_configuration_file,
+    read_configuration,
 )
 from estimator.graph.user_code import UserCode
 
@@ -74,13 +80,19 @@ MOST_WEIGHT_BYTES = 4 << 30
 def build_transformers_model(
     text: str, *, batch: int | None, seq_len: int | None, weights: bool
 ) -> Loaded:
-    """The model, batch, no loss (its own) and name of ``hf:TYPE[:TASK][,key=value...]``."""
+    """The model, batch, no loss (its own) and name of ``hf:TYPE[:TASK][,key=value...]``.
+
+    For TYPE the path of a config.json may stand.
+    """
     transformers = _transformers()
     kind, task, overrides = _parse(text)
+    saved: dict[str, Any] = {}
+    if is_configuration_file(kind):
+        kind, saved = read_configuration(kind)
     # A method of the model, not a field of its configuration.
     checkpointing = overrides.pop("gradient_checkpointing", False)
     with _offline(), _quiet(transformers):
-        config = _configuration(transformers, kind, overrides)
+        config = _configuration(transformers, kind, saved, overrides)
         head, auto_class = _find_head(transformers, config, kind, task)
         set_here = mend_contradictions(config)
         _prepare(config, head)
@@ -145,12 +157,8 @@ def _parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
                 "hf:llama,hidden_size=2048"
             )
         overrides[key.strip()] = _literal(value.strip())
-        _check_size(kind, key.strip(), overrides[key.strip()])
+        check_size(kind, key.strip(), overrides[key.strip()])
     return kind.strip(), task.strip() or None, overrides
-
-
-# More than any model; sizes beyond would be allocated before anything else can refuse them.
-_MOST_LAYERS, _MOST_SIZE = 10_000, 10**8
 
 
 def _literal(text: str) -> Any:
@@ -162,26 +170,19 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _check_size(kind: str, key: str, value: Any) -> None:
-    """Raise ModelError for a size that no model has; ids of tokens may be -1."""
-    if isinstance(value, bool) or not isinstance(value, int) or key.endswith("_id"):
-        return
-    most = _MOST_LAYERS if "layer" in key else _MOST_SIZE
-    if not 0 <= value <= most:
-        raise ModelError(
-            f"{key} of '{kind}' is {quoted(value)}; a model has 0 to {most:g}, correct it"
-        )
-
-
-def _configuration(transformers: Any, kind: str, overrides: dict[str, Any]) -> Any:
+def _configuration(
+    transformers: Any, kind: str, saved: dict[str, Any], overrides: dict[str, Any]
+) -> Any:
+    """The type's configuration: its defaults, then what a file says, then what the text says."""
     from transformers.models.auto import configuration_auto
 
+    check_no_hub_id(kind)
     known = list(vars(configuration_auto)["CONFIG_MAPPING_NAMES"])
     if kind not in known:
         raise ModelError(f"transformers has no type '{kind}'; {suggestion(kind, known)}")
     advice = f"check the settings against transformers' configuration of '{kind}'"
     with UserCode(f"the configuration of '{kind}' fails", advice=advice, error=ModelError):
-        plain = transformers.AutoConfig.for_model(kind)
+        plain = transformers.AutoConfig.for_model(kind, **saved)
         for key in overrides:
             name = key.partition(".")[0]
             # Given as attn_implementation, kept as _attn_implementation.
@@ -191,7 +192,7 @@ def _configuration(transformers: Any, kind: str, overrides: dict[str, Any]) -> A
                     f"{suggestion(key, list(plain.to_dict()))}"
                 )
         flat = {key: value for key, value in overrides.items() if "." not in key}
-        config = transformers.AutoConfig.for_model(kind, **flat) if flat else plain
+        config = transformers.AutoConfig.for_model(kind, **saved | flat) if flat else plain
         for key, value in overrides.items():
             *path, last = key.split(".")
             holder = config
@@ -237,11 +238,12 @@ def _find_head(transformers: Any, config: Any, kind: str, task: str | None) -> t
 
 def _default_head(heads: dict[str, Any], config: Any) -> tuple[str, Any]:
     """The head that the type is trained with: many types also have one for a part of them alone."""
-    first: tuple[str, ...] = ()
+    # A config.json names the class of its weights, such as BertForSequenceClassification.
+    first = [name.partition("For")[2] for name in config.architectures or ()]
     if getattr(config, "is_encoder_decoder", False):
-        first = ("Seq2SeqLM", "SpeechSeq2Seq")
+        first += ["Seq2SeqLM", "SpeechSeq2Seq"]
     elif getattr(config, "is_decoder", None) is False:
-        first = ("MaskedLM",)
+        first += ["MaskedLM"]
     head = next((name for name in first if name in heads), next(iter(heads)))
     return head, heads[head]
 

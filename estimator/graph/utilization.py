@@ -40,14 +40,14 @@ def step_flops(bound: BoundGraph) -> StepFlops:
     for op, call in zip(bound.graph.ops, bound.calls, strict=True):
         # Many ops share one call, which `bound` keeps alive.
         if id(call) not in known:
-            known[id(call)] = _flops(call)
+            known[id(call)] = op_flops(call)
         needed, executed = known[id(call)]
         model += 0.0 if op.is_repeated else needed
         hardware += executed
     return StepFlops(model=model, hardware=hardware)
 
 
-def _flops(call: OpCall) -> tuple[float, float]:
+def op_flops(call: OpCall) -> tuple[float, float]:
     """(flops that the model needs of a call, flops that the call executes)."""
     family = family_of(call.target)
     if family == "attention":

@@ -95,6 +95,7 @@ def test_a_calibrated_answer_is_compared_with_a_calibrated_device(
     alone, four = (request.estimate(GRAPH, text) for text in ("1x1:m", "4x1:m"))
     found = request.scaling(GRAPH, four)
     assert found is not None
+    assert found.against == "1x1:m"
     assert found.efficiency_ratio == pytest.approx(alone.step_time_s / four.step_time_s)
     rows = sweep(("1x1:m", "4x1:m"), lambda text: request.estimate(GRAPH, text))
     assert rows[1].efficiency_ratio == pytest.approx(found.efficiency_ratio)

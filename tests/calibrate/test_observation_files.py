@@ -242,6 +242,29 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 # The command
 
 
+def test_the_columns_that_help_names_are_read(
+    tmp_path: Path, store: Path, command: Callable[..., Any]
+) -> None:
+    told = command("calibrate", "observe", "--help").out.split("Columns, in")[1].split("Options")[0]
+    values = {
+        "workload": "bert",
+        "allocation": "2x8:h100-sxm",
+        "batch_per_gpu": "4",
+        "step_time_s": "0.25",
+        "accumulation_steps": "3",
+        "strategy": "zero1",
+        "steps": "20",
+        "spread_ratio": "0.05",
+        "at": "2026-01-02 03:04:05+00:00",
+        "source": "cluster",
+    }
+    assert [name for name in values if f" {name} " not in told.replace("\n", " ")] == []
+    path = table(tmp_path, values)
+    assert command("calibrate", "observe", path).code == 0
+    (kept,) = ObservationStore(store / "observations.db").observations()
+    assert {name: str(getattr(kept, name)) for name in values} == values
+
+
 def test_the_command_keeps_tables_and_says_what_it_refused(
     tmp_path: Path, store: Path, command: Callable[..., Any]
 ) -> None:

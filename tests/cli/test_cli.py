@@ -64,6 +64,46 @@ def test_estimate_as_json_is_base_units_on_stdout_alone(
     assert content["low_s"] < content["step_time_s"] < content["high_s"]
 
 
+def test_json_has_the_bottleneck_as_an_object_beside_its_sentence(
+    store: Path, tiny: str, command: Command
+) -> None:
+    alone = json.loads(command("estimate", tiny, "--on", "1x1:local", "--json").out)
+    parts = alone["breakdown"]
+    most = {
+        "compute": parts["forward_s"] + parts["backward_s"],
+        "host": parts["host_exposed_s"],
+        "update": parts["update_s"],
+    }
+    part = max(most, key=lambda name: most[name])
+    share_ratio = pytest.approx(most[part] / alone["step_time_s"])
+    assert alone["bottleneck"] == {"part": part, "share_ratio": share_ratio, "link": None}
+    assert alone["bottleneck_text"].endswith("of the step)")
+    # Gradients over a slow network: what is sent takes most.
+    words = (tiny, "--on", "2x1:h100-sxm", "--network", "1Mbit/s")
+    spread = json.loads(command("estimate", *words, "--json").out)["bottleneck"]
+    assert spread["part"] == "communication"
+    assert "network" in spread["link"]
+    heading, row = command("sweep", *words, "--csv").out.splitlines()
+    assert "bottleneck_part,bottleneck_share_ratio,bottleneck_link,bottleneck_text" in heading
+    assert "communication" in row
+
+
+def test_a_step_is_divided_among_modules(store: Path, tiny: str, command: Command) -> None:
+    words = ("estimate", tiny, "--on", "1x1:local", "--by-module")
+    content = json.loads(command(*words, "--json").out)
+    rows = {row["module"]: row for row in content["modules"]}
+    # The first layer needs no gradient of its input: 2 matmuls of 4 x 32 x 64; the other 3 of
+    # 4 x 64 x 8.
+    assert rows["0"]["flops"] == 2 * (2 * 4 * 32 * 64)
+    assert rows["2"]["flops"] == 3 * (2 * 4 * 64 * 8)
+    assert sum(row["time_s"] for row in rows.values()) == pytest.approx(content["step_time_s"])
+    # Weights and biases with their gradients: such a small model peaks in its update.
+    assert rows["0"]["memory_bytes"] == 2 * 4 * (32 * 64 + 64)
+    twice = json.loads(command(*words, "--accumulation", 2, "--json").out)["modules"]
+    assert {row["module"]: row["flops"] for row in twice}["0"] == 2 * rows["0"]["flops"]
+    assert "memory at the peak" in command(*words).out
+
+
 def test_the_global_batch_is_divided_over_ranks_and_micro_batches(
     store: Path, tiny: str, command: Command
 ) -> None:
@@ -89,6 +129,29 @@ def test_a_global_batch_on_unlike_nodes_is_split_by_speed_and_the_gain_shown(
     assert f"{fast} + {slow} per device, 20001 in all" in out
     assert "faster than 10001 on every device" in out
     assert "multiply each rank's mean loss" in " ".join(out.split())
+
+
+def test_a_host_that_has_drifted_is_told_of_until_its_slowdown_is_counted(
+    store: Path, tiny: str, command: Command, tmp_path: Path
+) -> None:
+    rows = ["workload,allocation,batch_per_gpu,step_time_s,at"]
+    for hour in range(36):
+        host, step_s = (f"a{1 + hour % 3}", 0.2) if hour < 30 else ("a3", 0.24)
+        rows.append(f"other,{host}[0],4,{step_s},2026-03-0{1 + hour // 24}T{hour % 24:02}:00")
+    (tmp_path / "seen.csv").write_text("\n".join(rows))
+    assert command("calibrate", "observe", tmp_path / "seen.csv").code == 0
+    path = tmp_path / "cluster.toml"
+    nodes = [f'[nodes.a{number}]\nmachine = "local"\n' for number in (1, 2, 3)]
+    path.write_text("".join(nodes))
+    words = ("--cluster", path, "--calibration", "-")
+    drifted = command("estimate", tiny, "--on", "a3[0]", *words)
+    assert "a3 is 20 % slower than expected since" in drifted.err
+    assert "'slowdown = 1.2' for a3" in drifted.err
+    assert command("estimate", tiny, "--on", "a1[0]", *words).err == ""
+    path.write_text("".join(nodes) + "slowdown = 1.2\n")
+    counted = command("estimate", tiny, "--on", "a3[0]", *words, "--json")
+    assert counted.err == ""
+    assert json.loads(counted.out)["drifts"] == []
 
 
 def test_strategies_are_listed_by_step_time_with_what_could_not_be_answered(
@@ -166,6 +229,69 @@ def test_check_says_what_is_assumed(store: Path, tiny: str, command: Command) ->
     assert answer.code in (0, 1)
     assert "that nothing measured backs" in answer.out
     assert "assumed or missing" in answer.out
+
+
+def test_a_sweep_says_what_does_not_fit_beside_the_bottleneck_and_against_what_it_compares(
+    store: Path, tiny: str, command: Command
+) -> None:
+    words = (tiny, "--on", "1x1..2:h100-sxm", "--on", "1x2:t4")
+    fits = command("sweep", *words).out
+    assert " memory " not in fits
+    assert "linear is the throughput per rank of 1x1:h100-sxm" in fits
+    # 80 million samples of 32 + 64 + 64 + 8 numbers are 54 GB, half of them on each device.
+    out = command("sweep", *words, "--global-batch", 80_000_000).out
+    assert out.splitlines()[1].split()[:3] == ["allocation", "bottleneck", "memory"]
+    (row,) = (line for line in out.splitlines() if line.startswith("1x2:t4"))
+    assert "compute" in row
+    assert "does not fit" in row
+    one = command("estimate", tiny, "--on", "1x2:h100-sxm").out
+    assert "of linear against 1x1:h100-sxm" in one
+
+
+def test_check_as_json_says_whether_it_passed_and_by_how_much(
+    store: Path, tiny: str, command: Command
+) -> None:
+    answer = command("check", tiny, "--on", "1x1:local", "--json")
+    content = json.loads(answer.out)
+    shares = {"assumed": 0.0, "datasheet": 0.0}
+    for row in content["provenance"]:
+        if row["source"] in shares:
+            shares[row["source"]] += row["share_ratio"]
+    assert content["unmeasured_ratio"] == pytest.approx(sum(shares.values()))
+    assert content["passed"] == (answer.code == 0) == (content["unmeasured_ratio"] <= 0.1)
+
+
+def test_profiles_are_listed_shown_and_compared_as_json(
+    store: Path, command: Command, small_profile: MachineProfile
+) -> None:
+    device = small_profile.devices[0]
+    twice = replace(device, memory_bytes=2 * device.memory_bytes)
+    twin = replace(small_profile, name="twin", devices=(twice, *small_profile.devices[1:]))
+    twin.save(store / "machines" / "twin.json")
+    (store / "machines" / "torn.json").write_text("{")
+    machines = {
+        one["name"]: one for one in json.loads(command("profile", "list", "--json").out)["machines"]
+    }
+    assert machines["torn"]["damaged"]
+    assert machines["twin"]["memory_bytes"] == twice.memory_bytes
+    assert "h100-sxm" in machines
+    shown = json.loads(command("profile", "show", "twin", "--json").out)
+    assert shown == json.loads((store / "machines" / "twin.json").read_text())
+    # One by its name, one by its file.
+    words = ("compare", "local", store / "machines" / "twin.json", "--json")
+    compared = json.loads(command("profile", *words).out)
+    ratios = {(row["group"], row["name"]): row["ratio"] for row in compared["common"]}
+    assert ratios.pop(("device", "memory")) == 2.0
+    assert set(ratios.values()) == {1.0}
+    assert compared["only_in_first"] == compared["only_in_second"] == []
+
+
+def test_profiles_are_merged_by_name_or_file(store: Path, command: Command, tmp_path: Path) -> None:
+    out = tmp_path / "both.json"
+    answer = command("profile", "merge", "local", store / "machines" / "local.json", "--out", out)
+    assert (answer.code, answer.err) == (0, "")
+    assert json.loads(out.read_text())["name"] == "local"
+    assert "no machine" in command("profile", "merge", "lokal", "--out", out).sentence
 
 
 def test_profile_list_show_and_compare_name_the_machine(

@@ -11,6 +11,7 @@ import pytest
 
 from estimator.calibrate import evaluation, protocols
 from estimator.calibrate.baselines import LinearScaling, OnesRegressor
+from estimator.calibrate.step_time_regressor import StepTimeRegressor
 from estimator.cli import calibrate as cli_calibrate
 
 Command = Callable[..., Any]
@@ -42,6 +43,24 @@ def test_a_table_is_printed_and_bad_rows_counted_on_stderr(command: Command, tab
     assert answer.err.startswith("estimator: 1 row left out: its step time is not a positive")
     for words in ("T4, m", "calibrated", "ones", "mean over jobs"):
         assert words in answer.out
+
+
+def test_intervals_and_wins_are_tables_with_a_row_for_each_k(
+    command: Command, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = {"calibrated": StepTimeRegressor, "linear": LinearScaling}
+    monkeypatch.setattr(evaluation, "methods_of", lambda protocol: methods)
+    out = command("calibrate", "evaluate", "--data", table, "--k", "1,2").out
+    intervals = out.split("80 % intervals;")[1].split("jobs on which")[0]
+    assert "covered, %" in intervals
+    rows = [line.split() for line in intervals.splitlines() if line.startswith(" calibrated")]
+    # 8 draws of 6 rows, of which 1 or 2 are learnt from; then both together.
+    assert [row[1:3] for row in rows] == [["1", "40"], ["2", "32"], ["all", "72"]]
+    won = out.split("jobs on which calibrated errs less")[1]
+    assert [line.split()[:3] for line in won.splitlines() if line.startswith(" linear")] == [
+        ["linear", "scaling", "1"],
+        ["linear", "scaling", "2"],
+    ]
 
 
 def test_json_holds_every_case_alone_on_stdout(command: Command, table: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -97,11 +98,50 @@ def test_a_function_that_is_no_model_is_refused_in_one_sentence(
         ("hf:llama,hiden_size=8", "did you mean hidden_size"),
         ("hf:llama,hidden_size", "is no setting"),
         ("hf:llama,hidden_size=many", "configuration of 'llama' fails"),
+        ("hf:meta-llama/Llama-2-7b-hf", "save its config.json .* and write hf:PATH/config.json"),
+        ("hf:gone/config.json", "cannot be read: No such file"),
     ],
 )
 def test_a_wrong_model_text_says_what_to_write(text: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load_model(text)
+
+
+def test_a_config_json_is_a_transformers_model_in_the_precision_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "config.json"
+    saved = {
+        "architectures": ["BertForSequenceClassification"],
+        "model_type": "bert",
+        "torch_dtype": "float16",
+        **{"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2},
+        **{"intermediate_size": 64, "vocab_size": 100, "transformers_version": "4.31.0.dev0"},
+    }
+    path.write_text(json.dumps(saved))
+    model, batch, _, name = load_model(f"hf:{path},num_hidden_layers=1", weights=False)
+    assert type(model).__name__ == "BertForSequenceClassification"
+    assert len(model.bert.encoder.layer) == 1  # the text's setting, not the file's
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+    assert batch["labels"].shape == (8,)
+    assert name == f"{path},num_hidden_layers=1"
+    assert type(load_model(f"hf:{tmp_path}:MaskedLM")[0]).__name__ == "BertForMaskedLM"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "has no 'model_type'"),
+        ('{"model_type": "lama"}', "no type 'lama'; did you mean llama"),
+        ('{"model_type": "llama", "hidden_size": 1000000000}', "a model has 0 to 1e"),
+    ],
+)
+def test_a_config_json_that_is_none_says_so(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(ModelError, match=message):
+        load_model(f"hf:{path}")
 
 
 def test_a_file_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
