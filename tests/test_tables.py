@@ -307,7 +307,7 @@ def placeable(text: str) -> bool:
     return True
 
 
-class LearntByRanks:
+class CoefficientsByRanks:
     """A calibration whose factors depend on what is asked."""
 
     def coefficients_for(
@@ -336,7 +336,7 @@ class LearntByRanks:
     strategies,
     some.integers(1, 3),
     some.lists(some.sampled_from([1, 3, 8, 64]), min_size=12, max_size=12),
-    some.sampled_from([None, LearntByRanks()]),
+    some.sampled_from([None, CoefficientsByRanks()]),
 )
 def test_every_row_equals_the_estimate_of_its_allocation(
     graph: OpGraph,
@@ -357,7 +357,7 @@ def test_every_row_equals_the_estimate_of_its_allocation(
     assert_equal(table)
 
 
-class LearntOfWorkloads:
+class CoefficientsOfWorkloads:
     """A calibration that has learnt the compute of some workloads by name."""
 
     def __init__(self, **compute_ratios: float) -> None:
@@ -374,7 +374,7 @@ class LearntOfWorkloads:
 
 
 def test_a_job_in_another_precision_has_its_own_corrections_in_a_table_too() -> None:
-    learnt = LearntOfWorkloads(**{"perceptron": 3.0, "perceptron, bf16": 5.0})
+    learnt = CoefficientsOfWorkloads(**{"perceptron": 3.0, "perceptron, bf16": 5.0})
     for precision, ratio in (("fp32", 3.0), ("bf16", 5.0)):
         graph = replace(PLAIN, precision=precision)
         cold, table = (
@@ -439,7 +439,7 @@ def test_every_row_of_nested_groups_on_a_cluster_equals_its_estimate(
     rows,
     some.one_of(strategies, hybrid.map(lambda each: each[0])),
     some.sampled_from([1, 2, 3, 11]),
-    some.sampled_from([None, LearntByRanks()]),
+    some.sampled_from([None, CoefficientsByRanks()]),
 )
 def test_a_timeline_plays_what_was_computed(
     graph: OpGraph,

@@ -68,7 +68,7 @@ class Calibrator:
                 f"half_life_days is a positive number of days, found {half_life_days}; leave it out"
             )
         self.half_life_days = half_life_days
-        self._learnt = _Learnt()
+        self._fitted = _Fitted()
         self._learning = threading.Lock()
 
     def observe(
@@ -109,7 +109,7 @@ class Calibrator:
         """Learn from what was observed since the last fit, of every workload asked for so far."""
         with self._learning:
             seen, is_changed = {}, False
-            for job, known in self._learnt.seen.items():
+            for job, known in self._fitted.seen.items():
                 seen[job], is_new = known.read(self.store)
                 is_changed |= is_new
             if is_changed:
@@ -117,7 +117,7 @@ class Calibrator:
                 # teach first.
                 for known in sorted(seen.values(), key=lambda each: -len(each.observations)):
                     seen[known.job] = known.fit(self.half_life_days, _others(seen, known))
-            self._learnt = _Learnt(seen)
+            self._fitted = _Fitted(seen)
         return self
 
     def coefficients_for(
@@ -131,20 +131,20 @@ class Calibrator:
             return []
         first = questions[0]
         # Read once: a fit that ends meanwhile puts another in its place.
-        learnt = self._learnt
-        if not learnt.knows(first.job, engine):
-            learnt = self._learn(first, engine)
-        return learnt.coefficients_for(first.job, questions, allocations)
+        fitted = self._fitted
+        if not fitted.knows(first.job, engine):
+            fitted = self._learn(first, engine)
+        return fitted.coefficients_for(first.job, questions, allocations)
 
-    def _learn(self, asked: StepQuestion, engine: Engine) -> _Learnt:
+    def _learn(self, asked: StepQuestion, engine: Engine) -> _Fitted:
         with self._learning:
-            if not self._learnt.knows(asked.job, engine):
-                seen = dict(self._learnt.seen)
+            if not self._fitted.knows(asked.job, engine):
+                seen = dict(self._fitted.seen)
                 new = _Seen(job=asked.job, workload=asked.workload, engine=engine, key=engine.key)
                 known, _ = new.read(self.store)
                 seen[asked.job] = known.fit(self.half_life_days, _others(seen, known))
-                self._learnt = _Learnt(seen)
-            return self._learnt
+                self._fitted = _Fitted(seen)
+            return self._fitted
 
 
 def _others(seen: Mapping[str, _Seen], known: _Seen) -> list[StepCorrections]:
@@ -158,7 +158,7 @@ def _others(seen: Mapping[str, _Seen], known: _Seen) -> list[StepCorrections]:
     ]
 
 
-class _Learnt:
+class _Fitted:
     """What all jobs have taught by some moment, and the answers given by that."""
 
     def __init__(self, seen: Mapping[str, _Seen] | None = None) -> None:

@@ -161,8 +161,8 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
             }
             for path, table in tables.items()
         ]
-        doubtful = [{"identity": one.identity, "doubt": one.outlier_reason} for one in outliers]
-        print_json({"store": str(store.path), "files": kept, "doubtful": doubtful})
+        told = [{"identity": one.identity, "reason": one.outlier_reason} for one in outliers]
+        print_json({"store": str(store.path), "files": kept, "outliers": told})
         return
     for path, table in tables.items():
         known = len(table.observations) - new[path]
@@ -212,7 +212,7 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
         graph = request.graph((observed[0].allocation,))
     found = list(fitted_steps(graph, observed, calibrator, cluster=request.cluster))
     if as_json:
-        print_json({"workload": graph.workload, "lessons": [asdict(step) for step in found]})
+        print_json({"workload": graph.workload, "steps": [asdict(step) for step in found]})
         return
     from estimator.cli.render_observed import fitted_steps_report
 
@@ -238,8 +238,8 @@ def show(place: Path | None, as_json: bool) -> None:
                 "jobs": [_plain(job) for job in found.jobs],
                 "drifts": [_plain(drift) for drift in found.drifts],
                 "populations": [_plain(each) for each in found.populations],
-                "doubtful": [
-                    {"identity": one.identity, "doubt": why}
+                "outliers": [
+                    {"identity": one.identity, "reason": why}
                     for one, why in (*found.outliers, *found.doubted)
                 ],
             }

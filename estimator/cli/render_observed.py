@@ -13,7 +13,7 @@ from estimator.units import format_ratio, format_seconds
 
 
 def review_report(found: Review) -> RenderableType:
-    """The jobs of a store, drift, populations, and what fits doubt or do not use."""
+    """The jobs of a store, drift, populations, outliers, and what fits do not use."""
     figures = ("observed", "allocations", "since", "until", "median error", "sync share")
     table = grid("observed steps", "job", "machines", *figures, numbers=len(figures))
     for job in found.jobs:

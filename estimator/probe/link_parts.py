@@ -26,7 +26,7 @@ from estimator.probe.network import (
 _PAIRS_PER_CLASS = 3
 # A pair this much slower than the middle one of its reach is timed once more, for this share of the
 # time again: most such pairs were only disturbed.
-_DOUBTFUL_RATIO = 0.9
+_SLOW_RATIO = 0.9
 _AGAIN_SHARE = 0.3
 
 
@@ -72,9 +72,9 @@ class LinkParts:
         found = dict(_sent(slot.workers, outcome))
         if not found:
             return outcome.failure or "the budget was over"
-        if (doubtful := _doubtful(slot.workers, found)) and not outcome.failures:
+        if (slow := _slow_pairs(slot.workers, found)) and not outcome.failures:
             again_s = _AGAIN_SHARE * slot.measuring_s
-            outcome = self._time_pairs(doubtful, CELL_SIZES_BYTES, slot, again_s)
+            outcome = self._time_pairs(slow, CELL_SIZES_BYTES, slot, again_s)
             for pair, message in _sent(slot.workers, outcome).items():
                 # What else runs on a machine makes messages slower, never faster.
                 found[pair] = max(found[pair], message, key=_rate_bytes_per_s)
@@ -174,7 +174,7 @@ def _flow_cases(nodes: Sequence[Sequence[Member]]) -> Iterator[tuple[tuple[int, 
             yield sending + receiving, f"{count} flows to {count} nodes"
 
 
-def _doubtful(
+def _slow_pairs(
     workers: WorkerGroup, found: Mapping[tuple[str, str], Mapping[str, Any]]
 ) -> list[tuple[str, str]]:
     """The pairs that look slow among those of the same locality."""
@@ -184,9 +184,7 @@ def _doubtful(
         near = [rate for pair, rate in rates.items() if workers.locality(*pair) == locality]
         usual[locality] = statistics.median(near) if near else 0.0
     return [
-        pair
-        for pair, rate in rates.items()
-        if rate < _DOUBTFUL_RATIO * usual[workers.locality(*pair)]
+        pair for pair, rate in rates.items() if rate < _SLOW_RATIO * usual[workers.locality(*pair)]
     ]
 
 

@@ -90,7 +90,7 @@ def test_show_prints_jobs_and_outliers(store: Path, command: Callable[..., Any])
     content = json.loads(command("calibrate", "show", "--json").out)
     assert [job["observations"] for job in content["jobs"]] == [3]
     # The keys that earlier versions printed, which scripts read.
-    assert [set(each) for each in content["doubtful"]] == [{"identity", "doubt"}]
+    assert [set(each) for each in content["outliers"]] == [{"identity", "reason"}]
 
 
 def test_fit_compares_observed_steps_with_both_predictions(
@@ -106,7 +106,7 @@ def test_fit_compares_observed_steps_with_both_predictions(
     ObservationStore().add_many(
         [observed(hour, "1x2:local", 1.5 * cold["step_time_s"]) for hour in range(3)]
     )
-    (step,) = json.loads(command("calibrate", "fit", model, "--json").out)["lessons"]
+    (step,) = json.loads(command("calibrate", "fit", model, "--json").out)["steps"]
     assert step["engine_s"] == pytest.approx(cold["step_time_s"], rel=1e-9)
     assert step["calibrated_s"] == pytest.approx(step["observed_s"], rel=0.1)
     found = command("estimate", model, "--on", "1x2:local", "--calibration", "-", "--json").out
