@@ -51,7 +51,7 @@ MODEL_ERROR = 0.18
 # Convolutions in fp32 without tensor cores, which no table times apart from other kernels. cuDNN
 # runs 3 × 3 filters by Winograd's transform, 2.25 times fewer multiplications (Lavin and Gray,
 # 2016) of which some two thirds are gained, and half of that backward, where gradients of filters
-# are sums over all positions; 3 × 3 × 3 filters as matrix products; others between the two.
+# are sums over all positions; 3 × 3 × 3 filters as matmuls; others between the two.
 VECTOR_CONVOLUTIONS = {
     "vector transformed.forward": [0.55, 1.5],
     "vector transformed.backward": [0.75, 2.0],

@@ -61,7 +61,7 @@ def update_slices(
         for number, parameter in enumerate(graph.parameters)
         if parameter.gradient is not None
     }
-    # Nobody may read a parameter with this step's gradient in it: a matrix product's gradient may
+    # Nobody may read a parameter with this step's gradient in it: a matmul's gradient may
     # be final before that of what the matrix multiplied.
     for index, op in enumerate(graph.ops):
         for value in op.inputs:

@@ -255,7 +255,7 @@ _CHANNELS = 8.0
 def implicit_matmuls(
     dims: tuple[float, ...], flops: float, *, is_backward: bool, is_tensor: bool
 ) -> list[tuple[float, float, float, float]]:
-    """(batch, rows, columns, inner) of the matrix products that a convolution is computed as.
+    """(batch, rows, columns, inner) of the matmuls that a convolution is computed as.
 
     Forward positions × outputs over inputs × filter. Backward outputs × inputs × filter over
     positions, and where `flops` are those of two, positions × inputs over outputs × filter, of
