@@ -152,16 +152,16 @@ def test_rates_by_ranks_are_those_of_their_cards() -> None:
 @pytest.mark.parametrize(
     ("hardware", "gbits"),
     [
-        ({"nic_count": 4, "nic_bit_per_s": 1e11}, 100.0),  # the card, though a quarter were 25
-        ({"nic_count": 4, "nic_bit_per_s": None}, 100.0),  # not known: all of the uplink
-        ({"nic_count": "4", "nic_bit_per_s": 1e9}, 100.0),
+        ({"nic_count": 4, "nic_bit_per_s": 1e11}, 100.0),  # the card; a quarter would be 50
+        ({"nic_count": 4, "nic_bit_per_s": None}, 200.0),  # not known: all of the uplink
+        ({"nic_count": "4", "nic_bit_per_s": 1e9}, 200.0),
     ],
 )
 def test_an_unknown_number_of_cards_is_one(
     hardware: dict[str, int | float | str | None], gbits: float
 ) -> None:
     profile = replace(Machine(devices=4).profile(), hardware=hardware)
-    nodes = {name: Node(machine="m", uplink_bytes_per_s=1e11 / 8) for name in ("a", "b")}
+    nodes = {name: Node(machine="m", uplink_bytes_per_s=2e11 / 8) for name in ("a", "b")}
     network = network_in_cluster(profile, Cluster(nodes=nodes), "a")
     assert network is not None
     payload = 1448 / 1514
