@@ -116,6 +116,8 @@ def test_operators_wait_for_arithmetic_and_memory_by_their_shares() -> None:
         return estimate_graph(graph, "1x2:synthetic", profile=profile).breakdown.forward_s
 
     calm = forward_s(1.0, 1.0)
+    # Two matmuls of 2 · 64 · 512 · 512 flops at 50 Gflop/s, a relu of 64 KiB in and out.
+    assert calm == pytest.approx(2 * 2 * 64 * 512**2 / 5e10 + 2 * 4 * 64 * 512 / 1e10, rel=0.1)
     assert forward_s(3.0, 3.0) == pytest.approx(3 * calm)
     # Whatever the share s of arithmetic: (1 + 2s) + (3 − 2s) = 4.
     both = forward_s(3.0, 1.0), forward_s(1.0, 3.0)
