@@ -111,9 +111,7 @@ class Estimate:
     @property
     def input_remedy(self) -> str:
         """What would hide the input stall, in words; empty where there is next to none."""
-        if self.breakdown.input_stall_s < 0.005 * self.step_time_s:
-            return ""
-        return remedy_of(self.plan, self.breakdown)
+        return self._told("input_remedy", _input_remedy)
 
     @property
     def device_memory(self) -> DeviceMemory:
@@ -196,6 +194,7 @@ class PlanFacts:
     loader: Loader | None
     assumptions: tuple[str, ...]
     provenance: tuple[tuple[str, str, float, float | None], ...]
+    input_remedy: str
 
     @classmethod
     def of(cls, answer: Estimate) -> PlanFacts:
@@ -210,6 +209,12 @@ class PlanFacts:
             "an estimate that was pickled has no timeline and no plan of its operators; estimate "
             "again where they are needed"
         )
+
+
+def _input_remedy(answer: Estimate) -> str:
+    if answer.breakdown.input_stall_s < 0.005 * answer.step_time_s:
+        return ""
+    return remedy_of(answer.plan, answer.breakdown)
 
 
 def _spare_memory_bytes(answer: Estimate) -> int:

@@ -60,8 +60,11 @@ def test_a_pickled_graph_is_small_and_equal_and_has_the_same_hash() -> None:
     assert len(pickled) < 100 * len(graph.ops)
 
 
-def test_an_estimate_is_pickled_without_its_plan_and_says_the_same() -> None:
-    answer = estimate(perceptron([64] * 300, batch=8), "1x2:m", profile=PROFILE)
+@pytest.mark.parametrize("loader", [None, "prep=80ms,workers=2"])
+def test_an_estimate_is_pickled_without_its_plan_and_says_the_same(loader: str | None) -> None:
+    graph = perceptron([64] * 300, batch=8)
+    answer = estimate(graph, "1x2:m", profile=PROFILE, loader=loader)
+    assert bool(answer.input_remedy) == (loader is not None)
     pickled = pickle.dumps(answer)
     assert len(pickled) < 10_000
     again = pickle.loads(pickled)
