@@ -14,7 +14,7 @@ from estimator.graph.op_graph import BoundGraph
 from estimator.graph.optimizer_memory import block_bytes as block_of
 from estimator.graph.optimizer_memory import rounded_bytes
 from estimator.graph.shard_play import Reduction, at
-from estimator.graph.step_memory import ShardedStep, play_step, step_memory
+from estimator.graph.step_memory import ShardedStep, holds_shards, play_step, step_memory
 from estimator.graph.structure import GraphStructure
 from estimator.workload import Strategy
 
@@ -94,7 +94,7 @@ def memory_curve(
     """
     known = structure or GraphStructure.of(bound.graph)
     asked = bound, known, optimizer, strategy, shards, buckets
-    if (merging or strategy.offload) and strategy.kind in ("zero2", "fsdp"):
+    if holds_shards(strategy, merging=merging):
         return _sharded_curve(*asked, micro_batches, threads)
     return _replica_curve(*asked, merging, threads)
 
@@ -166,30 +166,22 @@ def _sharded_curve(
     threads: int,
 ) -> MemoryCurve:
     """Of ZeRO-2 or FSDP: at each op the instant around it at which most is held."""
-    dtypes = strategy.shard_dtypes(bound.graph.precision)
-    master_ratio = strategy.master_ratio(bound.graph.precision)
-    step = ShardedStep(bound, structure, optimizer, threads, dtypes, master_ratio)
+    step = ShardedStep(bound, structure, optimizer, threads, strategy)
     shares = strategy.kind == "fsdp"
-    # What is offloaded takes nothing here.
-    there = 0 if strategy.offload else 1
-    own = there * -(-step.parameters_bytes // shards) if shares else step.parameters_bytes
-    state = there * -(-step.state_bytes // shards)
+    own = -(-step.parameters_bytes // shards) if shares else step.parameters_bytes
+    state = -(-step.state_bytes // shards)
+    updating = [-(-size // shards) for size in (step.trained_bytes, step.update_bytes)]
+    saved, temporary = _activation_levels(structure, StorageSizes.of(bound, structure, threads))
     best: MemoryCurve | None = None
     every = play_step(
-        step,
-        strategy,
-        buckets,
-        micro_batches=micro_batches,
-        gradient_sync=strategy.gradient_sync,
+        step, buckets, micro_batches=micro_batches, gradient_sync=strategy.gradient_sync
     )
     for played in every:
-        gradients = played.gradients - there * (-played.gradient_shards // shards)
+        gradients = played.gradients - (-played.gradient_shards // shards)
         rows = played.gathered + played.buffers + gradients + step.activations
         places = _highest_instants(rows, step.ops)
-        saved, temporary = _activation_levels(structure, StorageSizes.of(bound, structure, threads))
         # Before an op its own outputs are not there yet.
         over = step.activations[places] - saved
-        updating = [there * -(-size // shards) for size in (step.trained_bytes, step.update_bytes)]
         kept = np.minimum(saved, step.activations[places])
         curve = MemoryCurve(
             levels={

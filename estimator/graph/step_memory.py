@@ -21,6 +21,7 @@ from estimator.graph.optimizer_memory import (
     block_bytes,
     optimizer_memory,
     rounded_bytes,
+    trained_tensors,
 )
 from estimator.graph.shard_play import (
     RAN,
@@ -39,7 +40,7 @@ from estimator.graph.shard_play import (
 from estimator.graph.sharded_memory import Envelope, ShardedMemory, upper_lines
 from estimator.graph.shards import frozen_unit_bytes, parameter_unit
 from estimator.graph.structure import GraphStructure
-from estimator.workload import ShardDtypes, Strategy
+from estimator.workload import Strategy
 
 
 def step_memory(
@@ -63,59 +64,60 @@ def step_memory(
     hand.
     """
     known = structure or GraphStructure.of(bound.graph)
+    if holds_shards(strategy, merging=merging):
+        step = ShardedStep(bound, known, optimizer, threads, strategy)
+        played = play_step(step, buckets, micro_batches=micro_batches, gradient_sync=gradient_sync)
+        return step.memory(played)
     replicate = partial(
         peak_memory,
         bound,
-        strategy=strategy,
         largest_bucket_bytes=max((each.size_bytes for each in buckets), default=0),
         threads=threads,
         structure=known,
     )
-    # Alone a rank holds no shards, but those that are kept in another dtype.
-    holds_all = not merging and strategy.param is None and not strategy.offload
-    if holds_all or strategy.kind == "ddp":
-        return ShardedMemory.of_replica(replicate(optimizer=optimizer, ranks=2 if merging else 1))
-    if strategy.kind in ("ps", "zero1", "distributed-optimizer"):
-        # A worker of parameter servers updates nothing, and plain SGD holds nothing.
-        replica = replicate(optimizer="sgd", ranks=2)
-        if strategy.kind == "ps":
-            return ShardedMemory.of_replica(replica)
-        master_ratio = strategy.master_ratio(bound.graph.precision)
-        own = optimizer_memory(bound.graph, optimizer, master_ratio=master_ratio)
-        if strategy.kind == "distributed-optimizer":
-            # Its shares are cut through tensors, and even.
-            own = own._replace(largest_state_bytes=0, largest_together_bytes=0)
-        return _zero1_memory(replica, own)
-    dtypes = strategy.shard_dtypes(bound.graph.precision)
+    if not merging or strategy.kind == "ddp":
+        ranks = 2 if merging else 1
+        return ShardedMemory.of_replica(
+            replicate(optimizer=optimizer, strategy=strategy, ranks=ranks)
+        )
+    # A worker of parameter servers updates nothing, and plain SGD holds nothing.
+    replica = replicate(optimizer="sgd", strategy=strategy, ranks=2)
+    if strategy.kind == "ps":
+        return ShardedMemory.of_replica(replica)
     master_ratio = strategy.master_ratio(bound.graph.precision)
-    step = ShardedStep(bound, known, optimizer, threads, dtypes, master_ratio)
-    played = play_step(
-        step, strategy, buckets, micro_batches=micro_batches, gradient_sync=gradient_sync
-    )
-    return step.memory(
-        played, shards_parameters=strategy.kind == "fsdp", offloaded=strategy.offload
-    )
+    own = optimizer_memory(bound.graph, optimizer, master_ratio=master_ratio)
+    if strategy.kind == "distributed-optimizer":
+        # Its shares are cut through tensors, and even.
+        own = own._replace(largest_state_bytes=0, largest_together_bytes=0)
+    return _zero1_memory(replica, own)
+
+
+def holds_shards(strategy: Strategy, *, merging: bool) -> bool:
+    """Whether a rank holds shards of gradients, as under ZeRO-2, or of parameters too.
+
+    Alone it holds none, but those that are kept in another dtype or on the host.
+    """
+    shards = merging or strategy.param is not None or strategy.offload
+    return shards and strategy.kind in ("zero2", "fsdp")
 
 
 def play_step(
-    step: ShardedStep,
-    strategy: Strategy,
-    buckets: Sequence[Reduction],
-    *,
-    micro_batches: int,
-    gradient_sync: bool,
+    step: ShardedStep, buckets: Sequence[Reduction], *, micro_batches: int, gradient_sync: bool
 ) -> list[Played]:
     """What each micro-batch that may have the peak holds beside activations, ZeRO-2 or FSDP."""
-    passes = _micro_batches(micro_batches, gradient_sync)
+    passes, strategy = _micro_batches(micro_batches, gradient_sync), step.strategy
     if strategy.kind == "zero2":
-        ratio = strategy.shard_dtypes(step.graph.precision).reduced_ratio
+        ratio = step.dtypes.reduced_ratio
         sent = [Reduction(b.after, int(b.size_bytes * ratio), b.size_bytes) for b in buckets]
         return [play_zero2(step.graph, sent, step.gradients, each) for each in passes]
     units, regathers = _unit_bytes(step.graph), strategy.reshard_after_forward
-    return [
+    played = [
         play_fsdp(step.graph, units, step.gradients, each, step.dtypes, regathers=regathers)
         for each in passes
     ]
+    if strategy.offload:
+        return [replace(p, gradient_shards=np.zeros_like(p.gradient_shards)) for p in played]
+    return played
 
 
 def _micro_batches(micro_batches: int, gradient_sync: bool) -> list[MicroBatch]:
@@ -159,15 +161,6 @@ def _zero1_memory(replica: PeakMemory, own: OptimizerMemory) -> ShardedMemory:
     )
 
 
-def _trained_bytes(graph: OpGraph) -> list[int]:
-    block = block_bytes(graph)
-    return [
-        rounded_bytes(parameter.spec.nbytes, block)
-        for parameter in graph.parameters
-        if parameter.gradient is not None
-    ]
-
-
 def _unit_bytes(graph: OpGraph) -> dict[str, int]:
     """What FSDP gathers of every unit that has parameters, trained or not."""
     block = block_bytes(graph)
@@ -178,7 +171,11 @@ def _unit_bytes(graph: OpGraph) -> dict[str, int]:
 
 
 class ShardedStep:
-    """What a step holds whatever the strategy; everything in bytes."""
+    """What a step under ZeRO-2 or FSDP holds beside what is played of it; everything in bytes.
+
+    Of parameters, gradients and the optimizer it is that of all shards; none of it is on the device
+    where they are offloaded.
+    """
 
     def __init__(
         self,
@@ -186,15 +183,18 @@ class ShardedStep:
         structure: GraphStructure,
         optimizer: str,
         threads: int,
-        dtypes: ShardDtypes,
-        master_ratio: int = 1,
+        strategy: Strategy,
     ) -> None:
         graph = self.graph = bound.graph
-        self.ops, self.dtypes = len(graph.ops), dtypes
-        trained = [size * dtypes.stored_ratio for size in _trained_bytes(graph)]
-        self.trained_bytes = sum(trained)
+        self.ops, self.strategy = len(graph.ops), strategy
+        dtypes = self.dtypes = strategy.shard_dtypes(graph.precision)
+        trained = trained_tensors(graph, dtypes.stored_ratio)
+        self.trained_bytes = sum(tensor.size_bytes for tensor in trained)
         held = optimizer_memory(
-            graph, optimizer, stored_ratio=dtypes.stored_ratio, master_ratio=master_ratio
+            graph,
+            optimizer,
+            stored_ratio=dtypes.stored_ratio,
+            master_ratio=strategy.master_ratio(graph.precision),
         )
         self.state_bytes, self.update_bytes = held.state_bytes, held.update_bytes
         block = block_bytes(graph)
@@ -202,6 +202,8 @@ class ShardedStep:
             graph.frozen_parameter_bytes
             + sum(rounded_bytes(parameter.spec.nbytes, block) for parameter in graph.parameters)
         )
+        if strategy.offload:
+            self.parameters_bytes = self.state_bytes = self.trained_bytes = self.update_bytes = 0
         sizes = StorageSizes.of(bound, structure, threads)
         self.inputs_bytes = sizes.inputs_bytes
         self.buffers_bytes = graph.buffer_bytes + sizes.constants_bytes
@@ -214,15 +216,11 @@ class ShardedStep:
         activations.hold_each(at(every, RUN), at(every, RAN), sizes.workspaces)
         self.activations = activations.levels()
 
-    def memory(
-        self, played: Sequence[Played], *, shards_parameters: bool, offloaded: bool = False
-    ) -> ShardedMemory:
-        """The peak over micro-batches and the update; `offloaded` shards are on the host."""
-        if offloaded:
-            played = [replace(p, gradient_shards=np.zeros_like(p.gradient_shards)) for p in played]
-            self.parameters_bytes = self.state_bytes = self.trained_bytes = self.update_bytes = 0
+    def memory(self, played: Sequence[Played]) -> ShardedMemory:
+        """The peak over micro-batches and the update."""
         fixed, sharded = self.inputs_bytes + self.buffers_bytes, self.state_bytes
-        parameters = (0, self.parameters_bytes) if shards_parameters else (self.parameters_bytes, 0)
+        whole = self.strategy.kind == "zero2"
+        parameters = (self.parameters_bytes, 0) if whole else (0, self.parameters_bytes)
         fixed, sharded = fixed + parameters[0], sharded + parameters[1]
         # In the update no gradient is whole any more.
         updating = self.trained_bytes + self.update_bytes

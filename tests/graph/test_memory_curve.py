@@ -74,6 +74,15 @@ def test_the_maximum_is_the_peak_of_a_shard(kind: str, micro_batches: int, shard
     assert all((levels >= 0).all() for levels in curve.levels.values())
 
 
+@pytest.mark.parametrize("text", ["fsdp:param=bf16", "fsdp:offload", "fsdp:param=bf16,offload"])
+def test_the_maximum_is_the_peak_of_a_rank_alone_whose_shards_are_kept_apart(text: str) -> None:
+    bound = replace(three_layers(), precision="bf16").at()
+    asked = {"optimizer": "adam", "strategy": Strategy.parse(text), "merging": False}
+    curve = memory_curve(bound, **asked)  # type: ignore[arg-type]
+    whole = step_memory(bound, **asked)  # type: ignore[arg-type]
+    assert abs(curve.peak_bytes - whole.total_bytes(1)) <= 4
+
+
 def test_tensors_alive_at_an_op_add_up_to_its_levels() -> None:
     graph = convolutional()
     bound = graph.at(64)
