@@ -12,7 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from statistics import fmean, stdev, variance
+from statistics import fmean, stdev
+
+import numpy as np
 
 LEAST_SHIFT_RATIO = 0.05
 # Standard errors between the two samples; above 3, since many change points are tested.
@@ -94,23 +96,23 @@ def populations(name: str, residuals: Sequence[Residual]) -> Populations | None:
     The cut is the one that leaves least variance within both groups (Fisher 1958). Of one normal
     population it leaves 36 % of the variance; two groups have to leave far less.
     """
-    values = sorted(residual.value for residual in residuals)
-    best: tuple[float, int] | None = None
-    for cut in range(_LEAST_POPULATION, len(values) - _LEAST_POPULATION + 1):
-        within = sum((len(part) - 1) * variance(part) for part in (values[:cut], values[cut:]))
-        if best is None or within < best[0]:
-            best = within, cut
-    if best is None:
+    values = np.sort([residual.value for residual in residuals])
+    steps = len(values)
+    if steps < 2 * _LEAST_POPULATION:
         return None
-    within, cut = best
-    shift = fmean(values[cut:]) - fmean(values[:cut])
-    total = (len(values) - 1) * variance(values)
+    # Sum of squares between two groups, the shorter's values adding to `below`; the mean is 0.
+    values -= values.mean()
+    shorter = np.arange(_LEAST_POPULATION, steps - _LEAST_POPULATION + 1)
+    below = np.cumsum(values)[shorter - 1]
+    between = below**2 * steps / (shorter * (steps - shorter))
+    best = int(np.argmax(between))
+    cut, total = int(shorter[best]), float(values @ values)
+    within = max(total - float(between[best]), 0.0)
+    shift = float(values[cut:].mean() - values[:cut].mean())
     is_apart = within < _MOST_WITHIN_RATIO * total and math.expm1(shift) > LEAST_SHIFT_RATIO
-    if not is_apart or shift < _LEAST_Z * max(math.sqrt(within / len(values)), _LEAST_SIGMA):
+    if not is_apart or shift < _LEAST_Z * max(math.sqrt(within / steps), _LEAST_SIGMA):
         return None
-    return Populations(
-        name=name, ratio=math.exp(shift), slower=len(values) - cut, steps=len(values)
-    )
+    return Populations(name=name, ratio=math.exp(shift), slower=steps - cut, steps=steps)
 
 
 _ChangePoint = tuple[float, float, datetime | None]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from estimator.cluster.jobs import Job
 from estimator.cluster.nodes import Nodes
-from estimator.cluster.speeds import EngineSpeeds
+from estimator.cluster.speeds import EngineSpeeds, Speeds
 from estimator.graph.op_graph import OpGraph
 
 REQUESTS = {1: 0.30, 2: 0.20, 4: 0.20, 8: 0.15, 16: 0.10, 32: 0.05}
@@ -41,7 +41,7 @@ def drawn_jobs(
     kinds = list(graphs)
     arrivals_s = np.cumsum(rng.exponential(arrivals_every_s, jobs))
     counts = rng.choice(list(REQUESTS), jobs, p=list(REQUESTS.values()))
-    run_s = drawn_run_s(rng, jobs)
+    run_s, speeds = drawn_run_s(rng, jobs), EngineSpeeds()
     found = []
     for number in range(jobs):
         models = graphs[kinds[int(rng.integers(len(kinds)))]]
@@ -54,15 +54,23 @@ def drawn_jobs(
                 arrival_s=float(arrivals_s[number]),
                 devices=int(counts[number]),
                 run_s=float(run_s[number]),
+                speeds=speeds,
             )
         )
     return found
 
 
 def job_of_run_time(
-    graph: OpGraph, nodes: Nodes, *, name: str, arrival_s: float, devices: int, run_s: float
+    graph: OpGraph,
+    nodes: Nodes,
+    *,
+    name: str,
+    arrival_s: float,
+    devices: int,
+    run_s: float,
+    speeds: Speeds,
 ) -> Job:
-    """A job that takes `run_s` on the devices asked for, as the engine has it."""
+    """A job that takes `run_s` at these speeds on the devices asked for."""
     batch = (graph.batch or 1) * devices
     job = Job(
         name=name,
@@ -72,5 +80,5 @@ def job_of_run_time(
         devices=devices,
         global_batch=batch,
     )
-    (step_s,) = EngineSpeeds().step_times_s(job, [nodes.packed(nodes.machines[0], devices)])
+    (step_s,) = speeds.step_times_s(job, [nodes.packed(nodes.machines[0], devices)])
     return replace(job, samples=run_s / step_s * batch)

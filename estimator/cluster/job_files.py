@@ -12,6 +12,7 @@ import numpy as np
 from estimator.cluster.experiment import drawn_run_s, job_of_run_time
 from estimator.cluster.jobs import Job
 from estimator.cluster.nodes import Nodes
+from estimator.cluster.speeds import EngineSpeeds
 from estimator.cluster.traces import TracedJob
 from estimator.errors import WorkloadError, quoted
 from estimator.files import parse_json, read_text
@@ -25,7 +26,7 @@ _WHOLE = {"devices", "global_batch", "most_devices", "most_batch_per_gpu", "most
 
 
 def is_job_file(path: Path) -> bool:
-    """Whether a file is one of jobs: a JSON object with the key "jobs"."""
+    """Whether a file is one of jobs, a JSON object: Philly's trace is an array."""
     return isinstance(_read_json(path), dict) if path.suffix == ".json" else False
 
 
@@ -61,10 +62,10 @@ def jobs_of_trace(
     """Jobs for what a trace says, which names no models: each takes one drawn by the seed.
 
     Samples are run time × the engine's throughput at the request; run times that the trace lacks
-    are drawn as in the experiment. Rows that ask for more than the
-    cluster has are refused with WorkloadError.
+    are drawn as in the experiment. Rows that ask for more than the cluster has are refused with
+    WorkloadError.
     """
-    rng, machine = np.random.default_rng(seed), nodes.machines[0]
+    rng, machine, speeds = np.random.default_rng(seed), nodes.machines[0], EngineSpeeds()
     jobs = []
     for row in rows:
         if row.devices > nodes.total(machine):
@@ -82,6 +83,7 @@ def jobs_of_trace(
                 arrival_s=row.arrival_s,
                 devices=row.devices,
                 run_s=drawn_s if row.run_s is None else row.run_s,
+                speeds=speeds,
             )
         )
     return jobs

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from estimator.cluster import speeds
 from estimator.cluster.job_files import is_job_file, job_entries, jobs_of_trace, read_jobs
 from estimator.cluster.nodes import Nodes
 from estimator.cluster.speeds import EngineSpeeds
 from estimator.cluster.traces import TracedJob, read_trace
 from estimator.errors import WorkloadError
+from estimator.graph.op_graph import OpGraph
+from estimator.tables import EstimateTable, estimate_many
 from tests.synthetic import perceptron
 
 PHILLY = [
@@ -159,6 +164,20 @@ def test_a_job_of_a_trace_runs_as_long_as_the_trace_says() -> None:
     (step_s,) = EngineSpeeds().step_times_s(job, [nodes.packed("gtx-1080-roce", 8)])
     assert job.samples / job.global_batch * step_s == pytest.approx(1000)
     assert (job.arrival_s, job.devices) == (5, 8)
+
+
+def test_jobs_that_ask_alike_are_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(graph: OpGraph, allocations: Sequence[str], **more: Any) -> EstimateTable:
+        asked.append(len(allocations))
+        return estimate_many(graph, allocations, **more)
+
+    monkeypatch.setattr(speeds, "estimate_many", counted)
+    rows = [traced(str(number), number, 8, 1000 + number) for number in range(10)]
+    jobs = jobs_of_trace(rows, [ON_CUDA], Nodes.parse(NODES), seed=0)
+    assert asked == [1]
+    assert jobs[9].samples / jobs[0].samples == pytest.approx(1.009)
 
 
 def test_a_trace_of_a_larger_cluster_is_refused() -> None:
