@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from estimator.advise.memory import MemoryReport
-from estimator.errors import StoreError, cause
+from estimator.report.pictures import empty_figure, save_figure, shades
 from estimator.units import GIB
 
 
@@ -17,20 +16,13 @@ def draw_memory(report: MemoryReport, path: Path) -> None:
 
     Raises StoreError if matplotlib is missing or the file cannot be written.
     """
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise StoreError(
-            "a picture needs matplotlib; install throughput-estimator[report]"
-        ) from None
-    figure: Any = Figure(figsize=(10.0, 4.5), layout="constrained")
+    figure = empty_figure(width_inches=10.0, height_inches=4.5)
     axes = figure.subplots()
     shown = {kind: each for kind, each in report.curve.levels.items() if each.any()}
     starts_s = np.append(0.0, report.time_s)
     # Each level holds from the start of its op to its end.
     levels = [np.append(each, each[-1]) / GIB for each in shown.values()]
-    colours = [colormaps["viridis"](0.95 * n / max(len(shown) - 1, 1)) for n in range(len(shown))]
+    colours = shades(len(shown), brightest=0.95)
     axes.stackplot(
         1e3 * starts_s, *levels, labels=list(shown), colors=colours, step="post", linewidth=0
     )
@@ -47,7 +39,4 @@ def draw_memory(report: MemoryReport, path: Path) -> None:
     title = f"{report.answer.model} on {report.answer.allocation}: peak in {report.peak_op}"
     axes.set(xlabel="ms", ylabel="GiB", xlim=(0, 1e3 * starts_s[-1]), ylim=(0, None), title=title)
     figure.legend(loc="outside right upper")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise StoreError(f"cannot draw {path} ({cause(error)}); name a .png or .svg file") from None
+    save_figure(figure, path)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from estimator.cluster.replay import Ran
-from estimator.errors import StoreError, cause
+from estimator.report.pictures import empty_figure, save_figure
 
 
 def draw_replays(replays: Mapping[str, Sequence[Ran]], path: Path) -> None:
@@ -17,13 +16,7 @@ def draw_replays(replays: Mapping[str, Sequence[Ran]], path: Path) -> None:
 
     Raises StoreError if matplotlib is missing or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise StoreError(
-            "a picture needs matplotlib; install throughput-estimator[report]"
-        ) from None
-    figure: Any = Figure(figsize=(10.0, 4.0), layout="constrained")
+    figure = empty_figure(width_inches=10.0, height_inches=4.0)
     over_time, completion = figure.subplots(1, 2)
     for name, ran in replays.items():
         times, held = held_over_time(ran)
@@ -34,10 +27,7 @@ def draw_replays(replays: Mapping[str, Sequence[Ran]], path: Path) -> None:
     completion.set(xlabel="completion time (hours)", ylabel="% of jobs", ylim=(0, 100))
     completion.set_xscale("log")
     figure.legend(loc="outside right upper")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise StoreError(f"cannot draw {path} ({cause(error)}); name a .png or .svg file") from None
+    save_figure(figure, path)
 
 
 def held_over_time(ran: Sequence[Ran]) -> tuple[np.ndarray, np.ndarray]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from estimator.advise.sweeps import SweepRow
-from estimator.errors import StoreError, cause
 from estimator.estimates import Estimate
 from estimator.machines.files import write_bytes_atomically
+from estimator.report.pictures import empty_figure, save_figure, shades
 
 _MOST_NAMED = 10
 _MOST_LARGE_MARKERS = 20
@@ -37,21 +37,14 @@ def draw_scaling(rows: Sequence[SweepRow], path: Path) -> None:
 
     Raises StoreError if matplotlib is missing or the file cannot be written.
     """
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise StoreError(
-            "a picture needs matplotlib; install throughput-estimator[report]"
-        ) from None
-    figure: Any = Figure(figsize=(10.0, 4.0), layout="constrained")
+    figure = empty_figure(width_inches=10.0, height_inches=4.0)
     speed, efficiency = figure.subplots(1, 2)
     lines = lines_of(rows)
     named = _evenly_spaced(len(lines), _MOST_NAMED)
+    colours = shades(len(lines), brightest=0.85)
     for number, (label, points) in enumerate(lines.items()):
+        colour = colours[number]
         devices, throughput, low, high, ratio = zip(*sorted(points), strict=True)
-        # The bright end of the map is hard to see on white.
-        colour = colormaps["viridis"](0.85 * number / max(len(lines) - 1, 1))
         marker = {"marker": "o", "markersize": 5 if len(points) <= _MOST_LARGE_MARKERS else 2}
         shown = label if number in named else None
         speed.plot(devices, throughput, label=shown, color=colour, **marker)
@@ -67,10 +60,7 @@ def draw_scaling(rows: Sequence[SweepRow], path: Path) -> None:
     if lines:
         figure.legend(loc="outside right upper", title="80 % interval shaded")
     drawn = io.BytesIO()
-    try:
-        figure.savefig(drawn, format=path.suffix.removeprefix("."))
-    except (OSError, ValueError) as error:
-        raise StoreError(f"cannot draw {path} ({cause(error)}); name a .png or .svg file") from None
+    save_figure(figure, path, to=drawn)
     write_bytes_atomically(path, drawn.getvalue())
 
 

@@ -1,0 +1,37 @@
+"""Begin a picture and write it, as matplotlib does both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import IO, Any
+
+from estimator.errors import StoreError, cause
+
+
+def empty_figure(*, width_inches: float, height_inches: float) -> Any:
+    """A figure without axes; raises StoreError if matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise StoreError(
+            "a picture needs matplotlib; install throughput-estimator[report]"
+        ) from None
+    return Figure(figsize=(width_inches, height_inches), layout="constrained")
+
+
+def shades(count: int, *, brightest: float) -> list[Any]:
+    """So many colours from dark up to the `brightest`; 1 is hard to see on white."""
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](brightest * n / max(count - 1, 1)) for n in range(count)]
+
+
+def save_figure(figure: Any, path: Path, *, to: IO[bytes] | None = None) -> None:
+    """Write a figure to `path`, or what would stand there `to` a stream; raises StoreError."""
+    try:
+        if to is None:
+            figure.savefig(path)
+        else:
+            figure.savefig(to, format=path.suffix.removeprefix("."))
+    except (OSError, ValueError) as error:
+        raise StoreError(f"cannot draw {path} ({cause(error)}); name a .png or .svg file") from None
