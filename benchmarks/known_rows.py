@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from published.graphs import ModelSpec
-from published.language_sources import MPT, bert, llama
+from published.language_sources import bert, llama, mpt
 from published.machines import Setting
 from published.scheduler_sources import RESNET50
 
@@ -209,22 +209,6 @@ def _fms_fsdp() -> Iterator[KnownRow]:
         )
 
 
-def _mpt(size: str, length: int, *, recomputed: bool) -> ModelSpec:
-    width, heads, layers = MPT[size]
-    return ModelSpec.of(
-        f"mpt-{size} {length}" + (" recomputed" if recomputed else ""),
-        "decoder",
-        width=width,
-        heads=heads,
-        layers=layers,
-        length=length,
-        hidden=4 * width,
-        vocabulary=50368,
-        biased=True,
-        recompute_every=int(recomputed),
-    )
-
-
 def _foundry() -> Iterator[KnownRow]:
     """mosaicml/llm-foundry, scripts/train/benchmarking: H100 80GB BF16, eight GPUs, tokens/s."""
     for size, length, batch, accumulation, recomputed, tokens_per_s in (
@@ -245,7 +229,7 @@ def _foundry() -> Iterator[KnownRow]:
     ):
         yield KnownRow(
             source="llm-foundry",
-            spec=_mpt(size, length, recomputed=recomputed),
+            spec=mpt(size, length, recomputed=recomputed),
             machine="h100-sxm",
             gpus=8,
             batch_per_gpu=batch,

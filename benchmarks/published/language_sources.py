@@ -159,17 +159,10 @@ def _gpt_size(row: PublishedRow, generation: str, size: str) -> tuple[int, int, 
     return _GPT[generation, size]
 
 
-def _llm_foundry(row: PublishedRow) -> Workload:
+def mpt(size: str, length: int, *, recomputed: bool) -> ModelSpec:
     """MPT with learned positions and biases (as their parameter counts say), flash attention."""
-    size = row.step.model.lower().removeprefix("mpt-")
-    if size not in MPT:
-        raise NotMapped(f"no builder for the model {row.step.model}")
     width, heads, layers = MPT[size]
-    recomputed = row.notes.get("act_ckpt") == "True"
-    if row.notes.get("act_offload") == "True":
-        raise NotMapped("its activations are offloaded to the CPU, which the engine does not model")
-    length = row.seq_len or 2048
-    spec = ModelSpec.of(
+    return ModelSpec.of(
         f"mpt-{size} {length}" + (" recomputed" if recomputed else ""),
         "decoder",
         width=width,
@@ -181,6 +174,16 @@ def _llm_foundry(row: PublishedRow) -> Workload:
         biased=True,
         recompute_every=int(recomputed),
     )
+
+
+def _llm_foundry(row: PublishedRow) -> Workload:
+    """MPT, refused where activations are offloaded."""
+    size = row.step.model.lower().removeprefix("mpt-")
+    if size not in MPT:
+        raise NotMapped(f"no builder for the model {row.step.model}")
+    if row.notes.get("act_offload") == "True":
+        raise NotMapped("its activations are offloaded to the CPU, which the engine does not model")
+    spec = mpt(size, row.seq_len or 2048, recomputed=row.notes.get("act_ckpt") == "True")
     rate = re.search(r"with (\d+) ?Gbps.*?(RoCE|InfiniBand)?\)", row.text("notes"))
     setting = Setting(
         network="roce" if rate and rate[2] == "RoCE" else "infiniband",

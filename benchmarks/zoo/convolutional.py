@@ -84,6 +84,16 @@ def residual_stages(
     return layers, channels
 
 
+def residual_layers(
+    blocks: tuple[int, ...], *, classes: int, narrowest: int = 64, **kind: Any
+) -> list[nn.Module]:
+    """A ResNet from images to scores; `kind` are options of `residual_stages`."""
+    layers, channels = residual_stages(narrowest, blocks, narrowest=narrowest, **kind)
+    stem = [*convolution(3, narrowest, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
+    return [*stem, *layers, *head]
+
+
 class Classifier(nn.Sequential):
     """Layers from images to scores."""
 
@@ -114,10 +124,7 @@ def resnet(
 ) -> Built:
     """ResNet for ImageNet; `kind` are options of `residual_stages`."""
     with torch.device("meta"):
-        layers, channels = residual_stages(64, blocks, **kind)
-        stem = [*convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
-        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
-        model = _Images(Classifier(*stem, *layers, *head))
+        model = _Images(Classifier(*residual_layers(blocks, classes=classes, **kind)))
     return model.train(), _labelled(batch, size, classes), cross_entropy
 
 
@@ -225,30 +232,26 @@ class Labelled(nn.Module):
 
 def small_resnet() -> nn.Module:
     """ResNet with bottleneck blocks (2, 2, 2, 2), a ResNet-26, at half width and 100 classes."""
-    layers, channels = residual_stages(32, (2, 2, 2, 2), narrowest=32)
-    stem = [*convolution(3, 32, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 100)]
-    return Labelled(nn.Sequential(*stem, *layers, *head)).train()
+    layers = residual_layers((2, 2, 2, 2), classes=100, narrowest=32)
+    return Labelled(nn.Sequential(*layers)).train()
 
 
-def mobilenet() -> nn.Module:
-    """MobileNetV2 at half width on 128-pixel images: depthwise convolutions, memory-bound."""
-    layers: list[nn.Module] = [*convolution(3, 16, 3, 2), nn.ReLU6(inplace=True)]
-    channels = 16
-    for expansion, channels_out, repeats, stride in (
-        (1, 8, 1, 1),
-        (6, 16, 2, 2),
-        (6, 16, 3, 2),
-        (6, 32, 4, 2),
-        (6, 48, 3, 1),
-        (6, 80, 3, 2),
-        (6, 160, 1, 1),
-    ):
-        for block in range(repeats):
+# (expansion, blocks, stride) of MobileNetV2's stages (Sandler et al., 2018, table 2).
+_MOBILENET = ((1, 1, 1), (6, 2, 2), (6, 3, 2), (6, 4, 2), (6, 3, 1), (6, 3, 2), (6, 1, 1))
+
+
+def mobilenet_layers(
+    stem: int, widths: tuple[int, ...], last: int, *, classes: int
+) -> list[nn.Module]:
+    """MobileNetV2 from images to scores, `widths` the channels of its stages."""
+    layers: list[nn.Module] = [*convolution(3, stem, 3, 2), nn.ReLU6(inplace=True)]
+    channels = stem
+    for (expansion, blocks, stride), width in zip(_MOBILENET, widths, strict=True):
+        for block in range(blocks):
             layers.append(
                 InvertedResidual(
                     channels,
-                    channels_out,
+                    width,
                     size=3,
                     stride=stride if block == 0 else 1,
                     expansion=expansion,
@@ -256,25 +259,35 @@ def mobilenet() -> nn.Module:
                     activation=nn.ReLU6,
                 )
             )
-            channels = channels_out
-    layers += [*convolution(channels, 640, 1), nn.ReLU6(inplace=True), nn.AdaptiveAvgPool2d(1)]
-    layers += [nn.Flatten(), nn.Dropout(0.2), nn.Linear(640, 100)]
+            channels = width
+    layers += [*convolution(channels, last, 1), nn.ReLU6(inplace=True), nn.AdaptiveAvgPool2d(1)]
+    return [*layers, nn.Flatten(), nn.Dropout(0.2), nn.Linear(last, classes)]
+
+
+def mobilenet() -> nn.Module:
+    """MobileNetV2 at half width on 128-pixel images: depthwise convolutions, memory-bound."""
+    layers = mobilenet_layers(16, (8, 16, 16, 32, 48, 80, 160), 640, classes=100)
     return Labelled(nn.Sequential(*layers)).train()
 
 
-def vgg16() -> nn.Module:
-    """VGG-16 without batch norm (Simonyan and Zisserman 2015), configuration D."""
+def vgg_layers(repeats: tuple[int, ...]) -> list[nn.Module]:
+    """VGG without batch norm (Simonyan and Zisserman 2015): convolutions of each width, head."""
     layers: list[nn.Module] = []
     channels = 3
-    for width, repeats in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-        for _ in range(repeats):
+    for width, count in zip((64, 128, 256, 512, 512), repeats, strict=True):
+        for _ in range(count):
             layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
             channels = width
         layers.append(nn.MaxPool2d(2))
-    head: list[nn.Module] = [nn.Flatten()]
+    layers.append(nn.Flatten())
     for inputs in (512 * 7 * 7, 4096):
-        head += [nn.Linear(inputs, 4096), nn.ReLU(inplace=True), nn.Dropout()]
-    return Labelled(nn.Sequential(*layers, *head, nn.Linear(4096, 1000))).train()
+        layers += [nn.Linear(inputs, 4096), nn.ReLU(inplace=True), nn.Dropout()]
+    return [*layers, nn.Linear(4096, 1000)]
+
+
+def vgg16() -> nn.Module:
+    """VGG-16, configuration D."""
+    return Labelled(nn.Sequential(*vgg_layers((2, 2, 3, 3, 3)))).train()
 
 
 def _double_convolution(channels_in: int, channels_out: int) -> nn.Sequential:

@@ -33,6 +33,17 @@ def _language(name: str, batches: tuple[int, int], length: int, **options: Any) 
     )
 
 
+def _classifier(name: str, batches: tuple[int, int], family: str, **options: Any) -> Workload:
+    return Workload(
+        name=name,
+        batches=batches,
+        build=configured(
+            f"{family}ForImageClassification", f"{family}Config", num_labels=1000, **options
+        ),
+        inputs=labelled_images(224, 1000),
+    )
+
+
 _BERT_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
 _GPT2_MEDIUM = {"n_embd": 1024, "n_layer": 24, "n_head": 16}
 _LLAMA_1B = {
@@ -58,17 +69,11 @@ _EFFICIENTNET_B0 = {
     "depth_coefficient": 1.0,
     "hidden_dim": 1280,
     "dropout_rate": 0.2,
-    "num_labels": 1000,
 }
 
 # Those that tell most of the engine come first: what is not reached in the time is the end.
 ALL = (
-    Workload(
-        name="resnet50",
-        batches=(64, 16),
-        build=configured("ResNetForImageClassification", "ResNetConfig", num_labels=1000),
-        inputs=labelled_images(224, 1000),
-    ),
+    _classifier("resnet50", (64, 16), "ResNet"),
     _language("gpt2", (8, 2), 1024),
     Workload(
         name="bert_base",
@@ -89,12 +94,7 @@ ALL = (
         build=configured("LlamaForCausalLM", "LlamaConfig", **_LLAMA_1B),
         inputs=labelled_tokens(1024, 32_000),
     ),
-    Workload(
-        name="vit_b",
-        batches=(64, 16),
-        build=configured("ViTForImageClassification", "ViTConfig", num_labels=1000),
-        inputs=labelled_images(224, 1000),
-    ),
+    _classifier("vit_b", (64, 16), "ViT"),
     Workload(
         name="lstm",
         batches=(128, 32),
@@ -102,12 +102,7 @@ ALL = (
         inputs=tokens(128, 10_000),
         loss=next_token_loss,
     ),
-    Workload(
-        name="convnext_t",
-        batches=(64, 16),
-        build=configured("ConvNextForImageClassification", "ConvNextConfig", num_labels=1000),
-        inputs=labelled_images(224, 1000),
-    ),
+    _classifier("convnext_t", (64, 16), "ConvNext"),
     Workload(
         name="unet",
         batches=(16, 4),
@@ -124,22 +119,8 @@ ALL = (
         inputs=tokens(512, 32_000),
         loss=next_token_loss,
     ),
-    Workload(
-        name="efficientnet_b0",
-        batches=(128, 32),
-        build=configured(
-            "EfficientNetForImageClassification", "EfficientNetConfig", **_EFFICIENTNET_B0
-        ),
-        inputs=labelled_images(224, 1000),
-    ),
-    Workload(
-        name="swin_t",
-        batches=(64, 16),
-        build=configured(
-            "SwinForImageClassification", "SwinConfig", drop_path_rate=0.0, num_labels=1000
-        ),
-        inputs=labelled_images(224, 1000),
-    ),
+    _classifier("efficientnet_b0", (128, 32), "EfficientNet", **_EFFICIENTNET_B0),
+    _classifier("swin_t", (64, 16), "Swin", drop_path_rate=0.0),
     Workload(
         name="t5_base",
         batches=(16, 4),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,17 +19,17 @@ def _convolution(
     channels_in: int, channels_out: int, size: int, *, stride: int = 1, dilation: int = 1,
     separable: bool = False,
 ) -> list[nn.Module]:  # fmt: skip
-    locality = dilation * (size - 1) // 2
+    padding = dilation * (size - 1) // 2
     if separable:
         return [
             nn.Conv1d(
-                channels_in, channels_in, size, stride, locality, dilation, channels_in, bias=False
+                channels_in, channels_in, size, stride, padding, dilation, channels_in, bias=False
             ),
             nn.Conv1d(channels_in, channels_out, 1, bias=False),
             nn.BatchNorm1d(channels_out),
         ]
     return [
-        nn.Conv1d(channels_in, channels_out, size, stride, locality, dilation, bias=False),
+        nn.Conv1d(channels_in, channels_out, size, stride, padding, dilation, bias=False),
         nn.BatchNorm1d(channels_out),
     ]
 
@@ -97,7 +99,9 @@ class SpeechRecogniser(nn.Module):
         return self.head(states[-1]).permute(2, 0, 1)  # type: ignore[no-any-return]
 
 
-def _speech(batch: int, model: nn.Module, frames: int) -> Built:
+def _speech(batch: int, frames: int, **sizes: Any) -> Built:
+    with torch.device("meta"):
+        model = SpeechRecogniser(repeats=5, drop=0.2, **sizes)
     texts = torch.randint(1, 29, (batch, 170))
     return model.train(), (torch.randn(batch, _FEATURES, frames), texts), aligned_loss
 
@@ -105,28 +109,24 @@ def _speech(batch: int, model: nn.Module, frames: int) -> Built:
 def jasper(batch: int, *, frames: int) -> Built:
     """Jasper 10x5 with dense residuals (Li et al., 2019, table 1)."""
     pairs = ((256, 11), (384, 13), (512, 17), (640, 21), (768, 25))
-    with torch.device("meta"):
-        model = SpeechRecogniser(
-            blocks=tuple(pair for pair in pairs for _ in range(2)),
-            ends=((256, 11), (896, 29), (1024, 1)),
-            repeats=5,
-            dense=True,
-            separable=False,
-            drop=0.2,
-        )
-    return _speech(batch, model, frames)
+    return _speech(
+        batch,
+        frames,
+        blocks=tuple(pair for pair in pairs for _ in range(2)),
+        ends=((256, 11), (896, 29), (1024, 1)),
+        dense=True,
+        separable=False,
+    )
 
 
 def quartznet(batch: int, *, frames: int) -> Built:
     """QuartzNet 15x5 (Kriman et al., 2019, table 1)."""
     triples = ((256, 33), (256, 39), (512, 51), (512, 63), (512, 75))
-    with torch.device("meta"):
-        model = SpeechRecogniser(
-            blocks=tuple(triple for triple in triples for _ in range(3)),
-            ends=((256, 33), (512, 87), (1024, 1)),
-            repeats=5,
-            dense=False,
-            separable=True,
-            drop=0.2,
-        )
-    return _speech(batch, model, frames)
+    return _speech(
+        batch,
+        frames,
+        blocks=tuple(triple for triple in triples for _ in range(3)),
+        ends=((256, 33), (512, 87), (1024, 1)),
+        dense=False,
+        separable=True,
+    )

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.convolutional import Classifier, InvertedResidual, convolution, residual_stages
+from zoo.convolutional import (
+    Classifier,
+    convolution,
+    mobilenet_layers,
+    residual_layers,
+    vgg_layers,
+)
 from zoo.inputs import Built, labelled_images
 
 
@@ -48,35 +54,18 @@ def alexnet() -> nn.Module:
 
 
 def vgg11() -> nn.Module:
-    """VGG without batch norm (Simonyan and Zisserman 2015), configuration A."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for width, repeats in ((64, 1), (128, 1), (256, 2), (512, 2), (512, 2)):
-        for _ in range(repeats):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
-            channels = width
-        layers.append(nn.MaxPool2d(2))
-    head: list[nn.Module] = [nn.Flatten()]
-    for inputs in (512 * 7 * 7, 4096):
-        head += [nn.Linear(inputs, 4096), nn.ReLU(inplace=True), nn.Dropout()]
-    return Classifier(*layers, *head, nn.Linear(4096, 1000))
-
-
-def _resnet(blocks: tuple[int, ...], *, basic: bool) -> nn.Module:
-    layers, channels = residual_stages(64, blocks, basic=basic)
-    stem = [*convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000)]
-    return Classifier(*stem, *layers, *head)
+    """VGG-11, configuration A."""
+    return Classifier(*vgg_layers((1, 1, 2, 2, 2)))
 
 
 def resnet18() -> nn.Module:
     """ResNet-18 (He et al., 2015)."""
-    return _resnet((2, 2, 2, 2), basic=True)
+    return Classifier(*residual_layers((2, 2, 2, 2), classes=1000, basic=True))
 
 
 def resnet50() -> nn.Module:
     """ResNet-50, its strides in the 3 × 3 convolutions."""
-    return _resnet((3, 4, 6, 3), basic=False)
+    return Classifier(*residual_layers((3, 4, 6, 3), classes=1000))
 
 
 class Fire(nn.Module):
@@ -153,32 +142,8 @@ def shufflenet() -> nn.Module:
 
 def mobilenet_v2() -> nn.Module:
     """MobileNetV2 at full width (Sandler et al., 2018)."""
-    layers: list[nn.Module] = [*convolution(3, 32, 3, 2), nn.ReLU6(inplace=True)]
-    channels = 32
-    for expansion, width, repeats, stride in (
-        (1, 16, 1, 1),
-        (6, 24, 2, 2),
-        (6, 32, 3, 2),
-        (6, 64, 4, 2),
-        (6, 96, 3, 1),
-        (6, 160, 3, 2),
-        (6, 320, 1, 1),
-    ):
-        for block in range(repeats):
-            layers.append(
-                InvertedResidual(
-                    channels,
-                    width,
-                    size=3,
-                    stride=stride if block == 0 else 1,
-                    expansion=expansion,
-                    squeezed=None,
-                    activation=nn.ReLU6,
-                )
-            )
-            channels = width
-    layers += [*convolution(channels, 1280, 1), nn.ReLU6(inplace=True), nn.AdaptiveAvgPool2d(1)]
-    return Classifier(*layers, nn.Flatten(), nn.Dropout(0.2), nn.Linear(1280, 1000))
+    layers = mobilenet_layers(32, (16, 24, 32, 64, 96, 160, 320), 1280, classes=1000)
+    return Classifier(*layers)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
