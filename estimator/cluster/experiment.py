@@ -72,5 +72,7 @@ def job_of_run_time(
         devices=devices,
         global_batch=batch,
     )
-    (step_s,) = EngineSpeeds().step_times_s(job, [nodes.packed(nodes.machines[0], devices)])
+    (step_s,) = EngineSpeeds(nodes.cluster).step_times_s(
+        job, [nodes.packed(nodes.machines[0], devices)]
+    )
     return replace(job, samples=run_s / step_s * batch)
