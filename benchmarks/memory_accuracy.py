@@ -87,10 +87,10 @@ def cases_of(
             curve = memory_curve(at, optimizer=optimizer, strategy=Strategy(), merging=False)
             trained = [p for p in model.parameters() if p.requires_grad]
             call = TrainingCall.of(model, batch, rest[0] if rest else None)
-            peak = measured_step(model, call, optimizer_of(optimizer, trained)).peak_bytes
+            own = optimizer_of(optimizer, trained)
+            peak = measured_step(model, call, own).peak_bytes
             near: list[bool] = []
             if optimizer == optimizers[0]:
-                own = optimizer_of(optimizer, trained)
                 pairs = measured_step(model, call, own, follow=graph).beside(curve.total)
                 near = [abs(mine - theirs) <= BOUND_RATIO * peak for mine, theirs in pairs]
             yield Case(

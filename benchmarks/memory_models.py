@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Built = tuple[nn.Module, Any, Any]
-# What a step of AdamW in float32 can hold several times over on a small machine.
-MOST_PARAMETERS = 150_000_000
+# Steps of more than these take minutes on one core.
+MOST_PARAMETERS = 50_000_000
 LENGTH = 64
 
 

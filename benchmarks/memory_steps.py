@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.training_call import TrainingCall
 
-WARM_UP_STEPS = 2
 # Operators of a graph that a step may leave out, such as those of values known when it was traced.
 _AHEAD = 20
 _MARK = "estimator op "
@@ -105,9 +104,10 @@ def measured_step(
 ) -> MeasuredStep:
     """One step in steady state: what stands before it plus the allocator's changes.
 
-    `follow` is the graph whose operators are marked; without it nothing is between them.
+    `follow` is the graph whose operators are marked; without it nothing is between them. The
+    optimizer's first step, which makes its state, is run before.
     """
-    for _ in range(WARM_UP_STEPS):
+    if not optimizer.state:
         step(model, call, optimizer)
     optimizer.zero_grad(set_to_none=True)
     standing = storage_bytes([*model.parameters(), *model.buffers()]) | storage_bytes(call.batch)
