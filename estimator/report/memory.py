@@ -70,7 +70,8 @@ def _draw_plans(axes: Any, report: MemoryReport, plans: Sequence[Planned]) -> No
     axes.plot(step_ms, peaks, "o", color="black", label="a plan")
     plain = plans[0].played
     plain_ms = 1e3 * plain.vanilla_s
-    axes.plot(plain_ms, plain.vanilla_bytes / GIB, "o", color="black", fillstyle="none", label="without a plan")
+    plain_gib = plain.vanilla_bytes / GIB
+    axes.plot(plain_ms, plain_gib, "ko", fillstyle="none", label="without a plan")
     if min(peaks) < report.device_bytes / GIB < 2 * max(peaks):
         axes.axhline(report.device_bytes / GIB, color="red", linewidth=1, label="device memory")
     axes.set(
