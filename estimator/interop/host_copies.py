@@ -124,7 +124,8 @@ class CudaStreams:
 
     def create(self) -> Any:
         """A stream beside it."""
-        return torch.cuda.Stream()
+        made: Any = torch.cuda.Stream
+        return made()
 
     def pinned(self, size_bytes: int) -> Tensor:
         """Memory of the host that the device copies to by itself; torch keeps what is released."""
