@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from estimator.cli.console import remark
 from estimator.errors import AllocationError, ModelError, StrategyError, WorkloadError
 from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
@@ -88,7 +89,11 @@ class Request:
         from estimator.graph.models import load_model  # imports torch: a saved graph needs none
 
         model, batch, loss, name = load_model(
-            self.model, batch=self.batch, seq_len=self.seq_len, weights=False
+            self.model,
+            batch=self.batch,
+            seq_len=self.seq_len,
+            weights=False,
+            say=remark,
         )
         return trace_model(
             model,

@@ -416,8 +416,8 @@ def test_estimates_of_a_disturbed_probe_have_wider_intervals_and_fail_the_check(
     interference = Interference(others_ratio=0.2)
     replace(small_profile, interference=interference).save(store / "machines" / "local.json")
     disturbed, checked = answers()
-    # A fifth of the cores: times are a quarter too long, which adds as an independent error.
-    assert sigma(disturbed) == pytest.approx(math.hypot(sigma(quiet), 0.25), rel=1e-3)
+    # A fifth of the cores: times may be a quarter too long, which adds as an independent error.
+    assert sigma(disturbed) == pytest.approx(math.hypot(sigma(quiet), math.log(1.25)), rel=1e-3)
     assert "other programs used 20 % of the cores" in " ".join(disturbed["assumptions"])
     assert not any("disturbed" in text for text in quiet["assumptions"])
     assert checked.code == 1
