@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, remark
-from estimator.cli.options import Batches, on_option, traced, workload_options
+from estimator.cli.options import (
+    Batches,
+    on_option,
+    told_slowdowns,
+    traced,
+    workload_options,
+)
 from estimator.cli.request import Request
 from estimator.probe.option_types import Amount
 
@@ -51,6 +57,7 @@ def estimate(
 
         check_writable(trace)
     graph = traced(request, (on,))
+    slowdowns = told_slowdowns(request, (on,))
     balance = request.balance(graph, on)
     answer = balance.answer if balance else request.estimate(graph, on)
     duration_s = None
@@ -70,6 +77,7 @@ def estimate(
             "remedies": [remedy.to_dict() for remedy in remedies],
             "modules": [asdict(row) for row in modules] or None,
             "drifts": drifts,
+            "slowdown_ratios": slowdowns,
         }
         print_json(answer.to_dict() | more)
     else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from estimator.cli.console import remark
 from estimator.errors import AllocationError, ModelError, StrategyError, WorkloadError
 from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
@@ -87,7 +89,11 @@ class Request:
         from estimator.graph.models import load_model  # imports torch: a saved graph needs none
 
         model, batch, loss, name = load_model(
-            self.model, batch=self.batch, seq_len=self.seq_len, weights=False
+            self.model,
+            batch=self.batch,
+            seq_len=self.seq_len,
+            weights=False,
+            say=remark,
         )
         return trace_model(
             model,
@@ -300,6 +306,23 @@ class Request:
             for drift in review(self.calibration.store.observations()).drifts
             if drift.name in hosts and nodes[drift.name].slowdown_ratio == 1.0
         ]
+
+    def slowdowns(self, allocation: str) -> dict[str, float]:
+        """How much slower this machine is now than when it was probed, by the name of its profile.
+
+        Not told where torch is not loaded yet: that takes longer than the answer.
+        """
+        if "torch" not in sys.modules:
+            return {}
+        from estimator.probe.canary import slowdown_ratio
+
+        profiles = {kind.profile.name: kind.profile for kind in self._placed(allocation).kinds}
+        found = {
+            name: slowdown_ratio(profile)
+            for name, profile in profiles.items()
+            if name in ("local", "local-cpu")
+        }
+        return {name: ratio for name, ratio in found.items() if ratio is not None}
 
     def scaling(self, graph: OpGraph, answer: Estimate) -> Scaling | None:
         """How an estimate on several ranks scales; None for one rank."""

@@ -95,7 +95,7 @@ class Seen:
         if usual_s and self.canaries_s:
             ratio = max(1.0, statistics.median(self.canaries_s) / usual_s)
         return Interference(
-            others_ratio=min(1.0, self.others_s / self.cores_s) if self.cores_s else 0.0,
+            others_ratio=self.others_s / self.cores_s if self.cores_s else 0.0,
             canary_ratio=ratio,
             waited_s=self.waited_s,
             repeats=self.repeats,
@@ -146,14 +146,15 @@ class Watch:
             began, before = self._clock(), self._read()
             measure()
             took_s, after = self._clock() - began, self._read()
-            canary_s, others_s = self._canary_s(), _others_s(before, after)
-            is_disturbed = self._is_disturbed(others_s / (took_s * self.cores or 1.0), canary_s)
+            canary_s, cores_s = self._canary_s(), took_s * self.cores
+            others_s = min(_others_s(before, after), cores_s)
+            is_disturbed = self._is_disturbed(others_s / (cores_s or 1.0), canary_s)
             if is_disturbed and took_s < self.left_s and self.await_quiet():
                 self.seen.waited_s += took_s
                 self.seen.repeats += 1
                 continue
             self.seen.others_s += others_s
-            self.seen.cores_s += took_s * self.cores
+            self.seen.cores_s += cores_s
             self.seen.canaries_s += [] if canary_s is None else [canary_s]
             return
 
@@ -181,8 +182,8 @@ class Watch:
         """What others take of the cores right now, where that disturbs; else None."""
         before, began = self._read(), self._clock()
         self._sleep(_LOOK_S)
-        took_s = self._clock() - began
-        ratio = _others_s(before, self._read()) / (took_s * self.cores or 1.0)
+        others_s = _others_s(before, self._read())
+        ratio = min(1.0, others_s / ((self._clock() - began) * self.cores or 1.0))
         return ratio if self._is_disturbed(ratio, self._canary_s()) else None
 
     def _canary_s(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -117,9 +118,9 @@ def test_only_what_is_beyond_doubt_is_refused() -> None:
 
 
 def test_sharing_a_core_half_of_the_time_takes_twice_as_long() -> None:
-    assert Interference(others_ratio=0.5).relative_error == 1.0
-    assert Interference(others_ratio=0.2).relative_error == pytest.approx(0.25)
-    assert Interference(canary_ratio=1.3).relative_error == pytest.approx(0.3)
+    assert Interference(others_ratio=0.5).relative_error == pytest.approx(math.log(2))
+    assert Interference(others_ratio=0.2).relative_error == pytest.approx(math.log(1.25))
+    assert Interference(canary_ratio=1.3).relative_error == pytest.approx(math.log(1.3))
     assert not Interference(others_ratio=0.05).matters
 
 
