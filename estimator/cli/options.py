@@ -168,6 +168,12 @@ def training_options(command: Command, *, batch: Any = None) -> Command:
             default="ddp",
             help="Such as ddp:bucket=5MiB,view, zero2, fsdp:shard=8 or ps:2.",
         ),
+        click.option("--layout", help="Ranks that share layers, such as tp=2,sp,dp=*."),
+        click.option(
+            "--tp-plan",
+            metavar="FILE",
+            help='JSON of styles, such as {"layers.*.q_proj": "colwise"}; default found by rule.',
+        ),
         *_RECIPE_OPTIONS,
         click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32."),
         click.option(

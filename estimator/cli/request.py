@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from estimator.graph.op_graph import OpGraph
     from estimator.machines.given_network import GivenNetwork
     from estimator.machines.profile import DeviceKind, MachineProfile
-    from estimator.placement.placement import Placement
+    from estimator.placement.mesh import Mesh
     from estimator.tables.balance import Balance
     from estimator.workload.loader import Loader
 
@@ -50,6 +50,8 @@ class Request:
     optimizer: str | None = None
     precision: str | None = None
     strategy: str = "ddp"
+    layout: str | None = None
+    tp_plan: str | None = None
     cluster: Cluster | None = None
     calibration: Calibration | None = None
     loader: Loader | None = None
@@ -75,7 +77,7 @@ class Request:
         Allocations and strategy are checked first, since building a model can take long. `report`
         is told what is being measured and how far that is, from 0 to 1.
         """
-        machines = [self._checked(text).kinds[0].profile for text in allocations]
+        machines = [self._checked(text).placement.kinds[0].profile for text in allocations]
         from estimator.graph.files import is_saved_graph, is_summary_file
         from estimator.graph.op_graph import OpGraph
 
@@ -187,6 +189,8 @@ class Request:
             calibration=self.calibration,
             loader=self.loader,
             profile=self.machine(allocation),
+            layout=self.layout,
+            tp_plan=self.tp_plan,
         )
 
     def exists(self, allocation: str) -> bool:
@@ -197,39 +201,41 @@ class Request:
             return False
         return True
 
-    def _placed(self, allocation: str) -> Placement:
+    def _placed(self, allocation: str) -> Mesh:
         from estimator.placement.mesh import Mesh
         from estimator.placement.placement import place
+        from estimator.workload.layout import DATA_PARALLEL, Layout
 
         strategy = Strategy.parse(self.strategy)
         placement = place(allocation, cluster=self.cluster, profile=self.machine(allocation))
-        Mesh.data_parallel(placement, strategy)
-        return placement
+        layout = DATA_PARALLEL if self.layout is None else Layout.parse(self.layout)
+        return Mesh.laid_out(placement, layout, strategy)
 
-    def _checked(self, allocation: str) -> Placement:
-        """A placement over which the samples of a step can be divided."""
-        from estimator.engine import even_batch
+    def _checked(self, allocation: str) -> Mesh:
+        """A mesh over which the samples of a step can be divided."""
+        from estimator.placement.batches import even_batch
 
-        placement = self._placed(allocation)
-        steps = self._accumulation(placement)
-        if self.global_batch is not None and self.batch is None and not placement.is_mixed:
-            even_batch(placement, self.global_batch, steps)
-        return placement
+        mesh = self._placed(allocation)
+        steps = self._accumulation(mesh)
+        if self.global_batch is not None and self.batch is None and not mesh.placement.is_mixed:
+            even_batch(mesh, self.global_batch, steps)
+        return mesh
 
-    def _accumulation(self, placement: Placement) -> int:
+    def _accumulation(self, mesh: Mesh) -> int:
         """Micro-batches of a step; raises WorkloadError where batches ask for no whole number."""
         if self.batch is None or self.global_batch is None:
             return self.accumulation or 1
-        each = self.batch * placement.ranks
+        ranks = mesh.parallelism.dp
+        each = self.batch * ranks
         steps, rest = divmod(self.global_batch, each)
         if rest or not steps:
             raise WorkloadError(
                 f"a global batch of {self.global_batch} is no multiple of {each}, which is "
-                f"{self.batch} on each of {placement.ranks} ranks; change --batch or --global-batch"
+                f"{self.batch} on each of {ranks} ranks; change --batch or --global-batch"
             )
         if self.accumulation not in (None, steps):
             raise WorkloadError(
-                f"--batch {self.batch} and --global-batch {self.global_batch} on {placement.ranks} "
+                f"--batch {self.batch} and --global-batch {self.global_batch} on {ranks} "
                 f"ranks make {steps} micro-batches, found --accumulation {self.accumulation}; "
                 "leave one of the three out"
             )
@@ -255,7 +261,7 @@ class Request:
 
     def balance(self, graph: OpGraph, allocation: str) -> Balance | None:
         """The split of the global batch by speed; None where there is none to split or gain."""
-        if self.global_batch is None or self.batch is not None:
+        if self.global_batch is None or self.batch is not None or self.layout is not None:
             return None
         from estimator.tables.balance import balance
 

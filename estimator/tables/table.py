@@ -66,6 +66,7 @@ class EstimateTable:
     copies_exposed_s: Array
     idle_s: Array
     input_stall_s: Array
+    layer_communication_s: Array
 
     def __repr__(self) -> str:
         model, columns = self.question.graph.name, ", ".join(self._shown())
