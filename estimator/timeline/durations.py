@@ -118,17 +118,19 @@ def structure_of(graph: OpGraph, cache: Cache) -> GraphStructure:
 
 
 def kernel_fits(
-    profile: MachineProfile, precision: str = "fp32", *, cache: Cache
+    profile: MachineProfile, precision: str = "fp32", *, compiled: bool = False, cache: Cache
 ) -> KernelFits | Roofline:
-    """The fits of a profile; they depend on the `precision` of the graph: fp32 or tf32 matmuls."""
+    """The fits of a profile; they depend on the `precision` of the graph, fp32 or tf32 matmuls, and
+    on whether a compiler pads their factors.
+    """
 
     def made() -> KernelFits | Roofline:
         if is_known_by_datasheet(profile):
-            return Roofline(profile, precision=precision)
+            return Roofline(profile, precision=precision, pads_matmuls=compiled)
         probed = cache.get("probed kernels", (profile,), lambda: ProbedKernels(profile))
         return KernelFits(profile, precision=precision, probed=probed)
 
-    return cache.get("kernels", (profile,), made, "tf32" if precision == "tf32" else "")
+    return cache.get("kernels", (profile,), made, precision == "tf32", compiled)
 
 
 def op_durations(
@@ -185,7 +187,8 @@ def _kernel_seconds(
     cache: Cache,
 ) -> KernelSeconds:
     graph = bound.graph
-    fits = kernel_fits(profile, graph.precision, cache=cache)
+    compiled = graph.execution != "eager"
+    fits = kernel_fits(profile, graph.precision, compiled=compiled, cache=cache)
     # CPUs' devices share the last-level cache, busy or not: virtual machines have neighbours.
     shared = profile.memory.shared_cache_bytes if profile.memory else 0
     sharers = len(profile.devices) if profile.kind == "cpu" else 1
