@@ -58,6 +58,9 @@ def estimate(
         check_writable(trace)
     graph = traced(request, (on,))
     slowdowns = told_slowdowns(request, (on,))
+    request, drifts = request.counting_drifts(graph, on)
+    for drift in drifts:
+        remark(drift)
     balance = request.balance(graph, on)
     answer = balance.answer if balance else request.estimate(graph, on)
     duration_s = None
@@ -68,7 +71,6 @@ def estimate(
     scaling = request.scaling(graph, answer)
     remedies = request.remedies(graph, answer, on)
     modules = _modules(answer) if by_module else []
-    drifts = _told_drifts(request, answer)
     if as_json:
         more = {
             "duration_s": duration_s,
@@ -97,13 +99,6 @@ def estimate(
         )
     if answer.fits == "no":
         raise click.exceptions.Exit(ANSWER_IS_NO)
-
-
-def _told_drifts(request: Request, answer: Estimate) -> list[str]:
-    drifts = request.drifts(answer)
-    for drift in drifts:
-        remark(drift)
-    return drifts
 
 
 def _modules(answer: Estimate) -> list[ModuleCost]:

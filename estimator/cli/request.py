@@ -292,26 +292,26 @@ class Request:
             profile=self.machine(allocation),
         )
 
-    def drifts(self, answer: Estimate) -> list[str]:
-        """What the store says of hosts of the allocation that have become slower or faster.
+    def counting_drifts(self, graph: OpGraph, allocation: str) -> tuple[Request, list[str]]:
+        """The request with hosts of the allocation as slow as the store shows them, and its words.
 
-        Those with a slowdown in the cluster file are left out: the estimate counts it.
+        Those with a slowdown in the cluster file keep that.
         """
-        hosts = {group.host for group in answer.allocation.groups if group.host}
+        from estimator.placement.allocation import Allocation
+
+        hosts = {group.host for group in Allocation.parse(allocation).groups if group.host}
         if self.calibration is None or self.cluster is None or not hosts:
-            return []
+            return self, []
         from estimator.calibrate.calibrator import Calibrator
-        from estimator.calibrate.review import review
+        from estimator.calibrate.review import counting_drifts
+        from estimator.engine import DEFAULT
 
         if not isinstance(self.calibration, Calibrator):
-            return []
-        nodes = self.cluster.nodes
-        return [
-            f"{drift}; the estimate counts that with 'slowdown = {drift.ratio:.3g}' for "
-            f"{drift.name} in the cluster file"
-            for drift in review(self.calibration.store.observations()).drifts
-            if drift.name in hosts and nodes[drift.name].slowdown_ratio == 1.0
-        ]
+            return self, []
+        jobs = {("content", DEFAULT.content(graph).fingerprint), ("name", graph.name)}
+        observations = self.calibration.store.observations()
+        cluster, told = counting_drifts(self.cluster, hosts, observations, jobs)
+        return replace(self, cluster=cluster), told
 
     def slowdowns(self, allocation: str) -> dict[str, float]:
         """How much slower this machine is now than when it was probed, by the name of its profile.

@@ -134,7 +134,7 @@ def test_a_global_batch_on_unlike_nodes_is_split_by_speed_and_the_gain_shown(
     assert "multiply each rank's mean loss" in " ".join(out.split())
 
 
-def test_a_host_that_has_drifted_is_told_of_until_its_slowdown_is_counted(
+def test_a_host_that_has_drifted_counts_as_slow_as_it_is_and_is_told_of(
     store: Path, tiny: str, command: Command, tmp_path: Path
 ) -> None:
     rows = ["workload,allocation,batch_per_gpu,step_time_s,at"]
@@ -147,7 +147,7 @@ def test_a_host_that_has_drifted_is_told_of_until_its_slowdown_is_counted(
     nodes = [f'[nodes.a{number}]\nmachine = "local"\n' for number in (1, 2, 3)]
     path.write_text("".join(nodes))
     words = ("--cluster", path, "--calibration", "-")
-    drifted = command("estimate", tiny, "--on", "a3[0]", *words)
+    drifted = command("estimate", tiny, "--on", "a3[0]", *words, "--json")
     assert "a3 is 20 % slower than expected since" in drifted.err
     assert "'slowdown = 1.2' for a3" in drifted.err
     assert command("estimate", tiny, "--on", "a1[0]", *words).err == ""
@@ -155,6 +155,11 @@ def test_a_host_that_has_drifted_is_told_of_until_its_slowdown_is_counted(
     counted = command("estimate", tiny, "--on", "a3[0]", *words, "--json")
     assert counted.err == ""
     assert json.loads(counted.out)["drifts"] == []
+    step_s, counted_s = (json.loads(each.out)["step_time_s"] for each in (drifted, counted))
+    assert step_s == pytest.approx(counted_s, rel=1e-6)
+    path.write_text("".join(nodes))
+    healthy_s = json.loads(command("estimate", tiny, "--on", "a1[0]", *words, "--json").out)
+    assert step_s == pytest.approx(1.2 * healthy_s["step_time_s"], rel=1e-3)
 
 
 def test_strategies_are_listed_by_step_time_with_what_could_not_be_answered(
@@ -310,6 +315,15 @@ def test_profile_list_show_and_compare_name_the_machine(
         assert word in shown
     compared = command("profile", "compare", "local", "twin").out
     assert "median difference 0.0 %" in compared
+    collective = small_profile.collectives[0]
+    late = replace(collective, latency_s=9 * collective.latency_s, bandwidth_bytes_per_s=1e8)
+    odd = replace(small_profile, name="odd", collectives=(late,))
+    odd.save(store / "machines" / "odd.json")
+    compared = command("profile", "compare", "local", "twin", "odd").out
+    # 9 and 10 times as long: 9.5 in the middle.
+    assert "odd is odd: collective 9.50 times as slow as usual" in compared
+    rows = json.loads(command("profile", "compare", "local", "twin", "odd", "--json").out)
+    assert [(r["machine"], r["group"]) for r in rows if r["is_odd"]] == [("odd", "collective")]
 
 
 def test_the_schema_of_profile_files_is_printed_as_json_alone(

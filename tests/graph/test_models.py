@@ -248,7 +248,7 @@ def test_a_large_model_of_ones_own_is_traced_without_its_weights(
     def graph(most_bytes: int) -> OpGraph:
         monkeypatch.setattr("estimator.graph.model_functions.MOST_WEIGHT_BYTES", most_bytes)
         model, batch, loss, name = load_model(text, weights=False)
-        assert {each.is_meta for each in model.parameters()} == {most_bytes < size}
+        assert any(each.is_meta for each in model.parameters()) == (most_bytes < size)
         assert not any(each.is_meta for each in batch)
         return trace_graph(model, batch, loss=loss, name=name)
 
