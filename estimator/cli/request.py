@@ -322,7 +322,8 @@ class Request:
             return {}
         from estimator.probe.canary import slowdown_ratio
 
-        profiles = {kind.profile.name: kind.profile for kind in self._placed(allocation).kinds}
+        kinds = self._placed(allocation).placement.kinds
+        profiles = {kind.profile.name: kind.profile for kind in kinds}
         found = {
             name: slowdown_ratio(profile)
             for name, profile in profiles.items()
