@@ -49,13 +49,8 @@ def estimate(
 
     Exit code 1: it does not fit into the devices' memory.
     """
-    if samples is not None and tokens is not None:
-        raise click.UsageError("give --samples or --tokens, not both")
+    _check(samples, tokens, trace)
     request = Request(**options)
-    if trace is not None:
-        from estimator.machines.files import check_writable
-
-        check_writable(trace)
     graph = traced(request, (on,))
     slowdowns = told_slowdowns(request, (on,))
     request, drifts = request.counting_drifts(graph, on)
@@ -99,6 +94,16 @@ def estimate(
         )
     if answer.fits == "no":
         raise click.exceptions.Exit(ANSWER_IS_NO)
+
+
+def _check(samples: float | None, tokens: float | None, trace: Path | None) -> None:
+    """Refuse what cannot be answered before anything is traced."""
+    if samples is not None and tokens is not None:
+        raise click.UsageError("give --samples or --tokens, not both")
+    if trace is not None:
+        from estimator.machines.files import check_writable
+
+        check_writable(trace)
 
 
 def _modules(answer: Estimate) -> list[ModuleCost]:
