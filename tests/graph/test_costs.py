@@ -267,7 +267,8 @@ def test_a_masked_fill_is_a_copy_and_then_filled_in_place() -> None:
         scores.masked_fill(mask, 0.0)
         scores.masked_fill_(mask, 0.0)
     filled, in_place = map(op_cost, recorded.calls)
-    assert filled is not None and in_place is not None
+    assert filled is not None
+    assert in_place is not None
     assert in_place.moved_bytes == 256 + 64 + 256
     assert filled.moved_bytes == 256 + 256 + in_place.moved_bytes
 

@@ -144,7 +144,8 @@ def test_rows_at_odd_elements_of_two_bytes_take_kernels_of_an_older_generation(
 ) -> None:
     fits = Roofline(machine(float16=1e14), kernel_model=kernel_model)
     found, even = (fits.predict(matmul(12800, 12800, n, dtype)) for n in (columns, 6400))
-    assert found is not None and even is not None
+    assert found is not None
+    assert even is not None
     # One column more than 50 whole tiles of 128 is a 51st one.
     assert found.cold_s / even.cold_s == pytest.approx(times * 51 / 50, rel=0.02)
 
@@ -174,7 +175,8 @@ def test_a_compiler_pads_where_the_copies_take_less_than_they_save(kernel_model:
         for pads in (False, True)
     )
     slow, padded = eager.predict(wide), compiled.predict(wide)
-    assert slow is not None and padded is not None
+    assert slow is not None
+    assert padded is not None
     # Copies of (12800 x 6401) twice, read and written at 0.8 of 1 TB/s, beside 2.5 times as long.
     copies_s = 2 * 2 * 2 * 12800 * 6401 / 0.8e12
     assert padded.cold_s == pytest.approx(slow.cold_s / 2.5 + copies_s, rel=0.01)
