@@ -43,9 +43,9 @@ _PARTIAL_SUM_BYTES = 8.0
 # From this length of the inner sum on, rows of the factors lie further apart than the address
 # translation caches reach; Pascal's reach least.
 _LONG_INNER = 8192.0
-# Half-precision rows that start at odd elements cannot be copied asynchronously, which moves 4 bytes
-# at a time or more: libraries fall back to kernels of Turing ("cutlass_75_…_align1" on A100:
-# pegainfer-project/pegainfer, pull request 1046), whose instructions do half as much. GPT-2 124M
+# Half-precision rows that start at odd elements cannot be copied asynchronously, 4 bytes at a time
+# or more, so that libraries fall back to kernels for Turing ("cutlass_75_…_align1" on A100:
+# pegainfer-project/pegainfer, pull request 1046), whose instructions do half as much: GPT-2 124M
 # gains 25 % with 50304 tokens instead of 50257 (Karpathy on nanoGPT, February 2023), so that its
 # three products with the vocabulary took 2.5 times as long.
 UNALIGNED_RATIO = 0.4
