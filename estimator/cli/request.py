@@ -322,7 +322,7 @@ class Request:
             return {}
         from estimator.probe.canary import slowdown_ratio
 
-        profiles = {kind.profile for kind in self._placed(allocation).placement.kinds}
+        profiles = [kind.profile for kind in self._placed(allocation).placement.kinds]
         own = {each.name: each for each in profiles if each.name in ("local", "local-cpu")}
         found = {name: slowdown_ratio(profile) for name, profile in own.items()}
         return {name: ratio for name, ratio in found.items() if ratio is not None}
