@@ -143,7 +143,8 @@ def _numbers(profile: MachineProfile) -> Iterator[_Number]:
     if profile.host is not None:
         for field in fields(profile.host):
             if field.name.endswith("_s"):
-                yield "host", _spaced(field.name), "s", getattr(profile.host, field.name)
+                seconds = getattr(profile.host, field.name)
+                yield "host", _spaced(field.name), "s", seconds or 0.0
     if profile.memory is not None:
         yield "memory", "first touch of a byte", "s", profile.memory.first_touch_s_per_byte
         yield "memory", "cold read of a byte", "s", profile.memory.cold_read_s_per_byte
