@@ -186,7 +186,7 @@ class _Probe:
         parts = [
             _Part("kernels, host and updates", 0.76, self._one_device, itemised=True),
             _Part("first touch", 0.02, self._first_touch),
-            _Part("input", 0.04, self._input),
+            _Part("input", 0.02, self._input),
         ]
         if len(self.devices) > 1:
             parts += [
