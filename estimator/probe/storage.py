@@ -21,7 +21,7 @@ _FILE_BYTES, _MOST_FILES = 1 << 20, 128
 _READERS = 4
 _READ_BYTES = 1 << 18
 _COPIED_BYTES = 64 << 20
-_IMAGE = (500, 375)  # about ImageNet's mean
+_IMAGE, _DETAIL = (500, 375), 20.0  # about ImageNet's mean
 _TOKENS, _RECORDS = 1024, 32
 _FEWEST_REPEATS, _MOST_REPEATS = 3, 50
 MOST_RESIDENT_RATIO = 0.05
@@ -122,9 +122,12 @@ def jpeg_decoded(budget_s: float) -> dict[str, float]:
         from PIL import Image
     except ImportError:
         raise ProbeError("Pillow is not here, so that no JPEG was decoded; install it") from None
-    coarse = np.random.default_rng(0).integers(0, 255, (24, 32, 3), dtype=np.uint8)
+    draw = np.random.default_rng(0)
+    coarse = Image.fromarray(draw.integers(0, 255, (24, 32, 3), dtype=np.uint8)).resize(_IMAGE)
+    # As much detail as makes it as large as ImageNet's images are, some 110 kB.
+    fine = np.asarray(coarse) + draw.normal(0, _DETAIL, (*_IMAGE[::-1], 3))
     stored = io.BytesIO()
-    Image.fromarray(coarse).resize(_IMAGE).save(stored, "jpeg", quality=90)
+    Image.fromarray(fine.clip(0, 255).astype(np.uint8)).save(stored, "jpeg", quality=90)
 
     def decode() -> None:
         with Image.open(io.BytesIO(stored.getvalue())) as image:
