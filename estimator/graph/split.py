@@ -7,7 +7,7 @@ needs what its rank does not hold, a collective comes before it. The model is no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from estimator.tensors import OpCall, TensorSpec
 
 # A view of a term of a sum is one itself.
 _KEEP_PARTIAL = {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "_to_copy"}
+# What is made of one weight alone.
+_REMAKES = ("t", "transpose", "_to_copy")
 _PRODUCTS = ("mm", "addmm", "embedding", "convolution", "_grouped_mm", "bmm", "baddbmm")
 
 
@@ -75,42 +77,44 @@ class _Splitter:
 
     def _place_parameters(self) -> None:
         """Divide the weights of the plan's modules, by the operator that takes them."""
-        transposed: dict[int, int] = {}
+        # (parameter, whether its two dimensions are swapped) of what is made of one alone.
+        weights = {
+            index: (index, False)
+            for index, value in enumerate(self.values)
+            if value.kind == "parameter"
+        }
         for op in self.graph.ops:
             if op.phase != "forward":
                 break
             style, name = self.styles[op.module], _name(op)
-            if style is None and name in _PRODUCTS and self._takes_parameter(op, transposed):
-                self.styles[op.module] = "replicate"
-                continue
-            if name in ("t", "transpose") and self.values[op.inputs[0]].kind == "parameter":
-                transposed[op.outputs[0]] = op.inputs[0]
-            elif style in ("column", "gather", "row", "vocabulary") and name in _PRODUCTS:
-                self._place_weight(op, style, transposed)
+            if name in _REMAKES and op.inputs[0] in weights:
+                weight, swapped = weights[op.inputs[0]]
+                weights[op.outputs[0]] = weight, swapped != (name != "_to_copy")
+            elif name in _PRODUCTS and any(value in weights for value in op.inputs):
+                self._place_weight(op, style, weights)
 
-    def _takes_parameter(self, op: Op, transposed: dict[int, int]) -> bool:
-        return any(self.values[v].kind == "parameter" or v in transposed for v in op.inputs)
-
-    def _place_weight(self, op: Op, style: Style, transposed: dict[int, int]) -> None:
+    def _place_weight(
+        self, op: Op, style: Style | None, weights: Mapping[int, tuple[int, bool]]
+    ) -> None:
+        if style is None:
+            self.styles[op.module] = "replicate"
+        if style not in ("column", "gather", "row", "vocabulary"):
+            return
+        by_output = style in ("column", "gather")
         if _name(op) == "embedding":
             # torch's RowwiseParallel and transformers' embedding_rowwise divide the vocabulary.
-            self._divide(op.inputs[0], 1 if style in ("column", "gather") else 0, op.module)
-            return
-        weight = op.inputs[-1]
-        original = transposed.get(weight)
-        outputs = 1 if original is None else 0
-        by_output = style in ("column", "gather")
-        dim = outputs if by_output else 1 - outputs
-        self._divide(weight if original is None else original, dim, op.module)
-        bias = op.inputs[0]
-        if _name(op) == "addmm" and by_output and self.values[bias].kind == "parameter":
-            self._divide(bias, 0, op.module)
+            self._divide(weights[op.inputs[0]][0], int(by_output), op.module)
+        elif op.inputs[-1] in weights:
+            weight, swapped = weights[op.inputs[-1]]
+            self._divide(weight, int(by_output != swapped), op.module)
+            bias = op.inputs[0]
+            if _name(op) == "addmm" and by_output and bias in weights:
+                self._divide(weights[bias][0], 0, op.module)
 
     def _divide(self, value: int, dim: int, module: str) -> None:
         spec = self.values[value].spec
-        if self.values[value].kind != "parameter":
-            return
-        if spec.shape[dim] % self.degree:
+        # Words are divided unevenly where they must be: the first rank has the most.
+        if spec.shape[dim] % self.degree and self.styles[module] != "vocabulary":
             raise StrategyError(
                 f"{self.axis}={self.degree} does not divide the {spec.shape[dim]} features of "
                 f"module '{module}'; choose a divisor"
@@ -355,6 +359,8 @@ class _Splitter:
             assumptions.append(
                 f"gathered whole for want of a rule: {', '.join(list(self.unknown)[:5])}"
             )
+        if any(_name(op) == "_grouped_mm" for op in self.graph.ops):
+            assumptions.append(f"experts are whole on every rank: {self.axis} does not divide them")
         return replace(
             self.graph,
             ops=tuple(self.ops),

@@ -221,3 +221,30 @@ def test_styles_of_torch_are_read() -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     assert Plan.of({"up": ColwiseParallel(), "down": RowwiseParallel()}).styles == MLP.styles
+
+
+def test_words_are_divided_unevenly_where_they_must_be() -> None:
+    local = split(model_graph(63), found_plan(model_graph(63), sequence=True), tp=2)
+    sizes = {parameter.name: parameter.spec.shape for parameter in local.parameters}
+    assert sizes["words.weight"] == (32, WIDTH)
+
+
+def test_weights_that_are_cast_are_divided_too() -> None:
+    graph = trace_graph(Mlp(), torch.randn(BATCH, TOKENS, WIDTH), precision="bf16-amp")
+    local = split(graph, MLP, tp=2)
+    assert sorted(products(local)) == sorted(products(split(mlp_graph(), MLP, tp=2)))
+    # The product is in half of the bytes; its gradient is cast before it is summed.
+    assert exchanged(local) == [
+        ("forward", "all_reduce", STREAM_BYTES // 2),
+        ("backward", "all_reduce", STREAM_BYTES),
+    ]
+
+
+def test_a_prepared_input_is_reduced_once_for_all_that_take_it() -> None:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import PrepareModuleInput
+
+    prepared = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    plain = {"up": "colwise", "down": "rowwise"}
+    assert not Plan.of(plain).reduces_once
+    assert Plan.of(plain | {"block": prepared}).reduces_once
