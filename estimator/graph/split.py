@@ -7,11 +7,10 @@ needs what its rank does not hold, a collective comes before it. The model is no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from estimator.errors import StrategyError
 from estimator.graph.exchanges import collective_call
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Op, Parameter, Value
@@ -19,14 +18,12 @@ from estimator.graph.split_kernels import placed
 from estimator.graph.split_placements import PARTIAL, Placement, Shard, local_spec
 from estimator.graph.split_plan import Plan, Style
 from estimator.graph.split_rules import Given, Placed
+from estimator.graph.split_weights import divided_weights
 from estimator.machines.profile import CollectiveName
 from estimator.tensors import OpCall, TensorSpec
 
 # A view of a term of a sum is one itself.
 _KEEP_PARTIAL = {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "_to_copy"}
-# What is made of one weight alone.
-_REMAKES = ("t", "transpose", "_to_copy")
-_PRODUCTS = ("mm", "addmm", "embedding", "convolution", "_grouped_mm", "bmm", "baddbmm")
 
 
 def split(graph: OpGraph, plan: Plan, *, tp: int) -> OpGraph:
@@ -59,7 +56,8 @@ class _Splitter:
         modules = dict.fromkeys(op.module for op in graph.ops)
         plan.check(modules)
         self.styles: dict[str, Style | None] = {name: plan.style_of(name) for name in modules}
-        self._place_parameters()
+        for weight, shard in divided_weights(graph, self.styles, axis, degree).items():
+            self.at[weight] = shard
 
     def split(self) -> OpGraph:
         final: dict[int, list[int]] = {}
@@ -72,54 +70,6 @@ class _Splitter:
             for number in final.get(index, ()):
                 parameters[number] = self._trained(parameters[number], op)
         return self._finished(tuple(parameters))
-
-    # Parameters
-
-    def _place_parameters(self) -> None:
-        """Divide the weights of the plan's modules, by the operator that takes them."""
-        # (parameter, whether its two dimensions are swapped) of what is made of one alone.
-        weights = {
-            index: (index, False)
-            for index, value in enumerate(self.values)
-            if value.kind == "parameter"
-        }
-        for op in self.graph.ops:
-            if op.phase != "forward":
-                break
-            style, name = self.styles[op.module], _name(op)
-            if name in _REMAKES and op.inputs[0] in weights:
-                weight, swapped = weights[op.inputs[0]]
-                weights[op.outputs[0]] = weight, swapped != (name != "_to_copy")
-            elif name in _PRODUCTS and any(value in weights for value in op.inputs):
-                self._place_weight(op, style, weights)
-
-    def _place_weight(
-        self, op: Op, style: Style | None, weights: Mapping[int, tuple[int, bool]]
-    ) -> None:
-        if style is None:
-            self.styles[op.module] = "replicate"
-        if style not in ("column", "gather", "row", "vocabulary"):
-            return
-        by_output = style in ("column", "gather")
-        if _name(op) == "embedding":
-            # torch's RowwiseParallel and transformers' embedding_rowwise divide the vocabulary.
-            self._divide(weights[op.inputs[0]][0], int(by_output), op.module)
-        elif op.inputs[-1] in weights:
-            weight, swapped = weights[op.inputs[-1]]
-            self._divide(weight, int(by_output != swapped), op.module)
-            bias = op.inputs[0]
-            if _name(op) == "addmm" and by_output and bias in weights:
-                self._divide(weights[bias][0], 0, op.module)
-
-    def _divide(self, value: int, dim: int, module: str) -> None:
-        spec = self.values[value].spec
-        # Words are divided unevenly where they must be: the first rank has the most.
-        if spec.shape[dim] % self.degree and self.styles[module] != "vocabulary":
-            raise StrategyError(
-                f"{self.axis}={self.degree} does not divide the {spec.shape[dim]} features of "
-                f"module '{module}'; choose a divisor"
-            )
-        self.at[value] = Shard.along(spec, dim)
 
     # Operators
 
@@ -188,9 +138,14 @@ class _Splitter:
         if leaves and isinstance(at, Shard) and self.styles.get(maker) == "gather":
             value = self.moved[value] = self._met(value, None, op)
             at = None
+        if style == "gather" and op.phase == "backward" and at is None and maker != op.module:
+            return self._cut(value, op)
         if not isinstance(at, Shard) or style is None or self.values[value].kind == "parameter":
             return value
-        if self.made_in.get(value) == op.module or style == "sequence" or style == "vocabulary":
+        if self.made_in.get(value) == op.module or style in ("sequence", "vocabulary"):
+            return value
+        if op.phase == "backward" and _name(op) == "add":
+            # Autograd adds gradients up where the last of them is made, outside of the module.
             return value
         last = at.dim == len(self.values[value].spec.shape) - 1
         keeps = {
@@ -200,6 +155,26 @@ class _Splitter:
             "replicate": False,
         }[style]
         return value if keeps else self._met(value, None, op)
+
+    def _cut(self, value: int, op: Op) -> int:
+        """The rank's columns of a whole gradient, as the backward pass of a gather takes them."""
+        known = self.values[value]
+        if known.kind != "activation" or not known.spec.shape:
+            return value
+        shard = Shard.along(known.spec, -1)
+        found = self.gathered.get((op.module, value), -1)
+        if found < 0:
+            found = self.gathered[op.module, value] = len(self.values)
+            self.values.append(replace(known, base=known.base if known.base is not None else value))
+            self.at.append(shard)
+            self.made_in[found] = op.module
+            calls = []
+            for spec in (known.spec, known.other_spec):
+                part = self._spec(spec, shard)
+                arguments = (spec, shard.dim, 0, part.shape[shard.dim])
+                calls.append(OpCall("aten.slice.Tensor", arguments, (), (part,)))
+            self._add(f"{self.axis}_slice_{found}", calls, op, (value,), (found,))
+        return found
 
     def _keeps_partial(self, op: Op, before: tuple[Placement, ...]) -> bool:
         name = _name(op)
@@ -272,10 +247,21 @@ class _Splitter:
     ) -> None:
         """Add a collective before an operator."""
         self.counts[kind] += 1
+        self._add(f"{self.axis}_{kind}_{self.counts[kind]}", calls, op, inputs, outputs)
+
+    def _add(
+        self,
+        name: str,
+        calls: Sequence[OpCall],
+        op: Op,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+    ) -> None:
+        """Add what runs no kernel, before an operator."""
         call, other = (self._calls.setdefault((each,), each) for each in calls)
         self.ops.append(
             Op(
-                name=f"{self.axis}_{kind}_{self.counts[kind]}",
+                name=name,
                 call=call,
                 other_call=other,
                 phase=op.phase,
