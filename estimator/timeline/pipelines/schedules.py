@@ -121,7 +121,7 @@ def _rounds(ranks: int, micro_batches: int) -> int:
 def _gpipe(rank: int, held: Sequence[int], ranks: int, micro_batches: int) -> Iterator[Action]:
     for kind in ("forward", "backward"):
         for micro_batch in range(micro_batches):
-            yield Action(kind, held[0], micro_batch)  # type: ignore[arg-type]
+            yield Action(kind, held[0], micro_batch)
 
 
 def _one_forward_one_backward(
@@ -256,9 +256,7 @@ def _full_zero_bubble_v(
     yield from (action for action in v.pending if action.stage == held[0])
 
 
-def _dualpipe_v(
-    rank: int, held: Sequence[int], ranks: int, micro_batches: int
-) -> Iterator[Action]:
+def _dualpipe_v(rank: int, held: Sequence[int], ranks: int, micro_batches: int) -> Iterator[Action]:
     """DualPipeV; a forward and a backward pass side by side stand one after the other."""
     v, after = _Counting(held), ranks - 1 - rank
     for _ in range(2 * after):

@@ -81,9 +81,7 @@ def _items(schedule: Schedule, ranks: int, micro_batches: int) -> tuple[_Item, .
 class _Ordering:
     """Puts the passes of all ranks and what they send into one order."""
 
-    def __init__(
-        self, schedule: Schedule, ranks: int, orders: Sequence[Sequence[Action]]
-    ) -> None:
+    def __init__(self, schedule: Schedule, ranks: int, orders: Sequence[Sequence[Action]]) -> None:
         self._schedule, self._ranks = schedule, ranks
         self._stages = ranks * schedule.virtual
         self._awaits_sends = schedule.name == "1f1b"
@@ -120,7 +118,7 @@ class _Ordering:
             number = sent = len(self.items) - 1
         self._sent[rank].append(sent)
         kind = "input" if action.kind == "backward" else action.kind
-        self._left[action._replace(kind=kind)] = number  # type: ignore[arg-type]
+        self._left[action._replace(kind=kind)] = number
         return True
 
     def _needed(self, action: Action) -> Action | None:

@@ -95,8 +95,7 @@ def test_the_evaluator_equals_the_simulation_for_every_schedule(data: st.DataObj
     ranks = data.draw(st.integers(1, 5))
     micro_batches = ranks * data.draw(st.integers(2, 4))
     stages = [
-        StageCosts(*(data.draw(SECONDS) for _ in range(5)))
-        for _ in range(ranks * schedule.virtual)
+        StageCosts(*(data.draw(SECONDS) for _ in range(5))) for _ in range(ranks * schedule.virtual)
     ]
     tasks, last = pipeline_tasks(schedule, ranks, micro_batches, stages)
     played = simulate(tasks.tasks, NO_OVERLAP)
