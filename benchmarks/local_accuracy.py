@@ -342,7 +342,7 @@ def canary_drift(profile: MachineProfile, records: Records) -> Record:
 def time_canary(rank: int, world_size: int, arguments: Record) -> float:
     """Seconds of the fixed op, in a process pinned as a rank of a training run is."""
     from estimator.probe.backend import open_backend
-    from estimator.probe.kernels import canary_s
+    from estimator.probe.canary import canary_s
 
     return canary_s(open_backend(arguments["kind"]))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -12,21 +11,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile
 
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.training_call import TrainingCall
 
-WARM_UP_STEPS = 2
 # Operators of a graph that a step may leave out, such as those of values known when it was traced.
 _AHEAD = 20
-_MARK = "estimator op "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MeasuredStep:
-    """Bytes held after each change, when that was, and when each op that was followed began."""
+    """Bytes held after each change, when that was, and when each op that was found began."""
 
     held_bytes: NDArray[np.int64]
     at_ns: NDArray[np.int64]
@@ -42,7 +38,7 @@ class MeasuredStep:
         return int(self.held_bytes[max(first - 1, 0) : max(last, first, 1)].max())
 
     def beside(self, levels: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """(predicted, measured): the most held from each op that was followed to the next one."""
+        """(predicted, measured): the most held from each op that was found to the next one."""
         order = sorted(self.begin_ns.items())
         return [
             (int(levels[first:last].max()), self.most_bytes(begin, end))
@@ -50,22 +46,29 @@ class MeasuredStep:
         ]
 
 
-class _Marked(TorchDispatchMode):
-    """Marks in the profile where each operator of a graph begins, as far as they come in turn."""
+def _begins_ns(graph: OpGraph, events: Iterable[Any]) -> dict[int, int]:
+    """When each operator of a graph begins, as far as they come in turn.
 
-    def __init__(self, graph: OpGraph) -> None:
-        super().__init__()
-        self.targets = [op.call.target for op in graph.ops]
-        self.place = 0
+    What runs inside one that was found is passed over. A sum of gradients may run in place.
+    """
+    names = [_name(*op.call.target.split(".")[:2]) for op in graph.ops]
+    found: dict[int, int] = {}
+    place = until_ns = 0
+    for begin_ns, end_ns, name in sorted(
+        (e.start_ns(), e.start_ns() + e.duration_ns(), _name(*e.name().split("::")))
+        for e in events
+        if e.name().count("::") == 1
+    ):
+        ahead = names[place : place + _AHEAD]
+        if begin_ns >= until_ns and name in ahead:
+            place += ahead.index(name) + 1
+            found[place - 1] = begin_ns
+            until_ns = end_ns
+    return found
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        ahead = self.targets[self.place : self.place + _AHEAD]
-        if name not in ahead:
-            return func(*args, **(kwargs or {}))
-        self.place += ahead.index(name) + 1
-        with record_function(f"{_MARK}{self.place - 1}"):
-            return func(*args, **(kwargs or {}))
+
+def _name(*words: str) -> str:
+    return ".".join(words).rstrip("_")
 
 
 def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -97,23 +100,18 @@ def storage_bytes(tree: Any) -> dict[int, int]:
 
 
 def measured_step(
-    model: nn.Module,
-    call: TrainingCall,
-    optimizer: torch.optim.Optimizer,
-    *,
-    follow: OpGraph | None = None,
+    model: nn.Module, call: TrainingCall, optimizer: torch.optim.Optimizer, graph: OpGraph
 ) -> MeasuredStep:
     """One step in steady state: what stands before it plus the allocator's changes.
 
-    `follow` is the graph whose operators are marked; without it nothing is between them.
+    The optimizer's first step, which makes its state, is run before. Operators are found in torch's
+    profile: under a dispatch mode autograd would not add gradients up in place.
     """
-    for _ in range(WARM_UP_STEPS):
-        step(model, call, optimizer)
+    step(model, call, optimizer)
     optimizer.zero_grad(set_to_none=True)
     standing = storage_bytes([*model.parameters(), *model.buffers()]) | storage_bytes(call.batch)
     standing |= storage_bytes(list(optimizer.state.values()))
-    marks = _Marked(follow) if follow else nullcontext()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, marks:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step(model, call, optimizer)
     events = profiled.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
@@ -121,9 +119,5 @@ def measured_step(
     return MeasuredStep(
         held_bytes=np.array(list(held)[1:]),
         at_ns=np.array([at for at, _ in changes]),
-        begin_ns={
-            int(e.name().removeprefix(_MARK)): e.start_ns()
-            for e in events
-            if e.name().startswith(_MARK)
-        },
+        begin_ns=_begins_ns(graph, events),
     )

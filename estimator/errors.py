@@ -5,6 +5,7 @@ EstimatorError
 ├── UnknownMachineError no profile goes by that name (LookupError)
 ├── ImportedFileError   a file of another tool is unknown, cut off or contradictory (ValueError)
 ├── AllocationError     an allocation cannot be read, or asks for what does not exist (ValueError)
+├── PriceError          a price is not known, or a file of them cannot be read (ValueError)
 ├── TopologyError       a cluster file cannot be read, or describes no tree (ValueError)
 ├── StrategyError       a parallel strategy, optimizer or precision is unknown (ValueError)
 ├── WorkloadError       a batch, a sample count or the summary of a job is impossible (ValueError)
@@ -41,6 +42,10 @@ class ImportedFileError(EstimatorError, ValueError):
 
 class AllocationError(EstimatorError, ValueError):
     """An allocation cannot be read, or asks for devices that do not exist."""
+
+
+class PriceError(EstimatorError, ValueError):
+    """A machine's price is not known, or a file of prices cannot be read."""
 
 
 class TopologyError(EstimatorError, ValueError):

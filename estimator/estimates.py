@@ -292,7 +292,11 @@ def relative_error(
         + (input_error * parts.input_stall_s) ** 2
     )
     variance_s2 = lane.kernels_variance_s2 * compute_ratio**2 + MEDIAN_TO_SIGMA**2 * squares
-    return sqrt(variance_s2 / step_s**2 + MODEL_ERROR**2)
+    # What disturbed a probe disturbed all of it.
+    probed_ratio = 1 - parts.input_stall_s / step_s
+    return sqrt(
+        variance_s2 / step_s**2 + MODEL_ERROR**2 + (lane.interference_error * probed_ratio) ** 2
+    )
 
 
 def interval_ratio(error: Any) -> Any:

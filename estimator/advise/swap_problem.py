@@ -369,14 +369,12 @@ class _Builder:
     def _touched(self, place: dict[int, int]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
         """(ops that touch each storage, ops that write it).
 
-        Views touch nothing, but `apply_plan` empties storages on CPUs, of which torch makes none.
+        Views touch what they are of: of a storage that `apply_plan` has emptied torch makes none.
         """
         accesses: dict[int, list[int]] = {}
         writers: dict[int, list[int]] = {}
         number_of = self.structure.storage_of
         for index, op in enumerate(self.graph.ops):
-            if op.is_view and self.graph.target != "cpu":
-                continue
             written = {int(number_of[value]) for value in op.outputs}
             if op.is_view:
                 for storage in {int(number_of[value]) for value in op.inputs}:

@@ -49,6 +49,17 @@ class Planned:
     plan: SwapPlan
     played: PlayedPlan
 
+    def to_dict(self) -> dict[str, float]:
+        """Plain JSON values in base units."""
+        return {
+            "peak_bytes": self.played.peak_bytes,
+            "saved_ratio": self.played.saved_ratio,
+            "step_time_s": self.played.step_s,
+            "overhead_ratio": self.played.overhead_ratio,
+            "swaps": len(self.plan.swaps),
+            "recomputes": len(self.plan.recomputes),
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:

@@ -77,8 +77,8 @@ def validate(
 def check(on: str, as_json: bool, **options: Any) -> None:
     """Say what an estimate of MODEL lacks: what is missing or only assumed, with its share.
 
-    Exit code 1: more than 10 % of the time rests on datasheets and assumptions, or the model does
-    not fit.
+    Exit code 1: more than 10 % of the time rests on datasheets and assumptions, the machine was too
+    busy when it was probed, or the model does not fit.
     """
     request = Request(**options)
     graph = traced(request, (on,))
@@ -88,12 +88,18 @@ def check(on: str, as_json: bool, **options: Any) -> None:
         for _, source, share_ratio, _ in answer.provenance
         if source in ("assumed", "datasheet")
     )
-    passed = unmeasured_ratio <= TOLERATED_UNMEASURED_RATIO and answer.fits != "no"
+    profiles = (kind.profile for kind in answer.plan.placement.kinds)
+    disturbed = [p.name for p in profiles if p.interference and p.interference.matters]
+    is_measured = unmeasured_ratio <= TOLERATED_UNMEASURED_RATIO
+    passed = is_measured and answer.fits != "no" and not disturbed
     if as_json:
-        print_json(answer.to_dict() | {"unmeasured_ratio": unmeasured_ratio, "passed": passed})
+        more = {"unmeasured_ratio": unmeasured_ratio, "disturbed_machines": disturbed}
+        print_json(answer.to_dict() | more | {"passed": passed})
     else:
         from estimator.cli.render import check_report
 
-        print_tables(check_report(answer, unmeasured_ratio=unmeasured_ratio))
+        print_tables(
+            check_report(answer, unmeasured_ratio=unmeasured_ratio, disturbed_machines=disturbed)
+        )
     if not passed:
         raise click.exceptions.Exit(ANSWER_IS_NO)

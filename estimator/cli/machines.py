@@ -28,6 +28,7 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str | N
 @click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
 @click.option("--budget", type=Amount(most=1e6), default=60.0, help="Seconds to spend.")
 @click.option("--thorough", is_flag=True, help="Measure more sizes; takes several budgets.")
+@click.option("--force", is_flag=True, help="Probe a busy machine too, without waiting.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 @click.option(
     "--launch",
@@ -41,14 +42,18 @@ def probe(
     out: Path | None,
     budget: float,
     thorough: bool,
+    force: bool,
     as_json: bool,
     launch: Literal["slurm", "mpi", "k8s"] | None,
     nodes: int | None,
 ) -> None:
     """Measure this machine and keep the profile under its name.
 
-    Interrupted by Ctrl-C it keeps what it has and says what is missing. Several nodes are probed
-    together by 'torchrun -m estimator.probe' on each, or by what --launch prints.
+    Interrupted by Ctrl-C it keeps what it has and says what is missing. It waits up to a minute for
+    other programs to end, and refuses a machine that stays busy unless --force is given.
+
+    Several nodes are probed together by 'torchrun -m estimator.probe' on each, or by what --launch
+    prints.
     """
     if launch is not None:
         _print_launch(launch, name, nodes, devices, out, budget, as_json)
@@ -70,14 +75,28 @@ def probe(
             report=report,
             # 'local-cpu' means this machine's cores, whatever else it has.
             kind="cpu" if name == "local-cpu" else None,
+            force=force,
+            earlier=_profile_at(path),
+            say=remark,
         )
     profile.save(path)
     if profile.missing:
         click.echo(f"not measured: {'; '.join(profile.missing)}", err=True)
+    if profile.interference is not None and profile.interference.matters:
+        remark(f"{profile.interference} meanwhile: intervals are wider for it, 'check' fails")
     if as_json:
         print_json(profile.to_dict())
     else:
         click.echo(f"{path}: {len(profile.devices)} x {profile.devices[0].name}")
+
+
+def _profile_at(path: Path) -> MachineProfile | None:
+    from estimator.machines.catalogue import load_profile
+
+    try:
+        return load_profile(path)
+    except (ProfileError, UnknownMachineError):  # none yet, or a damaged one
+        return None
 
 
 def _print_launch(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, waiting
+from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress, waiting
 from estimator.cli.options import on_option, traced, workload_options
 from estimator.cli.request import Request
+
+if TYPE_CHECKING:
+    from estimator.advise.swap_search import Planned
+    from estimator.estimates import Estimate
 
 
 @click.command()
@@ -21,12 +25,23 @@ from estimator.cli.request import Request
     type=click.Path(path_type=Path),
     help="Write what the viewer of torch.cuda.memory._snapshot opens, as .pickle.",
 )
+@click.option(
+    "--plans", "with_plans", is_flag=True, help="Trade its peak for time: swap, compute again."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 def memory(
-    on: str, picture: Path | None, snapshot: Path | None, as_json: bool, **options: Any
+    on: str,
+    picture: Path | None,
+    snapshot: Path | None,
+    with_plans: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Say what MODEL holds in memory over a step, by kind and module, and what is alive at the
     peak; where it does not fit, what would make it fit and how much longer that takes.
+
+    With --plans, how low the peak of one device gets, and at what slow-down, where tensors are
+    swapped to the host or computed again; the picture shows that curve too.
 
     Exit code 1: it does not fit into the devices' memory.
     """
@@ -41,10 +56,11 @@ def memory(
             check_writable(path)
     graph = traced(request, (on,))
     report = memory_of(request.estimate(graph, on))
+    plans = _plans(report.answer) if with_plans else []
     if picture is not None:
         from estimator.report.memory import draw_memory
 
-        draw_memory(report, picture)
+        draw_memory(report, picture, plans)
     if snapshot is not None:
         from estimator.report.memory_snapshot import write_snapshot
 
@@ -56,11 +72,21 @@ def memory(
                 graph, report.answer, cluster=request.cluster, calibration=request.calibration
             )
     if as_json:
-        remedied = {"remedies": [remedy.to_dict() for remedy in found]}
-        print_json(report.to_dict() | remedied)
+        more = {"remedies": [remedy.to_dict() for remedy in found]}
+        more["plans"] = [planned.to_dict() for planned in plans]
+        print_json(report.to_dict() | more)
     else:
-        from estimator.cli.render_memory import memory_report, remedies_table
+        from estimator.cli.render_memory import memory_report, plans_table, remedies_table
 
-        print_tables(memory_report(report, remedies_table(found)))
+        print_tables(memory_report(report, remedies_table(found), plans_table(plans)))
     if report.answer.fits == "no":
         raise click.exceptions.Exit(ANSWER_IS_NO)
+
+
+def _plans(answer: Estimate) -> list[Planned]:
+    from estimator.advise.swap_curve import pareto
+    from estimator.advise.swap_problem import swap_problem
+
+    problem = swap_problem(answer)
+    with progress("planning") as report:
+        return pareto(problem, report=lambda done: report("budgets", done))

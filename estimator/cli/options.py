@@ -89,14 +89,16 @@ def _optimizer(context: click.Context, option: click.Parameter, name: str | None
     return None if name is None else check_optimizer(name)
 
 
+cluster_option = click.option(
+    "--cluster",
+    callback=_cluster,
+    metavar="FILE",
+    help="Nodes and the switches between them (TOML).",
+)
+
 # What the steps run on and beside, and what is known of it.
 _SURROUNDINGS = (
-    click.option(
-        "--cluster",
-        callback=_cluster,
-        metavar="FILE",
-        help="Nodes and the switches between them (TOML).",
-    ),
+    cluster_option,
     click.option(
         "--network",
         callback=_network,

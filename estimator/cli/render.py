@@ -337,13 +337,16 @@ def _provenance_table(answer: Estimate) -> Table:
     return table
 
 
-def check_report(answer: Estimate, *, unmeasured_ratio: float) -> Group:
+def check_report(
+    answer: Estimate, *, unmeasured_ratio: float, disturbed_machines: Sequence[str]
+) -> Group:
     """What an estimate lacks: parts not measured, assumptions, gaps of the profile."""
     heading = f"{answer.model} on {answer.allocation}: {format_interval(answer)}"
     in_grid = format_ratio(answer.op_time_in_grid_ratio)
     rows = [
         ("time that nothing measured backs", format_ratio(unmeasured_ratio)),
         ("kernel time of shapes in the probe's grid", in_grid),
+        ("disturbed when probed", ", ".join(disturbed_machines) or "no machine"),
         ("memory", fits_words(answer)),
     ]
     return stacked(

@@ -15,6 +15,7 @@ from estimator.units import format_bytes, format_ratio, format_seconds
 if TYPE_CHECKING:
     from estimator.advise.fitting import Remedy
     from estimator.advise.memory import MemoryReport
+    from estimator.advise.swap_search import Planned
 
 _MOST_ROWS = 12
 
@@ -80,5 +81,23 @@ def remedies_table(remedies: Sequence[Remedy]) -> Table | None:
             format_bytes(remedy.peak_bytes),
             format_seconds(remedy.step_time_s),
             format_ratio(remedy.cost_ratio),
+        )
+    return table
+
+
+def plans_table(plans: Sequence[Planned]) -> Table | None:
+    """Peak against time under plans of swapping and recomputing; None where none were asked for."""
+    if not plans:
+        return None
+    columns = ("peak", "lower by", "step", "longer by", "swapped", "computed again")
+    table = grid("Plans that lower the peak", *columns, numbers=len(columns))
+    for each in plans:
+        table.add_row(
+            format_bytes(each.played.peak_bytes),
+            format_ratio(each.played.saved_ratio),
+            format_seconds(each.played.step_s),
+            format_ratio(each.played.overhead_ratio),
+            str(len(each.plan.swaps)),
+            str(len(each.plan.recomputes)),
         )
     return table

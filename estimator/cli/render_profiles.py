@@ -154,6 +154,7 @@ def _made(profile: MachineProfile, at: str) -> str:
 def profile_report(profile: MachineProfile) -> Group:
     """A profile group by group, fastest kernels first."""
     rows = [("made", _made(profile, profile.provenance.at))]
+    rows += [("meanwhile", str(profile.interference))] if profile.interference else []
     details = profile.devices[0].details.items()
     rows += [_fact(key, value) for key, value in profile.hardware.items() if value is not None]
     rows += [_fact(key, value) for key, value in details if value is not None and key != "source"]

@@ -16,6 +16,7 @@ from estimator.cli.console import (
     remark,
     waiting,
 )
+from estimator.cli.options import cluster_option
 from estimator.cli.request import Request
 from estimator.probe.option_types import Amount, Count
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from estimator.cluster.replay import Costs, Ran
     from estimator.cluster.speeds import Speeds
     from estimator.cluster.view import Policy
+    from estimator.placement.topology import Cluster
 
 RULES = ("pack", "even", "spread")
 BELIEFS = ("engine", "calibrated", "perfect")
@@ -33,6 +35,7 @@ BELIEFS = ("engine", "calibrated", "perfect")
 @click.command()
 @click.argument("jobs_path", metavar="JOBS", type=click.Path(path_type=Path))
 @click.option("--on", required=True, metavar="CLUSTER", help="Such as 64x8:dgx-a100.")
+@cluster_option
 @click.option(
     "--policy",
     "policies",
@@ -50,7 +53,7 @@ BELIEFS = ("engine", "calibrated", "perfect")
     "--placement",
     type=click.Choice(RULES),
     default="pack",
-    help="A job's devices on few nodes, on few evenly, or on many.",
+    help="A job's devices on few nodes, on few evenly, or on many; near switches by --cluster.",
 )
 @click.option("--seed", type=Count(least=0), default=0, help="Of hidden factors.")
 @click.option("--restart", type=Amount(least=0.0, most=1e9), default=30.0, help="Seconds.")
@@ -61,6 +64,7 @@ BELIEFS = ("engine", "calibrated", "perfect")
 def replay(
     jobs_path: Path,
     on: str,
+    cluster: Cluster | None,
     policies: tuple[str, ...],
     models: tuple[str, ...],
     believed: str,
@@ -89,16 +93,16 @@ def replay(
         from estimator.machines.files import check_writable
 
         check_writable(picture)
-    nodes = Nodes.parse(on)
+    nodes = Nodes.parse(on, cluster=cluster)
     with printing_to_stderr():
         chosen = {policy: load_policy(policy) for policy in policies}
     jobs = _jobs(jobs_path, nodes, models, seed)
     costs = Costs(restart_s=restart, checkpoint_s=checkpoint, node_mtbf_s=node_mtbf)
-    true = TrueSpeeds(jobs, seed)
+    true = TrueSpeeds(jobs, seed, cluster=cluster)
     ran = {
         name: _played(
-            *(name, policy, jobs, Nodes.parse(on, placement)),
-            *(true, _believed(believed, true), costs, seed),
+            *(name, policy, jobs, Nodes.parse(on, placement, cluster)),
+            *(true, _believed(believed, true, cluster), costs, seed),
         )
         for name, policy in chosen.items()
     }
@@ -161,13 +165,13 @@ def _jobs(path: Path, nodes: Nodes, models: tuple[str, ...], seed: int) -> list[
     return jobs_of_trace(rows, graphs, nodes, seed=seed)
 
 
-def _believed(which: str, true: Speeds) -> Speeds:
+def _believed(which: str, true: Speeds, cluster: Cluster | None) -> Speeds:
     if which == "perfect":
         return true
     if which == "calibrated":
         from estimator.cluster.believed import CalibratedSpeeds
 
-        return CalibratedSpeeds()
+        return CalibratedSpeeds(cluster=cluster)
     from estimator.cluster.speeds import EngineSpeeds
 
-    return EngineSpeeds()
+    return EngineSpeeds(cluster)

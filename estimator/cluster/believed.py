@@ -15,6 +15,7 @@ from estimator.cluster.speeds import Speeds
 from estimator.coefficients import UNCALIBRATED, PredictedStep
 from estimator.engine import DEFAULT, TrialEngine
 from estimator.graph.op_graph import OpGraph
+from estimator.placement.topology import Cluster
 
 # A running job is seen for hundreds of steps, as a store keeps them in windows: a step seen three
 # times is taken as it was seen.
@@ -62,8 +63,12 @@ class CalibratedSpeeds:
     same model. A shape and batch are observed once, for a running job's many steps.
     """
 
-    def __init__(self, workload: Callable[[Job], str] = lambda job: job.name) -> None:
-        self._workload = workload
+    def __init__(
+        self,
+        workload: Callable[[Job], str] = lambda job: job.name,
+        cluster: Cluster | None = None,
+    ) -> None:
+        self._workload, self._cluster = workload, cluster
         self._jobs: dict[str, dict[str, None]] = {}
         self._predicted: dict[_Asked, PredictedStep] = {}
         self._seen: dict[tuple[str, str], dict[_Asked, float]] = {}
@@ -108,7 +113,7 @@ class CalibratedSpeeds:
             engine = TrialEngine(
                 engine=DEFAULT,
                 graph=graph,
-                cluster=None,
+                cluster=self._cluster,
                 profile=None,
                 content=DEFAULT.content(graph),
             )

@@ -41,7 +41,7 @@ def drawn_jobs(
     kinds = list(graphs)
     arrivals_s = np.cumsum(rng.exponential(arrivals_every_s, jobs))
     counts = rng.choice(list(REQUESTS), jobs, p=list(REQUESTS.values()))
-    run_s, speeds = drawn_run_s(rng, jobs), EngineSpeeds()
+    run_s, speeds = drawn_run_s(rng, jobs), EngineSpeeds(nodes.cluster)
     found = []
     for number in range(jobs):
         models = graphs[kinds[int(rng.integers(len(kinds)))]]

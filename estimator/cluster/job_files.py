@@ -65,7 +65,8 @@ def jobs_of_trace(
     are drawn as in the experiment. Rows that ask for more than the cluster has are refused with
     WorkloadError.
     """
-    rng, machine, speeds = np.random.default_rng(seed), nodes.machines[0], EngineSpeeds()
+    rng, machine = np.random.default_rng(seed), nodes.machines[0]
+    speeds = EngineSpeeds(nodes.cluster)
     jobs = []
     for row in rows:
         if row.devices > nodes.total(machine):

@@ -81,7 +81,9 @@ def finish_time_fairness(ran: Sequence[Ran], nodes: Nodes, true: Speeds) -> np.n
         share = max(min(int(total / unfinished), each.job.devices), 1)
         count = [c for c in counts_up_to(share, each.job.devices) if c <= share][-1]
         fastest_s = min(
-            true.step_times_s(each.job, [nodes.packed(machine, count)])[0]
+            true.step_times_s(each.job, [nodes.packed(machine, min(count, nodes.total(machine)))])[
+                0
+            ]
             for machine in nodes.machines
         )
         found.append((end - start) / (each.job.samples * fastest_s / each.job.global_batch))

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from estimator.errors import AllocationError
 from estimator.machines.catalogue import load_profile
 from estimator.placement.allocation import Allocation
+from estimator.placement.topology import Cluster
 
 # pack: as few nodes as can be, full ones first; even: as few, with as many devices each; spread:
-# as many nodes as can be.
+# as many nodes as can be. Of equally few nodes, those below one switch; spread over switches first.
 PlacementRule = Literal["pack", "even", "spread"]
 
 
 class Shape(NamedTuple):
-    """Devices used on each node of one machine type, most first: what a step's time depends on."""
+    """Devices used on each node of one machine type: what a step's time depends on.
+
+    Nodes come most devices first, in a described cluster as `hosts` names them, in rank order.
+    """
 
     machine: str
     per_node: tuple[int, ...]
+    hosts: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
         return sum(self.per_node)
 
     def __str__(self) -> str:
+        if self.hosts:
+            used = zip(self.hosts, self.per_node, strict=True)
+            return "+".join(f"{host}[0-{devices - 1}]" for host, devices in used)
         parts: list[str] = []
         for devices in dict.fromkeys(self.per_node):
             parts.append(f"{self.per_node.count(devices)}x{devices}:{self.machine}")
@@ -32,10 +44,11 @@ class Shape(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A node of the cluster."""
+    """A node of the cluster, by its name where a cluster file describes it."""
 
     machine: str
     devices: int
+    host: str | None = None
 
 
 class Nodes:
@@ -47,8 +60,13 @@ class Nodes:
     ('1x8:dgx-a100+1x4:dgx-a100', 4)
     """
 
-    def __init__(self, nodes: tuple[Node, ...], rule: PlacementRule = "pack") -> None:
-        self.nodes, self.rule = nodes, rule
+    def __init__(
+        self,
+        nodes: tuple[Node, ...],
+        rule: PlacementRule = "pack",
+        cluster: Cluster | None = None,
+    ) -> None:
+        self.nodes, self.rule, self.cluster = nodes, rule, cluster
         self.machines = tuple(dict.fromkeys(node.machine for node in nodes))
         self.free_on = [node.devices for node in nodes]
         self.holders: list[dict[str, int]] = [{} for _ in nodes]
@@ -60,10 +78,26 @@ class Nodes:
             machine: [index for index, node in enumerate(nodes) if node.machine == machine]
             for machine in self.machines
         }
+        # Switches above each node, the root first.
+        self._switches = [
+            cluster.switches_above(node.host)[::-1] if cluster and node.host else ()
+            for node in nodes
+        ]
+        self._kinds = [
+            cluster.nodes[node.host] if cluster and node.host else None for node in nodes
+        ]
+        self._alike: dict[object, list[str]] = {}
+        for kind, node in zip(self._kinds, nodes, strict=True):
+            self._alike.setdefault(kind, []).append(node.host or "")
 
     @classmethod
-    def parse(cls, text: str, rule: PlacementRule = "pack") -> Nodes:
-        """Nodes as an allocation of the whole cluster names them; raises AllocationError."""
+    def parse(
+        cls, text: str, rule: PlacementRule = "pack", cluster: Cluster | None = None
+    ) -> Nodes:
+        """Nodes as an allocation of the whole cluster names them; raises AllocationError.
+
+        With a cluster they are its first ones of each machine type.
+        """
         nodes: list[Node] = []
         for group in Allocation.parse(text).groups:
             if group.machine is None:
@@ -77,8 +111,19 @@ class Nodes:
                     f"'{group}' asks for {group.devices_per_node} devices a node, and "
                     f"{group.machine} has {known}; use at most {known}"
                 )
-            nodes += [Node(group.machine, group.devices_per_node)] * group.nodes
-        return cls(tuple(nodes), rule)
+            hosts: list[str | None] = [None] * group.nodes
+            if cluster is not None:
+                taken = {node.host for node in nodes}
+                hosts = [h for h in cluster.hosts_of(group.machine) if h not in taken]
+                if len(hosts) < group.nodes:
+                    raise AllocationError(
+                        f"'{group}' asks for {group.nodes} nodes of {group.machine}, of which the "
+                        f"cluster file has {len(hosts)} more; ask for as many, or describe others"
+                    )
+            nodes += [
+                Node(group.machine, group.devices_per_node, host) for host in hosts[: group.nodes]
+            ]
+        return cls(tuple(nodes), rule, cluster)
 
     def total(self, machine: str | None = None) -> int:
         """Devices of nodes that are up."""
@@ -102,6 +147,9 @@ class Nodes:
 
     def packed(self, machine: str, count: int) -> Shape:
         """The shape that `count` devices have by the rule on an empty cluster."""
+        if self.cluster is not None:
+            empty = Nodes(self.nodes, self.rule, self.cluster)
+            return self.shape(empty.take("", count, machine))
         largest = self.per_node(machine)
         full, rest = divmod(count, largest)
         if self.rule == "pack":
@@ -145,12 +193,42 @@ class Nodes:
         return self.free_on[index] if known and not self.is_down[index] else 0
 
     def _by_rule(self, open_nodes: list[int], count: int) -> dict[int, int]:
-        given = self._packed(open_nodes, count)
-        if self.rule == "pack" or (self.rule == "even" and len(given) == 1):
+        if self.rule == "spread":
+            return self._evenly(self._over_switches(open_nodes)[:count], count)
+        near = self._below_one_switch(open_nodes, count)
+        given = self._packed(near, count)
+        if self.rule == "pack" or len(given) == 1:
             return given
-        most = len(given) if self.rule == "even" else len(open_nodes)
-        freest_first = sorted(open_nodes, key=lambda index: (-self.free_on[index], index))
-        return self._evenly(freest_first[:most], count)
+        freest_first = sorted(near, key=lambda index: (-self.free_on[index], index))
+        return self._evenly(freest_first[: len(given)], count)
+
+    def _below_one_switch(self, open_nodes: list[int], count: int) -> list[int]:
+        """The nodes of a switch that has `count` devices free on the fewest nodes.
+
+        Of several such switches the lowest, then the one with least free. All nodes where none is
+        as good.
+        """
+        below: dict[tuple[str, ...], list[int]] = {}
+        for index in open_nodes:
+            for level in range(len(self._switches[index]) + 1):
+                below.setdefault(self._switches[index][:level], []).append(index)
+        best = open_nodes, (math.inf, 0.0, 0.0)
+        for switches, nodes in below.items():
+            free = list(itertools.accumulate(sorted(map(self.free_on.__getitem__, nodes))[::-1]))
+            score = 1.0 + bisect.bisect_left(free, count), -len(switches), free[-1]
+            if free[-1] >= count and score < best[1]:
+                best = nodes, score
+        return best[0]
+
+    def _over_switches(self, open_nodes: list[int]) -> list[int]:
+        """Nodes with most free first; of equals, one of each switch in turn."""
+        met = Counter[tuple[tuple[str, ...], int]]()
+        turns = {}
+        for index in open_nodes:
+            alike = self._switches[index], self.free_on[index]
+            turns[index] = -self.free_on[index], met[alike], index
+            met[alike] += 1
+        return sorted(open_nodes, key=turns.__getitem__)
 
     def _packed(self, among: list[int], count: int) -> dict[int, int]:
         """Devices of the fullest node that has them all, else of as few nodes as can be."""
@@ -210,6 +288,15 @@ class Nodes:
         return best or []
 
     def shape(self, given: Mapping[int, int]) -> Shape:
-        """What the step time of devices on these nodes depends on."""
+        """What the step time of devices on these nodes depends on.
+
+        Ranks go through the tree of switches depth first, so that a ring crosses each uplink once
+        each way. Nodes alike below one switch are named by the first of them.
+        """
         machine = self.nodes[next(iter(given))].machine
-        return Shape(machine, tuple(sorted(given.values(), reverse=True)))
+        if self.cluster is None:
+            return Shape(machine, tuple(sorted(given.values(), reverse=True)))
+        order = sorted(given, key=lambda index: (self._switches[index], -given[index], index))
+        unused = {kind: iter(hosts) for kind, hosts in self._alike.items()}
+        hosts = tuple(next(unused[self._kinds[index]]) for index in order)
+        return Shape(machine, tuple(given[index] for index in order), hosts)

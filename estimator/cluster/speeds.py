@@ -11,6 +11,7 @@ from estimator.cluster.jobs import Job
 from estimator.cluster.nodes import Shape
 from estimator.coefficients import Calibration, Coefficients, Engine, StepQuestion
 from estimator.placement.allocation import Allocation
+from estimator.placement.topology import Cluster
 from estimator.tables import estimate_many
 
 # Hidden differences between the engine and the machine, as standard deviations of the logarithm:
@@ -33,7 +34,8 @@ class Speeds(Protocol):
 class EngineSpeeds:
     """What the engine says, each (graph, split, shape) asked once, many in one table."""
 
-    def __init__(self) -> None:
+    def __init__(self, cluster: Cluster | None = None) -> None:
+        self._cluster = cluster
         self._known: dict[tuple[int, int, int, Shape], float] = {}
 
     def step_times_s(
@@ -43,7 +45,7 @@ class EngineSpeeds:
         keys = [(id(job.graph), *job.split(s.ranks, global_batch), s) for s in shapes]
         missing = [key for key in dict.fromkeys(keys) if key not in self._known]
         if missing:
-            self._known.update(_asked(job, missing, None))
+            self._known.update(_asked(job, missing, self._cluster))
         return [self._known[key] for key in keys]
 
 
@@ -59,11 +61,12 @@ class TrueSpeeds:
         jobs: Sequence[Job],
         seed: int,
         *,
+        cluster: Cluster | None = None,
         compute_spread: float = COMPUTE_SPREAD,
         network_spread: float = NETWORK_SPREAD,
         allocation_spread: float = ALLOCATION_SPREAD,
     ) -> None:
-        self._seed = seed
+        self._seed, self._cluster = seed, cluster
         self._allocation_spread = allocation_spread
         self._numbers = {job.name: number for number, job in enumerate(jobs)}
         self._factors: dict[str, _Factors] = {}
@@ -82,7 +85,7 @@ class TrueSpeeds:
         missing = [shape for key, shape in zip(keys, shapes) if key not in self._known]
         if missing:
             asked = [(id(job.graph), *job.split(s.ranks, global_batch), s) for s in missing]
-            found = _asked(job, asked, self._factors[job.name])
+            found = _asked(job, asked, self._cluster, self._factors[job.name])
             for key in asked:
                 known = job.name, global_batch, key[-1]
                 self._known[known] = found[key] * self._allocation_factor(job, key[-1])
@@ -119,7 +122,9 @@ class _Factors:
 _Key = tuple[int, int, int, Shape]
 
 
-def _asked(job: Job, keys: Sequence[_Key], calibration: Calibration | None) -> dict[_Key, float]:
+def _asked(
+    job: Job, keys: Sequence[_Key], cluster: Cluster | None, calibration: Calibration | None = None
+) -> dict[_Key, float]:
     """The engine's step times of one job, a table for each number of micro-batches."""
     found: dict[_Key, float] = {}
     for micro_batches in dict.fromkeys(key[2] for key in keys):
@@ -129,6 +134,7 @@ def _asked(job: Job, keys: Sequence[_Key], calibration: Calibration | None) -> d
             [str(key[3]) for key in rows],
             batch_per_gpu=np.array([key[1] for key in rows]),
             accumulation_steps=micro_batches,
+            cluster=cluster,
             calibration=calibration,
             strict=True,
         )

@@ -2,23 +2,17 @@
 
 A dispatch mode follows the operators of the step, which come in the order of the traced graph, and
 frees, fills and recomputes the storages that the plan names. Autograd keeps its tensors: only the
-memory behind them goes and comes back. On a CPU the "host" is a second arena outside of torch's
-allocator, and a thread for each direction copies at the rate of the planned link.
+memory behind them goes and comes back.
 """
 
 from __future__ import annotations
 
-import ctypes
-import queue
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,9 +23,15 @@ from estimator.advise.swap_problem import SwapProblem
 from estimator.errors import WorkloadError
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.structure import GraphStructure
-from estimator.machines.profile import Link
+from estimator.interop.host_copies import Arena, Host, PinnedHost
 
-_BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
+_BATCH_NORMS = (
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_batch_norm_with_update",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+)
 # Where those take what they keep of the batches seen.
 _RUNNING = (3, 4)
 
@@ -45,11 +45,6 @@ class MemoryPlan:
     plan: SwapPlan
 
     def __post_init__(self) -> None:
-        if self.graph.target != "cpu":
-            raise WorkloadError(
-                f"a plan is run on the kind of device it was traced for, found {self.graph.target};"
-                " running on GPUs is not there yet, trace with target='cpu'"
-            )
         moved = {swap.tensor for swap in self.plan.swaps}
         others = {self.problem.tensors[number].kind for number in moved} - {"activation"}
         if others:
@@ -60,14 +55,26 @@ class MemoryPlan:
 
 
 @contextmanager
-def apply_plan(plan: MemoryPlan, model: nn.Module) -> Iterator[None]:
+def apply_plan(plan: MemoryPlan, model: nn.Module, *, host: Host | None = None) -> Iterator[None]:
     """Run the training steps inside under a plan made for them.
 
     Gradients and buffers are what they are without it, bit for bit where operators are
-    deterministic. Raises WorkloadError where a step is not the one that was traced.
+    deterministic. Swapped tensors go to pinned memory on side streams from a GPU, and from a CPU to
+    an arena of their own at the rate of the planned link; `host` is another place. Raises
+    WorkloadError where a step is not the one that was traced, or runs on another kind of device.
     """
-    with _Copies(plan.problem.d2h) as out, _Copies(plan.problem.h2d) as back:
-        mode = _PlannedStep(plan, out, back)
+    target = plan.graph.target
+    elsewhere = {each.device.type for each in model.parameters()} - {target}
+    if elsewhere and host is None:
+        raise WorkloadError(
+            f"the plan was made for a step on {target}, found parameters on {min(elsewhere)}; move "
+            "the model, or trace it for that kind of device"
+        )
+    if host is None:
+        links = plan.problem.d2h, plan.problem.h2d
+        host = PinnedHost() if target == "cuda" else Arena(*links)
+    with host:
+        mode = _PlannedStep(plan, host)
         handle = model.register_forward_pre_hook(lambda _module, _inputs: mode.begin())
         try:
             with mode:
@@ -75,50 +82,6 @@ def apply_plan(plan: MemoryPlan, model: nn.Module) -> Iterator[None]:
             mode.end()
         finally:
             handle.remove()
-
-
-class _Copies:
-    """One direction of the link: a thread that copies one after the other, no faster than it."""
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self._asked: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> _Copies:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._asked.put(None)
-        self._thread.join()
-
-    def copy(self, target: Any, source: Any, *, after: _Copy | None = None) -> _Copy:
-        asked = _Copy(target, source, after, threading.Event())
-        self._asked.put(asked)
-        return asked
-
-    def _run(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            if asked.after is not None:
-                asked.after.done.wait()
-            begin = time.perf_counter()
-            size = asked.source.nbytes
-            np.copyto(asked.target, asked.source)
-            left_s = begin + self.link.transfer_time_s(size) - time.perf_counter()
-            if left_s > 0:
-                time.sleep(left_s)
-            # Nothing may point into memory that is freed next.
-            asked.target = asked.source = None
-            asked.done.set()
-
-
-@dataclass(slots=True)
-class _Copy:
-    target: Any
-    source: Any
-    after: _Copy | None
-    done: threading.Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +99,10 @@ class _Seen:
 class _PlannedStep(TorchDispatchMode):
     """Follows a step op by op."""
 
-    def __init__(self, plan: MemoryPlan, out: _Copies, back: _Copies) -> None:
+    def __init__(self, plan: MemoryPlan, host: Host) -> None:
         super().__init__()
         self.graph, self.problem, self.plan = plan.graph, plan.problem, plan.plan
-        self.out, self.back = out, back
+        self.host = host
         structure = GraphStructure.of(self.graph)
         root_of = [structure.storages[number].root for number in structure.storage_of]
         of_root = {t.value: t.number for t in self.problem.tensors if t.value >= 0}
@@ -147,9 +110,8 @@ class _PlannedStep(TorchDispatchMode):
         self.place = len(self.graph.ops)
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.numbers: dict[int, int] = {}
-        self.host: dict[int, Any] = {}
-        self.leaving: dict[int, _Copy] = {}
-        self.arriving: dict[int, _Copy] = {}
+        self.sent: dict[int, Any] = {}
+        self.fetched: dict[int, Any] = {}
         self.calls: dict[int, tuple[Any, Any, Any]] = {}
         self._list_events()
 
@@ -180,10 +142,8 @@ class _PlannedStep(TorchDispatchMode):
         """Raise WorkloadError where the step before has not come to its end."""
         if self.place < len(self.graph.ops):
             raise self._left()
-        for kept in (self.storages, self.numbers, self.host, self.calls):
+        for kept in (self.storages, self.numbers, self.sent, self.fetched, self.calls):
             kept.clear()
-        self.leaving.clear()
-        self.arriving.clear()
 
     def _left(self) -> WorkloadError:
         expected = self.graph.ops[self.place].call.target
@@ -253,31 +213,19 @@ class _PlannedStep(TorchDispatchMode):
             storage = self.storages.pop(number, None)
             if storage is not None:
                 self.numbers.pop(storage._cdata, None)
-            self.host.pop(number, None)
-
-    def _bytes(self, tensor: int) -> Any:
-        # A tensor's own numpy() would fix the size of its storage for good.
-        storage = self.storages[tensor]
-        block = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
-        return np.ctypeslib.as_array(block)
+            self.sent.pop(number, None)
 
     def _send(self, tensor: int) -> None:
-        size = self.storages[tensor].nbytes()
-        self.host[tensor] = np.empty(size, dtype=np.uint8)
-        self.leaving[tensor] = self.out.copy(self.host[tensor], self._bytes(tensor))
+        self.sent[tensor] = self.host.send(self.storages[tensor])
 
     def _free(self, tensor: int) -> None:
-        self.leaving[tensor].done.wait()
-        self.storages[tensor].resize_(0)
+        self.host.free(self.sent[tensor], self.storages[tensor])
 
     def _fetch(self, tensor: int) -> None:
-        self.storages[tensor].resize_(self.host[tensor].nbytes)
-        self.arriving[tensor] = self.back.copy(
-            self._bytes(tensor), self.host[tensor], after=self.leaving[tensor]
-        )
+        self.fetched[tensor] = self.host.fetch(self.sent[tensor], self.storages[tensor])
 
     def _use(self, tensor: int) -> None:
-        self.arriving.pop(tensor).done.wait()
+        self.host.use(self.fetched.pop(tensor))
 
     def _drop(self, tensor: int) -> None:
         self.storages[tensor].resize_(0)
@@ -291,7 +239,7 @@ class _PlannedStep(TorchDispatchMode):
             if leaf.tensor is None:
                 return leaf.outside
             storage = fresh.get(leaf.tensor) or self.storages[leaf.tensor]
-            empty = torch.empty(0, dtype=leaf.dtype)
+            empty = torch.empty(0, dtype=leaf.dtype, device=storage.device)
             return empty.set_(storage, leaf.offset, leaf.size, leaf.stride)
 
         last_read = {t: op for op in again.ops for t in self.problem.reads[op]}

@@ -37,6 +37,7 @@ from estimator.machines.links import (
     PairMatrix,
 )
 from estimator.machines.provenance import (
+    Interference,
     Provenance,
     Source,
     check_not_negative,
@@ -50,6 +51,7 @@ __all__ = [
     "Device",
     "DeviceKind",
     "HostCost",
+    "Interference",
     "KernelCost",
     "KernelPoint",
     "Link",
@@ -103,6 +105,7 @@ class MachineProfile:
     canary_s: float | None = None
     rank_jitter_ratio: float | None = None
     missing: tuple[str, ...] = ()
+    interference: Interference | None = None
     provenance: Provenance
     schema_version: int = SCHEMA_VERSION
 

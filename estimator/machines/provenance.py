@@ -1,4 +1,4 @@
-"""Say where a group of numbers comes from, and refuse numbers that cannot be."""
+"""Say where numbers come from and what disturbed them, and refuse numbers that cannot be."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from estimator.errors import quoted
+from estimator.units import format_ratio
 
 Source = Literal["measured", "imported", "fitted", "datasheet"]
 
 
+# Repeats of an undisturbed probe differ by less.
+_MATTERS = 0.1
 # Beyond any quantity of a machine, and few enough digits that products stay finite.
 LEAST, MOST = 1e-30, 1e30
 
@@ -56,3 +59,37 @@ class Provenance:
 
     def __post_init__(self) -> None:
         check_not_negative(self, "samples", "relative_error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interference:
+    """What other programs did to the measurements of a profile.
+
+    They used `others_ratio` of the cores' time meanwhile, and the canary took `canary_ratio` times
+    as long as usual; `waited_s` went by in waiting for them and measuring `repeats` parts again.
+    """
+
+    others_ratio: float = 0.0
+    canary_ratio: float = 1.0
+    waited_s: float = 0.0
+    repeats: int = 0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "canary_ratio")
+        check_not_negative(self, "others_ratio", "waited_s", "repeats")
+
+    @property
+    def relative_error(self) -> float:
+        """How far times may be off: sharing cores for r of the time takes 1 / (1 − r) as long."""
+        others_ratio = min(self.others_ratio, 0.9)
+        return max(others_ratio / (1 - others_ratio), self.canary_ratio - 1)
+
+    @property
+    def matters(self) -> bool:
+        """Whether estimates are to say so, and `check` is to fail."""
+        return self.relative_error > _MATTERS
+
+    def __str__(self) -> str:
+        slower = f", and a fixed matmul took {self.canary_ratio:.2f} times as long as usual"
+        used = f"other programs used {format_ratio(self.others_ratio)} of the cores"
+        return used + (slower if self.canary_ratio > 1 + _MATTERS else "")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -114,6 +115,9 @@ class Findings:
             launch_s, per_tensor_s, per_parameter_s = fit_lanes(message["lanes"])
         tensors, parameters, idle_s = message["zero_point"]
         busy_s = next(s for t, p, s in points if (t, p) == (tensors, parameters))
+        measured = (message["optimizer"], message["form"], message["device"])
+        # One that was measured again had been disturbed before.
+        self.updates = [u for u in self.updates if (u.optimizer, u.form, u.device) != measured]
         self.updates.append(
             UpdateCost(
                 optimizer=message["optimizer"],
@@ -137,10 +141,10 @@ class Findings:
     def kernel_costs(self) -> tuple[KernelCost, ...]:
         """The points grouped by operator and dtype, in the order in which they were met."""
         groups: dict[tuple[str, str], list[KernelPoint]] = {}
-        for point in self.points:
+        for point in _latest(self.points):
             call = OpCall.decode(dict(point.call))
             groups.setdefault((call.target, call.dtype), []).append(point)
-        for point in self.tf32_points:
+        for point in _latest(self.tf32_points):
             groups.setdefault((str(point.call["target"]), "tfloat32"), []).append(point)
         return tuple(
             KernelCost(
@@ -180,6 +184,11 @@ class Findings:
                 source="measured", at=self.at, samples=len(rates), relative_error=error
             ),
         )
+
+
+def _latest(points: Sequence[KernelPoint]) -> Iterable[KernelPoint]:
+    """One point for each call: one that was timed again had been disturbed before."""
+    return {json.dumps(dict(point.call), sort_keys=True): point for point in points}.values()
 
 
 def with_best_rates(devices: Sequence[Device], points: Sequence[KernelPoint]) -> tuple[Device, ...]:

@@ -9,36 +9,60 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device
 from estimator.probe.backend import Backend, open_backend
+from estimator.probe.canary import canary_s
+from estimator.probe.interference import Watch, read_cpu_times
 
 Emit = Callable[[dict[str, Any]], None]
 # The last thing that is heard of a job, failed or not.
 FINISHED: dict[str, Any] = {"finished": True}
+# The part whose findings are what others took: {"waiting": their share now} or {"seen": …}.
+WATCH = "watch"
 
 _START_ALLOWANCE_S = 60.0
+_CANARY_REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One function to call there: ``function(backend, emit, budget_s=…, **arguments)``."""
+    """One function to call there: ``function(backend, emit, budget_s=…, **arguments)``.
+
+    One that measures `in_pieces` is also given ``watch=…``, to run each of them.
+    """
 
     part: str
     function: str
     budget_s: float
     arguments: dict[str, Any] = field(default_factory=dict)
+    in_pieces: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watching:
+    """Whose CPU time on which cores is not that of others, and how long to wait for these."""
+
+    pid: int
+    cores: Sequence[int]
+    patience_s: float
+    usual_canary_s: float | None = None
 
 
 def run_jobs(
-    device: Device, jobs: Sequence[Job], on_finding: Callable[[str, dict[str, Any]], None]
+    device: Device,
+    jobs: Sequence[Job],
+    on_finding: Callable[[str, dict[str, Any]], None],
+    watching: Watching | None = None,
 ) -> None:
     """Run `jobs` in order in one process pinned to `device`; `on_finding(part, what)` as it comes.
 
     A job that fails is a finding ``{"failed": reason}``, and the next one goes on; the last finding
-    of every job is FINISHED. Raises ProbeError if the process itself dies.
+    of every job is FINISHED. What others disturbed is measured again as `watching` says. Raises
+    ProbeError if the process itself dies.
     """
     from estimator.probe.ranks import run_on_devices
 
@@ -48,8 +72,15 @@ def run_jobs(
     run_on_devices(
         [device],
         f"{__name__}:work",
-        {"kind": device.kind, "index": device.index, "jobs": [asdict(job) for job in jobs]},
-        timeout_s=_START_ALLOWANCE_S + 2.0 * sum(job.budget_s for job in jobs),
+        {
+            "kind": device.kind,
+            "index": device.index,
+            "jobs": [asdict(job) for job in jobs],
+            "watching": asdict(watching) if watching else None,
+        },
+        timeout_s=_START_ALLOWANCE_S
+        + 2.0 * sum(job.budget_s for job in jobs)
+        + (watching.patience_s if watching else 0.0),
         on_report=receive,
     )
 
@@ -59,20 +90,39 @@ def work(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> None:
     from estimator.probe.ranks import report
 
     backend = open_backend(arguments["kind"], arguments["index"])
+
+    def emit(part: str, message: dict[str, Any]) -> None:
+        report({"part": part, **message})
+
+    watch = _open_watch(arguments["watching"], backend, partial(emit, WATCH))
     for job in arguments["jobs"]:
+        own = partial(emit, job["part"])
+        if job["in_pieces"]:
+            _call(job, backend, own, watch=watch)
+        else:
+            watch.run(partial(_call, job, backend, own))
+        own(FINISHED)
+        emit(WATCH, {"seen": asdict(watch.seen)})
 
-        def emit(message: dict[str, Any], part: str = job["part"]) -> None:
-            report({"part": part, **message})
 
-        _call(job, backend, emit)
-        emit(FINISHED)
+def _open_watch(arguments: Mapping[str, Any] | None, backend: Backend, emit: Emit) -> Watch:
+    if arguments is None:
+        return Watch()
+    return Watch(
+        patience_s=arguments["patience_s"],
+        cores=len(arguments["cores"]),
+        read=partial(read_cpu_times, arguments["pid"], arguments["cores"]),
+        canary=partial(canary_s, backend, repeats=_CANARY_REPEATS),
+        usual_canary_s=arguments["usual_canary_s"],
+        say=lambda others_ratio: emit({"waiting": others_ratio}),
+    )
 
 
-def _call(job: Mapping[str, Any], backend: Backend, emit: Emit) -> None:
+def _call(job: Mapping[str, Any], backend: Backend, emit: Emit, **more: Any) -> None:
     module, _, name = job["function"].partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-        function(backend, emit, budget_s=job["budget_s"], **job["arguments"])
+        function(backend, emit, budget_s=job["budget_s"], **job["arguments"], **more)
     # One part that this torch or this machine cannot measure must not end the others; torch
     # reports what it lacks with these.
     except (ProbeError, RuntimeError, ImportError, AttributeError, ValueError, TypeError) as error:

@@ -15,8 +15,10 @@ from estimator.errors import ProbeError
 from estimator.machines.profile import KernelPoint
 from estimator.probe.backend import Backend, keep_memory_resident, touch_memory
 from estimator.probe.calls import find_operator, output_tensors, real_arguments, spec_of
+from estimator.probe.canary import canary_s
 from estimator.probe.grid import kernel_grid
 from estimator.probe.grid_calls import GridCall
+from estimator.probe.interference import Watch
 from estimator.probe.jobs import Emit
 from estimator.probe.source import TensorSource
 from estimator.tensors import OpCall, TensorSpec
@@ -45,7 +47,10 @@ _SPARE_OUTPUTS = 4
 _RING_BYTES = 192 << 20
 # What torch says of an error after which a process cannot use its GPU any more.
 _LOST_DEVICE = "CUDA error:"
-_CANARY_SIDE = 512
+# Between two looks at what others do; CPU times of Linux advance in ticks of 10 ms.
+_PIECE_S = 1.0
+# A repeat that took this much longer than the quickest quarter was held up by others.
+_HELD_UP_RATIO = 1.5
 _TOUCHED_BYTES = 896 << 20
 
 
@@ -64,20 +69,6 @@ def measure_canary(backend: Backend, emit: Emit, *, budget_s: float) -> None:
     emit({"canary_s": canary_s(backend)})
 
 
-def canary_s(backend: Backend) -> float:
-    """Median seconds of a 512 × 512 × 512 float32 matmul."""
-    import torch
-
-    side = (_CANARY_SIDE, _CANARY_SIDE)
-    left = torch.randn(side, device=backend.device)
-    right = torch.randn(side, device=backend.device)
-    out = torch.empty(side, device=backend.device)
-    backend.time_calls(lambda _: torch.mm(left, right, out=out), repeats=3)
-    return statistics.median(
-        backend.time_calls(lambda _: torch.mm(left, right, out=out), repeats=21)
-    )
-
-
 def measure_kernels(
     backend: Backend,
     emit: Emit,
@@ -85,38 +76,52 @@ def measure_kernels(
     budget_s: float,
     thorough: bool = False,
     least_share: int = 1,
+    watch: Watch | None = None,
 ) -> None:
     """Emit a point for each call of the grid until the budget is over, then how many are left.
 
-    `least_share` n keeps only every n-th call, for machines and tests that have little time.
+    `least_share` n keeps only every n-th call, for machines and tests that have little time. Calls
+    that others disturbed are emitted again once `watch` has seen these end.
     """
     grid = kernel_grid(backend.kind, thorough=thorough)[::least_share]
-    source, end = TensorSource(backend), time.monotonic() + budget_s
-    lacking: list[str] = []
-    done = 0
-    for grid_call in grid:
-        if time.monotonic() >= end:
+    source, watch, end = TensorSource(backend), watch or Watch(), time.monotonic() + budget_s
+    waited_s = watch.seen.waited_s
+    lacking: dict[str, None] = {}
+    first, done, is_lost = 0, 0, False
+
+    def measure_piece() -> None:
+        nonlocal done, is_lost
+        stop_at = min(time.monotonic() + _PIECE_S, end + watch.seen.waited_s - waited_s)
+        for done in range(first + 1, len(grid) + 1):
+            grid_call = grid[done - 1]
+            try:
+                emit(_measured(backend, source, grid_call))
+            # An operator that this build or device does not have, or calls otherwise.
+            except (ProbeError, RuntimeError, TypeError, IndexError, ValueError) as error:
+                reason = str(error).splitlines()[0][:120]
+                lacking[f"{grid_call.call.target}: {reason}"] = None
+                is_lost = _LOST_DEVICE in str(error)
+            if is_lost or time.monotonic() >= stop_at:
+                return
+
+    while done < len(grid) and not is_lost:
+        if time.monotonic() >= end + watch.seen.waited_s - waited_s:
             break
-        done += 1
-        try:
-            with float32_matmuls(on_tensor_cores=grid_call.math == "tf32"):
-                point = measure_call(backend, source, grid_call)
-        # An operator that this build or device does not have, or calls otherwise; listed below.
-        except (ProbeError, RuntimeError, TypeError, IndexError, ValueError) as error:
-            lacking.append(f"{grid_call.call.target}: {str(error).splitlines()[0][:120]}")
-            if _LOST_DEVICE in str(error):
-                break
-            continue
-        emit(
-            {
-                "call": dict(point.call),
-                "warm_s": point.warm_s,
-                "cold_s": point.cold_s,
-                "noise_ratio": point.noise_ratio,
-                "math": grid_call.math,
-            }
-        )
-    emit({"done": done, "grid": len(grid), "lacking": lacking})
+        first = done
+        watch.run(measure_piece)
+    emit({"done": done, "grid": len(grid), "lacking": list(lacking)})
+
+
+def _measured(backend: Backend, source: TensorSource, grid_call: GridCall) -> dict[str, Any]:
+    with float32_matmuls(on_tensor_cores=grid_call.math == "tf32"):
+        point = measure_call(backend, source, grid_call)
+    return {
+        "call": dict(point.call),
+        "warm_s": point.warm_s,
+        "cold_s": point.cold_s,
+        "noise_ratio": point.noise_ratio,
+        "math": grid_call.math,
+    }
 
 
 @contextlib.contextmanager
@@ -153,7 +158,7 @@ def measure_call(backend: Backend, source: TensorSource, grid_call: GridCall) ->
         positional, keywords = arguments()
         outputs = [spec_of(t) for t in output_tensors(operator(*positional, **keywords))]
         warm = _repeat(backend, lambda _: operator(*positional, **keywords), _WARM_S)
-        warm_s = statistics.median(warm)
+        warm_s = agreed_s(warm)
         written = sum(spec.storage_bytes for spec in outputs)
         cold_s = None
         if _cold_matters(grid_call, written, warm_s):
@@ -167,6 +172,16 @@ def measure_call(backend: Backend, source: TensorSource, grid_call: GridCall) ->
         cold_s=cold_s,
         noise_ratio=noise_ratio(warm),
     )
+
+
+def agreed_s(seconds: list[float]) -> float:
+    """The median of repeats, without those that others held up: up to three quarters of them.
+
+    >>> agreed_s([1.0, 1.1, 1.2, 5.0, 5.0, 9.0])
+    1.1
+    """
+    quickest = sorted(seconds)[: max(1, (len(seconds) + 3) // 4)][-1]
+    return statistics.median(each for each in seconds if each <= _HELD_UP_RATIO * quickest)
 
 
 def noise_ratio(seconds: list[float]) -> float:
@@ -235,7 +250,7 @@ def _cold_s(
 
     backend.time_calls(call, repeats=1, before=before)
     source.flush()
-    return statistics.median(backend.time_calls(call, repeats=repeats, before=before))
+    return agreed_s(backend.time_calls(call, repeats=repeats, before=before))
 
 
 def _touched_like(specs: list[TensorSpec], backend: Backend) -> list[Any]:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import copy
 import os
-import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, DeviceKind, MachineProfile, Provenance
-from estimator.probe.backend import allocator_text
 from estimator.probe.findings import Findings, with_best_rates
+from estimator.probe.interference import (
+    MOST_PATIENCE_S,
+    Watch,
+    check_interference,
+    read_cpu_times,
+)
 from estimator.probe.inventory import Cpu, core_groups, read_cpu, read_gpus
-from estimator.probe.jobs import FINISHED, Job, run_jobs
+from estimator.probe.jobs import FINISHED, WATCH, Job, Watching, run_jobs
+from estimator.probe.software import software_versions
+from estimator.units import format_ratio
 
 Report = Callable[[str, float], None]
 
@@ -61,20 +68,52 @@ def probe_machine(
     thorough: bool = False,
     report: Report | None = None,
     kind: DeviceKind | None = None,
+    force: bool = False,
+    earlier: MachineProfile | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> MachineProfile:
     """Measure this machine; interrupted, or out of time, it returns what it has.
 
     Without accelerators a device is a fixed group of cores, `devices` of them (by default one per
     NUMA node, at least two). `thorough` takes 5 × `budget_s`. `report(part, fraction of the budget
-    used)` is called as it goes. What was not measured is listed in `missing`. Raises ProbeError.
+    used)` is called as it goes. What was not measured is listed in `missing`.
+
+    Where other programs use the cores it waits, as long as the budget and a minute at most, which
+    it `say`s; what they disturbed it measures again. Raises ProbeError where they leave too little,
+    unless `force`d, when it does not wait either. An `earlier` profile of the same machine tells
+    how long the canary takes.
     """
     budget_s *= THOROUGH_FACTOR if thorough else 1.0
     cpu = read_cpu()
     found = choose_devices(cpu, devices=devices, kind=kind)
     at = datetime.now(UTC).isoformat(timespec="seconds")
-    probe = _Probe(found, cpu, budget_s, thorough, Findings(at=at), report or _silent)
+    watching = Watching(
+        pid=os.getpid(),
+        cores=cpu.cores,
+        patience_s=0.0 if force else min(MOST_PATIENCE_S, budget_s),
+        usual_canary_s=_usual_canary_s(earlier, found[0], cpu),
+    )
+    probe = _Probe(
+        found, cpu, budget_s, thorough, Findings(at=at), report or _silent, watching, say
+    )
+    if not force:
+        probe.watch.check_start()
     probe.run()
-    return probe.profile(name)
+    profile = probe.profile(name)
+    if not force and profile.interference is not None:
+        check_interference(profile.interference)
+    return profile
+
+
+def _usual_canary_s(earlier: MachineProfile | None, device: Device, cpu: Cpu) -> float | None:
+    """What the canary took in a profile of the same machine in the same state; None without one."""
+    if earlier is None or (earlier.devices[0].name, earlier.devices[0].cores) != (
+        device.name,
+        device.cores,
+    ):
+        return None
+    same = dict(earlier.software) == software_versions(device) and earlier.hardware == cpu.facts()
+    return earlier.canary_s if same else None
 
 
 def choose_devices(
@@ -120,9 +159,18 @@ class _Probe:
         thorough: bool,
         findings: Findings,
         report: Report,
+        watching: Watching,
+        say: Callable[[str], None] | None,
     ) -> None:
         self.devices, self.cpu, self.findings = devices, cpu, findings
         self.budget_s, self.thorough, self._report = budget_s, thorough, report
+        self.watching, self._say = watching, say
+        self.watch = Watch(
+            patience_s=watching.patience_s,
+            cores=len(watching.cores),
+            read=partial(read_cpu_times, watching.pid, watching.cores),
+            say=self._waits,
+        )
         self._begun = time.monotonic()
 
     def run(self) -> None:
@@ -142,6 +190,13 @@ class _Probe:
                 return
             except (ProbeError, ImportError) as error:
                 self.findings.missing.append(f"{part.name}: {error}")
+
+    def _waits(self, others_ratio: float) -> None:
+        used = f"other programs use {format_ratio(others_ratio)} of the cores"
+        self.tell(f"waiting: {used}")
+        if self._say is not None:
+            self._say(f"{used}: waiting for them, {self.watch.left_s:.0f} s at most")
+            self._say = None
 
     def tell(self, part: str) -> None:
         self._report(part, min(1.0, self._used_s() / self.budget_s))
@@ -165,6 +220,7 @@ class _Probe:
             canary_s=findings.canary_s,
             rank_jitter_ratio=findings.rank_jitter_ratio,
             missing=tuple(findings.missing),
+            interference=self.watch.seen.interference(self.watching.usual_canary_s),
             provenance=Provenance(
                 source="measured",
                 at=findings.at,
@@ -174,7 +230,7 @@ class _Probe:
         )
 
     def _used_s(self) -> float:
-        return time.monotonic() - self._begun
+        return time.monotonic() - self._begun - self.watch.seen.waited_s
 
     def _skip(self, parts: Sequence[_Part], reason: str) -> None:
         for part in parts:
@@ -188,14 +244,28 @@ class _Probe:
         ]
         if len(self.devices) > 1:
             parts += [
-                _Part("collectives", 0.10, self._collectives),
-                _Part("contention", 0.06, self._contention),
-                _Part("overlap", 0.06, self._overlaps),
+                _Part("collectives", 0.10, self._watched(self._collectives)),
+                _Part("contention", 0.06, self._watched(self._contention)),
+                _Part("overlap", 0.06, self._watched(self._overlaps)),
             ]
-        parts.append(_Part("copies", 0.04, self._copies))
+        parts.append(_Part("copies", 0.04, self._watched(self._copies)))
         if self.devices[0].kind == "cuda":
             parts.append(_Part("updates on the CPU", 0.06, self._updates_on_cpu))
         return parts
+
+    def _watched(self, measure: Callable[[float], None]) -> Callable[[float], None]:
+        """A part that is measured again, from its beginning, where others disturbed it."""
+
+        def run(budget_s: float) -> None:
+            before = self.findings
+
+            def once() -> None:
+                self.findings = copy.deepcopy(before)
+                measure(budget_s)
+
+            self.watch.run(once)
+
+        return run
 
     def _take(self, part: str, message: dict[str, Any]) -> None:
         self.findings.take(part, message)
@@ -209,6 +279,7 @@ class _Probe:
                 function=f"estimator.probe.{function}",
                 budget_s=budget_s * share,
                 arguments={"thorough": self.thorough} if part in ("kernels", "updates") else {},
+                in_pieces=part == "kernels",
             )
             for part, (function, share) in self._jobs().items()
         ]
@@ -220,8 +291,20 @@ class _Probe:
     def _run_jobs(self, device: Device, jobs: Sequence[Job]) -> None:
         begun: set[str] = set()
         finished: set[str] = set()
+        seen: dict[str, Any] = {}
+        is_own = device.kind == self.devices[0].kind
+        watching = replace(
+            self.watching,
+            patience_s=self.watch.left_s,
+            usual_canary_s=self.watching.usual_canary_s if is_own else None,
+        )
 
         def take(part: str, message: dict[str, Any]) -> None:
+            if part == WATCH:
+                if "waiting" in message:
+                    self._waits(message["waiting"])
+                seen.update(message.get("seen", {}))
+                return
             begun.add(part)
             if message == FINISHED:
                 finished.add(part)
@@ -229,13 +312,16 @@ class _Probe:
                 self._take(part, message)
 
         try:
-            run_jobs(device, jobs, take)
+            run_jobs(device, jobs, take, watching)
         except (ProbeError, KeyboardInterrupt):
             for job in jobs:
                 if job.part not in finished and job.part != "preparing":
                     how = "cut short" if job.part in begun else "not reached"
                     self.findings.missing.append(f"{job.part}: {how}")
             raise
+        finally:
+            # The canary of one kind of device says nothing of another's.
+            self.watch.seen.add(seen if is_own else {**seen, "canaries_s": []})
 
     def _first_touch(self, budget_s: float) -> None:
         job = Job(
@@ -292,30 +378,3 @@ class _Probe:
 
     def _communication(self) -> str:
         return "nccl" if self.devices[0].kind == "cuda" else "gloo"
-
-
-_SETTINGS = ("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH_", "NCCL_", "GLOO_", "CUDA_")
-
-
-def software_versions(
-    device: Device, environment: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Versions and settings that change how fast the same machine runs."""
-    environment = os.environ if environment is None else environment
-    versions = {
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()}",
-        "allocator": allocator_text(environment),
-        "threads": str(max(1, len(device.cores))),
-    }
-    for package in ("torch", "numpy", "nvidia-ml-py"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    settings = [
-        f"{key}={environment[key]}" for key in sorted(environment) if key.startswith(_SETTINGS)
-    ]
-    if settings:
-        versions["settings"] = " ".join(settings)
-    return versions

@@ -14,7 +14,8 @@ from estimator.machines.profile import MachineProfile
 from estimator.probe.backend import allocator_text
 from estimator.probe.inventory import read_cpu
 from estimator.probe.jobs import Job, run_jobs
-from estimator.probe.machine import software_versions, torch_sees_cuda
+from estimator.probe.machine import torch_sees_cuda
+from estimator.probe.software import software_versions
 from estimator.probe.timing_store import TimingStore
 from estimator.tensors import OpCall, TensorSpec, encode_tree
 

@@ -45,7 +45,7 @@ def time_canary(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> N
     import torch
 
     from estimator.probe.backend import open_backend
-    from estimator.probe.kernels import canary_s
+    from estimator.probe.canary import canary_s
     from estimator.probe.ranks import report
 
     on_cuda = arguments["kind"] == "cuda"
@@ -77,6 +77,8 @@ def probe_own_machine(
         budget_s=arguments["budget_s"],
         kind=arguments["kind"],
         report=poll,
+        # Ranks that wait for each other are busy themselves.
+        force=True,
     ).to_dict()
 
 

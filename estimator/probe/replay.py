@@ -16,8 +16,9 @@ from estimator.probe.calls import (
     span_elements,
     torch_dtype,
 )
+from estimator.probe.canary import canary_s
 from estimator.probe.jobs import Emit
-from estimator.probe.kernels import canary_s, float32_matmuls, noise_ratio
+from estimator.probe.kernels import float32_matmuls, noise_ratio
 from estimator.tensors import OpCall, TensorSpec, decode_tree
 
 _WARM_UPS, _LEAST_PASSES, _MOST_PASSES = 2, 5, 15

@@ -1,23 +1,33 @@
-"""Draw what a step holds in memory over time, by kind."""
+"""Draw what a step holds in memory over time, by kind, and its peak against time under plans."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from estimator.advise.memory import MemoryReport
+from estimator.advise.swap_search import Planned
 from estimator.report.pictures import empty_figure, save_figure, shades
 from estimator.units import GIB
 
 
-def draw_memory(report: MemoryReport, path: Path) -> None:
-    """Write a picture of memory over a step as .png or .svg.
+def draw_memory(report: MemoryReport, path: Path, plans: Sequence[Planned] = ()) -> None:
+    """Write a picture of memory over a step as .png or .svg, beside the curve of plans, if any.
 
     Raises StoreError if matplotlib is missing or the file cannot be written.
     """
-    figure = empty_figure(width_inches=10.0, height_inches=4.5)
-    axes = figure.subplots()
+    figure = empty_figure(width_inches=10.0, height_inches=9.0 if plans else 4.5)
+    top, *below = figure.subplots(2 if plans else 1, squeeze=False)[:, 0]
+    _draw_levels(top, report)
+    for axes in below:
+        _draw_plans(axes, report, plans)
+    save_figure(figure, path)
+
+
+def _draw_levels(axes: Any, report: MemoryReport) -> None:
     shown = {kind: each for kind, each in report.curve.levels.items() if each.any()}
     starts_s = np.append(0.0, report.time_s)
     # Each level holds from the start of its op to its end.
@@ -38,5 +48,27 @@ def draw_memory(report: MemoryReport, path: Path) -> None:
         axes.axhline(report.device_bytes / GIB, color="red", linewidth=1, label="device memory")
     title = f"{report.answer.model} on {report.answer.allocation}: peak in {report.peak_op}"
     axes.set(xlabel="ms", ylabel="GiB", xlim=(0, 1e3 * starts_s[-1]), ylim=(0, None), title=title)
-    figure.legend(loc="outside right upper")
-    save_figure(figure, path)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+
+def _draw_plans(axes: Any, report: MemoryReport, plans: Sequence[Planned]) -> None:
+    """The least peak found within each time: a step down wherever a plan is worth its time."""
+    step_ms = [1e3 * each.played.step_s for each in plans]
+    peaks = [each.played.peak_bytes / GIB for each in plans]
+    axes.step(step_ms, peaks, where="post", color="black", linewidth=1)
+    axes.plot(step_ms, peaks, "o", color="black", label="a plan")
+    plain = plans[0].played
+    plain_ms = 1e3 * plain.vanilla_s
+    plain_gib = plain.vanilla_bytes / GIB
+    axes.plot(plain_ms, plain_gib, "ko", fillstyle="none", label="without a plan")
+    if min(peaks) < report.device_bytes / GIB < 2 * max(peaks):
+        axes.axhline(report.device_bytes / GIB, color="red", linewidth=1, label="device memory")
+    axes.set(
+        xlabel="ms per step",
+        ylabel="GiB at the peak",
+        ylim=(0, None),
+        title="Peak against time: tensors swapped to the host or computed again",
+    )
+    ratios = (lambda ms: 100 * (ms / plain_ms - 1), lambda ratio: plain_ms * (1 + ratio / 100))
+    axes.secondary_xaxis("top", functions=ratios).set_xlabel("% longer than without a plan")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

@@ -87,6 +87,11 @@ def _class_assumptions(program: StepProgram, *, graph_too: bool) -> list[str]:
         plural = "s" if cores > 1 else ""
         found.append(f"a device is {cores} CPU core{plural}, pinned, with as many threads")
         found.append(_memory_assumption(machine))
+    if machine.interference is not None and machine.interference.matters:
+        found.append(
+            f"'{machine.name}' was disturbed when it was probed ({machine.interference}): "
+            "intervals are wider for it; 'estimator probe' on a quiet machine mends that"
+        )
     if is_known_by_datasheet(machine):
         found.extend(_datasheet_assumptions(program))
     found.extend(_attention_assumptions(program))

@@ -33,8 +33,8 @@ class LaneCosts(NamedTuple):
 
     It takes `lane_s` + `sharded_lane_s` / shards, and that is what its forward and backward
     kernels, host and copies take. `kernels_variance_s2`, `host_error` and `update_error` are what
-    they and the update are off; `model_peak_s` and `hardware_peak_s` are what the flops of a
-    micro-batch take at the device's peak.
+    they and the update are off, `interference_error` what a disturbed probe is; `model_peak_s` and
+    `hardware_peak_s` are what the flops of a micro-batch take at the device's peak.
     """
 
     lane_s: Any
@@ -48,6 +48,7 @@ class LaneCosts(NamedTuple):
     kernels_variance_s2: Any
     model_peak_s: Any
     hardware_peak_s: Any
+    interference_error: Any = 0.0
 
     def length_s(self, shards: Any) -> Any:
         """The whole lane where that many ranks share what is sharded."""
@@ -100,6 +101,7 @@ class RankKind:
         profile, slow = program.profile, slowdown_ratio
         peak = program.peak_flops_per_s or math.nan
         host, whole = profile.host, program.memory.peak(1)
+        interference = profile.interference
         device = device_memory(profile, communicators)
         lane = LaneCosts(
             lane_s=program.lane_s * slow,
@@ -110,6 +112,7 @@ class RankKind:
             copies_s=program.copies_s * slow,
             update_error=program.update_error,
             host_error=(host.provenance.relative_error or 0.0) if host else 0.0,
+            interference_error=interference.relative_error if interference else 0.0,
             kernels_variance_s2=program.kernels_variance_s2 * slow**2,
             model_peak_s=program.flops.model / peak or math.nan,
             hardware_peak_s=program.flops.hardware / peak or math.nan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from collections.abc import Callable
@@ -18,6 +19,10 @@ import torch
 def mlp(batch=4):
     layers = torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
     return torch.nn.Sequential(*layers), torch.randn(batch, 32)
+
+def deep(batch=4096):
+    layers = [layer for _ in range(8) for layer in (torch.nn.Linear(256, 256), torch.nn.GELU())]
+    return torch.nn.Sequential(*layers), torch.randn(batch, 256)
 
 def large(batch=4):
     return torch.nn.Linear(60000, 60000, device="meta"), torch.randn(batch, 60000)
@@ -63,6 +68,30 @@ def test_memory_draws_a_picture(models: str, command: Command, tmp_path: Path) -
     assert answer.code == 0
     # The legend names every kind that is held.
     assert "optimizer state" in path.read_text()
+
+
+def test_plans_fall_from_the_peak_without_one_and_are_drawn(
+    models: str, command: Command, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plans.svg"
+    words = ["memory", f"{models}:deep", "--on", "1x1:rtx-2080-ti", "--plans"]
+    answer = command(*words, "--picture", str(path), "--json")
+    plans = json.loads(answer.out)["plans"]
+    # Some memory comes for nothing: copies beside the operators.
+    assert plans[0]["overhead_ratio"] == pytest.approx(0.0, abs=1e-9)
+    assert plans[0]["saved_ratio"] > 0
+    assert len(plans) > 1
+    for less, more in itertools.pairwise(plans):
+        assert less["peak_bytes"] > more["peak_bytes"]
+        assert less["step_time_s"] < more["step_time_s"]
+    assert "Peak against time" in path.read_text()
+    assert "Plans that lower the peak" in command(*words).out
+
+
+def test_plans_are_made_for_one_device(models: str, command: Command) -> None:
+    answer = command("memory", f"{models}:mlp", "--on", "1x2:rtx-2080-ti", "--plans")
+    assert "for one rank" in answer.sentence
 
 
 def test_what_does_not_fit_ends_with_code_1(models: str, command: Command) -> None:

@@ -172,6 +172,67 @@ def test_the_search_finds_the_placement_that_a_look_at_all_of_them_finds() -> No
     assert sorted(grant.on for grant in plan.values()) == [((0, 2),), ((1, 2),)]
 
 
+class Amdahl:
+    """Half of job a's work, a tenth of job b's and none of c's is done by one device at a time.
+
+    A job that spans two nodes takes an eighth longer.
+    """
+
+    def step_times_s(
+        self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
+    ) -> list[float]:
+        serial = {"a": 0.5, "b": 0.1, "c": 0.0}[job.name]
+        return [
+            (serial + (1 - serial) / s.ranks) * (1.125 if len(s.per_node) > 1 else 1.0)
+            for s in shapes
+        ]
+
+
+def pollux_fitness(rows: Sequence[tuple[int, int]], held: Sequence[tuple[int, int]]) -> float:
+    """Pollux (OSDI 2021), section 4.2, for jobs a, b and c that are 120 s old.
+
+    The mean of speed-ups with p = −1; each is the rate over that on a fair share, 8 devices of 3
+    jobs, and (T − R·δ) / (T + δ) times as much for a job that moves the first time, δ = 30 s.
+    """
+    speed_ups = []
+    for name, row, held_row in zip("abc", rows, held, strict=True):
+        if not sum(row):
+            return 0.0
+        shapes = [Shape("m", tuple(filter(None, row))), Shape("m", (2,))]
+        step_s, fair_s = Amdahl().step_times_s(waiting(name, 100).job, shapes)
+        moves = any(held_row) and row != held_row
+        speed_ups.append(fair_s / step_s * (120 / 150 if moves else 1))
+    return 3 / sum(1 / each for each in speed_ups)
+
+
+@pytest.mark.parametrize(
+    "held", [((0, 0),) * 3, ((4, 0), (0, 2), (0, 2)), ((1, 0), (3, 0), (0, 4))]
+)
+def test_the_search_reaches_the_best_fitness_of_all_placements(
+    held: tuple[tuple[int, int], ...],
+) -> None:
+    nodes = Nodes((Node("m", 4), Node("m", 4)))
+    jobs = []
+    for name, row in zip("abc", held, strict=True):
+        on = tuple((node, devices) for node, devices in enumerate(row) if devices)
+        grant = Grant(sum(row), "m", None, on) if on else None
+        jobs.append(waiting(name, 100, global_batch=8, grant=grant))
+    view = View(now_s=120, jobs=jobs, nodes=nodes, believed=Amdahl())
+    plan = load_policy("pollux-search").plan(view)
+    found = []
+    for name in "abc":
+        on = dict(plan[name].on or ()) if name in plan else {}
+        found.append((on.get(0, 0), on.get(1, 0)))
+    rows = list(itertools.product(range(5), range(5)))
+    # On two nodes no two jobs may both span them.
+    best = max(
+        pollux_fitness(each, held)
+        for each in itertools.product(rows, repeat=3)
+        if max(map(sum, zip(*each, strict=True))) <= 4 and sum(all(row) for row in each) <= 1
+    )
+    assert pollux_fitness(found, held) == pytest.approx(best, rel=1e-9)
+
+
 def test_a_plan_that_names_taken_devices_is_refused() -> None:
     nodes = Nodes((Node("m", 2), Node("m", 2)))
     nodes.take("a", 2, "m", ((0, 2),))

@@ -163,11 +163,21 @@ def test_another_model_is_refused() -> None:
         other(batch).backward()
 
 
-def test_a_plan_for_gpus_or_for_more_than_activations_is_refused() -> None:
+def test_a_plan_for_gpus_needs_the_model_there() -> None:
+    model, batch = feed_forward()
+    wrapped = Squared(model)
+    graph, problem = problem_of(wrapped, batch)
+    plan = MemoryPlan(graph=replace(graph, target="cuda"), problem=problem, plan=SwapPlan())
+    with (
+        pytest.raises(WorkloadError, match="a step on cuda, found parameters on cpu"),
+        apply_plan(plan, wrapped),
+    ):
+        raise AssertionError("a step began")
+
+
+def test_a_plan_that_moves_more_than_activations_is_refused() -> None:
     model, batch = feed_forward()
     graph, problem = problem_of(Squared(model), batch)
-    with pytest.raises(WorkloadError, match="target='cpu'"):
-        MemoryPlan(graph=replace(graph, target="cuda"), problem=problem, plan=SwapPlan())
     parameter = next(t.number for t in problem.tensors if t.kind == "parameter")
     swap = Swap(tensor=parameter, after=0, free_before=1, fetch_before=2, use=3)
     with pytest.raises(WorkloadError, match="activations alone"):

@@ -17,6 +17,7 @@ from estimator.probe.grid_calls import (
     interleave,
     tensor,
 )
+from estimator.probe.interference import Watch
 from estimator.probe.kernels import float32_matmuls, measure_call, noise_ratio
 from estimator.probe.source import TensorSource
 from estimator.tensors import OpCall, TensorSpec
@@ -181,3 +182,35 @@ def test_after_an_error_that_loses_the_device_no_further_call_is_tried(
     (last,) = emitted
     assert len(tried) == last["done"] == 1
     assert "illegal memory access" in last["lacking"][0]
+
+
+def test_calls_that_others_disturbed_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = calls_of("relu.default", 6)
+    monkeypatch.setattr(kernels, "kernel_grid", lambda *_, **__: grid)
+    monkeypatch.setattr(kernels, "_PIECE_S", 1e-9)
+    monkeypatch.setattr(kernels, "_measured", lambda *given: {"call": given[2].read_bytes})
+    emitted: list[dict[str, Any]] = []
+
+    class OncePerThird(Watch):
+        """Finds every third piece disturbed, and has it measured again."""
+
+        def run(self, measure: Any) -> None:
+            before = len(emitted)
+            measure()
+            assert len(emitted) == before + 1
+            if emitted[-1]["call"] % 3 == 0:
+                measure()
+
+    kernels.measure_kernels(SmallCache(), emitted.append, budget_s=60.0, watch=OncePerThird())
+    bytes_of = [each.read_bytes for each in grid]
+    expected = [size for size in bytes_of for _ in range(2 if size % 3 == 0 else 1)]
+    assert [each["call"] for each in emitted[:-1]] == expected
+    assert emitted[-1] == {"done": 6, "grid": 6, "lacking": []}
+
+
+def test_repeats_that_were_held_up_do_not_count() -> None:
+    # Up to three of four may be.
+    assert kernels.agreed_s([3.0, 1.0, 1.1, 4.0, 9.0, 9.0, 9.0, 9.0]) == 1.05
+    # Where nothing was held up it is the median.
+    assert kernels.agreed_s([1.0, 1.1, 1.2, 1.3, 1.4]) == 1.2
+    assert kernels.agreed_s([7.0]) == 7.0

@@ -22,7 +22,14 @@ COMMAND = [sys.executable, "-c", "from estimator.cli.main import main; main()"]
 
 def start(home: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*COMMAND, "probe", "--name", "shared", "--devices", "2", "--budget", "1", *options],
+        [
+            *COMMAND,
+            "probe",
+            "--name",
+            "shared",
+            *["--devices", "2", "--budget", "1", "--force"],
+            *options,
+        ],
         env={**os.environ, "ESTIMATOR_HOME": str(home), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

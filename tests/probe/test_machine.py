@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from estimator.errors import ProbeError
-from estimator.machines.profile import Device, KernelPoint, MachineProfile
+from estimator.machines.profile import Device, Interference, KernelPoint, MachineProfile
 from estimator.probe import machine as machine_module
 from estimator.probe.findings import Findings, with_best_rates
 from estimator.probe.grid_calls import grid_call, tensor
-from estimator.probe.jobs import FINISHED
-from estimator.probe.machine import probe_machine, software_versions
+from estimator.probe.interference import CpuTimes, Seen
+from estimator.probe.jobs import FINISHED, WATCH, Watching
+from estimator.probe.machine import probe_machine
+from estimator.probe.software import software_versions
 from estimator.tensors import OpCall, TensorSpec
 
 POINT = {"call": grid_call("relu.default", tensor(8)).call.encode(), "warm_s": 1e-6}
@@ -23,7 +26,9 @@ POINT = {"call": grid_call("relu.default", tensor(8)).call.encode(), "warm_s": 1
 def cut_short(by: type[BaseException]) -> Callable[..., None]:
     """A first process that measures the canary and one kernel, then ends that way."""
 
-    def run_jobs(_device: Device, _jobs: Any, on_finding: Callable[[str, Any], None]) -> None:
+    def run_jobs(
+        _device: Device, _jobs: Any, on_finding: Callable[[str, Any], None], _watching: Any
+    ) -> None:
         on_finding("canary", {"canary_s": 0.004})
         on_finding("canary", FINISHED)
         on_finding("kernels", dict(POINT))
@@ -36,7 +41,7 @@ def test_interrupted_it_keeps_what_it_has_and_names_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine_module, "run_jobs", cut_short(KeyboardInterrupt))
-    profile = probe_machine(devices=1, kind="cpu")
+    profile = probe_machine(devices=1, kind="cpu", force=True)
     assert profile.canary_s == 0.004
     assert [cost.target for cost in profile.kernels] == ["aten.relu.default"]
     assert "kernels: cut short" in profile.missing
@@ -48,7 +53,7 @@ def test_interrupted_it_keeps_what_it_has_and_names_the_rest(
 
 def test_a_part_that_dies_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_module, "run_jobs", cut_short(ProbeError))
-    profile = probe_machine(devices=1, kind="cpu", budget_s=5.0)
+    profile = probe_machine(devices=1, kind="cpu", force=True, budget_s=5.0)
     assert profile.canary_s == 0.004
     assert "first touch: the process died" in profile.missing
 
@@ -60,12 +65,12 @@ def test_parts_share_what_is_left_and_none_starts_after_the_budget(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     given: list[float] = []
 
-    def run_jobs(_device: Device, jobs: Any, _on_finding: Any) -> None:
+    def run_jobs(_device: Device, jobs: Any, _on_finding: Any, _watching: Any) -> None:
         given.append(sum(job.budget_s for job in jobs))
         now[0] += 60.0  # far longer than it was given
 
     monkeypatch.setattr(machine_module, "run_jobs", run_jobs)
-    profile = probe_machine(devices=1, kind="cpu", budget_s=10.0)
+    profile = probe_machine(devices=1, kind="cpu", force=True, budget_s=10.0)
     # 0.95 of the budget is planned; one device's parts have shares of 0.76, 0.02 and 0.04.
     assert given == [pytest.approx(10.0 * 0.95 * 0.76 / 0.82)]
     assert "first touch: the budget was over" in profile.missing
@@ -75,7 +80,7 @@ def test_parts_share_what_is_left_and_none_starts_after_the_budget(
 def test_progress_names_the_part_and_never_passes_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_module, "run_jobs", cut_short(KeyboardInterrupt))
     seen: list[tuple[str, float]] = []
-    probe_machine(devices=1, kind="cpu", report=lambda *told: seen.append(told))
+    probe_machine(devices=1, kind="cpu", force=True, report=lambda *told: seen.append(told))
     assert ("kernels") in [part for part, _ in seen]
     assert all(0.0 <= fraction <= 1.0 for _, fraction in seen)
 
@@ -87,7 +92,7 @@ def test_asking_for_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_real_probe_of_a_few_seconds_gives_a_sound_profile() -> None:
-    profile = probe_machine(devices=1, kind="cpu", budget_s=4.0)
+    profile = probe_machine(devices=1, kind="cpu", force=True, budget_s=4.0)
     assert profile.host is not None
     assert profile.memory is not None
     assert profile.kernels
@@ -134,3 +139,82 @@ def test_settings_that_change_speed_are_recorded() -> None:
     assert versions["settings"] == "OMP_PROC_BIND=true"
     assert versions["threads"] == "2"
     assert versions["torch"]
+
+
+def busy(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
+    """Let others seem to use that share of the cores."""
+
+    def read_cpu_times(_pid: int, cores: Any) -> CpuTimes:
+        return CpuTimes(all_s=others * time.monotonic() * len(cores), own_s=0.0)
+
+    monkeypatch.setattr(machine_module, "read_cpu_times", read_cpu_times)
+
+
+def test_a_busy_machine_is_refused_and_probed_all_the_same_if_forced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    busy(monkeypatch, 0.5)
+    monkeypatch.setattr(machine_module, "run_jobs", cut_short(KeyboardInterrupt))
+    said: list[str] = []
+    with pytest.raises(ProbeError, match=r"other programs use 50 % of its cores"):
+        probe_machine(devices=1, kind="cpu", budget_s=0.5, say=said.append)
+    assert said == ["other programs use 50 % of the cores: waiting for them, 0 s at most"]
+    profile = probe_machine(devices=1, kind="cpu", budget_s=0.5, force=True, say=said.append)
+    assert [cost.target for cost in profile.kernels] == ["aten.relu.default"]
+    assert len(said) == 1
+
+
+def test_what_others_took_while_jobs_ran_is_in_the_profile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = asdict(Seen(others_s=6.0, cores_s=20.0, canaries_s=[0.004, 0.005], waited_s=3.0))
+    patience: list[float] = []
+
+    def run_jobs(_device: Device, _jobs: Any, on_finding: Any, watching: Watching) -> None:
+        patience.append(watching.patience_s)
+        if len(patience) == 1:
+            on_finding(WATCH, {"waiting": 0.3})
+            # What a process has seen so far is told again and again.
+            on_finding(WATCH, {"seen": {**seen, "others_s": 1.0}})
+            on_finding(WATCH, {"seen": seen})
+        raise KeyboardInterrupt
+
+    busy(monkeypatch, 0.0)
+    monkeypatch.setattr(machine_module, "run_jobs", run_jobs)
+    with pytest.raises(ProbeError, match="other programs used 30 % of its cores"):
+        probe_machine(devices=1, kind="cpu", budget_s=10.0)
+    profile = probe_machine(devices=1, kind="cpu", budget_s=10.0, force=True)
+    assert profile.interference == Interference(others_ratio=0.0)
+    assert patience == [10.0, 0.0]
+
+
+def test_an_earlier_profile_of_the_same_state_tells_how_long_the_canary_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    busy(monkeypatch, 0.0)
+    usual: list[float | None] = []
+
+    def run_jobs(_device: Device, _jobs: Any, on_finding: Any, watching: Watching) -> None:
+        usual.append(watching.usual_canary_s)
+        on_finding("canary", {"canary_s": 0.004})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(machine_module, "run_jobs", run_jobs)
+    first = probe_machine(devices=1, kind="cpu", force=True)
+    other_state = replace(first, software={**first.software, "threads": "99"})
+    for earlier in (first, other_state):
+        probe_machine(devices=1, kind="cpu", force=True, earlier=earlier)
+    assert usual == [None, 0.004, None]
+
+
+def test_what_is_measured_again_takes_the_place_of_what_was_disturbed() -> None:
+    findings = Findings(at="2026-01-01")
+    findings.take("kernels", dict(POINT))
+    findings.take("kernels", POINT | {"warm_s": 5e-7})
+    (cost,) = findings.kernel_costs()
+    assert [point.warm_s for point in cost.points] == [5e-7]
+    update = {"optimizer": "sgd", "form": "loop", "device": "cpu", "zero_point": (1, 10, 1.0)}
+    for factor in (3.0, 1.0):
+        points = [(1, 10, factor), (2, 10, 1.5 * factor), (1, 20, 1.5 * factor)]
+        findings.take("updates", {**update, "points": points})
+    assert [cost.points[0][2] for cost in findings.updates] == [1.0]

@@ -1,0 +1,168 @@
+"""Prices of rented machines, in the columns of SkyPilot's catalogue: shipped or a user's own."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from estimator.errors import PriceError, quoted
+from estimator.files import read_text
+from estimator.machines.catalogue import known_machines, load_profile
+from estimator.machines.files import shipped_data
+
+_MOST_USD_PER_HOUR = 1e6
+_MOST_S = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What one instance costs, and how its time is counted.
+
+    Time is rounded up to whole units of `billed_s`, and is at least `least_billed_s`. A price that
+    is not known is None; `at` and `source` say when and where it was seen.
+    """
+
+    machine: str
+    instance_type: str
+    devices: int
+    usd_per_hour: float | None
+    spot_usd_per_hour: float | None = None
+    billed_s: float = 1.0
+    least_billed_s: float = 0.0
+    region: str = ""
+    at: str = ""
+    source: str = ""
+
+    def rate(self, *, spot: bool) -> float | None:
+        """USD an hour, None where it is not known."""
+        return self.spot_usd_per_hour if spot else self.usd_per_hour
+
+    def usd(self, duration_s: float, *, spot: bool = False) -> float:
+        """What one instance costs for a time; raises PriceError where its price is not known.
+
+        >>> hourly = Price(machine="m", instance_type="i", devices=1, usd_per_hour=2, billed_s=3600)
+        >>> hourly.usd(3601)
+        4.0
+        """
+        rate = self.rate(spot=spot)
+        if rate is None:
+            raise PriceError(_no_price(self.machine, spot))
+        # A whole number of units stays that number, whatever the last digit of a quotient is.
+        units = math.ceil(duration_s / self.billed_s * (1 - 1e-12))
+        return max(units * self.billed_s, self.least_billed_s) / 3600 * rate
+
+
+class PriceList:
+    """The prices of machines; of several rows of a machine, the cheapest with devices enough."""
+
+    def __init__(self, prices: Iterable[Price]) -> None:
+        self._of: dict[str, list[Price]] = {}
+        for price in prices:
+            self._of.setdefault(price.machine, []).append(price)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str] | None = None) -> PriceList:
+        """The shipped prices; rows of a file stand for those of the machines that it names.
+
+        Raises PriceError, naming the file and its row.
+        """
+        rows: list[Price] = []
+        for shipped in sorted(shipped_data("prices").glob("*.csv")):
+            rows += _read(shipped)
+        own = list(_read(path)) if path is not None else []
+        named = {price.machine for price in own}
+        return cls([*own, *(price for price in rows if price.machine not in named)])
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """Every machine with a price."""
+        return tuple(self._of)
+
+    def price(self, machine: str, devices: int = 1, *, spot: bool = False) -> Price:
+        """The cheapest instance of a machine type with at least some devices; raises PriceError.
+
+        A limit in the machine's name (``h100-sxm@500W``) has no price of its own.
+        """
+        known = self._of.get(machine.partition("@")[0], ())
+        enough = [p for p in known if p.devices >= devices and p.rate(spot=spot) is not None]
+        if not enough:
+            raise PriceError(_no_price(machine, spot))
+        return min(enough, key=lambda price: price.rate(spot=spot) or 0.0)
+
+
+def _no_price(machine: str, spot: bool) -> str:
+    if spot:
+        return (
+            f"no spot price of {quoted(machine)} is known; leave out --spot, or give one in the "
+            "column SpotPrice of --prices FILE"
+        )
+    return (
+        f"no price of {quoted(machine)} is known; give one with --prices FILE, a CSV with the "
+        "columns Machine,AcceleratorCount,Price"
+    )
+
+
+def _read(path: str | os.PathLike[str]) -> Iterator[Price]:
+    """The prices of a file, without rows of instances that no machine is."""
+    try:
+        text = read_text(path)
+    except OSError as error:
+        raise PriceError(f"cannot read prices {path} ({error.strerror}); check --prices") from None
+    rows = csv.DictReader(io.StringIO(text))
+    columns = set(rows.fieldnames or ())
+    if not ({"Machine", "InstanceType"} & columns and {"Price", "SpotPrice"} & columns):
+        raise PriceError(
+            f"{path} has no prices of machines; begin it with the columns "
+            "Machine,AcceleratorCount,Price"
+        )
+    machine_of = {} if "Machine" in columns else _machines_by_instance()
+    try:
+        for number, row in enumerate(rows, start=2):
+            machine = row.get("Machine") or machine_of.get(row.get("InstanceType") or "")
+            if machine is not None:
+                yield _price(machine, row, f"{path}, line {number}")
+    except csv.Error as error:
+        raise PriceError(f"{path} is no CSV ({error}); write one price a line") from None
+
+
+def _machines_by_instance() -> dict[str, str]:
+    """Machine types of SkyPilot's own files, which name instances only."""
+    found = {}
+    for name in known_machines():
+        instance = load_profile(name).hardware.get("instance_type")
+        if isinstance(instance, str):
+            found[instance] = name
+    return found
+
+
+def _price(machine: str, row: Mapping[str, str | None], where: str) -> Price:
+    def number(column: str, most: float) -> float | None:
+        text = row.get(column)
+        if not text:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value <= most:
+            raise PriceError(
+                f"{where}: {column} is {quoted(text)}; write a number from 0 to {most:g}"
+            )
+        return value
+
+    return Price(
+        machine=machine,
+        instance_type=row.get("InstanceType") or machine,
+        devices=int(number("AcceleratorCount", 4096) or len(load_profile(machine).devices)),
+        usd_per_hour=number("Price", _MOST_USD_PER_HOUR),
+        spot_usd_per_hour=number("SpotPrice", _MOST_USD_PER_HOUR),
+        billed_s=number("BilledS", _MOST_S) or 1.0,
+        least_billed_s=number("LeastBilledS", _MOST_S) or 0.0,
+        region=row.get("Region") or "",
+        at=row.get("At") or "",
+        source=row.get("Source") or "",
+    )

@@ -1,0 +1,218 @@
+"""Watch what other programs take of the cores under measurement, and wait for them to end."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from estimator.errors import ProbeError
+from estimator.machines.profile import Interference
+from estimator.units import format_ratio
+
+# Of the time of the cores, by others: beyond the first a measurement is made again, beyond the
+# second a probe is refused. A desktop's own programs stay below the first.
+DISTURBED_RATIO, REFUSED_RATIO = 0.10, 0.25
+# Of the canary's usual time; turbo clocks alone make a tenth.
+DISTURBED_CANARY_RATIO, REFUSED_CANARY_RATIO = 1.3, 1.5
+MOST_PATIENCE_S = 60.0
+# CPU times of Linux advance in ticks of 10 ms.
+_LOOK_S = 0.25
+_TENTH = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTimes:
+    """CPU seconds since boot of all programs on some cores, and of a process with all below it."""
+
+    all_s: float
+    own_s: float
+
+
+def read_cpu_times(pid: int, cores: Sequence[int], root: Path = Path("/")) -> CpuTimes | None:
+    """The times of `cores`, and of `pid` and its descendants; None where the system says none.
+
+    What a hypervisor gave to others (steal) counts as theirs; interrupts count for nobody.
+    """
+    try:
+        lines = (root / "proc/stat").read_text().splitlines()
+    except OSError:
+        return None
+    wanted, ticks = {f"cpu{core}" for core in cores}, 0
+    for name, *columns in (line.split() for line in lines if line.startswith("cpu")):
+        if name in wanted:
+            user, nice, system, _, _, _, _, steal = map(int, columns[:8])
+            ticks += user + nice + system + steal
+    per_s = os.sysconf("SC_CLK_TCK")
+    return CpuTimes(ticks / per_s, _tree_ticks(pid, root) / per_s)
+
+
+def _tree_ticks(pid: int, root: Path) -> int:
+    """CPU time of a process, its descendants, and those of them that have ended."""
+    ticks: dict[int, int] = {}
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir(root / "proc"):
+        if not entry.name.isdecimal():
+            continue
+        try:
+            text = Path(entry.path, "stat").read_text(errors="replace")
+        except OSError:  # it has ended
+            continue
+        # The name in brackets may hold spaces; behind it: state, parent, …, four times (proc(5)).
+        columns = text.rpartition(")")[2].split()
+        ticks[int(entry.name)] = sum(map(int, columns[11:15]))
+        children.setdefault(int(columns[1]), []).append(int(entry.name))
+    total, left = 0, [pid]
+    while left:
+        each = left.pop()
+        total += ticks.get(each, 0)
+        left += children.get(each, [])
+    return total
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What was seen beside the measurements that were kept, and what waiting it took."""
+
+    others_s: float = 0.0
+    cores_s: float = 0.0
+    canaries_s: list[float] = field(default_factory=list)
+    waited_s: float = 0.0
+    repeats: int = 0
+
+    def add(self, other: Mapping[str, Any]) -> None:
+        """Count what another process saw, as `dataclasses.asdict` gives it."""
+        for name, value in other.items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def interference(self, usual_canary_s: float | None = None) -> Interference:
+        """What it comes to; `usual_canary_s` is that of an earlier probe of the same machine."""
+        usual_s, ratio = _usual_s(self.canaries_s, usual_canary_s), 1.0
+        if usual_s and self.canaries_s:
+            ratio = max(1.0, statistics.median(self.canaries_s) / usual_s)
+        return Interference(
+            others_ratio=min(1.0, self.others_s / self.cores_s) if self.cores_s else 0.0,
+            canary_ratio=ratio,
+            waited_s=self.waited_s,
+            repeats=self.repeats,
+        )
+
+
+def _usual_s(canaries_s: Sequence[float], known_s: float | None) -> float | None:
+    """How long the canary takes undisturbed: the quickest tenth, since a first one may be odd."""
+    found = sorted(canaries_s)[int(_TENTH * len(canaries_s)) :][:1]
+    return min((*found, *((known_s,) if known_s else ())), default=None)
+
+
+class Watch:
+    """Measures beside a look at the load of others, and again once they have ended.
+
+    Waiting and measuring again take `patience_s` in all. `read` tells the CPU times of `cores`
+    cores, `canary` how long the canary takes now; `say` is told once that it waits.
+    """
+
+    def __init__(
+        self,
+        *,
+        patience_s: float = 0.0,
+        cores: int = 1,
+        read: Callable[[], CpuTimes | None] = lambda: None,
+        canary: Callable[[], float] | None = None,
+        usual_canary_s: float | None = None,
+        say: Callable[[float], None] = lambda others_ratio: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.patience_s, self.cores, self.seen = patience_s, cores, Seen()
+        self._read, self._canary, self._say = read, canary, say
+        self._usual_canary_s = usual_canary_s
+        self._clock, self._sleep = clock, sleep
+
+    @property
+    def left_s(self) -> float:
+        """Of the patience: what waiting and repeated measurements have not taken."""
+        return max(0.0, self.patience_s - self.seen.waited_s)
+
+    def run(self, measure: Callable[[], None]) -> None:
+        """Call `measure`, and again where others disturbed it and have ended since.
+
+        What it finds the second time must replace what it found the first.
+        """
+        while True:
+            began, before = self._clock(), self._read()
+            measure()
+            took_s, after = self._clock() - began, self._read()
+            canary_s, others_s = self._canary_s(), _others_s(before, after)
+            is_disturbed = self._is_disturbed(others_s / (took_s * self.cores or 1.0), canary_s)
+            if is_disturbed and took_s < self.left_s and self.await_quiet():
+                self.seen.waited_s += took_s
+                self.seen.repeats += 1
+                continue
+            self.seen.others_s += others_s
+            self.seen.cores_s += took_s * self.cores
+            self.seen.canaries_s += [] if canary_s is None else [canary_s]
+            return
+
+    def await_quiet(self) -> bool:
+        """Wait for others to end, as long as the patience lasts; whether they have."""
+        ratio = self._look()
+        if ratio is None:
+            return True
+        if self.left_s:
+            self._say(ratio)
+        while self.left_s:
+            began = self._clock()
+            ratio = self._look()
+            self.seen.waited_s += self._clock() - began
+            if ratio is None:
+                return True
+        return False
+
+    def check_start(self) -> None:
+        """Wait for others to end; raises ProbeError where they go on and leave too little."""
+        if not self.await_quiet() and (ratio := self._look() or 0.0) > REFUSED_RATIO:
+            raise ProbeError(_refusal(f"other programs use {format_ratio(ratio)} of its cores"))
+
+    def _look(self) -> float | None:
+        """What others take of the cores right now, where that disturbs; else None."""
+        before, began = self._read(), self._clock()
+        self._sleep(_LOOK_S)
+        took_s = self._clock() - began
+        ratio = _others_s(before, self._read()) / (took_s * self.cores or 1.0)
+        return ratio if self._is_disturbed(ratio, self._canary_s()) else None
+
+    def _canary_s(self) -> float | None:
+        return self._canary() if self._canary else None
+
+    def _is_disturbed(self, others_ratio: float, canary_s: float | None) -> bool:
+        usual_s = _usual_s(self.seen.canaries_s, self._usual_canary_s)
+        is_slow = canary_s and usual_s and canary_s > DISTURBED_CANARY_RATIO * usual_s
+        return others_ratio > DISTURBED_RATIO or bool(is_slow)
+
+
+def _others_s(before: CpuTimes | None, after: CpuTimes | None) -> float:
+    if before is None or after is None:
+        return 0.0
+    return max(0.0, after.all_s - before.all_s - (after.own_s - before.own_s))
+
+
+def check_interference(found: Interference) -> None:
+    """Raise ProbeError where so much was disturbed that the numbers cannot be right."""
+    if found.others_ratio > REFUSED_RATIO:
+        ratio = format_ratio(found.others_ratio)
+        raise ProbeError(_refusal(f"other programs used {ratio} of its cores meanwhile"))
+    if found.canary_ratio > REFUSED_CANARY_RATIO:
+        raise ProbeError(
+            _refusal(f"a fixed matmul took {found.canary_ratio:.1f} times as long as usual")
+        )
+
+
+def _refusal(reason: str) -> str:
+    return (
+        f"this machine is too busy to be probed ({reason}), and every estimate would be wrong; end "
+        "other programs and probe again, or keep such a profile with --force"
+    )
