@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from estimator.errors import WorkloadError, quoted
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.ops import Op, Parameter, Value
+from estimator.graph.optimizer_memory import block_bytes
 from estimator.graph.shards import unit_path
+from estimator.graph.structure import GraphStructure
 
 Array = NDArray[np.float64]
 
@@ -324,3 +326,14 @@ def weight_ops(graph: OpGraph) -> frozenset[int]:
         if (ends or readers) and all(reader in only for reader in readers):
             only.add(index)
     return frozenset(only)
+
+
+def held_between_passes(bound: BoundGraph, structure: GraphStructure | None = None) -> int:
+    """Bytes that a micro-batch whose backward pass has not begun holds: what that will read."""
+    known = structure or GraphStructure.of(bound.graph)
+    begin = int(known.is_forward.sum())
+    waits = (known.born < begin) & (known.dies >= begin)
+    kinds = np.array([storage.kind for storage in known.storages])
+    waits &= np.isin(kinds, ("activation", "input"))
+    block = block_bytes(bound.graph)
+    return int((-(-known.storage_bytes(bound)[waits] // block) * block).sum())

@@ -1,0 +1,218 @@
+"""Answer the step of a pipeline by the plans of its stages: its parts, memory, and who ends last.
+
+A stage's plan is that of one micro-batch on the ranks that hold it, with the communication and the
+update of a whole step. Its passes are played by the schedule; what follows the last of a rank's
+(gradients that are still reduced, the update) comes after. The parts are those of the rank that
+ends last; what it waits for the others in is `idle_s`, what it waits for transfers is exposed
+communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from estimator.graph.memory import PeakMemory
+from estimator.graph.stages import Stage, held_between_passes, pass_seconds
+from estimator.timeline.overlaps import NO_OVERLAP
+from estimator.timeline.pipelines.schedules import Schedule
+from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks
+from estimator.timeline.plan import StepAnswer, StepPlan, answer_of
+from estimator.timeline.ranks import LaneCosts, RankKind
+from estimator.timeline.simulation import simulate
+from estimator.timeline.step import Breakdown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """A stage, the plan of one micro-batch on its ranks, and what passing on its output takes."""
+
+    stage: Stage
+    plan: StepPlan
+    sent_s: float
+    returned_s: float
+    tied_s: float = 0.0
+
+
+class PipelineAnswer(NamedTuple):
+    """A pipeline's step, the plan of the stage that takes longest, and the fullest rank's memory.
+
+    `used_ratio` is the share of its device's memory.
+    """
+
+    answer: StepAnswer
+    plan: StepPlan
+    memory: PeakMemory
+    used_ratio: float
+
+
+def pipeline_answer(
+    schedule: Schedule, ranks: int, micro_batches: int, stages: Sequence[StagePlan]
+) -> PipelineAnswer:
+    """The step of `ranks` pipeline ranks; raises StrategyError, ProfileError."""
+    answers = [answer_of(each.plan) for each in stages]
+    costs = [_costs(each, found.slowest) for each, found in zip(stages, answers, strict=True)]
+    held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
+    tails = [_tail_s(answers, stages, own, micro_batches) for own in held]
+    ends = _ends_s(schedule, ranks, micro_batches, costs)
+    step_s, last = max((end + tail, rank) for rank, (end, tail) in enumerate(zip(ends, tails)))
+    still = [cost._replace(sent_s=0.0, returned_s=0.0) for cost in costs]
+    unsent_s = _ends_s(schedule, ranks, micro_batches, still)[last] + tails[last]
+    parts = _parts(
+        [answers[number].parts for number in held[last]],
+        sum(costs[n].forward_s + costs[n].input_s + costs[n].weight_s for n in held[last]),
+        micro_batches,
+        tied_s=sum(stages[number].tied_s for number in held[last]),
+        moved_s=max(step_s - unsent_s, 0.0),
+        step_s=step_s,
+    )
+    longest = max(held[last], key=lambda number: answers[number].slowest.lane.lane_s)
+    slowest = _with_lanes(
+        answers[longest].slowest, [answers[n].slowest for n in held[last]], micro_batches
+    )
+    memories = [_memory(schedule, ranks, rank, micro_batches, stages) for rank in range(ranks)]
+    memory, used_ratio = max(memories, key=lambda each: each[1])
+    found = StepAnswer(parts, slowest, answers[longest].communication)
+    return PipelineAnswer(found, stages[longest].plan, memory, used_ratio)
+
+
+def _costs(stage: StagePlan, kind: RankKind) -> StageCosts:
+    """Passes in a run of micro-batches, whose host is ahead where it can be."""
+    lanes = replace(kind.program.lanes, count=3, lead_s=0.0)
+    before, own = lanes.ends_s(0), lanes.ends_s(1)
+    forward = sum(op.phase == "forward" for op in stage.stage.graph.ops)
+    scale = kind.slowdown_ratio * stage.plan.coefficients.compute_ratio
+    ended_s = float(own[forward - 1])
+    forward_s = scale * (ended_s - float(before[-1]))
+    backward_s = scale * (float(own[-1]) - ended_s)
+    spent = (lanes.device_s + lanes.host_s).tolist()
+    _, input_s, weight_s = pass_seconds(stage.stage, spent.__getitem__)
+    share = weight_s / (input_s + weight_s or 1.0)
+    return StageCosts(
+        forward_s=forward_s,
+        input_s=backward_s * (1 - share),
+        weight_s=backward_s * share,
+        sent_s=stage.sent_s,
+        returned_s=stage.returned_s,
+    )
+
+
+def _tail_s(
+    answers: Sequence[StepAnswer],
+    stages: Sequence[StagePlan],
+    own: Sequence[int],
+    micro_batches: int,
+) -> float:
+    """What a rank does after its last pass, and the spread between ranks."""
+    parts = [answers[number].parts for number in own]
+    after_s = sum(p.communication_exposed_s + p.copies_exposed_s + p.update_s for p in parts)
+    spread_s = sum(p.straggler_s for p in parts) * micro_batches
+    return float(after_s + spread_s + sum(stages[number].tied_s for number in own))
+
+
+def _ends_s(
+    schedule: Schedule, ranks: int, micro_batches: int, costs: Sequence[StageCosts]
+) -> list[float]:
+    """When each rank has ended its last pass."""
+    tasks, last = pipeline_tasks(schedule, ranks, micro_batches, costs)
+    ends = simulate(tasks.tasks, NO_OVERLAP).end_s[:, 0]
+    return [float(ends[number]) for number in last]
+
+
+def _parts(
+    each: Sequence[Breakdown],
+    passes_s: float,
+    micro_batches: int,
+    *,
+    tied_s: float,
+    moved_s: float,
+    step_s: float,
+) -> Breakdown:
+    """The parts of the rank that ends last: its stages' passes as often as there are micro-batches.
+
+    What its passes take beyond kernels and the collectives among them is the host's.
+    """
+    total = {
+        item.name: float(sum(getattr(parts, item.name) for parts in each))
+        for item in fields(Breakdown)
+    }
+    for name in ("forward_s", "backward_s", "layer_communication_s", "straggler_s"):
+        total[name] *= micro_batches
+    kernels_s = total["forward_s"] + total["backward_s"] + total["layer_communication_s"]
+    total["host_exposed_s"] = max(passes_s * micro_batches - kernels_s, 0.0)
+    total["communication_exposed_s"] += tied_s + moved_s
+    busy_s = sum(total.values())
+    return Breakdown(**{**total, "idle_s": max(step_s - busy_s, 0.0)})
+
+
+def _with_lanes(longest: RankKind, own: Sequence[RankKind], micro_batches: int) -> RankKind:
+    """The longest stage's rank with the lanes of all its stages and micro-batches together."""
+    sums = {
+        name: micro_batches * sum(getattr(kind.lane, name) for kind in own)
+        for name in LaneCosts._fields
+        if name.endswith("_s")
+    }
+    variance = sum(kind.lane.kernels_variance_s2 for kind in own) * micro_batches**2
+    lane = longest.lane._replace(**{**sums, "kernels_variance_s2": variance})
+    # What it computes in one micro-batch is told by all its stages.
+    peaks = {
+        name: sum(getattr(kind.lane, name) for kind in own)
+        for name in ("model_peak_s", "hardware_peak_s")
+    }
+    return replace(longest, lane=lane._replace(**peaks))
+
+
+def _memory(
+    schedule: Schedule, ranks: int, rank: int, micro_batches: int, stages: Sequence[StagePlan]
+) -> tuple[PeakMemory, float]:
+    """(what a rank needs at most, its share of the device): all its stages, and what waits."""
+    own = schedule.stages_of(rank, ranks)
+    waiting = most_in_flight(schedule, ranks, rank, micro_batches)
+    found: PeakMemory | None = None
+    for number in own:
+        plan = stages[number].plan
+        peak, _ = plan.memory()
+        kept = held_between_passes(plan.kinds[0].program.bound)
+        beside = max(waiting[number] - 1, 0) * kept
+        peak = replace(
+            peak,
+            activations_bytes=peak.activations_bytes + beside,
+            total_bytes=peak.total_bytes + beside,
+        )
+        found = peak if found is None else _together(found, peak)
+    assert found is not None
+    device = min(kind.device.usable_bytes for n in own for kind in stages[n].plan.kinds)
+    return found, found.total_bytes / device
+
+
+def _together(one: PeakMemory, other: PeakMemory) -> PeakMemory:
+    """Two stages of one rank: an upper bound, as both are seldom at their peaks at once."""
+    sums = {
+        item.name: getattr(one, item.name) + getattr(other, item.name)
+        for item in fields(PeakMemory)
+        if item.name != "peak_op"
+    }
+    return PeakMemory(**sums, peak_op=one.peak_op)
+
+
+def most_in_flight(
+    schedule: Schedule, ranks: int, rank: int, micro_batches: int
+) -> dict[int, int]:
+    """Of how many micro-batches each of a rank's stages holds activations at most.
+
+    p − s at stage s of 1F1B, all of them in GPipe. What a gradient of weights still needs counts.
+    """
+    held = dict.fromkeys(schedule.stages_of(rank, ranks), 0)
+    most = dict(held)
+    for action in schedule.orders(ranks, micro_batches)[rank]:
+        if action.kind == "forward":
+            held[action.stage] += 1
+            most[action.stage] = max(most[action.stage], held[action.stage])
+        elif action.kind in ("backward", "weight"):
+            held[action.stage] -= 1
+    return most
+
+
