@@ -13,8 +13,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 # Probe this machine, estimate two models on one and two devices, then train one to compare.
+# A busy machine is refused; PROBE=--force probes it all the same.
 demo: $(INSTALLED)
-	$(BIN)/estimator probe
+	$(BIN)/estimator probe $(PROBE)
 	$(BIN)/estimator estimate examples/demo_models.py:gpt2 --on 1x1:local
 	$(BIN)/estimator estimate examples/demo_models.py:gpt2 --on 1x2:local
 	$(BIN)/estimator estimate examples/demo_models.py:resnet18 --on 1x1:local

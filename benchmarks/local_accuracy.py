@@ -4,6 +4,7 @@
 `local_models.ALL` (two batch sizes, one and two ranks) with the methods ``probe`` and ``measured``,
 then trains each case in fresh processes, round-robin over the cases, and prints both side by side.
 Everything found is appended to a file in --work, from which a second run continues.
+``--draw N --seed S`` does so on one device with N models of `drawn_models`, that nobody has seen.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib.util
 import inspect
 import multiprocessing
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from local_report import BOUNDS, report
+from local_report import BOUNDS, DRAWN_BOUNDS, report, report_drawn
 from options import add_prediction, add_profile, add_repeats, add_work, parser_of, print_found
 from records import Progress, Record, Records, measured_fields, say
 from summary import noise_ratio, summarise
@@ -101,6 +103,15 @@ def batch_sizes(function: Callable[..., Any], *, default_only: bool) -> list[int
     return [default] if default_only or default < 2 else [default, default // 2]
 
 
+def draw_cases(options: argparse.Namespace, records: Records) -> list[Case]:
+    """Models drawn at random, each at the batch of its name on one device."""
+    import drawn_models
+
+    file = os.path.relpath(drawn_models.__file__)
+    names = drawn_models.drawn(options.draw, options.seed, records)
+    return [Case(file=file, model=name, batch=0, ranks=1) for name in names]
+
+
 def find_profile(options: argparse.Namespace, home: Path) -> MachineProfile:
     """The profile called local in an otherwise empty store: given, kept from before, or probed."""
     os.environ["ESTIMATOR_HOME"] = str(home)
@@ -118,25 +129,36 @@ def find_profile(options: argparse.Namespace, home: Path) -> MachineProfile:
     return profile
 
 
-def predict(case: Case, method: str, rank_counts: Sequence[int]) -> list[Record]:
-    """Look at the model once and estimate it on each number of devices; runs in its own process."""
+def predict(case: Case, method: str, rank_counts: Sequence[int], graphs: Path) -> list[Record]:
+    """Look at the model and estimate it on each number of devices; runs in its own process.
+
+    It is traced once for both methods: its graph stays in the folder `graphs`.
+    """
     import torch
 
     import estimator
+    from estimator.api import with_timings
     from estimator.graph.models import load_model
+    from estimator.graph.op_graph import OpGraph
 
     torch.set_num_threads(1)
     begun = time.perf_counter()
-    model, batch, loss, _ = load_model(case.model_text, batch=case.batch or None)
-    graph = estimator.trace_model(
-        model,
-        batch,
-        loss=loss,
-        optimizer=OPTIMIZER,
-        precision=PRECISION,
-        target=load_profile("local").kind,
-        measure=method == "measured",
-    )
+    kept = graphs / f"{case.model}-b{case.batch}.graph"
+    if not kept.exists():
+        model, batch, loss, _ = load_model(case.model_text, batch=case.batch or None)
+        graph = estimator.trace_model(
+            model,
+            batch,
+            loss=loss,
+            optimizer=OPTIMIZER,
+            precision=PRECISION,
+            target=load_profile("local").kind,
+        )
+        graphs.mkdir(exist_ok=True)
+        graph.save(kept)
+    graph = OpGraph.load(kept)
+    if method == "measured":
+        graph = with_timings(graph)
     look_s = time.perf_counter() - begun
     records = []
     for ranks in rank_counts:
@@ -161,6 +183,9 @@ def predict(case: Case, method: str, rank_counts: Sequence[int]) -> list[Record]
 
 def predict_all(cases: Sequence[Case], options: argparse.Namespace, records: Records) -> None:
     """Write down a prediction, or why there is none, for every case and method that lacks one."""
+    graphs = options.work / "graphs"
+    if options.repredict:
+        shutil.rmtree(graphs, ignore_errors=True)
     looks: dict[tuple[str, int, str], list[Case]] = {}
     for case in cases:
         for method in options.methods:
@@ -170,7 +195,7 @@ def predict_all(cases: Sequence[Case], options: argparse.Namespace, records: Rec
     progress = Progress("predicted", len(looks))
     for (model, batch, method), members in looks.items():
         rank_counts = [case.ranks for case in members]
-        found, reason = predict_apart(members[0], method, rank_counts)
+        found, reason = predict_apart(members[0], method, rank_counts, graphs)
         for case, record in zip(members, found or [{}] * len(members), strict=True):
             kept = {"predicted_s": None, "reason": reason, **record}
             records.add({"kind": "prediction", "key": case.key, "method": method, **kept})
@@ -178,12 +203,12 @@ def predict_all(cases: Sequence[Case], options: argparse.Namespace, records: Rec
 
 
 def predict_apart(
-    case: Case, method: str, rank_counts: Sequence[int]
+    case: Case, method: str, rank_counts: Sequence[int], graphs: Path
 ) -> tuple[list[Record], str | None]:
     """`predict` in a fresh process, so that no model disturbs another; what it gave, or why not."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        future = pool.submit(predict, case, method, rank_counts)
+        future = pool.submit(predict, case, method, rank_counts, graphs)
         try:
             error = future.exception(timeout=PREDICTION_LIMIT_S)
         except TimeoutError:
@@ -370,6 +395,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_prediction(parser)
     add = parser.add_argument
     add("--models", type=Path, default=MODELS, help="a Python file whose ALL lists functions")
+    add("--draw", type=int, help="so many models drawn at random instead, on one device")
+    add("--seed", type=int, default=0, help="of the draw")
     add("--only", type=comma_list, help="names of models, joined by commas")
     add("--methods", type=comma_list, default=["probe", "measured"], help="of probe,measured")
     add("--ranks", type=comma_list, default=["1", "2"], help="numbers of devices")
@@ -378,6 +405,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="four models at their default batch, 3 repeats")
     add("--phases", action="store_true", help="time forward, backward and update apart")
     options = parser.parse_args(arguments)
+    if options.draw:
+        options.work, options.ranks = options.work / f"drawn_{options.seed}", ["1"]
     options.is_own_list = options.models == MODELS
     options.repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
     if not set(options.methods) <= BOUNDS.keys():
@@ -395,9 +424,9 @@ def comma_list(text: str) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe, predict, write down, measure, report."""
     options = parse_options(arguments)
-    cases = read_cases(options)
     options.work.mkdir(parents=True, exist_ok=True)
     records = Records(options.work / "records.jsonl")
+    cases = draw_cases(options, records) if options.draw else read_cases(options)
     profile = find_profile(options, options.work.resolve() / "home")
     if max(options.ranks) > len(profile.devices):
         raise SystemExit(
@@ -413,10 +442,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     canary = canary_drift(profile, records)
     print_found(
         options,
-        report(found, canary),
+        (report_drawn if options.draw else report)(found, canary),
         machine=profile.devices[0].name,
         cases=found,
-        summary=summarise(found, bounds=BOUNDS),
+        summary=summarise(found, bounds=DRAWN_BOUNDS if options.draw else BOUNDS),
         canary=canary,
     )
 

@@ -161,13 +161,14 @@ def predict_groups(model_text: str, batch: int | None, profile: MachineProfile) 
     import torch
 
     from estimator.api import trace_model
+    from estimator.cache import Cache
     from estimator.graph.models import load_model
     from estimator.timeline.durations import op_durations
 
     torch.set_num_threads(1)
     model, inputs, loss, _ = load_model(model_text, batch=batch)
     bound = trace_model(model, inputs, loss=loss).at()
-    durations = op_durations(bound, profile)
+    durations = op_durations(bound, profile, cache=Cache(limit_bytes=0))
     groups: dict[Key, Group] = defaultdict(Group)
     for index, (op, call) in enumerate(zip(bound.graph.ops, bound.calls, strict=True)):
         shapes = tuple(spec.shape for spec in call.inputs if spec.shape)

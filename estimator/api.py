@@ -8,17 +8,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from estimator.engine import DEFAULT, estimate_graph
-from estimator.errors import ModelError, WorkloadError
+from estimator.errors import ModelError, StrategyError, WorkloadError
 from estimator.estimates import Estimate
 from estimator.graph.op_graph import OpGraph
+from estimator.graph.split_plan import read_plan
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
+from estimator.workload.layout import Layout
 from estimator.workload.loader import Loader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -172,6 +174,8 @@ def estimate(
     batch: Any = None,
     profile: MachineProfile | None = None,
     loader: Loader | str | None = None,
+    layout: Layout | str | None = None,
+    tp_plan: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Estimate:
     """Predict the step time of a model on an allocation such as ``1x2:local``.
 
@@ -182,8 +186,10 @@ def estimate(
     speed over unlike ones: `batches` of the answer says how. `cluster` (or its file) names nodes
     and the switches between them; without one, nodes hang on one switch. `profile` stands in for
     the machine that the allocation names; `loader`, or its text (``prep=8ms,workers=4``), feeds
-    every rank. Raises AllocationError, WorkloadError, ProfileError, UnknownMachineError,
-    StrategyError, TopologyError.
+    every rank. `layout` has ranks share the layers of a micro-batch (``tp=2,sp,dp=*``; the batch is
+    then per data-parallel rank), as `tp_plan` says: styles by module name, or a JSON file of them;
+    by default columns, then rows, found in the graph. Raises AllocationError, WorkloadError,
+    ProfileError, UnknownMachineError, StrategyError, TopologyError.
     """
     described = Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster
     placement = DEFAULT.place(allocation, cluster=described, profile=profile)
@@ -202,7 +208,12 @@ def estimate(
         "profile": profile,
         "loader": fed,
     }
-    if global_batch is not None and batch_per_gpu is None:
+    if layout is not None:
+        asked |= {"layout": layout, "global_batch": global_batch}
+        asked["tp_plan"] = None if tp_plan is None else read_plan(tp_plan)
+    elif tp_plan is not None:
+        raise StrategyError("a tensor-parallel plan needs a layout; write layout='tp=2,dp=*'")
+    elif global_batch is not None and batch_per_gpu is None:
         from estimator.tables.balance import balance
 
         return balance(graph, placement, **asked).answer

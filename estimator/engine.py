@@ -27,12 +27,16 @@ from estimator.estimates import (
 )
 from estimator.graph.content import job_content
 from estimator.graph.op_graph import OpGraph
+from estimator.graph.split_layout import split_by_layout
+from estimator.graph.split_plan import Plan
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
+from estimator.placement.batches import batches_of
 from estimator.placement.mesh import Mesh
 from estimator.placement.placement import Placement, place
 from estimator.placement.topology import Cluster
+from estimator.timeline.exchanges import exchanges_of
 from estimator.timeline.plan import (
     Members,
     StepAnswer,
@@ -46,7 +50,8 @@ from estimator.timeline.plan import (
 from estimator.timeline.ranks import StepShape
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import Groups
-from estimator.workload import MOST_ACCUMULATION, MOST_GLOBAL_BATCH, Strategy, check_count
+from estimator.workload import MOST_ACCUMULATION, Strategy, check_count
+from estimator.workload.layout import DATA_PARALLEL, Layout
 from estimator.workload.loader import Loader
 
 # Compiled programs of some thousand (graph, machine, batch) and what their estimates share.
@@ -90,6 +95,8 @@ class Engine:
         calibration: Calibration | None = None,
         profile: MachineProfile | None = None,
         loader: Loader | None = None,
+        layout: str | Layout | None = None,
+        tp_plan: Plan | None = None,
     ) -> Estimate:
         """Predict the step of a traced graph on an allocation; see `estimator.estimate`.
 
@@ -105,7 +112,10 @@ class Engine:
             accumulation_steps=accumulation_steps,
             strategy=strategy,
             loader=loader,
+            layout=DATA_PARALLEL if layout is None else Layout.parse(layout),
+            tp_plan=tp_plan,
         )
+        graph = asked.members.table.graph
         coefficients = UNCALIBRATED
         if calibration is not None:
             check_kinds(calibration=calibration)
@@ -122,6 +132,17 @@ class Engine:
                 trial,
             )
         return _answered(step_plan(asked.mesh, asked.members, self.cache, coefficients), asked)
+
+    def split(self, graph: OpGraph, layout: Layout, plan: Plan | None = None) -> OpGraph:
+        """The part of a graph that one rank of a layout runs; worked out once.
+
+        Without a `plan` the one that the graph was traced with, else one found by rule. Raises
+        StrategyError.
+        """
+        if not layout.divides_layers:
+            return graph
+        key = (layout.tp, layout.sequence, layout.vocabulary, plan)
+        return self.cache.get("split", (graph,), lambda: split_by_layout(graph, layout, plan), *key)
 
     def content(self, graph: OpGraph) -> JobContent:
         """What a graph computes; worked out once."""
@@ -157,17 +178,21 @@ class Engine:
         accumulation_steps: int,
         strategy: str | Strategy,
         loader: Loader | None = None,
+        layout: Layout = DATA_PARALLEL,
+        tp_plan: Plan | None = None,
     ) -> _Asked:
         """Check what is asked of a placement and compile its ranks; raises WorkloadError."""
         parsed = Strategy.parse(strategy)
         accumulation_steps = check_count(
             accumulation_steps, "accumulation steps", most=MOST_ACCUMULATION
         )
-        batches = _batches(graph, placement, batch_per_gpu, global_batch, accumulation_steps)
-        mesh = Mesh.data_parallel(placement, parsed, micro_batches=accumulation_steps)
-        shape = StepShape(parsed, accumulation_steps, loader)
+        mesh = Mesh.laid_out(placement, layout, parsed, micro_batches=accumulation_steps)
+        batches = batches_of(graph.batch, mesh, batch_per_gpu, global_batch, accumulation_steps)
+        graph = self.split(graph, layout, tp_plan)
+        exchanges = exchanges_of(mesh, self.cache) if layout.divides_layers else None
+        shape = StepShape(parsed, accumulation_steps, loader, exchanges)
         return _Asked(
-            mesh, shape, batches, members_of(graph, placement, batches, shape, self.cache)
+            mesh, shape, batches, members_of(graph, placement, batches, shape, self.cache), layout
         )
 
     def groups(
@@ -198,6 +223,7 @@ class _Asked(NamedTuple):
     shape: StepShape
     batches: tuple[int, ...] | None
     members: Members
+    layout: Layout
 
     def question(self, graph: OpGraph, job: str) -> StepQuestion:
         """What calibration is asked."""
@@ -256,6 +282,7 @@ class TrialEngine:
         answer = answer_of(plan)
         parts = answer.parts
         lane_s = parts.forward_s + parts.backward_s + parts.host_exposed_s + parts.copies_exposed_s
+        lane_s += parts.layer_communication_s
         return PredictedStep(
             question=asked.question(self.graph, self.content.fingerprint),
             compute_s=lane_s / accumulation_steps + parts.update_s,
@@ -280,48 +307,6 @@ def check_kinds(*, cluster: Any = None, profile: Any = None, calibration: Any = 
             f"calibration is a Calibrator, found {quoted(calibration)}; write "
             "Calibrator(PATH), or leave it out"
         )
-
-
-def _batches(
-    graph: OpGraph,
-    placement: Placement,
-    batch_per_gpu: int | Sequence[int] | None,
-    global_batch: int | None,
-    accumulation_steps: int,
-) -> tuple[int, ...] | None:
-    """Samples per rank and micro-batch of each group of the allocation; None for a fixed batch."""
-    groups = len(placement.allocation.groups)
-    if batch_per_gpu is not None and global_batch is not None:
-        raise WorkloadError("give either the batch per device or the global batch, not both")
-    if global_batch is not None:
-        global_batch = check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
-        return (even_batch(placement, global_batch, accumulation_steps),) * groups
-    if batch_per_gpu is None:
-        return None if graph.batch is None else (graph.batch,) * groups
-    given: Any = batch_per_gpu
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        return (check_count(given),) * groups
-    if len(given) != groups:
-        raise WorkloadError(
-            f"{len(given)} batches were given for '{placement.allocation}', whose groups are "
-            f"{groups}; give one for each group, or one number for all"
-        )
-    return tuple(map(check_count, given))
-
-
-def even_batch(placement: Placement, global_batch: int, accumulation_steps: int) -> int:
-    """Samples per rank and micro-batch; raises WorkloadError where that is no whole number."""
-    ranks = placement.ranks
-    shares = ranks * accumulation_steps
-    if global_batch % shares:
-        by_speed = ""
-        if placement.is_mixed and global_batch >= shares:
-            by_speed = ", or ask 'estimate', which splits by speed"
-        raise WorkloadError(
-            f"global batch {global_batch} cannot be split evenly over {ranks} ranks and "
-            f"{accumulation_steps} accumulation steps; use a multiple of {shares}{by_speed}"
-        )
-    return check_count(global_batch // shares)
 
 
 def _engine_error(answer: StepAnswer, coefficients: Coefficients, loader: Loader | None) -> float:
@@ -383,6 +368,7 @@ def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
         breakdown=parts,
         op_time_in_grid_ratio=slowest.program.in_grid_ratio,
         plan=plan,
+        layout=str(asked.layout) if asked.layout.divides_layers else None,
     )
 
 

@@ -48,6 +48,7 @@ class Estimate:
     the same if all groups have the same, else None. Both are None for a fixed-batch graph.
     `mfu_ratio` and `hfu_ratio` are the shares of the devices' dense peak that go into the model's
     FLOPs, and into these and those computed again; `graph.utilization` says what is counted.
+    `layout` is that of ranks which share layers; None where all are data-parallel.
     """
 
     model: str
@@ -74,6 +75,7 @@ class Estimate:
     op_time_in_grid_ratio: float
     # What the rest was worked out from: answers that say the same are equal.
     plan: StepPlan = field(compare=False)
+    layout: str | None = None
 
     def __repr__(self) -> str:
         # The generated one would print every operator of the plan.
@@ -253,6 +255,12 @@ def _provenance(
         ),
         ("update", program.update_source, breakdown.update_s / step, program.update_error),
         ("bucket copies", copies, breakdown.copies_exposed_s / step, COPIES_ERROR),
+        (
+            "layer communication",
+            program.exchanged.source,
+            breakdown.layer_communication_s / step,
+            program.exchanged.relative_error,
+        ),
         (
             "communication",
             next((source for _, _, source in plan.reductions if source != "measured"), "measured"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -149,3 +151,29 @@ def test_what_was_prepared_is_not_compiled_when_asked(
 def test_only_a_graph_is_prepared() -> None:
     with pytest.raises(WorkloadError, match="found str; make one with trace_model"):
         prepare("hf:gpt2", ["t4"])  # type: ignore[arg-type]
+
+
+def test_what_an_engine_keeps_takes_no_more_memory_than_it_may() -> None:
+    limit_bytes = 8 << 20
+    profile = Machine(devices=4).profile()
+    graphs = [perceptron([64 + n, *(96 for _ in range(40)), 8], batch=4) for n in range(8)]
+    engine = Engine(cache_bytes=limit_bytes)
+
+    def ask(batches: range) -> int:
+        for batch in batches:
+            for graph in graphs:
+                engine.estimate(graph, "1x4:m", batch_per_gpu=batch, profile=profile)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = ask(range(0))
+        first = ask(range(2, 4)) - before
+        held = ask(range(4, 30)) - before
+    finally:
+        tracemalloc.stop()
+    # Fourteen times as much as was asked first would not fit; sizes are estimates.
+    assert 14 * first > 2 * limit_bytes
+    assert held < 1.2 * limit_bytes
+    assert engine.cache.size_bytes <= limit_bytes

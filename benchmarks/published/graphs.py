@@ -43,14 +43,16 @@ BUILDERS = {
 class ModelSpec:
     """A builder of the zoo and its settings; `name` is what people call the model.
 
-    The setting `trace_batch` is not the builder's: the batch to trace with.
+    The setting `trace_batch` is not the builder's: the batch to trace with. `compiled` and
+    `checkpoint` are those of `trace_model`.
     """
 
     name: str
     builder: str
     settings: tuple[tuple[str, Any], ...] = ()
-    compiled: bool = False
+    compiled: bool | str = False
     channels_last: bool = False
+    checkpoint: str | None = None
 
     @property
     def is_forward_only(self) -> bool:
@@ -111,6 +113,7 @@ class GraphStore:
                 name=spec.name,
                 compiled=spec.compiled,
                 channels_last=spec.channels_last,
+                checkpoint=spec.checkpoint,
             )
         except EstimatorError as error:
             raise NotMapped(f"its model cannot be traced: {error}") from None
@@ -121,6 +124,7 @@ class GraphStore:
 def _file_name(spec: ModelSpec, precision: str) -> str:
     """Readable, and different for different models, settings and precisions."""
     modes = [mode for mode in ("compiled", "channels_last") if getattr(spec, mode)]
+    modes += [text for text in (spec.compiled, spec.checkpoint) if isinstance(text, str)]
     described = json.dumps([spec.builder, spec.settings, precision, *modes], sort_keys=True)
     plain = re.sub(r"[^a-z0-9]+", "-", spec.name.lower()).strip("-")
     return f"{plain}_{precision}_{hashlib.sha256(described.encode()).hexdigest()[:12]}.graph"

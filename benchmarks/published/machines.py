@@ -69,6 +69,7 @@ class Setting:
     network: LinkKind = "tcp"
     network_bit_per_s: float | None = None
     network_ratio: float | None = None
+    memory_bytes: int | None = None
     memory_bytes_per_s: float | None = None
     power_w: float | None = None
     source: str = ""
@@ -96,6 +97,8 @@ def variant(name: str, setting: Setting | None, most: int = 1) -> MachineProfile
     """A machine of the catalogue in a source's setting, with at least `most` devices."""
     profile = load_profile(name)
     first = profile.devices[0]
+    if setting is not None and setting.memory_bytes is not None:
+        first = replace(first, memory_bytes=setting.memory_bytes)
     if setting is not None and setting.memory_bytes_per_s is not None:
         first = replace(first, memory_bandwidth_bytes_per_s=setting.memory_bytes_per_s)
     if setting is not None and setting.power_w is not None:

@@ -37,10 +37,10 @@ class DecoderBlock(nn.Module):
 
     def __init__(
         self, width: int, heads: int, *, hidden: int, key_heads: int | None, biased: bool,
-        fused: bool, drop: float,
+        fused: bool, mask: str | None, drop: float,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.fused, self.drop = fused, drop
+        self.fused, self.mask, self.drop = fused, mask, drop
         self.head_dim, self.key_heads = width // heads, key_heads or heads
         self.rotary = key_heads is not None
         shared = 2 * self.key_heads * self.head_dim
@@ -71,15 +71,27 @@ class DecoderBlock(nn.Module):
                 query, key, value, is_causal=True, enable_gqa=self.rotary
             )
         else:
-            mixed = _written_out_attention(query, key, value, self.drop)
+            mixed = _written_out_attention(query, key, value, self.mask, self.drop)
         mixed = self.project(mixed.transpose(1, 2).reshape(batch, length, width))
         states = states + F.dropout(mixed, self.drop)
         return states + F.dropout(self.feed(self.norms[1](states)), self.drop)
 
 
-def _written_out_attention(query: Tensor, key: Tensor, value: Tensor, drop: float) -> Tensor:
-    """Causal attention as products and a softmax, which one kernel scales and masks."""
-    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(2, 3)
+def _written_out_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: str | None, drop: float
+) -> Tensor:
+    """Causal attention as products and a softmax, which scales and masks itself where `mask` is
+    None; else scores are scaled, and masked as a "copy" or "in place", by kernels of their own."""
+    scale, length = query.shape[-1] ** -0.5, query.shape[-2]
+    if mask is None:
+        scores = (query * scale) @ key.transpose(2, 3)
+    else:
+        later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        scores = query @ key.transpose(2, 3)
+        if mask == "in place":
+            scores = scores.masked_fill_(later, -torch.inf) * scale
+        else:
+            scores = (scores * scale).masked_fill(later, -torch.inf)
     return F.dropout(F.softmax(scores, -1), drop) @ value
 
 
@@ -93,7 +105,7 @@ class Decoder(nn.Module):
     """A decoder and its loss.
 
     Of `recompute_every` blocks one is run again in backward (0: none); with `wide_loss` logits are
-    copied to float32; without `fused` attention is written out.
+    copied to float32; without `fused` attention is written out, as `mask` says.
     """
 
     def __init__(
@@ -111,6 +123,7 @@ class Decoder(nn.Module):
         recompute_every: int = 0,
         wide_loss: bool = False,
         fused: bool = True,
+        mask: str | None = None,
         drop: float = 0.0,
     ) -> None:
         super().__init__()
@@ -124,6 +137,7 @@ class Decoder(nn.Module):
                 key_heads=key_heads,
                 biased=biased,
                 fused=fused,
+                mask=mask,
                 drop=drop,
             )
             for _ in range(layers)

@@ -1,1 +1,24 @@
-"""Decisions made by comparing estimates: batches, rank order, strategies, sweeps, scaling."""
+"""Decisions made by comparing estimates: batches, rank order, strategies, sweeps, what to rent."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from estimator.advise.choices import cheapest
+    from estimator.advise.one_more import best_batch, next_gpu
+
+_HOMES = {
+    "best_batch": "estimator.advise.one_more",
+    "cheapest": "estimator.advise.choices",
+    "next_gpu": "estimator.advise.one_more",
+}
+
+__all__ = ["best_batch", "cheapest", "next_gpu"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'estimator.advise' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)

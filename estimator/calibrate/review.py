@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 import numpy as np
@@ -15,6 +15,7 @@ from estimator.calibrate.observed import Observation
 from estimator.calibrate.performance_model import RANKS
 from estimator.calibrate.step_time_regressor import StepTimeRegressor
 from estimator.placement.allocation import Allocation
+from estimator.placement.topology import Cluster
 
 # Stands for the machine type of named hosts, which only a cluster file has.
 NAMED_HOSTS = "named hosts"
@@ -84,6 +85,39 @@ def review(observations: Iterable[Observation]) -> Review:
         doubted=tuple(doubted),
         populations=tuple(each for each in found_twice if each is not None),
     )
+
+
+def counting_drifts(
+    cluster: Cluster,
+    hosts: Collection[str],
+    observations: Iterable[Observation],
+    jobs: Collection[tuple[str, str]],
+) -> tuple[Cluster, list[str]]:
+    """The cluster with those hosts as slow as observations show them, and a sentence on each.
+
+    A job that was itself observed on a host since, under any of `jobs`, has learnt it already. So
+    has a node with a slowdown of its own.
+    """
+    seen = list(observations)
+    nodes, told = dict(cluster.nodes), []
+    for drift in review(seen).drifts:
+        if drift.name not in hosts or nodes[drift.name].slowdown_ratio != 1.0:
+            continue
+        has_learnt = any(
+            one.job in jobs
+            and drift.name in _nodes(one.allocation)
+            and (drift.since is None or one.at >= drift.since)
+            for one in seen
+        )
+        if has_learnt:
+            told.append(f"{drift}; the estimate has learnt that from this job's own steps there")
+            continue
+        nodes[drift.name] = replace(nodes[drift.name], slowdown_ratio=drift.ratio)
+        told.append(
+            f"{drift}; the estimate counts that, as 'slowdown = {drift.ratio:.3g}' for "
+            f"{drift.name} in the cluster file does"
+        )
+    return replace(cluster, nodes=nodes), told
 
 
 def _reviewed(

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress
-from estimator.cli.options import on_option, traced, workload_options
+from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress, remark
+from estimator.cli.options import on_option, told_slowdowns, traced, workload_options
 from estimator.cli.request import Request
 from estimator.errors import ModelError
 from estimator.probe.option_types import Count
@@ -49,6 +49,7 @@ def validate(
         )
     request.check_trainable_here(on)
     graph = traced(request, on)
+    told_slowdowns(request, on)
     predictions = [request.estimate(graph, text) for text in on]
     train = request.trainer(graph, steps=steps, warmup_steps=warmup)
     with progress("training") as tell:
@@ -82,6 +83,9 @@ def check(on: str, as_json: bool, **options: Any) -> None:
     """
     request = Request(**options)
     graph = traced(request, (on,))
+    request, drifts = request.counting_drifts(graph, on)
+    for drift in drifts:
+        remark(drift)
     answer = request.estimate(graph, on)
     unmeasured_ratio = sum(
         share_ratio

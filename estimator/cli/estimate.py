@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, remark
-from estimator.cli.options import Batches, on_option, traced, workload_options
+from estimator.cli.options import (
+    Batches,
+    on_option,
+    told_slowdowns,
+    traced,
+    workload_options,
+)
 from estimator.cli.request import Request
 from estimator.probe.option_types import Amount
 
@@ -51,6 +57,10 @@ def estimate(
 
         check_writable(trace)
     graph = traced(request, (on,))
+    slowdowns = told_slowdowns(request, (on,))
+    request, drifts = request.counting_drifts(graph, on)
+    for drift in drifts:
+        remark(drift)
     balance = request.balance(graph, on)
     answer = balance.answer if balance else request.estimate(graph, on)
     duration_s = None
@@ -61,7 +71,6 @@ def estimate(
     scaling = request.scaling(graph, answer)
     remedies = request.remedies(graph, answer, on)
     modules = _modules(answer) if by_module else []
-    drifts = _told_drifts(request, answer)
     if as_json:
         more = {
             "duration_s": duration_s,
@@ -70,6 +79,7 @@ def estimate(
             "remedies": [remedy.to_dict() for remedy in remedies],
             "modules": [asdict(row) for row in modules] or None,
             "drifts": drifts,
+            "slowdown_ratios": slowdowns,
         }
         print_json(answer.to_dict() | more)
     else:
@@ -89,13 +99,6 @@ def estimate(
         )
     if answer.fits == "no":
         raise click.exceptions.Exit(ANSWER_IS_NO)
-
-
-def _told_drifts(request: Request, answer: Estimate) -> list[str]:
-    drifts = request.drifts(answer)
-    for drift in drifts:
-        remark(drift)
-    return drifts
 
 
 def _modules(answer: Estimate) -> list[ModuleCost]:

@@ -196,23 +196,32 @@ def show(name: str, as_json: bool) -> None:
 
 
 @profiles.command()
-@click.argument("first")
-@click.argument("second")
+@click.argument("names", nargs=-1, required=True, metavar="NAME_OR_FILE...")
 @_json_option
-def compare(first: str, second: str, as_json: bool) -> None:
-    """Every number of the machines FIRST and SECOND, and the ratio of those that both have.
+def compare(names: tuple[str, ...], as_json: bool) -> None:
+    """Every number of two machines, and the ratio of those that both have: second over first.
 
-    Both are names or profile files.
+    Of three and more, how long each takes beside the usual one, and which is the odd one.
     """
+    from estimator.cli.render_comparison import comparison_report, several_report
     from estimator.machines.catalogue import load_profile
+    from estimator.machines.comparison import compare_several
 
-    one, other = load_profile(first), load_profile(second)
-    if as_json:
-        print_json(_compared(one, other))
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise click.UsageError("name two machines or more, each once")
+    profiles = {name: load_profile(name) for name in names}
+    if len(names) == 2:
+        one, other = profiles.values()
+        if as_json:
+            print_json(_compared(one, other))
+        else:
+            print_tables(comparison_report(one, other))
         return
-    from estimator.cli.render_comparison import comparison_report
-
-    print_tables(comparison_report(one, other))
+    rows = compare_several(profiles)
+    if as_json:
+        print_json([asdict(row) for row in rows])
+    else:
+        print_tables(several_report(rows))
 
 
 def _compared(first: MachineProfile, second: MachineProfile) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from estimator.cli.console import INTERRUPTED, WRONG_INPUT, forget_odd_sizes, re
 from estimator.cli.estimate import estimate, sweep, trace
 from estimator.cli.machines import probe, profiles
 from estimator.cli.memory import memory
+from estimator.cli.plan import plan
 from estimator.cli.replay import replay
 from estimator.cli.stalls import stalls
 from estimator.errors import EstimatorError
@@ -110,6 +111,7 @@ for command in (
     check,
     estimate,
     memory,
+    plan,
     probe,
     profiles,
     replay,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from estimator.cli.console import printing_to_stderr, progress, waiting
+from estimator.cli.console import printing_to_stderr, progress, remark, waiting
 from estimator.cli.request import Request
 from estimator.errors import quoted
 from estimator.probe.option_types import Count
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from estimator.machines.profile import DeviceKind
     from estimator.placement.topology import Cluster
     from estimator.workload.loader import Loader
+
+# Of the canary, beyond what it varies by itself.
+_LEAST_SLOWDOWN_RATIO = 1.2
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -165,6 +168,12 @@ def training_options(command: Command, *, batch: Any = None) -> Command:
             default="ddp",
             help="Such as ddp:bucket=5MiB,view, zero2, fsdp:shard=8 or ps:2.",
         ),
+        click.option("--layout", help="Ranks that share layers, such as tp=2,sp,dp=*."),
+        click.option(
+            "--tp-plan",
+            metavar="FILE",
+            help='JSON of styles, such as {"layers.*.q_proj": "colwise"}; default found by rule.',
+        ),
         *_RECIPE_OPTIONS,
         click.option("--precision", type=click.Choice(PRECISIONS), help="Default fp32."),
         click.option(
@@ -197,3 +206,18 @@ def traced(
             return request.graph(allocations, target=target)
     with progress("timing operators") as report, printing_to_stderr():
         return request.graph(allocations, report, target=target)
+
+
+def told_slowdowns(request: Request, allocations: Sequence[str]) -> dict[str, float]:
+    """How much slower this machine is than when it was probed, said where that matters."""
+    found: dict[str, float] = {}
+    for allocation in allocations:
+        found |= request.slowdowns(allocation)
+    for name, ratio in found.items():
+        if max(ratio, 1 / ratio) > _LEAST_SLOWDOWN_RATIO:
+            how = f"{ratio:.1f} × slower" if ratio > 1 else f"{1 / ratio:.1f} × faster"
+            remark(
+                f"this machine is now {how} than when '{name}' was probed, by a fixed matmul; end "
+                "other programs, or probe it again"
+            )
+    return found

@@ -312,7 +312,8 @@ def strategies_report(rows: Sequence[StrategyRow]) -> Group:
 
 def _trained_how(answer: Estimate) -> str:
     ranks = "1 rank" if answer.ranks == 1 else f"{answer.ranks} ranks"
-    return f"{ranks}, {answer.strategy}, {answer.optimizer}, {answer.mode}"
+    layout = f"{answer.layout}, " if answer.layout else ""
+    return f"{ranks}, {layout}{answer.strategy}, {answer.optimizer}, {answer.mode}"
 
 
 def _breakdown_table(answer: Estimate, *, least_ratio: float) -> Table:

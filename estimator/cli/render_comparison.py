@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from rich.text import Text
 from estimator.cli.render import grid
 from estimator.machines.comparison import (
     Compared,
+    GroupRatio,
     Quantity,
     Unit,
     compare_profiles,
@@ -58,6 +60,25 @@ def comparison_report(first: MachineProfile, second: MachineProfile) -> Group:
     else:
         remarks.insert(0, f"'{first.name}' and '{second.name}' have no number in common")
     return Group(table, *map(Text, remarks))
+
+
+def several_report(rows: Sequence[GroupRatio]) -> Group:
+    """How long each of several machines takes, group by group, and which of them is odd."""
+    machines = list(dict.fromkeys(row.machine for row in rows))
+    table = grid("times as long as usual", *machines, numbers=len(machines))
+    for group in dict.fromkeys(row.group for row in rows):
+        found = [row for row in rows if row.group == group]
+        name = f"{group}, {found[0].quantities} numbers"
+        table.add_row(name, *(_factor(row.ratio) for row in found))
+    remarks = [
+        f"{row.machine} is odd: {row.group} {_factor(max(row.ratio, 1 / row.ratio))} times as "
+        f"{'slow' if row.ratio > 1 else 'fast'} as usual"
+        for row in sorted(rows, key=lambda row: -abs(math.log(row.ratio)))
+        if row.is_odd
+    ]
+    if not machines:
+        remarks = ["these machines have no number in common"]
+    return Group(table, *map(Text, remarks or ["none is odd: they differ as repeats do"]))
 
 
 _Row = tuple[str, tuple[str, ...]]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from estimator.cli.console import remark
 from estimator.errors import AllocationError, ModelError, StrategyError, WorkloadError
 from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from estimator.graph.op_graph import OpGraph
     from estimator.machines.given_network import GivenNetwork
     from estimator.machines.profile import DeviceKind, MachineProfile
-    from estimator.placement.placement import Placement
+    from estimator.placement.mesh import Mesh
     from estimator.tables.balance import Balance
     from estimator.workload.loader import Loader
 
@@ -48,6 +50,8 @@ class Request:
     optimizer: str | None = None
     precision: str | None = None
     strategy: str = "ddp"
+    layout: str | None = None
+    tp_plan: str | None = None
     cluster: Cluster | None = None
     calibration: Calibration | None = None
     loader: Loader | None = None
@@ -73,7 +77,7 @@ class Request:
         Allocations and strategy are checked first, since building a model can take long. `report`
         is told what is being measured and how far that is, from 0 to 1.
         """
-        machines = [self._checked(text).kinds[0].profile for text in allocations]
+        machines = [self._checked(text).placement.kinds[0].profile for text in allocations]
         from estimator.graph.files import is_saved_graph, is_summary_file
         from estimator.graph.op_graph import OpGraph
 
@@ -87,7 +91,11 @@ class Request:
         from estimator.graph.models import load_model  # imports torch: a saved graph needs none
 
         model, batch, loss, name = load_model(
-            self.model, batch=self.batch, seq_len=self.seq_len, weights=False
+            self.model,
+            batch=self.batch,
+            seq_len=self.seq_len,
+            weights=False,
+            say=remark,
         )
         return trace_model(
             model,
@@ -181,6 +189,8 @@ class Request:
             calibration=self.calibration,
             loader=self.loader,
             profile=self.machine(allocation),
+            layout=self.layout,
+            tp_plan=self.tp_plan,
         )
 
     def exists(self, allocation: str) -> bool:
@@ -191,39 +201,41 @@ class Request:
             return False
         return True
 
-    def _placed(self, allocation: str) -> Placement:
+    def _placed(self, allocation: str) -> Mesh:
         from estimator.placement.mesh import Mesh
         from estimator.placement.placement import place
+        from estimator.workload.layout import DATA_PARALLEL, Layout
 
         strategy = Strategy.parse(self.strategy)
         placement = place(allocation, cluster=self.cluster, profile=self.machine(allocation))
-        Mesh.data_parallel(placement, strategy)
-        return placement
+        layout = DATA_PARALLEL if self.layout is None else Layout.parse(self.layout)
+        return Mesh.laid_out(placement, layout, strategy)
 
-    def _checked(self, allocation: str) -> Placement:
-        """A placement over which the samples of a step can be divided."""
-        from estimator.engine import even_batch
+    def _checked(self, allocation: str) -> Mesh:
+        """A mesh over which the samples of a step can be divided."""
+        from estimator.placement.batches import even_batch
 
-        placement = self._placed(allocation)
-        steps = self._accumulation(placement)
-        if self.global_batch is not None and self.batch is None and not placement.is_mixed:
-            even_batch(placement, self.global_batch, steps)
-        return placement
+        mesh = self._placed(allocation)
+        steps = self._accumulation(mesh)
+        if self.global_batch is not None and self.batch is None and not mesh.placement.is_mixed:
+            even_batch(mesh, self.global_batch, steps)
+        return mesh
 
-    def _accumulation(self, placement: Placement) -> int:
+    def _accumulation(self, mesh: Mesh) -> int:
         """Micro-batches of a step; raises WorkloadError where batches ask for no whole number."""
         if self.batch is None or self.global_batch is None:
             return self.accumulation or 1
-        each = self.batch * placement.ranks
+        ranks = mesh.parallelism.dp
+        each = self.batch * ranks
         steps, rest = divmod(self.global_batch, each)
         if rest or not steps:
             raise WorkloadError(
                 f"a global batch of {self.global_batch} is no multiple of {each}, which is "
-                f"{self.batch} on each of {placement.ranks} ranks; change --batch or --global-batch"
+                f"{self.batch} on each of {ranks} ranks; change --batch or --global-batch"
             )
         if self.accumulation not in (None, steps):
             raise WorkloadError(
-                f"--batch {self.batch} and --global-batch {self.global_batch} on {placement.ranks} "
+                f"--batch {self.batch} and --global-batch {self.global_batch} on {ranks} "
                 f"ranks make {steps} micro-batches, found --accumulation {self.accumulation}; "
                 "leave one of the three out"
             )
@@ -249,7 +261,7 @@ class Request:
 
     def balance(self, graph: OpGraph, allocation: str) -> Balance | None:
         """The split of the global batch by speed; None where there is none to split or gain."""
-        if self.global_batch is None or self.batch is not None:
+        if self.global_batch is None or self.batch is not None or self.layout is not None:
             return None
         from estimator.tables.balance import balance
 
@@ -280,26 +292,43 @@ class Request:
             profile=self.machine(allocation),
         )
 
-    def drifts(self, answer: Estimate) -> list[str]:
-        """What the store says of hosts of the allocation that have become slower or faster.
+    def counting_drifts(self, graph: OpGraph, allocation: str) -> tuple[Request, list[str]]:
+        """The request with hosts of the allocation as slow as the store shows them, and its words.
 
-        Those with a slowdown in the cluster file are left out: the estimate counts it.
+        Those with a slowdown in the cluster file keep that.
         """
-        hosts = {group.host for group in answer.allocation.groups if group.host}
+        from estimator.placement.allocation import Allocation
+
+        hosts = {group.host for group in Allocation.parse(allocation).groups if group.host}
         if self.calibration is None or self.cluster is None or not hosts:
-            return []
+            return self, []
         from estimator.calibrate.calibrator import Calibrator
-        from estimator.calibrate.review import review
+        from estimator.calibrate.review import counting_drifts
+        from estimator.engine import DEFAULT
 
         if not isinstance(self.calibration, Calibrator):
-            return []
-        nodes = self.cluster.nodes
-        return [
-            f"{drift}; the estimate counts that with 'slowdown = {drift.ratio:.3g}' for "
-            f"{drift.name} in the cluster file"
-            for drift in review(self.calibration.store.observations()).drifts
-            if drift.name in hosts and nodes[drift.name].slowdown_ratio == 1.0
-        ]
+            return self, []
+        jobs = {("content", DEFAULT.content(graph).fingerprint), ("name", graph.name)}
+        observations = self.calibration.store.observations()
+        cluster, told = counting_drifts(self.cluster, hosts, observations, jobs)
+        return replace(self, cluster=cluster), told
+
+    def slowdowns(self, allocation: str) -> dict[str, float]:
+        """How much slower this machine is now than when it was probed, by the name of its profile.
+
+        Not told where torch is not loaded yet: that takes longer than the answer.
+        """
+        if "torch" not in sys.modules:
+            return {}
+        from estimator.probe.canary import slowdown_ratio
+
+        profiles = {kind.profile.name: kind.profile for kind in self._placed(allocation).kinds}
+        found = {
+            name: slowdown_ratio(profile)
+            for name, profile in profiles.items()
+            if name in ("local", "local-cpu")
+        }
+        return {name: ratio for name, ratio in found.items() if ratio is not None}
 
     def scaling(self, graph: OpGraph, answer: Estimate) -> Scaling | None:
         """How an estimate on several ranks scales; None for one rank."""

@@ -79,6 +79,13 @@ for _flops, _names in _POINTWISE.items():
     cost_of(*named(_names), family="elementwise")(_pointwise(_flops))
 
 
+@cost_of("aten.masked_fill.Scalar", "aten.masked_fill.Tensor", family="elementwise")
+def _masked_fill(call: OpCall) -> OpCost:
+    """A copy, then filled in place (aten/src/ATen/native/TensorAdvancedIndexing.cpp)."""
+    copied = OpCost(read_bytes=written(call), written_bytes=written(call))
+    return streamed(call) + copied
+
+
 @cost_of("aten.native_dropout", "aten._fused_dropout", family="elementwise")
 def _dropout(call: OpCall) -> OpCost:
     """Half of a random number alone, since one call of Philox gives several."""

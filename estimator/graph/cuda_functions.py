@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 CUDA_ASSUMPTION = (
     "the GPU runs torch's default operators (flash or memory-efficient attention, cuDNN recurrent "
-    "layers and batch norm, fused dropout), traced without one"
+    "layers and batch norm, fused dropout and RMS norm), traced without one"
 )
 
 # aten/src/ATen/autocast_mode.h, AT_FORALL_FP32: run in float32 under autocast on CUDA. Products and
@@ -58,6 +58,7 @@ class CudaFunctions(EagerFunctions):
             "scaled_dot_product_attention": _attention,
             "multi_head_attention_forward": _multi_head_attention,
             "batch_norm": _batch_norm,
+            "rms_norm": _rms_norm,
             "one_hot": _one_hot,
             **{name: _recurrent(name) for name in _CUDNN_MODES},
         }
@@ -205,6 +206,43 @@ def _batch_norm(
         input, weight, bias, running_mean, running_var, True, momentum, eps
     )[0]
     return result
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """One kernel on CUDA where its tensors are of one dtype (native/layer_norm.cpp)."""
+    if input.is_complex() or (weight is not None and weight.dtype != input.dtype):
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    fused: Tensor = _FusedRmsNorm.apply(input, list(normalized_shape), weight, eps)  # type: ignore[no-untyped-call]
+    return fused
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """CUDA's kernel and its gradient: on the CPU autograd sees the operators of a composite."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
+    ) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            output, rstd = aten._fused_rms_norm.default(input, shape, weight, eps)
+        ctx.save_for_backward(input, weight, rstd)
+        ctx.shape = shape
+        return output  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        input, weight, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        with torch._C._AutoDispatchBelowAutograd():
+            found = aten._fused_rms_norm_backward.default(
+                gradient, input, ctx.shape, rstd, weight, wanted
+            )
+        return found[0], None, found[1], None
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:

@@ -48,6 +48,29 @@ def _layer_norm_backward(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]
     )
 
 
+def _fused_rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """The CPU has no such kernel; CUDA's keeps one number for each row."""
+    kept = input.dim() - len(normalized_shape)
+    shape = (*input.shape[:kept], *(1 for _ in normalized_shape))
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    fresh = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    return fresh, torch.empty(shape, dtype=dtype, device=input.device)
+
+
+def _fused_rms_norm_backward(
+    gradient: Tensor,
+    input: Tensor,
+    normalized_shape: list[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    fresh = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    return fresh, torch.empty_like(weight) if weight is not None and output_mask[1] else None
+
+
 def _mkldnn_rnn_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The kernel keeps a workspace for backward, which torch's fake one leaves out."""
     output, hidden, cell, workspace = aten.mkldnn_rnn_layer.default(*args, **kwargs)
@@ -119,6 +142,8 @@ def _cudnn_rnn_backward(*args: Any) -> tuple[Any, ...]:
 FAKE_RULES: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten._fused_rms_norm.default: _fused_rms_norm,
+    aten._fused_rms_norm_backward.default: _fused_rms_norm_backward,
     aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
     aten._cudnn_rnn.default: _cudnn_rnn,
     aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,

@@ -218,6 +218,7 @@ class _Kept:
         self.values = tuple(values)
 
     def op(self, op: Op) -> Op:
-        """The operator, with its values by their new numbers."""
+        """The operator, with its values by their new numbers; what no longer exists is not held."""
         inputs, outputs = (tuple(self.number[v] for v in ends) for ends in (op.inputs, op.outputs))
-        return replace(op, inputs=inputs, outputs=outputs)
+        holds = tuple(self.number[v] for v in op.holds if v in self.number)
+        return replace(op, inputs=inputs, outputs=outputs, holds=holds)

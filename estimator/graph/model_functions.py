@@ -16,13 +16,36 @@ from torch import nn
 
 from estimator.errors import ModelError
 from estimator.graph.phases import as_phases
-from estimator.graph.user_code import UserCode
+from estimator.graph.user_code import UserCode, one_line
+from estimator.graph.without_weights import (
+    WeightsTooLarge,
+    WithoutWeights,
+    weights_up_to,
+    with_values,
+)
+from estimator.units import format_bytes
+
+Say = Callable[[str], None]
+
+# Of a model that is only to be traced; larger ones are made without weights.
+MOST_WEIGHT_BYTES = 1 << 30
 
 Loaded = tuple[nn.Module, Any, Callable[[Any, Any], Any] | None, str]
 
 
-def call_model_function(text: str, *, batch: int | None, seq_len: int | None) -> Loaded:
-    """What the function that `text` names returns, and its name; raises ModelError."""
+def call_model_function(
+    text: str,
+    *,
+    batch: int | None,
+    seq_len: int | None,
+    weights: bool = True,
+    say: Say | None = None,
+) -> Loaded:
+    """What the function that `text` names returns, and its name; raises ModelError.
+
+    Without `weights` a large model is made without them; where its code needs their values it is
+    made with them, and `say` is told beforehand.
+    """
     where, separator, function_name = text.rpartition(":")
     if not separator or not where or not function_name:
         raise ModelError(
@@ -30,7 +53,13 @@ def call_model_function(text: str, *, batch: int | None, seq_len: int | None) ->
             "package.module:function, hf:gpt2, or the path of a saved graph or of a summary (.json)"
         )
     function = _find_function(where, function_name)
-    result = _call(function, text, batch=batch, seq_len=seq_len)
+    accepted = inspect.signature(function).parameters
+    asked = {"batch": batch, "seq_len": seq_len}
+    given = {name: value for name, value in asked.items() if value is not None and name in accepted}
+    if weights:
+        result = _call(function, text, given)
+    else:
+        result = _call_lightly(function, text, given, say)
     model, example, loss = _checked_result(result, text)
     return model, example, loss, function_name
 
@@ -91,19 +120,32 @@ def _load_package(name: str) -> ModuleType:
         sys.path.remove(folder)
 
 
-def _call(
-    function: Callable[..., Any], text: str, *, batch: int | None, seq_len: int | None
-) -> Any:
+def _call(function: Callable[..., Any], text: str, given: dict[str, Any]) -> Any:
     with UserCode(f"{text} raised", advice="fix the function", error=ModelError):
-        accepted = inspect.signature(function).parameters
-        given = {"batch": batch, "seq_len": seq_len}
-        return function(
-            **{
-                name: value
-                for name, value in given.items()
-                if value is not None and name in accepted
-            }
-        )
+        return function(**given)
+
+
+def _call_lightly(
+    function: Callable[..., Any], text: str, given: dict[str, Any], say: Say | None
+) -> Any:
+    """Its result, the model without weights where these are large."""
+    try:
+        with weights_up_to(MOST_WEIGHT_BYTES):
+            return _call(function, text, given)
+    except ModelError as error:
+        if not isinstance(error.__cause__, WeightsTooLarge):
+            raise
+    try:
+        with WithoutWeights():
+            model, example, *loss = _call(function, text, given)
+    except (ModelError, TypeError, ValueError) as error:
+        if say is not None:
+            say(
+                f"building {text} with its weights, more than {format_bytes(MOST_WEIGHT_BYTES)}, "
+                f"since without them it fails ({one_line(str(error))})"
+            )
+        return _call(function, text, given)
+    return model, with_values(example), *loss
 
 
 def _checked_result(result: Any, text: str) -> tuple[nn.Module, Any, Any]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.shards import parameter_unit
+from estimator.tensors import OpCall
 from estimator.workload.optimizers import (
     OptimizedTensor,
     check_optimizer,
@@ -62,6 +63,12 @@ def optimizer_memory(
         largest_together_bytes=max(map(sum, zip(each, masters, strict=True)), default=0),
         single_bytes=single,
     )
+
+
+def update_call(graph: OpGraph) -> OpCall:
+    """The optimizer's whole step, as a call by which its seconds are kept."""
+    trained = tuple(each.spec for each in graph.parameters if each.gradient is not None)
+    return OpCall(f"update.{graph.optimizer}", (trained,))
 
 
 def trained_tensors(graph: OpGraph, ratio: int = 1) -> list[OptimizedTensor]:

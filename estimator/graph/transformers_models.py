@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from estimator.errors import ModelError
 from estimator.graph.model_functions import Loaded, suggestion
@@ -30,6 +28,7 @@ from estimator.graph.transformers_settings import (
     read_configuration,
 )
 from estimator.graph.user_code import UserCode
+from estimator.graph.without_weights import WithoutWeights
 
 # The head taken where the text names none: the first of these that the type has. Names are those of
 # transformers' classes AutoModelFor...; a TASK is one of them, in any case and hyphenation.
@@ -301,27 +300,6 @@ def _build(auto_class: Any, config: Any, text: str, *, weights: bool) -> torch.n
     with failed:
         model: torch.nn.Module = auto_class.from_config(config)
     return model.train()
-
-
-class WithoutWeights(TorchFunctionMode):
-    """Makes large tensors without memory (on the meta device), small ones for real.
-
-    Constructors read values of small ones (drop-path rates), and forward those of buffers.
-    """
-
-    _FACTORIES = frozenset(
-        (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
-    )
-    _MOST_ELEMENTS = 1 << 14
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in self._FACTORIES and kwargs.get("device") is None:
-            listed = bool(args) and isinstance(args[0], (tuple, list))
-            size = kwargs.get("size", args[0] if listed else args)
-            if math.prod(size) > self._MOST_ELEMENTS:
-                kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from estimator.machines.profile import CollectiveCost, Link, MachineProfile, UpdateCost
 
 Unit = Literal["s", "bytes", "bytes_per_s", "flops_per_s"]
+# Of log ratios: two probes of one machine differ by less, and one of many by less than so many
+# times what the others do.
+_LEAST_ODD, _ODD_FACTOR = math.log(1.1), 4.0
 # What links do, so that unlike kinds of them can stand beside each other.
 _ROLES = {"h2d": "host to device", "d2h": "device to host"}
 
@@ -68,6 +72,61 @@ def only_in(first: MachineProfile, second: MachineProfile) -> tuple[Quantity, ..
 def median_difference_ratio(rows: Sequence[Compared]) -> float:
     """How far the two profiles typically disagree, relative to the larger number of each pair."""
     return statistics.median(1 - min(row.ratio, 1 / row.ratio) for row in rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRatio:
+    """How long one of several machines takes in a group of quantities, as a ratio of the usual.
+
+    Usual is the median of all machines, quantity by quantity; `ratio` the median over the
+    quantities that all have. It `is_odd` where that differs from 1 far more than on the others.
+    """
+
+    machine: str
+    group: str
+    quantities: int
+    ratio: float
+    is_odd: bool
+
+
+def compare_several(profiles: Mapping[str, MachineProfile]) -> tuple[GroupRatio, ...]:
+    """Every machine beside the usual one of three or more, group by group."""
+    taken = [
+        {
+            (each.group, each.name): 1 / each.value if each.unit.endswith("_per_s") else each.value
+            for each in _quantities(profile)
+            if each.unit != "bytes"
+        }
+        for profile in profiles.values()
+    ]
+    groups: dict[str, list[list[float]]] = {}
+    for key in taken[0]:
+        if all(key in each for each in taken):
+            values = [each[key] for each in taken]
+            usual = statistics.median(values)
+            group = "kernels" if key[0].startswith("kernel ") else key[0]
+            groups.setdefault(group, []).append([value / usual for value in values])
+    return tuple(
+        row
+        for group, ratios in groups.items()
+        for row in _group_ratios(list(profiles), group, ratios)
+    )
+
+
+def _group_ratios(
+    names: Sequence[str], group: str, ratios: Sequence[Sequence[float]]
+) -> Iterator[GroupRatio]:
+    medians = [statistics.median(column) for column in zip(*ratios, strict=True)]
+    off = [abs(math.log(ratio)) for ratio in medians]
+    for index, (name, ratio) in enumerate(zip(names, medians, strict=True)):
+        others = statistics.median(off[:index] + off[index + 1 :])
+        yield GroupRatio(
+            machine=name,
+            group=group,
+            quantities=len(ratios),
+            ratio=ratio,
+            is_odd=off[index] > max(_LEAST_ODD, _ODD_FACTOR * others),
+        )
 
 
 def _quantities(profile: MachineProfile) -> Iterator[Quantity]:

@@ -79,6 +79,9 @@ class HostCost:
     backward node beyond its kernels; bare_op_s: the bare call of the smallest kernel;
     module_call_s: one `nn.Module.__call__`; step_s: an empty training step (zero_grad, backward
     entry, update entry). ddp_step_s / ddp_bucket_s: what DDP adds per step and per bucket.
+    cached_forward_op_s, cached_forward_view_s and cached_backward_op_s: the same three where the
+    kernel before has left the host's code and data in the private caches that it shares with them;
+    None where that makes no difference.
     shard_unit_s: what FSDP adds per step and unit that it gathers; shard_update_tensor_s: what an
     update adds per sharded tensor.
     """
@@ -88,6 +91,9 @@ class HostCost:
     backward_op_s: float
     bare_op_s: float
     module_call_s: float
+    cached_forward_op_s: float | None = None
+    cached_forward_view_s: float | None = None
+    cached_backward_op_s: float | None = None
     step_s: float = 0.0
     ddp_step_s: float = 0.0
     ddp_bucket_s: float = 0.0

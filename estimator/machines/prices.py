@@ -1,4 +1,4 @@
-"""Prices of rented machines, in the columns of SkyPilot's catalogue: shipped or a user's own."""
+"""Prices of rented machines, shipped or a user's own, in the columns of SkyPilot's catalogue."""
 
 from __future__ import annotations
 

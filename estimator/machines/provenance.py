@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -80,9 +81,9 @@ class Interference:
 
     @property
     def relative_error(self) -> float:
-        """How far times may be off: sharing cores for r of the time takes 1 / (1 − r) as long."""
-        others_ratio = min(self.others_ratio, 0.9)
-        return max(others_ratio / (1 - others_ratio), self.canary_ratio - 1)
+        """How far log times may be off: what shares cores for r of the time takes 1 / (1 − r)."""
+        idle_ratio = 1 - min(self.others_ratio, 0.9)
+        return max(-math.log(idle_ratio), math.log(self.canary_ratio))
 
     @property
     def matters(self) -> bool:

@@ -18,6 +18,7 @@ from estimator.placement.process_groups import (
     whole_group,
 )
 from estimator.workload import Parallelism, Strategy
+from estimator.workload.layout import DATA_PARALLEL, Layout
 
 Indices = NDArray[np.intp]
 
@@ -51,6 +52,15 @@ class Mesh:
         """All ranks along the data-parallel axes; raises StrategyError."""
         shard = None if strategy.kind != "fsdp" else strategy.shard or placement.ranks
         return cls(placement, _data_parallel(placement.ranks, shard, micro_batches))
+
+    @classmethod
+    def laid_out(
+        cls, placement: Placement, layout: Layout, strategy: Strategy, *, micro_batches: int = 1
+    ) -> Mesh:
+        """All ranks along the axes of a layout; raises StrategyError."""
+        if layout is DATA_PARALLEL:
+            return cls.data_parallel(placement, strategy, micro_batches=micro_batches)
+        return cls(placement, _laid_out(layout, placement.ranks, strategy, micro_batches))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,3 +102,8 @@ class Mesh:
 @lru_cache(maxsize=4096)
 def _data_parallel(ranks: int, shard: int | None, micro_batches: int) -> Parallelism:
     return Parallelism.data_parallel(ranks, shard=shard, micro_batches=micro_batches)
+
+
+@lru_cache(maxsize=4096)
+def _laid_out(layout: Layout, ranks: int, strategy: Strategy, micro_batches: int) -> Parallelism:
+    return layout.parallelism(ranks, strategy, micro_batches=micro_batches)

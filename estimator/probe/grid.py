@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from estimator.machines.profile import DeviceKind
 from estimator.probe import (
+    grid_convolutions,
     grid_cuda,
     grid_cuda_memory_bound,
     grid_matmuls,
@@ -62,8 +63,8 @@ def _dense() -> list[list[GridCall]]:
     return [
         grid_matmuls.matmuls(),
         grid_matmuls.batched_matmuls(),
-        grid_matmuls.convolutions(),
-        grid_matmuls.convolutions(gradient=True),
+        grid_convolutions.convolutions(),
+        grid_convolutions.convolutions(gradient=True),
     ]
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from estimator.probe.grid_calls import GridCall, grid_call, tensor
+from estimator.probe.grid_convolutions import convolutions
 from estimator.probe.grid_matmuls import (
     batched_matmuls,
-    convolutions,
     heads_inside,
     matmuls,
 )

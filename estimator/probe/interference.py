@@ -27,14 +27,14 @@ _TENTH = 0.1
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """CPU seconds since boot of all programs on some cores, and of a process with all below it."""
+    """CPU seconds since boot of all programs, and of one process with all below it."""
 
     all_s: float
     own_s: float
 
 
-def read_cpu_times(pid: int, cores: Sequence[int], root: Path = Path("/")) -> CpuTimes | None:
-    """The times of `cores`, and of `pid` and its descendants; None where the system says none.
+def read_cpu_times(pid: int, threads: Sequence[int], root: Path = Path("/")) -> CpuTimes | None:
+    """The times of hardware threads, and of `pid` and those below it; None where none are told.
 
     What a hypervisor gave to others (steal) counts as theirs; interrupts count for nobody.
     """
@@ -42,11 +42,11 @@ def read_cpu_times(pid: int, cores: Sequence[int], root: Path = Path("/")) -> Cp
         lines = (root / "proc/stat").read_text().splitlines()
     except OSError:
         return None
-    wanted, ticks = {f"cpu{core}" for core in cores}, 0
+    wanted, ticks = {f"cpu{thread}" for thread in threads}, 0
     for name, *columns in (line.split() for line in lines if line.startswith("cpu")):
         if name in wanted:
-            user, nice, system, _, _, _, _, steal = map(int, columns[:8])
-            ticks += user + nice + system + steal
+            # user, nice, system, idle, iowait, irq, softirq, steal, … (proc(5)).
+            ticks += sum(map(int, columns[:3])) + sum(map(int, columns[7:8]))
     per_s = os.sysconf("SC_CLK_TCK")
     return CpuTimes(ticks / per_s, _tree_ticks(pid, root) / per_s)
 
@@ -95,7 +95,7 @@ class Seen:
         if usual_s and self.canaries_s:
             ratio = max(1.0, statistics.median(self.canaries_s) / usual_s)
         return Interference(
-            others_ratio=min(1.0, self.others_s / self.cores_s) if self.cores_s else 0.0,
+            others_ratio=self.others_s / self.cores_s if self.cores_s else 0.0,
             canary_ratio=ratio,
             waited_s=self.waited_s,
             repeats=self.repeats,
@@ -111,8 +111,9 @@ def _usual_s(canaries_s: Sequence[float], known_s: float | None) -> float | None
 class Watch:
     """Measures beside a look at the load of others, and again once they have ended.
 
-    Waiting and measuring again take `patience_s` in all. `read` tells the CPU times of `cores`
-    cores, `canary` how long the canary takes now; `say` is told once that it waits.
+    Waiting and measuring again take `patience_s` in all. The measurements need `cores` cores, and
+    others may use `spare_cores` besides without disturbing them. `read` tells the CPU times of all,
+    `canary` how long the canary takes now; `say` is told of others that are waited for.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Watch:
         *,
         patience_s: float = 0.0,
         cores: int = 1,
+        spare_cores: int = 0,
         read: Callable[[], CpuTimes | None] = lambda: None,
         canary: Callable[[], float] | None = None,
         usual_canary_s: float | None = None,
@@ -128,6 +130,7 @@ class Watch:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.patience_s, self.cores, self.seen = patience_s, cores, Seen()
+        self.spare_cores = spare_cores
         self._read, self._canary, self._say = read, canary, say
         self._usual_canary_s = usual_canary_s
         self._clock, self._sleep = clock, sleep
@@ -146,14 +149,15 @@ class Watch:
             began, before = self._clock(), self._read()
             measure()
             took_s, after = self._clock() - began, self._read()
-            canary_s, others_s = self._canary_s(), _others_s(before, after)
-            is_disturbed = self._is_disturbed(others_s / (took_s * self.cores or 1.0), canary_s)
+            others_s = self._others_s(before, after, took_s)
+            canary_s, cores_s = self._canary_s(), took_s * self.cores
+            is_disturbed = self._is_disturbed(others_s / (cores_s or 1.0), canary_s)
             if is_disturbed and took_s < self.left_s and self.await_quiet():
                 self.seen.waited_s += took_s
                 self.seen.repeats += 1
                 continue
             self.seen.others_s += others_s
-            self.seen.cores_s += took_s * self.cores
+            self.seen.cores_s += cores_s
             self.seen.canaries_s += [] if canary_s is None else [canary_s]
             return
 
@@ -181,9 +185,16 @@ class Watch:
         """What others take of the cores right now, where that disturbs; else None."""
         before, began = self._read(), self._clock()
         self._sleep(_LOOK_S)
-        took_s = self._clock() - began
-        ratio = _others_s(before, self._read()) / (took_s * self.cores or 1.0)
+        after, took_s = self._read(), self._clock() - began
+        ratio = self._others_s(before, after, took_s) / (took_s * self.cores or 1.0)
         return ratio if self._is_disturbed(ratio, self._canary_s()) else None
+
+    def _others_s(self, before: CpuTimes | None, after: CpuTimes | None, took_s: float) -> float:
+        """Seconds of the needed cores that others took."""
+        if before is None or after is None:
+            return 0.0
+        others_s = after.all_s - before.all_s - (after.own_s - before.own_s)
+        return min(max(0.0, others_s - self.spare_cores * took_s), self.cores * took_s)
 
     def _canary_s(self) -> float | None:
         return self._canary() if self._canary else None
@@ -192,12 +203,6 @@ class Watch:
         usual_s = _usual_s(self.seen.canaries_s, self._usual_canary_s)
         is_slow = canary_s and usual_s and canary_s > DISTURBED_CANARY_RATIO * usual_s
         return others_ratio > DISTURBED_RATIO or bool(is_slow)
-
-
-def _others_s(before: CpuTimes | None, after: CpuTimes | None) -> float:
-    if before is None or after is None:
-        return 0.0
-    return max(0.0, after.all_s - before.all_s - (after.own_s - before.own_s))
 
 
 def check_interference(found: Interference) -> None:

@@ -68,7 +68,7 @@ _TELLING_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile"
 def read_cpu(root: Path = Path("/"), *, usable: set[int] | None = None) -> Cpu:
     """Read /proc and /sys below `root`; `usable` defaults to the cores this process may run on."""
     if usable is None:
-        usable = _affinity()
+        usable = usable_threads()
     info = _read(root / "proc/cpuinfo")
     model = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", info, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.MULTILINE)
@@ -90,7 +90,7 @@ def read_cpu(root: Path = Path("/"), *, usable: set[int] | None = None) -> Cpu:
     )
 
 
-def _affinity() -> set[int]:
+def usable_threads() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))

@@ -44,10 +44,15 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watching:
-    """Whose CPU time on which cores is not that of others, and how long to wait for these."""
+    """Whose CPU time on which hardware threads is not that of others, and how long to wait.
+
+    The measurements need `cores` cores; `spare_cores` more are there.
+    """
 
     pid: int
-    cores: Sequence[int]
+    threads: Sequence[int]
+    cores: int
+    spare_cores: int
     patience_s: float
     usual_canary_s: float | None = None
 
@@ -110,8 +115,9 @@ def _open_watch(arguments: Mapping[str, Any] | None, backend: Backend, emit: Emi
         return Watch()
     return Watch(
         patience_s=arguments["patience_s"],
-        cores=len(arguments["cores"]),
-        read=partial(read_cpu_times, arguments["pid"], arguments["cores"]),
+        cores=arguments["cores"],
+        spare_cores=arguments["spare_cores"],
+        read=partial(read_cpu_times, arguments["pid"], arguments["threads"]),
         canary=partial(canary_s, backend, repeats=_CANARY_REPEATS),
         usual_canary_s=arguments["usual_canary_s"],
         say=lambda others_ratio: emit({"waiting": others_ratio}),

@@ -28,7 +28,7 @@ _WARM_UP_S = {"cpu": 0.1, "cuda": 1.0}
 # Calls of a CUDA device are timed in flights of 64, and disturbed far less.
 _LEAST_REPEATS, _MOST_REPEATS = 5, {"cpu": 300, "cuda": 64}
 # A long call is long compared with what disturbs it: fewer repeats agree as well.
-_FEW_REPEATS, _LONG_CALL_S = 3, 0.008
+_FEW_REPEATS, _LONG_CALL_S = 3, 0.004
 _WARM_S, _COLD_S = 0.006, 0.006
 # Below this a call is all dispatch; below that share of its time, reading its bytes from main
 # memory (no device takes longer than this for one) is lost in the noise.

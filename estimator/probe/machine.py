@@ -20,7 +20,7 @@ from estimator.probe.interference import (
     check_interference,
     read_cpu_times,
 )
-from estimator.probe.inventory import Cpu, core_groups, read_cpu, read_gpus
+from estimator.probe.inventory import Cpu, core_groups, read_cpu, read_gpus, usable_threads
 from estimator.probe.jobs import FINISHED, WATCH, Job, Watching, run_jobs
 from estimator.probe.software import software_versions
 from estimator.units import format_ratio
@@ -87,9 +87,13 @@ def probe_machine(
     cpu = read_cpu()
     found = choose_devices(cpu, devices=devices, kind=kind)
     at = datetime.now(UTC).isoformat(timespec="seconds")
+    # A GPU needs one core, which issues its work.
+    needed = sum(len(device.cores) or 1 for device in found)
     watching = Watching(
         pid=os.getpid(),
-        cores=cpu.cores,
+        threads=sorted(usable_threads()),
+        cores=needed,
+        spare_cores=max(0, len(cpu.cores) - needed),
         patience_s=0.0 if force else min(MOST_PATIENCE_S, budget_s),
         usual_canary_s=_usual_canary_s(earlier, found[0], cpu),
     )
@@ -167,8 +171,9 @@ class _Probe:
         self.watching, self._say = watching, say
         self.watch = Watch(
             patience_s=watching.patience_s,
-            cores=len(watching.cores),
-            read=partial(read_cpu_times, watching.pid, watching.cores),
+            cores=watching.cores,
+            spare_cores=watching.spare_cores,
+            read=partial(read_cpu_times, watching.pid, watching.threads),
             say=self._waits,
         )
         self._begun = time.monotonic()

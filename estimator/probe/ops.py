@@ -9,6 +9,7 @@ from typing import Any
 from estimator.errors import ProbeError
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.ops import OpTiming
+from estimator.graph.optimizer_memory import update_call
 from estimator.machines.files import home
 from estimator.machines.profile import MachineProfile
 from estimator.probe.backend import allocator_text
@@ -17,10 +18,14 @@ from estimator.probe.jobs import Job, run_jobs
 from estimator.probe.machine import torch_sees_cuda
 from estimator.probe.software import software_versions
 from estimator.probe.timing_store import TimingStore
+from estimator.probe.updates import TORCH_OPTIMIZERS
 from estimator.tensors import OpCall, TensorSpec, encode_tree
+from estimator.workload.optimizers import RULES
 
 # Of the device's memory, what parameters, buffers and inputs may take before anything runs.
 _MOST_OF_MEMORY = 0.8
+# Parameters, two moments and what the optimizer makes on its way.
+_COPIES_TO_UPDATE = 4
 
 
 def measure_ops(
@@ -35,7 +40,8 @@ def measure_ops(
     """Seconds of each distinct call of the graph on this machine, which `profile` describes.
 
     The step runs op by op with real tensors in a process pinned to device 0, memory resident;
-    a call's time is the mean over its occurrences of the median over passes. Timings are kept in
+    a call's time is the mean over its occurrences of the median over passes. On a CPU the optimizer
+    follows, and its step is one more call, `update_call`. Timings are kept in
     `store` (a file; by default in the user's store), and where all are there nothing runs. Calls
     that cannot be replayed are missing from the answer and named through `report`. Raises
     ProbeError, StoreError.
@@ -44,6 +50,8 @@ def measure_ops(
     _check_machine(graph, profile)
     bound = graph.at(batch)
     wanted = distinct_calls(bound)
+    if _has_update(graph, profile):
+        wanted.append(update_call(graph))
     # The same call takes another time on tensor cores.
     machine = fingerprint(profile) + (" | tf32" if graph.precision == "tf32" else "")
     kept = TimingStore(store or home() / "timings" / "ops.sqlite", machine)
@@ -57,6 +65,14 @@ def measure_ops(
         say(f"could not time {target}: {reason}", 1.0)
     # Known calls that were timed again take the new figure: it was taken in this very step.
     return {call: timing for call in wanted if (timing := timings.get(call) or known.get(call))}
+
+
+def _has_update(graph: OpGraph, profile: MachineProfile) -> bool:
+    """Whether the optimizer can follow: on a GPU its two lanes take times of their own."""
+    needed = _COPIES_TO_UPDATE * graph.parameter_bytes
+    room = (1.0 - _MOST_OF_MEMORY) * profile.devices[0].memory_bytes
+    known = RULES[graph.optimizer].measured_as in TORCH_OPTIMIZERS
+    return graph.target == "cpu" and known and 0 < needed <= room
 
 
 def distinct_calls(bound: BoundGraph) -> list[OpCall]:
@@ -111,6 +127,8 @@ def _replay(
     say: Callable[[str, float], None],
 ) -> tuple[dict[OpCall, OpTiming], list[tuple[str, str]]]:
     plan = replay_plan(bound)
+    if wanted[-1] == update_call(bound.graph):
+        plan["update"] = _update_plan(bound.graph, len(wanted) - 1)
     device = profile.devices[0]
     needed = sum(spec.storage_bytes for spec in _made_before(bound).values())
     if needed > _MOST_OF_MEMORY * device.memory_bytes:
@@ -171,6 +189,16 @@ def replay_plan(bound: BoundGraph) -> dict[str, Any]:
         made.append([value, encode_tree(spec), graph.values[value].kind, low, high])
     coded = [call.encode() for call in calls]
     return {"calls": coded, "ops": rows, "made": made, "tf32": graph.precision == "tf32"}
+
+
+def _update_plan(graph: OpGraph, number: int) -> dict[str, Any]:
+    """The optimizer's step, timed as `number`: the trained parameters and their gradients."""
+    trained = [
+        [encode_tree(each.spec), each.gradient]
+        for each in graph.parameters
+        if each.gradient is not None
+    ]
+    return {"optimizer": graph.optimizer, "timed": number, "trained": trained}
 
 
 def _made_before(bound: BoundGraph) -> dict[int, TensorSpec]:

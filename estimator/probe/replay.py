@@ -19,8 +19,10 @@ from estimator.probe.calls import (
 from estimator.probe.canary import canary_s
 from estimator.probe.jobs import Emit
 from estimator.probe.kernels import float32_matmuls, noise_ratio
+from estimator.probe.updates import optimizer_of
 from estimator.tensors import OpCall, TensorSpec, decode_tree
 
+_Arguments = tuple[list[Any], dict[str, Any]]
 _WARM_UPS, _LEAST_PASSES, _MOST_PASSES = 2, 5, 15
 # Once there are enough passes, more are made until this share of the time is left.
 _SPARED_SHARE = 0.5
@@ -99,6 +101,7 @@ class _Step:
             for value, spec, kind, low, high in plan["made"]
         }
         self.samples: list[list[float]] = [[] for _ in self.ops]
+        self.update = _Update(plan["update"], backend.device) if "update" in plan else None
         self.failed: dict[int, str] = {}
         self._operators: list[Callable[..., Any] | None] = []
         for index, call in enumerate(self.calls):
@@ -118,29 +121,42 @@ class _Step:
                 return False
             # Between two looks at the clock; a flight of a CUDA device holds no more calls anyway.
             count = min(64, len(self.ops) - position)
+            ready = [self._arguments(position, live)]
 
-            def call(offset: int, first: int = position) -> None:
-                current[0] = self._call(self.ops[first + offset], live)
+            def call(
+                offset: int, first: int = position, ready: list[_Arguments | None] = ready
+            ) -> None:
+                current[0] = self._call(self.ops[first + offset][0], ready[0])
 
-            def after(offset: int, first: int = position) -> None:
+            def after(
+                offset: int, first: int = position, ready: list[_Arguments | None] = ready
+            ) -> None:
+                ready[0] = None
                 self._settle(self.ops[first + offset], live, current)
+                ready[0] = self._arguments(first + offset + 1, live)
 
             seconds = self.backend.time_sequence(call, count=count, after=after)
             for offset, each in enumerate(seconds):
                 self.samples[position + offset].append(each)
             position += count
+        if self.update is not None:
+            self.update.run(live)
         return True
 
-    def _call(self, row: Sequence[Any], live: dict[int, Any]) -> Any:
-        index, _, inputs, _, _ = row
-        if index in self.failed:
+    def _arguments(self, position: int, live: dict[int, Any]) -> _Arguments | None:
+        """Of the op at a position, put together outside the clock; None past the last one."""
+        if position >= len(self.ops):
+            return None
+        index, _, inputs, _, _ = self.ops[position]
+        tensors = iter([live[value] for value in inputs])
+        return real_arguments(self.calls[index], tensors, device=self.backend.device)
+
+    def _call(self, index: int, ready: _Arguments | None) -> Any:
+        if index in self.failed or ready is None:
             return None
         operator = self._operators[index]
         assert operator is not None
-        tensors = iter([live[value] for value in inputs])
-        positional, keywords = real_arguments(
-            self.calls[index], tensors, device=self.backend.device
-        )
+        positional, keywords = ready
         try:
             return operator(*positional, **keywords)
         # Values that no real batch would hold, or an operator that this device lacks.
@@ -169,7 +185,12 @@ class _Step:
         """
         medians: dict[int, list[float]] = {}
         spreads: dict[int, list[float]] = {}
-        for (index, timed, *_), samples in zip(self.ops, self.samples, strict=True):
+        rows = [
+            (index, timed, s) for (index, timed, *_), s in zip(self.ops, self.samples, strict=True)
+        ]
+        if self.update is not None:
+            rows.append((-1, self.update.timed, self.update.samples))
+        for index, timed, samples in rows:
             steady = samples[_WARM_UPS:] or samples
             if len(quiet) >= _LEAST_PASSES:
                 steady = [steady[number] for number in quiet]
@@ -191,6 +212,32 @@ class _Step:
             elif timed >= 0 and not samples:
                 reasons.setdefault(timed, "the time was over before it was reached")
         return [[timed, reason] for timed, reason in reasons.items()]
+
+
+class _Update:
+    """The optimizer's step with the gradients that a replayed step has left."""
+
+    def __init__(self, plan: Mapping[str, Any], device: Any) -> None:
+        import torch
+
+        self.timed = int(plan["timed"])
+        self.samples: list[float] = []
+        self._trained = [
+            (
+                torch.nn.Parameter(make_tensor(decode_tree(spec), "parameter", 0, 0, device)),
+                gradient,
+            )
+            for spec, gradient in plan["trained"]
+        ]
+        self._optimizer = optimizer_of(plan["optimizer"], [each for each, _ in self._trained])
+
+    def run(self, live: Mapping[int, Any]) -> None:
+        for parameter, gradient in self._trained:
+            parameter.grad = live[gradient]
+        begin = time.perf_counter()
+        self._optimizer.step()
+        self.samples.append(time.perf_counter() - begin)
+        self._optimizer.zero_grad()
 
 
 def make_tensor(spec: TensorSpec, kind: str, low: int | None, high: int | None, device: Any) -> Any:

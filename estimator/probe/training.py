@@ -17,10 +17,10 @@ from estimator.machines.profile import Device
 from estimator.probe.backend import keep_memory_resident
 from estimator.probe.ranks import run_on_devices
 from estimator.probe.sharding import shard_model
-from estimator.probe.updates import TORCH_OPTIMIZERS
+from estimator.probe.updates import optimizer_of
 from estimator.units import MIB
 from estimator.workload import Strategy
-from estimator.workload.optimizers import RULES, check_optimizer
+from estimator.workload.optimizers import check_optimizer
 from estimator.workload.precision import check_precision
 
 _AUTOCAST = {"bf16-amp": "bfloat16", "fp16-amp": "float16"}
@@ -220,7 +220,8 @@ class Training:
         elif world_size > 1:
             self._wrap(strategy)
         shares_update = world_size > 1 and strategy.kind == "zero1"
-        self.optimizer = _optimizer(arguments["optimizer"], self.model, shared=shares_update)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = optimizer_of(arguments["optimizer"], trained, shared=shares_update)
 
     def _wrap(self, strategy: Strategy) -> None:
         """Wrap the model in DDP; parameters without a gradient need find_unused_parameters."""
@@ -336,28 +337,6 @@ def _moved(batch: Any, device: Any, dtype: Any) -> Any:
         return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
     return map_tensors(batch, move)
-
-
-def _optimizer(name: str, model: Any, *, shared: bool = False) -> Any:
-    """The optimizer; `shared` among the ranks as ZeRO-1 does."""
-    import torch
-
-    rule = RULES[name]
-    if rule.measured_as not in TORCH_OPTIMIZERS:
-        raise TrainingError(f"this command trains with optimizers of PyTorch, found {name}")
-    form_name, known = TORCH_OPTIMIZERS[rule.measured_as]
-    form: Any = getattr(torch.optim, form_name)
-    # So small a rate that no weight leaves the range in which arithmetic has its usual speed.
-    options: dict[str, Any] = {**known, "lr": 1e-5}
-    if rule.form == "fused":
-        options["fused"] = True
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not shared:
-        return form(parameters, **options)
-    from torch.distributed import optim as distributed_optim
-
-    sharing: Any = distributed_optim
-    return sharing.ZeroRedundancyOptimizer(parameters, optimizer_class=form, **options)
 
 
 def _time_canary() -> float:

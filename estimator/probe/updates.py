@@ -7,9 +7,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from estimator.errors import TrainingError
 from estimator.machines.profile import DeviceKind
 from estimator.probe.backend import Backend
 from estimator.probe.jobs import Emit
+from estimator.workload.optimizers import RULES
 
 # (tensors, parameters in each): the step's entry, many tensors, then sets whose state is far beyond
 # any cache, as that of a model which has run forward and backward in between.
@@ -32,6 +34,27 @@ _FORMS: dict[str, dict[str, bool]] = {
 _REPEATS, _MOST_S = 9, 0.08
 # Steps queued behind one spinning kernel: some hundred kernels each, and a queue holds a thousand.
 _FLIGHT = 3
+
+
+def optimizer_of(name: str, parameters: Sequence[Any], *, shared: bool = False) -> Any:
+    """The optimizer of that name; `shared` among the ranks as ZeRO-1 does. Raises TrainingError."""
+    import torch
+
+    rule = RULES[name]
+    if rule.measured_as not in TORCH_OPTIMIZERS:
+        raise TrainingError(f"this command trains with optimizers of PyTorch, found {name}")
+    form_name, known = TORCH_OPTIMIZERS[rule.measured_as]
+    form: Any = getattr(torch.optim, form_name)
+    # So small a rate that no weight leaves the range in which arithmetic has its usual speed.
+    options: dict[str, Any] = {**known, "lr": 1e-5}
+    if rule.form == "fused":
+        options["fused"] = True
+    if not shared:
+        return form(parameters, **options)
+    from torch.distributed import optim as distributed_optim
+
+    sharing: Any = distributed_optim
+    return sharing.ZeroRedundancyOptimizer(parameters, optimizer_class=form, **options)
 
 
 def default_form(kind: DeviceKind) -> str:

@@ -12,7 +12,10 @@ from estimator.estimates import Estimate
 from estimator.machines.files import write_bytes_atomically
 from estimator.report.pictures import empty_figure, save_figure, shades
 
-_MOST_NAMED = 10
+# Of the legend, beside a picture of this height.
+_LINES_OF_COLUMN = 18
+# Of the title.
+_MOST_MACHINES = 3
 _MOST_LARGE_MARKERS = 20
 
 
@@ -37,31 +40,43 @@ def draw_scaling(rows: Sequence[SweepRow], path: Path) -> None:
 
     Raises StoreError if matplotlib is missing or the file cannot be written.
     """
-    figure = empty_figure(width_inches=10.0, height_inches=4.0)
-    speed, efficiency = figure.subplots(1, 2)
     lines = lines_of(rows)
-    named = _evenly_spaced(len(lines), _MOST_NAMED)
+    columns = -(-(len(lines) + 1) // _LINES_OF_COLUMN)
+    figure = empty_figure(width_inches=9.0 + columns, height_inches=4.0)
+    speed, efficiency = figure.subplots(1, 2)
     colours = shades(len(lines), brightest=0.85)
     for number, (label, points) in enumerate(lines.items()):
         colour = colours[number]
         devices, throughput, low, high, ratio = zip(*sorted(points), strict=True)
         marker = {"marker": "o", "markersize": 5 if len(points) <= _MOST_LARGE_MARKERS else 2}
-        shown = label if number in named else None
-        speed.plot(devices, throughput, label=shown, color=colour, **marker)
+        speed.plot(devices, throughput, label=label, color=colour, **marker)
         speed.fill_between(devices, low, high, color=colour, alpha=0.15, linewidth=0)
         efficiency.plot(devices, [100 * value for value in ratio], color=colour, **marker)
-    first = next(row.answer for row in rows if row.answer is not None)
-    figure.suptitle(f"{first.model}, {first.strategy}")
+    figure.suptitle(_title([row.answer for row in rows if row.answer is not None]))
     speed.set(xlabel="devices", ylabel="samples/s", xlim=(0, None), ylim=(0, None))
     # The smallest allocation counts as linear; one on faster devices may be above it.
     highest = max([1.0, *(point.efficiency_ratio for line in lines.values() for point in line)])
     efficiency.set(xlabel="devices", ylabel="% of linear", xlim=(0, None), ylim=(0, 105 * highest))
-    efficiency.axhline(100, color="grey", linewidth=0.8, linestyle=":")
-    if lines:
-        figure.legend(loc="outside right upper", title="80 % interval shaded")
+    efficiency.axhline(100, color="grey", linewidth=0.8, linestyle=":", label="linear")
+    figure.legend(
+        loc="outside right upper", title="80 % interval shaded", ncols=columns, fontsize="small"
+    )
     drawn = io.BytesIO()
     save_figure(figure, path, to=drawn)
     write_bytes_atomically(path, drawn.getvalue())
+
+
+def _title(answers: Sequence[Estimate]) -> str:
+    """The model, how it is trained, and on which machines."""
+    first = answers[0]
+    machines = list(dict.fromkeys(_shape(answer).machines for answer in answers))
+    if len(machines) > _MOST_MACHINES:
+        machines = [f"{len(machines)} machines"]
+    batch = "as traced" if first.global_batch is None else f"{first.global_batch} a step"
+    if first.batch_per_gpu is not None and len({each.batch_per_gpu for each in answers}) == 1:
+        batch = f"{first.batch_per_gpu} per device"
+    where = f"{first.model} on {', '.join(machines)}"
+    return f"{where}: {first.precision}, batch {batch}, {first.strategy}"
 
 
 def lines_of(rows: Sequence[SweepRow]) -> dict[str, list[_Point]]:
@@ -101,10 +116,3 @@ def _point(row: SweepRow, answer: Estimate) -> _Point:
         high_per_s=samples / answer.low_s,
         efficiency_ratio=row.efficiency_ratio or 0.0,
     )
-
-
-def _evenly_spaced(count: int, most: int) -> frozenset[int]:
-    """At most `most` of `count` numbers, the first and the last among them."""
-    if count <= most:
-        return frozenset(range(count))
-    return frozenset(round(index * (count - 1) / (most - 1)) for index in range(most))

@@ -8,7 +8,6 @@ import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -66,6 +65,7 @@ class EstimateTable:
     copies_exposed_s: Array
     idle_s: Array
     input_stall_s: Array
+    layer_communication_s: Array
 
     def __repr__(self) -> str:
         model, columns = self.question.graph.name, ", ".join(self._shown())
@@ -250,9 +250,7 @@ def estimate_many(
     rank. Rows that cannot be answered are NaN, and `errors` of the table says why; with `strict`
     the first of them raises what `estimate` raises, with its number.
     """
-    _check_graph(graph)
-    _check_several(allocations)
-    check_kinds(profile=profile, calibration=calibration)
+    check_asked(graph, allocations, profile, calibration)
     question = Question(
         graph=graph,
         allocations=allocations,
@@ -260,74 +258,30 @@ def estimate_many(
         global_batch=_checked_batches(global_batch, len(allocations)),
         accumulation_steps=accumulation_steps,
         strategy=Strategy.parse(strategy),
-        cluster=_described(cluster),
+        cluster=read_cluster(cluster),
         calibration=calibration,
         profile=profile,
-        loader=_loader(loader),
+        loader=read_loader(loader),
         engine=engine,
         strict=strict,
     )
     known = KnownRows.of(question)
     if known is None:
-        return _table(question, RowAnswers(question))
-    table = EstimateTable(question=question, **known.table(question, _columns))
+        return EstimateTable(question=question, **columns_of(question))
+    table = EstimateTable(question=question, **known.table(question, columns_of))
     if strict and table.errors:
         question.refuse(next(iter(table.errors)))
     return table
 
 
-def estimate_chunks(
-    graph: OpGraph,
-    allocations: Iterable[str | Allocation] | AllocationColumns,
-    *,
-    rows: int = 1 << 16,
-    accumulation_steps: int = 1,
-    strategy: str | Strategy = "ddp",
-    batch_per_gpu: int | None = None,
-    global_batch: int | None = None,
-    cluster: Cluster | str | os.PathLike[str] | None = None,
-    calibration: Calibration | None = None,
-    profile: MachineProfile | None = None,
-    loader: Loader | str | None = None,
-    engine: Engine = DEFAULT,
-    strict: bool = False,
-) -> Iterator[EstimateTable]:
-    """The table of `estimate_many` in pieces of `rows` rows: memory stays flat for any number.
-
-    `allocations` may be an iterator of texts; all have the same batch.
-    """
-    _check_graph(graph)
-    _check_several(allocations)
+def check_asked(graph: Any, allocations: Any, profile: Any, calibration: Any) -> None:
+    """Raise WorkloadError or AllocationError where what is asked is of another kind."""
     check_kinds(profile=profile, calibration=calibration)
-    described, parsed, fed = _described(cluster), Strategy.parse(strategy), _loader(loader)
-    answers: RowAnswers | None = None
-    first = 0
-    for piece in _pieces(allocations, rows):
-        question = Question(
-            graph=graph,
-            allocations=piece,
-            batch_per_gpu=batch_per_gpu,
-            global_batch=global_batch,
-            accumulation_steps=accumulation_steps,
-            strategy=parsed,
-            cluster=described,
-            calibration=calibration,
-            profile=profile,
-            loader=fed,
-            engine=engine,
-            strict=strict,
-            first_row=first,
-        )
-        answers = answers or RowAnswers(question)
-        yield _table(question, answers)
-        first += len(piece)
-
-
-def _check_graph(graph: Any) -> None:
     if not isinstance(graph, OpGraph):
         raise WorkloadError(
             f"a table is of one OpGraph, found {type(graph).__name__}; make one with trace_model"
         )
+    _check_several(allocations)
 
 
 def _check_several(allocations: Any) -> None:
@@ -342,22 +296,21 @@ def _check_several(allocations: Any) -> None:
         )
 
 
-def _described(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
+def read_cluster(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
+    """A cluster, from its file if need be; raises TopologyError."""
     if isinstance(cluster, str | os.PathLike):
         return Cluster.load(cluster)
     check_kinds(cluster=cluster)
     return cluster
 
 
-def _loader(loader: Loader | str | None) -> Loader | None:
+def read_loader(loader: Loader | str | None) -> Loader | None:
+    """A loader, from its text if need be; raises WorkloadError."""
     return None if loader is None else Loader.parse(loader)
 
 
-def _table(question: Question, answers: RowAnswers) -> EstimateTable:
-    return EstimateTable(question=question, **_columns(question, answers))
-
-
-def _columns(question: Question, answers: RowAnswers | None = None) -> dict[str, NDArray[Any]]:
+def columns_of(question: Question, answers: RowAnswers | None = None) -> dict[str, NDArray[Any]]:
+    """The columns of a table of a question."""
     rows = len(question.allocations)
     columns: dict[str, NDArray[Any]] = {
         name: np.zeros(rows, _TYPES[name]) if name in _TYPES else np.full(rows, np.nan)
@@ -365,18 +318,6 @@ def _columns(question: Question, answers: RowAnswers | None = None) -> dict[str,
     }
     (answers or RowAnswers(question)).fill(question, columns)
     return columns
-
-
-def _pieces(
-    allocations: Iterable[str | Allocation] | AllocationColumns, rows: int
-) -> Iterator[Allocations]:
-    if isinstance(allocations, AllocationColumns):
-        for start in range(0, len(allocations), rows):
-            yield allocations[start : start + rows]
-        return
-    remaining = iter(allocations)
-    while piece := list(islice(remaining, rows)):
-        yield piece
 
 
 def _checked_batches(batches: Any, allocations: int) -> int | Integers | None:

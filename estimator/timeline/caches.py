@@ -40,12 +40,12 @@ def cold_ratios(
     per_op = np.bincount(touches.op, weights=size, minlength=ops)
     before = np.concatenate([np.zeros(1), np.cumsum(per_op)])
     total = float(before[-1])
-    new_is_cold = float(_evicted(total, cache_bytes))
+    new_is_cold = float(evicted(total, cache_bytes))
     # First use in the step: parameters, buffers and inputs were last used a step ago.
     is_first = touches.previous < 0
     distance = np.where(is_first, total, before[touches.op] - before[touches.previous])
     written_cold = np.where(is_first, new_is_cold, 0.0)
-    is_cold = np.where(touches.is_read, _evicted(distance + size, cache_bytes), written_cold)
+    is_cold = np.where(touches.is_read, evicted(distance + size, cache_bytes), written_cold)
     calls = known.distinct_calls(bound)
     scratch = np.array([float(workspace_bytes(call, threads=threads)) for call in calls])
     scratch_bytes = np.where(known.is_view, 0.0, scratch[known.call_of])
@@ -64,6 +64,6 @@ def _has_unsized_scratch(call: OpCall, target: str) -> bool:
     return call.target.startswith(_UNSIZED_SCRATCH)
 
 
-def _evicted(distance_bytes: float | Array, cache_bytes: float) -> Array:
+def evicted(distance_bytes: float | Array, cache_bytes: float) -> Array:
     """0 up to half the cache, 1 from one and a half on: neither LRU nor its size is exact."""
     return np.clip(np.asarray(distance_bytes) / cache_bytes - 0.5, 0.0, 1.0)

@@ -16,7 +16,7 @@ from estimator.graph.structure import GraphStructure
 from estimator.machines.profile import HostCost, MachineProfile
 from estimator.machines.typical import is_known_by_datasheet
 from estimator.tensors import OpCall, TensorSpec
-from estimator.timeline.caches import cold_ratios
+from estimator.timeline.caches import cold_ratios, evicted
 from estimator.timeline.compiled_host import compiled_host_seconds
 from estimator.timeline.contention import slowdown_curve
 from estimator.timeline.kernel_fits import KernelFits, Prediction, ProbedKernels
@@ -118,17 +118,19 @@ def structure_of(graph: OpGraph, cache: Cache) -> GraphStructure:
 
 
 def kernel_fits(
-    profile: MachineProfile, precision: str = "fp32", *, cache: Cache
+    profile: MachineProfile, precision: str = "fp32", *, compiled: bool = False, cache: Cache
 ) -> KernelFits | Roofline:
-    """The fits of a profile; they depend on the `precision` of the graph: fp32 or tf32 matmuls."""
+    """The fits of a profile; they depend on the `precision` of the graph, fp32 or tf32 matmuls, and
+    on whether a compiler pads their factors.
+    """
 
     def made() -> KernelFits | Roofline:
         if is_known_by_datasheet(profile):
-            return Roofline(profile, precision=precision)
+            return Roofline(profile, precision=precision, pads_matmuls=compiled)
         probed = cache.get("probed kernels", (profile,), lambda: ProbedKernels(profile))
         return KernelFits(profile, precision=precision, probed=probed)
 
-    return cache.get("kernels", (profile,), made, "tf32" if precision == "tf32" else "")
+    return cache.get("kernels", (profile,), made, precision == "tf32", compiled)
 
 
 def op_durations(
@@ -157,7 +159,9 @@ def op_durations(
     slowdown = share * compute.at(moved) + (1.0 - share) * memory.at(moved)
     return Durations(
         host_s=cache.get(
-            "host seconds", (bound.graph, profile), lambda: _host_seconds(structure, host)
+            "host seconds",
+            (bound, profile),
+            lambda: _host_seconds(structure, costs, host, _private_bytes(profile)),
         ),
         device_s=kernels.alone_s * slowdown[structure.call_of],
         sources=kernels.sources,
@@ -165,6 +169,10 @@ def op_durations(
         in_grid=kernels.in_grid,
         shared_error=kernels.shared_error,
     )
+
+
+def _private_bytes(profile: MachineProfile) -> float:
+    return profile.memory.private_cache_bytes or 0.0 if profile.memory else 0.0
 
 
 def _call_costs(bound: BoundGraph, structure: GraphStructure, cache: Cache) -> CallCosts:
@@ -179,7 +187,8 @@ def _kernel_seconds(
     cache: Cache,
 ) -> KernelSeconds:
     graph = bound.graph
-    fits = kernel_fits(profile, graph.precision, cache=cache)
+    compiled = graph.execution != "eager"
+    fits = kernel_fits(profile, graph.precision, compiled=compiled, cache=cache)
     # CPUs' devices share the last-level cache, busy or not: virtual machines have neighbours.
     shared = profile.memory.shared_cache_bytes if profile.memory else 0
     sharers = len(profile.devices) if profile.kind == "cpu" else 1
@@ -278,24 +287,36 @@ def _measured_ratios(
     return measured_s[of] / _blend(traced, of, cold), left[of]
 
 
-def _host_seconds(structure: GraphStructure, host: HostCost) -> Array:
+def _host_seconds(
+    structure: GraphStructure, costs: CallCosts, host: HostCost, private_bytes: float
+) -> Array:
     """Python, dispatch and autograd seconds per op; on CUDA also the launch.
 
     The forward pass pays Python and module calls, the backward pass only C++. A CPU kernel's own
-    time includes its bare call; a CUDA kernel's does not.
+    time includes its bare call; a CUDA kernel's does not. On CPUs what the kernel before touched
+    has evicted the host's code from `private_bytes` of cache, or has not.
     """
     graph = structure.graph
     if graph.execution != "eager":
         return compiled_host_seconds(graph, host)
     launch = host.bare_op_s if graph.target == "cuda" else 0.0
-    forward_s = np.where(structure.is_view, host.forward_view_s, host.forward_op_s + launch)
-    backward_s = np.where(
-        structure.is_view, _BACKWARD_VIEW_RATIO * host.forward_view_s, host.backward_op_s + launch
-    )
+    moved = np.where(structure.is_view, 0.0, costs.moved_bytes[structure.call_of])
+    before = np.concatenate([[0.0], moved[:-1]]) if len(moved) else moved
+    cold = evicted(before, private_bytes) if private_bytes else np.ones(len(moved))
+    op_s = _between(host.cached_forward_op_s, host.forward_op_s, cold)
+    view_s = _between(host.cached_forward_view_s, host.forward_view_s, cold)
+    node_s = _between(host.cached_backward_op_s, host.backward_op_s, cold)
+    forward_s = np.where(structure.is_view, view_s, op_s + launch)
+    backward_s = np.where(structure.is_view, _BACKWARD_VIEW_RATIO * view_s, node_s + launch)
     per_op = np.where(structure.is_forward, forward_s, backward_s)
     for parameter in graph.parameters:
         if parameter.ready_after is not None:  # autograd hands the gradient to the parameter
-            per_op[parameter.ready_after] += host.backward_op_s
+            per_op[parameter.ready_after] += node_s[parameter.ready_after]
     if len(per_op):
         per_op[0] += host.step_s + graph.module_calls * host.module_call_s
     return per_op
+
+
+def _between(cached_s: float | None, cold_s: float, cold: Array) -> Array:
+    """Seconds by the share of the host's code and data that has left the private caches."""
+    return cold * cold_s + (1.0 - cold) * (cold_s if cached_s is None else cached_s)

@@ -11,6 +11,8 @@ from estimator.tensors import OpCall
 # What a kernel that is bound by memory takes goes by the bytes that it moves; between calls of as
 # many bytes, row lengths and runs of neighbouring elements count for half their logarithm.
 _SHAPE_WEIGHT = 0.5
+# One matmul for each image and group.
+_MATMULS = "matmuls by group"
 # Elements read one after the other beyond a page (4 KiB of int8, 16 KiB of fp32) gain no more.
 _LONGEST_RUN = 4096
 
@@ -32,7 +34,7 @@ def terms(features: Features, kind: str = "") -> tuple[float, ...]:
         flops_ratio, bytes_ratio = _filled_ratios(features, kind)
         return (
             1.0,
-            images,
+            groups if kind == _MATMULS else images,
             flops_ratio * cost.flops,
             bytes_ratio * cost.read_bytes,
             bytes_ratio * cost.written_bytes,
@@ -52,7 +54,7 @@ def _filled_ratios(features: Features, kind: str) -> tuple[float, float]:
     if kind.startswith("depthwise"):
         ratio = _filled(groups) / groups
         return ratio, ratio
-    if groups > 1 or kind == "matmul":
+    if groups > 1 or kind.startswith("matmul"):
         return 1.0, 1.0
     # The first layer reads its few channels as they are.
     filled_in = channels_in if kind.startswith("first layer") else _filled(channels_in)
@@ -80,10 +82,11 @@ def coordinates(features: Features) -> tuple[float, ...]:
 def variant(call: OpCall, features: Features, threads: int) -> str:
     """Which algorithm a call runs, as far as its shape tells; other variants count as far away.
 
-    Convolutions on CPU: torch runs a 1×1 kernel as one matmul per image where one thread and a
-    batch under 16 are all there is (aten/src/ATen/native/Convolution.cpp, `use_mkldnn`); else
-    oneDNN, which tells groups, first layers, strides and filters too wide for its depthwise
-    gradient apart, and copies no image whose channels lie innermost into blocks.
+    Convolutions on CPU: torch runs a 1×1 kernel as one matmul per image and group where one thread
+    and a batch under 16 are all there is (aten/src/ATen/native/Convolution.cpp, `use_mkldnn`), and
+    matmuls narrower than a vector run several times slower; else oneDNN, which tells groups, first
+    layers, strides and filters too wide for its depthwise gradient apart, and copies no image whose
+    channels lie innermost into blocks.
     Reductions: over the innermost dimension, or across rows that stay vectors.
     """
     if features.family == "convolution":
@@ -101,13 +104,18 @@ def _convolution_variant(call: OpCall, features: Features, threads: int) -> str:
     kind = _convolution_kind(call, features, threads)
     image = call.arguments[1 if "backward" in call.target else 0]
     channels_last = image.strides is not None and image.strides[1] == 1
-    return f"{kind}, channels last" if channels_last and kind != "matmul" else kind
+    return f"{kind}, channels last" if channels_last and "matmul" not in kind else kind
 
 
 def _convolution_kind(call: OpCall, features: Features, threads: int) -> str:
-    images, channels_in, channels_out, groups, _, kernel, _, stride = features.dims
+    images, channels_in, channels_out, groups, positions, kernel, _, stride = features.dims
     transposed = any(argument is True for argument in call.arguments[:10])
     strided = " strided" if stride > 1 else ""
+    one_by_one = kernel == 1 == stride and not transposed
+    if one_by_one and images < 16 and threads == 1 and call.dtype == "float32":
+        if groups > 1:
+            return _MATMULS
+        return "matmul" if positions >= BLOCK else "matmul narrow"
     if groups > 1:
         if not channels_in == channels_out == 1:
             return "grouped"
@@ -119,6 +127,4 @@ def _convolution_kind(call: OpCall, features: Features, threads: int) -> str:
         return "first layer"
     if kernel > 1:
         return "dense"
-    if not strided and images < 16 and threads == 1 and call.dtype == "float32":
-        return "matmul"
     return f"pointwise{strided}"

@@ -249,7 +249,7 @@ def step_plan(
     coefficients: Coefficients = UNCALIBRATED,
 ) -> StepPlan:
     """Join ranks, process groups and the costs of what they send."""
-    ranks, rules = mesh.placement.ranks, members.rules
+    ranks, rules = mesh.parallelism.dp, members.rules
     groups: dict[str, tuple[ProcessGroup, ...]] = {}
     network = None
     if ranks > 1:
@@ -287,6 +287,8 @@ def groups_of(
     mesh: Mesh, rules: Rules
 ) -> tuple[dict[str, tuple[ProcessGroup, ...]], tuple[MachineProfile, ...]]:
     """(process groups along the axes of a strategy, the profiles that they name)."""
+    if mesh.parallelism.dp != mesh.placement.ranks:
+        return _groups_beside_layers(mesh, rules)
     whole, kind = whole_group(mesh.placement), slowest_network(mesh.placement)
     if rules.axes == (DP,):
         return {DP: (whole,)}, (kind.profile,)
@@ -301,6 +303,24 @@ def groups_of(
             networks.setdefault(id(node.profile), node.profile)
         found[axis] = tuple(_named(group, node, networks) for group, node in named)
     return found, tuple(networks.values())
+
+
+def _groups_beside_layers(
+    mesh: Mesh, rules: Rules
+) -> tuple[dict[str, tuple[ProcessGroup, ...]], tuple[MachineProfile, ...]]:
+    """The same where ranks share layers too: of groups that work at once the slowest counts."""
+    networks: dict[int, MachineProfile] = {}
+    found: dict[str, tuple[ProcessGroup, ...]] = {}
+    for axis in dict.fromkeys((DP, *rules.axes)):
+        some = mesh.groups(axis)
+        for _, node in some:
+            networks.setdefault(id(node.profile), node.profile)
+        named = tuple(_named(group, node, networks) for group, node in some)
+        found[axis] = (min(named, key=_BY_RATE),) if axis == DP else named
+    return found, tuple(networks.values())
+
+
+_BY_RATE = attrgetter("bytes_per_s")
 
 
 def _named(

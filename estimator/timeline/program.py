@@ -6,26 +6,25 @@ strategy. It holds no allocation: what the network costs is added where the step
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from estimator.cache import Cache
-from estimator.graph.costs import family_of
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.shard_play import Reduction
 from estimator.graph.sharded_memory import ShardedMemory
 from estimator.graph.step_memory import step_memory
-from estimator.graph.structure import GraphStructure
 from estimator.graph.utilization import StepFlops, step_flops
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance
 from estimator.machines.typical import with_typical_costs
 from estimator.timeline.buckets import Bucket, gradient_buckets
 from estimator.timeline.durations import Durations, op_durations, structure_of
+from estimator.timeline.exchanges import NO_EXCHANGES, Exchanges, ExchangeSeconds
 from estimator.timeline.host_copies import copies_of_one_rank_s
+from estimator.timeline.kernel_groups import kernel_groups
 from estimator.timeline.lanes import MicroBatches
 from estimator.timeline.passes import accumulate_s, copies_s, unscale_s
 from estimator.timeline.recipes import added_to_update, cast_passes
@@ -57,7 +56,8 @@ class StepProgram:
     """Seconds of one class of ranks: alone on its lane, and what comes after the last collective.
 
     `ready_s[k]` is the lane time at which bucket k may be reduced, `lane_s` the lane's end. The
-    lane is `forward_s + backward_s + host_s + copies_s`, and `sharded_lane_s` over the number of
+    lane is `forward_s + backward_s + host_s + copies_s + exchanges_s` (the last is what ranks that
+    share layers exchange in micro-batches), and `sharded_lane_s` over the number of
     shards. `update_launch_s` is the part of the update that sharding does not shorten;
     `segments_s` is what FSDP computes in a micro-batch: between passes through its units, forward
     then backward, copying each unit out of a buffer, each one's gradients into one, and adding up
@@ -78,6 +78,8 @@ class StepProgram:
     backward_s: float
     host_s: float
     copies_s: float
+    exchanges_s: float
+    exchanged: ExchangeSeconds
     copy_back_s: float
     update_s: float
     update_launch_s: float
@@ -108,6 +110,7 @@ def step_program(
     merging: bool,
     strategy: Strategy,
     accumulation_steps: int = 1,
+    exchanges: Exchanges | None = None,
     cache: Cache,
 ) -> StepProgram:
     """The program of a rank on a node where `devices_busy` ranks compute.
@@ -126,6 +129,7 @@ def step_program(
             merging=merging,
             strategy=strategy,
             accumulation_steps=accumulation_steps,
+            exchanged=exchanges.seconds(bound) if exchanges else NO_EXCHANGES,
             trained=cache.get("trained", (bound,), lambda: Trained.of(bound)),
             cache=cache,
         )
@@ -135,7 +139,7 @@ def step_program(
         "program",
         (graph, profile),
         compiled,
-        *(batch, devices_busy, merging, strategy, accumulation_steps),
+        *(batch, devices_busy, merging, strategy, accumulation_steps, exchanges),
     )
 
 
@@ -149,6 +153,7 @@ class _Asked:
     merging: bool
     strategy: Strategy
     accumulation_steps: int
+    exchanged: ExchangeSeconds
     trained: Trained
     cache: Cache
 
@@ -165,7 +170,10 @@ class _Asked:
 def _compile(asked: _Asked) -> StepProgram:
     bound, graph, strategy = asked.bound, asked.graph, asked.strategy
     accumulation_steps = asked.accumulation_steps
-    durations = _durations(asked)
+    kernels_alone = durations = _durations(asked)
+    exchanges_s = asked.exchanged.total_s * accumulation_steps
+    if exchanges_s:
+        durations = asked.exchanged.beside(durations)
     sharding = asked.merging and strategy.kind == "fsdp"
     accumulate = (accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)
     if strategy.offload and not sharding:
@@ -180,12 +188,12 @@ def _compile(asked: _Asked) -> StepProgram:
     lane_s += lane.copies_s if sharding else 0.0
     lane_s += 0.0 if shared else accumulate
     is_forward = structure_of(graph, asked.cache).is_forward
-    forward_s = float(durations.device_s[is_forward].sum()) * accumulation_steps
-    backward_s = float(durations.device_s[~is_forward].sum()) * accumulation_steps
-    host_s = lane_s - copies_s - forward_s - backward_s
-    kernels = _kernel_seconds(asked, durations)
-    kernels_s = float(durations.device_s.sum()) or 1.0
-    variance_s2 = _variance(kernels) + (durations.shared_error * kernels_s) ** 2
+    forward_s = float(kernels_alone.device_s[is_forward].sum()) * accumulation_steps
+    backward_s = float(kernels_alone.device_s[~is_forward].sum()) * accumulation_steps
+    host_s = lane_s - copies_s - forward_s - backward_s - exchanges_s
+    kernels = _kernel_seconds(asked, kernels_alone)
+    kernels_s = float(kernels_alone.device_s.sum()) or 1.0
+    variance_s2 = _variance(kernels, asked.exchanged) + (durations.shared_error * kernels_s) ** 2
     return StepProgram(
         bound=bound,
         profile=asked.profile,
@@ -200,6 +208,8 @@ def _compile(asked: _Asked) -> StepProgram:
         # What is left of sums in another order is no time of the host.
         host_s=host_s if host_s > _ROUNDING * lane_s else 0.0,
         copies_s=copies_s,
+        exchanges_s=exchanges_s,
+        exchanged=asked.exchanged,
         copy_back_s=0.0
         if strategy.holds_gradients_in_buckets
         else float(lane.bucket_copies_s.sum()),
@@ -212,7 +222,7 @@ def _compile(asked: _Asked) -> StepProgram:
         kernels=kernels,
         memory=_memory(asked, lane.buckets),
         flops=asked.cache.get("flops", (bound,), lambda: step_flops(bound)),
-        in_grid_ratio=float(durations.device_s[durations.in_grid].sum()) / kernels_s,
+        in_grid_ratio=float(kernels_alone.device_s[durations.in_grid].sum()) / kernels_s,
         durations=durations,
         lanes=lanes,
         accumulate_s=accumulate,
@@ -337,24 +347,6 @@ def _sharded_lane(asked: _Asked, durations: Durations) -> _Lane:
     )
 
 
-class _Groups(NamedTuple):
-    """(family, source) of kernels, and the number of its group for each op: 0 for views."""
-
-    keys: tuple[tuple[str, str], ...]
-    of: NDArray[np.intp]
-
-
-def _kernel_groups(structure: GraphStructure, sources: Sequence[str]) -> _Groups:
-    ops = structure.graph.ops
-    families = [family_of(ops[op].call.target) for op in structure.first_op]
-    numbers: dict[tuple[str, str], int] = {}
-    of = [
-        0 if source == "view" else numbers.setdefault((families[call], source), len(numbers) + 1)
-        for call, source in zip(structure.call_of.tolist(), sources, strict=True)
-    ]
-    return _Groups(tuple(numbers), np.array(of, dtype=np.intp))
-
-
 def _kernel_seconds(
     asked: _Asked, durations: Durations
 ) -> dict[tuple[str, str], tuple[float, float]]:
@@ -363,7 +355,7 @@ def _kernel_seconds(
     groups = asked.cache.get(
         "kernel groups",
         (asked.bound, asked.profile),
-        lambda: _kernel_groups(structure, durations.sources),
+        lambda: kernel_groups(structure, durations.sources),
     )
     spent_s = durations.device_s
     count = len(groups.keys) + 1
@@ -374,9 +366,12 @@ def _kernel_seconds(
     return dict(zip(groups.keys, zip(seconds, errors_s, strict=True), strict=True))
 
 
-def _variance(kernels: Mapping[tuple[str, str], tuple[float, float]]) -> float:
-    """Families err independently, ops of one family together."""
-    return sum((MEDIAN_TO_SIGMA * error_s) ** 2 for _, error_s in kernels.values())
+def _variance(
+    kernels: Mapping[tuple[str, str], tuple[float, float]], exchanged: ExchangeSeconds
+) -> float:
+    """Families, and what ranks exchange, err independently, ops of one family together."""
+    errors_s = [*(error_s for _, error_s in kernels.values()), exchanged.error_s]
+    return sum((MEDIAN_TO_SIGMA * error_s) ** 2 for error_s in errors_s)
 
 
 def _ddp_costs(

@@ -19,6 +19,7 @@ from estimator.machines.device_memory import DeviceMemory, device_memory
 from estimator.machines.profile import MachineProfile
 from estimator.placement.placement import NodeKind
 from estimator.timeline.ability import why_not_on
+from estimator.timeline.exchanges import Exchanges
 from estimator.timeline.inputs import NO_INPUT, InputCosts, input_costs
 from estimator.timeline.program import StepProgram, step_program
 from estimator.workload import Strategy
@@ -32,9 +33,10 @@ class LaneCosts(NamedTuple):
     """A rank's compute in a step, in seconds: of one rank, or of one for each row.
 
     It takes `lane_s` + `sharded_lane_s` / shards, and that is what its forward and backward
-    kernels, host and copies take. `kernels_variance_s2`, `host_error` and `update_error` are what
-    they and the update are off, `interference_error` what a disturbed probe is; `model_peak_s` and
-    `hardware_peak_s` are what the flops of a micro-batch take at the device's peak.
+    kernels, host, copies and the collectives inside its micro-batches (`exchanges_s`) take.
+    `kernels_variance_s2`, `host_error` and `update_error` are what they and the update are off,
+    `interference_error` what a disturbed probe is; `model_peak_s` and `hardware_peak_s` are what
+    the flops of a micro-batch take at the device's peak.
     """
 
     lane_s: Any
@@ -43,6 +45,7 @@ class LaneCosts(NamedTuple):
     backward_s: Any
     host_s: Any
     copies_s: Any
+    exchanges_s: Any
     update_error: Any
     host_error: Any
     kernels_variance_s2: Any
@@ -110,6 +113,7 @@ class RankKind:
             backward_s=program.backward_s * slow,
             host_s=program.host_s * slow,
             copies_s=program.copies_s * slow,
+            exchanges_s=program.exchanges_s * slow,
             update_error=program.update_error,
             host_error=(host.provenance.relative_error or 0.0) if host else 0.0,
             interference_error=interference.relative_error if interference else 0.0,
@@ -137,11 +141,15 @@ class RankKind:
 
 
 class StepShape(NamedTuple):
-    """What is asked of a graph's step beside its batch."""
+    """What is asked of a graph's step beside its batch.
+
+    `exchanges` are the groups of the ranks that share the layers of a micro-batch, if any do.
+    """
 
     strategy: Strategy
     accumulation_steps: int
     loader: Loader | None = None
+    exchanges: Exchanges | None = None
 
 
 class RankTable:
@@ -166,6 +174,7 @@ class RankTable:
         # Under HSDP a rank shards in one group and replicates in another.
         replicates = shape.strategy.kind == "fsdp" and shape.strategy.shard is not None
         self._communicators = (1 + replicates) if merging else 0
+        self._communicators += len(shape.exchanges.groups) if shape.exchanges else 0
         self._of_node: dict[NodeKind, RankKind] = {}
         self._shared: dict[tuple[int, int, float], RankKind] = {}
 
@@ -195,6 +204,7 @@ class RankTable:
                 merging=self._merging,
                 strategy=self.shape.strategy,
                 accumulation_steps=self.shape.accumulation_steps,
+                exchanges=self.shape.exchanges,
                 cache=self._cache,
             )
             batches = self.shape.accumulation_steps
@@ -222,7 +232,8 @@ def step_key(
     graph: OpGraph, shape: StepShape, batch: int | None, merging: bool
 ) -> tuple[tuple[object, ...], tuple[Hashable, ...]]:
     """(objects, details) by which the cache keeps a step: see `plan.compiled_step`."""
-    return (graph, shape.strategy), (shape.accumulation_steps, batch, merging, shape.loader)
+    more = (shape.accumulation_steps, batch, merging, shape.loader, shape.exchanges)
+    return (graph, shape.strategy), more
 
 
 # Kinds of nodes that one table keeps: more than any cluster has.

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from estimator.graph.cost_registry import Family
 from estimator.graph.costs import Features, features_of
 from estimator.machines.profile import MachineProfile
-from estimator.tensors import OpCall
+from estimator.tensors import ITEM_BYTES, OpCall
 from estimator.timeline.chips import Chip, chip_of, peak_flops_per_s
 from estimator.timeline.kernel_fits import Prediction
 from estimator.timeline.kernel_model import (
@@ -34,18 +35,29 @@ _RECURRENT_RATIO = 0.45
 _TENSOR_RECURRENT_RATIO = 0.30
 # Operators of other families compute in fp32 whatever their tensors hold, far from its peak.
 _OTHER_COMPUTE_RATIO = 0.30
+_HALF_BYTES = 2
 # torch lets cuDNN round fp32 convolutions to TF32 unless told otherwise; matmuls only when told
 # (torch.backends.cudnn.allow_tf32 is True, torch.backends.cuda.matmul.allow_tf32 False).
 _TF32_BY_DEFAULT = ("convolution", "recurrent")
 
 
 class Roofline:
-    """Seconds of calls on a machine known by its datasheet; stands in for `KernelFits`."""
+    """Seconds of calls on a machine known by its datasheet; stands in for `KernelFits`.
+
+    With `pads_matmuls` factors whose rows start at odd elements are padded where that is faster, as
+    torch.compile does (torch/_inductor/fx_passes/pad_mm.py).
+    """
 
     def __init__(
-        self, profile: MachineProfile, *, precision: str = "fp32", kernel_model: Path | None = None
+        self,
+        profile: MachineProfile,
+        *,
+        precision: str = "fp32",
+        pads_matmuls: bool = False,
+        kernel_model: Path | None = None,
     ) -> None:
         self.threads = 1
+        self._pads_matmuls = pads_matmuls
         self.exact: dict[OpCall, tuple[float, float]] = {}
         self._device = profile.devices[0]
         self._precision = precision
@@ -111,16 +123,25 @@ class Roofline:
     def _matmuls_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
         kernel_model = self._matmuls
         batch, rows, columns, inner = np.array([each.dims[:4] for each in some], dtype=float).T
-        seconds = matmul_seconds(
-            kernel_model,
-            chip,
-            batch=batch,
-            rows=rows,
-            columns=columns,
-            inner=inner,
-            moved_bytes=[each.cost.moved_bytes for each in some],
-            cached=cached,
-        )
+
+        def seconds_of(unaligned: Sequence[bool]) -> NDArray[np.float64]:
+            return matmul_seconds(
+                kernel_model,
+                chip,
+                batch=batch,
+                rows=rows,
+                columns=columns,
+                inner=inner,
+                moved_bytes=[each.cost.moved_bytes for each in some],
+                unaligned=unaligned,
+                cached=cached,
+            )
+
+        unaligned_bytes = [sum(unaligned_matrices_bytes(each)) for each in some]
+        seconds = seconds_of([size > 0 for size in unaligned_bytes])
+        if self._pads_matmuls:
+            copies_s = 2 * np.array(unaligned_bytes) / (self._bytes_per_s * cached)
+            seconds = np.minimum(seconds, seconds_of([False] * len(some)) + copies_s)
         # A gradient of several matmuls is costed as one; its flops say how many there are.
         flops = np.array([each.cost.flops for each in some])
         times = flops / np.maximum(2.0 * batch * rows * columns * inner, 1.0)
@@ -213,6 +234,23 @@ class Roofline:
         length = features.dims[1] if len(features.dims) > 1 else 1.0
         share = self.kernel_model.memory_bound.share(keys, length)
         return features.cost.moved_bytes / (share * self._bytes_per_s * cached)
+
+
+def unaligned_matrices_bytes(features: Features) -> list[float]:
+    """Bytes of a half-precision matmul's factors and result whose rows start at odd elements.
+
+    A factor stored by rows has rows of the inner dimension (the first) or of columns, else of rows
+    or of the inner one. Products with a vector run kernels of their own.
+    """
+    batch, rows, columns, inner = features.dims[:4]
+    if ITEM_BYTES.get(features.dtype) != _HALF_BYTES or min(rows, columns) <= 1:
+        return []
+    matrices = (
+        (rows if features.layout in ("tn", "tt") else inner, rows * inner),
+        (inner if features.layout in ("nt", "tt") else columns, inner * columns),
+        (columns, rows * columns),
+    )
+    return [_HALF_BYTES * batch * size for length, size in matrices if length % 2 == 1]
 
 
 def memory_bound_keys(features: Features) -> tuple[str, ...]:

@@ -29,7 +29,8 @@ class Breakdown:
 
     In seconds, of one step or a row for each. `idle_s` is what pipelines wait in; data-parallel
     ranks wait for communication alone. `input_stall_s` is what a loader adds: work of the rank's
-    own cores, copies to the device, waiting for batches.
+    own cores, copies to the device, waiting for batches. `layer_communication_s` is what ranks that
+    share the layers of a micro-batch exchange, beside nothing else.
     """
 
     forward_s: Any
@@ -41,6 +42,7 @@ class Breakdown:
     copies_exposed_s: Any
     idle_s: Any = 0.0
     input_stall_s: Any = 0.0
+    layer_communication_s: Any = 0.0
 
     @property
     def total_s(self) -> Any:
@@ -57,7 +59,7 @@ class Breakdown:
         return (
             self.forward_s + self.backward_s,
             self.host_exposed_s,
-            self.communication_exposed_s + self.copies_exposed_s,
+            self.communication_exposed_s + self.copies_exposed_s + self.layer_communication_s,
             self.update_s,
             self.straggler_s + self.idle_s,
             self.input_stall_s,
@@ -112,6 +114,7 @@ def breakdown_of(
         straggler_s=lane_s * compute * jitter_ratio * expected_maximum(ranks),
         update_s=last.update_s(share) * ratios.update,
         copies_exposed_s=(slowest.copies_s + sharded_s + last.copy_back_s) * compute,
+        layer_communication_s=slowest.exchanges_s * compute,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from estimator.errors import ProfileError
 from estimator.graph.op_graph import BoundGraph, OpGraph
-from estimator.graph.optimizer_memory import trained_tensors
+from estimator.graph.optimizer_memory import trained_tensors, update_call
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance, UpdateCost
 from estimator.timeline.contention import slowdown_ratio
 from estimator.workload.optimizers import BESIDE_MUON, RULES, UpdateForm, is_muon_matrix
@@ -76,6 +76,9 @@ def update_cost(
         parameters=_float32_elements(trained, graph, stored_ratio),
         idle=trained.idle,
     )
+    timing = graph.timings.get(update_call(graph)) if graph.timed_on == profile.name else None
+    if timing is not None and stored_ratio == 1:
+        seconds = timing.seconds
     slowdown = slowdown_ratio(profile, "update", devices_busy, float(trained.size_bytes))
     fixed_s = cost.launch_s
     if sharding:

@@ -14,7 +14,8 @@ import pytest
 
 from estimator.calibrate.observations import ObservationStore
 from estimator.calibrate.observed import Observation
-from estimator.calibrate.review import review
+from estimator.calibrate.review import counting_drifts, review
+from estimator.placement.topology import Cluster, Node
 
 START = datetime(2026, 3, 2, tzinfo=UTC)
 MODEL = """
@@ -128,3 +129,18 @@ def test_rows_that_were_altered_are_told_in_one_line(
     caplog.clear()
     assert "no step of" in command("calibrate", "fit", "hf:gpt2").sentence
     assert not caplog.messages
+
+
+def test_a_drift_is_counted_unless_the_job_itself_was_seen_there() -> None:
+    steps = [observed(hour, f"a{1 + hour % 3}[0,1]", 0.2) for hour in range(30)]
+    steps += [observed(30 + hour, "a3[0,1]", 0.2 * 1.2) for hour in range(6)]
+    cluster = Cluster(nodes={f"a{number}": Node(machine="t4") for number in (1, 2, 3)})
+    counted, (said,) = counting_drifts(cluster, {"a2", "a3"}, steps, {("name", "another")})
+    assert counted.nodes["a3"].slowdown_ratio == pytest.approx(1.2, rel=0.05)
+    assert {counted.nodes[name].slowdown_ratio for name in ("a1", "a2")} == {1.0}
+    assert "'slowdown = 1.2" in said
+    learnt, (said,) = counting_drifts(cluster, {"a3"}, steps, {("name", "mlp")})
+    assert learnt == cluster
+    assert "has learnt that" in said
+    assert counting_drifts(counted, {"a3"}, steps, set()) == (counted, [])
+    assert counting_drifts(cluster, {"a1"}, steps, set()) == (cluster, [])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 
 from estimator.interop.perfetto import trace_flaws
 from estimator.machines.catalogue import load_profile
-from estimator.machines.profile import MachineProfile
+from estimator.machines.profile import Interference, MachineProfile
+from estimator.probe.inventory import read_cpu
 
 Command = Callable[..., Any]
 
@@ -131,7 +134,7 @@ def test_a_global_batch_on_unlike_nodes_is_split_by_speed_and_the_gain_shown(
     assert "multiply each rank's mean loss" in " ".join(out.split())
 
 
-def test_a_host_that_has_drifted_is_told_of_until_its_slowdown_is_counted(
+def test_a_host_that_has_drifted_counts_as_slow_as_it_is_and_is_told_of(
     store: Path, tiny: str, command: Command, tmp_path: Path
 ) -> None:
     rows = ["workload,allocation,batch_per_gpu,step_time_s,at"]
@@ -144,7 +147,7 @@ def test_a_host_that_has_drifted_is_told_of_until_its_slowdown_is_counted(
     nodes = [f'[nodes.a{number}]\nmachine = "local"\n' for number in (1, 2, 3)]
     path.write_text("".join(nodes))
     words = ("--cluster", path, "--calibration", "-")
-    drifted = command("estimate", tiny, "--on", "a3[0]", *words)
+    drifted = command("estimate", tiny, "--on", "a3[0]", *words, "--json")
     assert "a3 is 20 % slower than expected since" in drifted.err
     assert "'slowdown = 1.2' for a3" in drifted.err
     assert command("estimate", tiny, "--on", "a1[0]", *words).err == ""
@@ -152,6 +155,11 @@ def test_a_host_that_has_drifted_is_told_of_until_its_slowdown_is_counted(
     counted = command("estimate", tiny, "--on", "a3[0]", *words, "--json")
     assert counted.err == ""
     assert json.loads(counted.out)["drifts"] == []
+    step_s, counted_s = (json.loads(each.out)["step_time_s"] for each in (drifted, counted))
+    assert step_s == pytest.approx(counted_s, rel=1e-6)
+    path.write_text("".join(nodes))
+    healthy_s = json.loads(command("estimate", tiny, "--on", "a1[0]", *words, "--json").out)
+    assert step_s == pytest.approx(1.2 * healthy_s["step_time_s"], rel=1e-3)
 
 
 def test_strategies_are_listed_by_step_time_with_what_could_not_be_answered(
@@ -307,6 +315,15 @@ def test_profile_list_show_and_compare_name_the_machine(
         assert word in shown
     compared = command("profile", "compare", "local", "twin").out
     assert "median difference 0.0 %" in compared
+    collective = small_profile.collectives[0]
+    late = replace(collective, latency_s=9 * collective.latency_s, bandwidth_bytes_per_s=1e8)
+    odd = replace(small_profile, name="odd", collectives=(late,))
+    odd.save(store / "machines" / "odd.json")
+    compared = command("profile", "compare", "local", "twin", "odd").out
+    # 9 and 10 times as long: 9.5 in the middle.
+    assert "odd is odd: collective 9.50 times as slow as usual" in compared
+    rows = json.loads(command("profile", "compare", "local", "twin", "odd", "--json").out)
+    assert [(r["machine"], r["group"]) for r in rows if r["is_odd"]] == [("odd", "collective")]
 
 
 def test_the_schema_of_profile_files_is_printed_as_json_alone(
@@ -360,6 +377,66 @@ def test_probe_as_json_prints_the_profile_alone(
     answer = command("probe", "--out", tmp_path / "here" / "me.json", "--json")
     profile = MachineProfile.from_dict(json.loads(answer.out))
     assert profile == load_profile(tmp_path / "here" / "me.json")
+
+
+@pytest.mark.parametrize(
+    ("canary_s", "said"),
+    [(2.4e-3, "now 2.4 × slower than when 'local' was"), (5e-4, "2.0 × faster"), (1.1e-3, "")],
+)
+def test_estimates_say_how_much_slower_this_machine_is_than_when_it_was_probed(
+    store: Path,
+    tiny: str,
+    command: Command,
+    small_profile: MachineProfile,
+    monkeypatch: pytest.MonkeyPatch,
+    canary_s: float,
+    said: str,
+) -> None:
+    core = min(os.sched_getaffinity(0))
+    here = [replace(device, cores=(core,)) for device in small_profile.devices]
+    hardware = {"cpu": read_cpu().model}
+    profile = replace(small_profile, devices=tuple(here), canary_s=1e-3, hardware=hardware)
+    profile.save(store / "machines" / "local.json")
+    pinned: list[set[int]] = []
+
+    def timed(_backend: object) -> float:
+        pinned.append(os.sched_getaffinity(0))
+        return canary_s
+
+    monkeypatch.setattr("estimator.probe.canary.canary_s", timed)
+    usable = os.sched_getaffinity(0)
+    answer = command("estimate", tiny, "--on", "1x1:local", "--json")
+    assert said in answer.err
+    assert bool(said) == ("this machine is now" in answer.err)
+    assert json.loads(answer.out)["slowdown_ratios"] == {"local": pytest.approx(canary_s / 1e-3)}
+    assert pinned == [{core}]
+    assert os.sched_getaffinity(0) == usable
+    replace(profile, hardware={"cpu": "another"}).save(store / "machines" / "local.json")
+    assert "this machine is now" not in command("estimate", tiny, "--on", "1x1:local").err
+
+
+def test_estimates_of_a_disturbed_probe_have_wider_intervals_and_fail_the_check(
+    store: Path, tiny: str, command: Command, small_profile: MachineProfile
+) -> None:
+    def answers() -> tuple[Any, Any]:
+        estimate = json.loads(command("estimate", tiny, "--on", "1x1:local", "--json").out)
+        return estimate, command("check", tiny, "--on", "1x1:local")
+
+    def sigma(estimate: Any) -> float:
+        # The interval holds 80 %: 1.2816 standard deviations of the logarithm either way.
+        return math.log(estimate["high_s"] / estimate["step_time_s"]) / 1.2816
+
+    quiet, _ = answers()
+    interference = Interference(others_ratio=0.2)
+    replace(small_profile, interference=interference).save(store / "machines" / "local.json")
+    disturbed, checked = answers()
+    # A fifth of the cores: times may be a quarter too long, which adds as an independent error.
+    assert sigma(disturbed) == pytest.approx(math.hypot(sigma(quiet), math.log(1.25)), rel=1e-3)
+    assert "other programs used 20 % of the cores" in " ".join(disturbed["assumptions"])
+    assert not any("disturbed" in text for text in quiet["assumptions"])
+    assert checked.code == 1
+    assert "disturbed when probed" in checked.out
+    assert "20 % of the cores" in command("profile", "show", "local").out
 
 
 def test_validate_predicts_then_trains_and_prints_both(

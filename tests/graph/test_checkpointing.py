@@ -124,3 +124,15 @@ def test_a_saved_graph_knows_its_recipe(tmp_path: Path) -> None:
     again = OpGraph.load(tmp_path / "graph")
     assert (again.checkpoint, again.clip_grad_norm) == ("selective:2", True)
     assert again.mode == "fp32, gradients clipped, checkpoint selective:2"
+
+
+def test_a_compiled_graph_holds_what_it_still_makes_by_its_own_numbers(tmp_path: Path) -> None:
+    compiled = est.trace_model(
+        Model(), torch.randn(ROWS, WIDTH), checkpoint="selective:op", target="cuda", compiled=True
+    )
+    made: set[int] = set()
+    for op in compiled.ops:
+        assert made.issuperset(v for v in op.holds if compiled.values[v].kind == "activation")
+        made.update(op.outputs)
+    compiled.save(tmp_path / "compiled.graph")
+    assert OpGraph.load(tmp_path / "compiled.graph") == compiled

@@ -261,6 +261,18 @@ def test_a_copy_into_a_tensor_does_not_read_it() -> None:
     assert op_cost(call) == OpCost(0.0, 2 * 64, 4 * 64)
 
 
+def test_a_masked_fill_is_a_copy_and_then_filled_in_place() -> None:
+    scores, mask = torch.randn(8, 8), torch.ones(8, 8, dtype=torch.bool)
+    with Calls() as recorded:
+        scores.masked_fill(mask, 0.0)
+        scores.masked_fill_(mask, 0.0)
+    filled, in_place = map(op_cost, recorded.calls)
+    assert filled is not None
+    assert in_place is not None
+    assert in_place.moved_bytes == 256 + 64 + 256
+    assert filled.moved_bytes == 256 + 256 + in_place.moved_bytes
+
+
 def test_views_are_free_and_fresh_memory_is_not_touched() -> None:
     big = spec(64, 64)
     assert op_cost(OpCall("aten.t.default", (big,), (), (big,))) == OpCost()

@@ -10,6 +10,7 @@ import torch
 
 from estimator.errors import ModelError
 from estimator.graph.models import load_model
+from estimator.graph.op_graph import OpGraph
 from estimator.graph.trace import trace_graph
 
 MODELS = """
@@ -208,3 +209,60 @@ def test_checkpoints_and_the_form_of_attention_can_be_chosen_for_a_transformers_
 def test_a_transformers_type_without_checkpoints_says_so() -> None:
     with pytest.raises(ModelError, match="leave gradient_checkpointing out"):
         load_model("hf:resnet,gradient_checkpointing=true")
+
+
+LARGE = """
+import torch
+
+class Wide(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(2048, 2048) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+def wide(batch=16, layers=4):
+    return Wide(layers), (torch.randn(batch, 2048), torch.randint(9, (batch, 2048))), loss
+
+def loss(out, batch):
+    return (out * batch[1]).sum()
+
+def reads_weights(batch=16):
+    model, *rest = wide(batch)
+    assert float(model.layers[0].weight.abs().sum()) > 0
+    return model, *rest
+"""
+
+
+def test_a_large_model_of_ones_own_is_traced_without_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "large.py").write_text(LARGE)
+    text = f"{tmp_path / 'large.py'}:wide"
+    # Four layers of 2048 * 2049 parameters in float32.
+    size = 4 * 2048 * 2049 * 4
+
+    def graph(most_bytes: int) -> OpGraph:
+        monkeypatch.setattr("estimator.graph.model_functions.MOST_WEIGHT_BYTES", most_bytes)
+        model, batch, loss, name = load_model(text, weights=False)
+        assert any(each.is_meta for each in model.parameters()) == (most_bytes < size)
+        assert not any(each.is_meta for each in batch)
+        return trace_graph(model, batch, loss=loss, name=name)
+
+    assert graph(size - 1) == graph(size)
+    assert not any(each.is_meta for each in load_model(text)[0].parameters())
+
+
+def test_a_large_model_that_reads_its_weights_is_built_with_them_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "large.py").write_text(LARGE)
+    monkeypatch.setattr("estimator.graph.model_functions.MOST_WEIGHT_BYTES", 1 << 20)
+    said: list[str] = []
+    model, *_ = load_model(f"{tmp_path / 'large.py'}:reads_weights", weights=False, say=said.append)
+    assert not any(each.is_meta for each in model.parameters())
+    (sentence,) = said
+    assert "with its weights, more than 1.00 MiB" in sentence

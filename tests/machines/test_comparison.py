@@ -10,7 +10,12 @@ from rich.console import Console
 
 from estimator.cli.render_comparison import comparison_report
 from estimator.machines.catalogue import load_profile
-from estimator.machines.comparison import compare_profiles, median_difference_ratio, only_in
+from estimator.machines.comparison import (
+    compare_profiles,
+    compare_several,
+    median_difference_ratio,
+    only_in,
+)
 from estimator.machines.profile import LinkKind, MachineProfile
 
 
@@ -72,3 +77,39 @@ def test_links_for_unlike_numbers_of_devices_have_names_of_their_own() -> None:
     names = [row.name for row in rows if row.group == "link"]
     assert len(set(names)) == len(names)
     assert "between devices, rings of up to 2, bandwidth" in names
+
+
+def slower(profile: MachineProfile, ratio: float) -> MachineProfile:
+    """The machine with kernels that take so many times as long."""
+    kernels = tuple(
+        replace(each, points=tuple(replace(p, warm_s=ratio * p.warm_s) for p in each.points))
+        for each in profile.kernels
+    )
+    return replace(profile, kernels=kernels)
+
+
+def test_the_odd_one_of_several_nodes_is_found(small_profile: MachineProfile) -> None:
+    ratios = {"a1": 1.0, "a2": 1.01, "a3": 1.18, "a4": 0.99}
+    rows = compare_several({name: slower(small_profile, ratios[name]) for name in ratios})
+    kernels = {row.machine: row.ratio for row in rows if row.group == "kernels"}
+    # Of four machines the usual one is halfway between the two in the middle.
+    assert kernels == {name: pytest.approx(ratios[name] / 1.005) for name in ratios}
+    assert [(row.machine, row.group) for row in rows if row.is_odd] == [("a3", "kernels")]
+
+
+def test_of_nodes_that_all_differ_none_is_odd(small_profile: MachineProfile) -> None:
+    ratios = {"a1": 0.8, "a2": 0.9, "a3": 1.0, "a4": 1.1, "a5": 1.2}
+    rows = compare_several({name: slower(small_profile, ratios[name]) for name in ratios})
+    assert not any(row.is_odd for row in rows)
+
+
+def test_a_rate_that_is_half_takes_twice_as_long(small_profile: MachineProfile) -> None:
+    link = small_profile.links[0]
+    halved = replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / 2, latency_s=2e-6)
+    odd = replace(small_profile, links=(halved,))
+    rows = compare_several({"a": small_profile, "b": odd, "c": small_profile})
+    assert {(r.machine, r.ratio) for r in rows if r.group == "link"} == {
+        ("a", 1.0),
+        ("b", 2.0),
+        ("c", 1.0),
+    }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from estimator.probe import kernels
+from estimator.probe import grid_matmuls, grid_memory_bound, grid_shapes, kernels
 from estimator.probe.backend import CpuBackend
 from estimator.probe.grid import kernel_grid
 from estimator.probe.grid_calls import (
@@ -55,6 +55,27 @@ def test_a_prefix_of_a_family_is_spread_over_its_sizes() -> None:
     # Ten of a hundred sizes, evenly spread: no gap of more than a quarter of the range.
     gaps = [b - a for a, b in zip([1, *sizes], [*sizes, 100], strict=True)]
     assert max(gaps) <= 25
+
+
+def test_a_cut_budget_loses_detail_and_no_family() -> None:
+    grid = kernel_grid("cpu")
+    families = [
+        grid_matmuls.matmuls(),
+        grid_matmuls.convolutions(gradient=True),
+        grid_matmuls.attention_on_cpu(),
+        grid_matmuls.recurrent_on_cpu(),
+        grid_memory_bound.pointwise(),
+        grid_memory_bound.normalisations(),
+        grid_shapes.lookups(),
+        grid_shapes.pools(),
+        grid_shapes.losses(),
+    ]
+    for share in (0.1, 0.4):
+        head = {each.call for each in grid[: int(share * len(grid))]}
+        for family in families:
+            reached = sum(each.call in head for each in family)
+            # At most one call less than its share.
+            assert reached >= max(1, int(share * len(family)) - 1), family[0].call.target
 
 
 def test_no_call_of_the_grid_is_measured_twice() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -39,10 +40,17 @@ class Machine:
         self.sleep(1.0)
         self.measured.append(self.now_s)
 
-    def watch(self, patience_s: float, canary: Callable[[], float] | None = None) -> Watch:
+    def watch(
+        self,
+        patience_s: float,
+        canary: Callable[[], float] | None = None,
+        cores: int = 2,
+        spare_cores: int = 0,
+    ) -> Watch:
         return Watch(
             patience_s=patience_s,
-            cores=2,
+            cores=cores,
+            spare_cores=spare_cores,
             read=lambda: CpuTimes(self.own_s + self.others_s, self.own_s),
             canary=canary,
             say=self.said.append,
@@ -95,6 +103,15 @@ def test_a_machine_that_stays_busy_is_refused_before_anything_is_measured() -> N
     Machine(others=0.4).watch(10.0).check_start()
 
 
+def test_others_on_cores_that_nothing_needs_disturb_nothing() -> None:
+    # Of eight cores a GPU needs one: seven are left for others, and 7.5 are half of one too many.
+    for others, expected in ((5.0, 0.0), (7.5, 0.5)):
+        machine = Machine(others=others)
+        watch = machine.watch(0.0, cores=1, spare_cores=7)
+        watch.run(machine.measure)
+        assert watch.seen.interference().others_ratio == pytest.approx(expected)
+
+
 def test_a_canary_that_runs_slow_disturbs_where_no_load_is_seen() -> None:
     machine = Machine()
     times: Iterable[float] = iter([1.0, 1.0, 2.0, 2.0, 1.0, 1.0])
@@ -117,9 +134,9 @@ def test_only_what_is_beyond_doubt_is_refused() -> None:
 
 
 def test_sharing_a_core_half_of_the_time_takes_twice_as_long() -> None:
-    assert Interference(others_ratio=0.5).relative_error == 1.0
-    assert Interference(others_ratio=0.2).relative_error == pytest.approx(0.25)
-    assert Interference(canary_ratio=1.3).relative_error == pytest.approx(0.3)
+    assert Interference(others_ratio=0.5).relative_error == pytest.approx(math.log(2))
+    assert Interference(others_ratio=0.2).relative_error == pytest.approx(math.log(1.25))
+    assert Interference(canary_ratio=1.3).relative_error == pytest.approx(math.log(1.3))
     assert not Interference(others_ratio=0.05).matters
 
 

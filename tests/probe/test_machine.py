@@ -15,6 +15,7 @@ from estimator.probe import machine as machine_module
 from estimator.probe.findings import Findings, with_best_rates
 from estimator.probe.grid_calls import grid_call, tensor
 from estimator.probe.interference import CpuTimes, Seen
+from estimator.probe.inventory import read_cpu
 from estimator.probe.jobs import FINISHED, WATCH, Watching
 from estimator.probe.machine import probe_machine
 from estimator.probe.software import software_versions
@@ -144,8 +145,8 @@ def test_settings_that_change_speed_are_recorded() -> None:
 def busy(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
     """Let others seem to use that share of the cores."""
 
-    def read_cpu_times(_pid: int, cores: Any) -> CpuTimes:
-        return CpuTimes(all_s=others * time.monotonic() * len(cores), own_s=0.0)
+    def read_cpu_times(_pid: int, _threads: Any) -> CpuTimes:
+        return CpuTimes(all_s=others * time.monotonic() * len(read_cpu().cores), own_s=0.0)
 
     monkeypatch.setattr(machine_module, "read_cpu_times", read_cpu_times)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +13,13 @@ import torch
 from estimator.errors import ProbeError, StoreError
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Op, OpTiming, Parameter, Value
+from estimator.graph.optimizer_memory import update_call
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile, Provenance
 from estimator.probe import ops as ops_module
+from estimator.probe import replay as replay_module
 from estimator.probe.backend import CpuBackend
+from estimator.probe.calls import real_arguments
 from estimator.probe.inventory import core_groups, read_cpu
 from estimator.probe.ops import distinct_calls, index_bounds, measure_ops, replay_plan
 from estimator.probe.replay import make_tensor, quiet_passes, replay
@@ -142,6 +147,18 @@ def test_a_replay_times_every_call_and_names_what_it_cannot_run() -> None:
     assert "no_such_operator" in reason
 
 
+def test_what_python_does_for_a_call_is_not_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(*given: Any, **named: Any) -> Any:
+        time.sleep(0.01)
+        return real_arguments(*given, **named)
+
+    torch.set_num_threads(1)
+    monkeypatch.setattr(replay_module, "real_arguments", slowly)
+    emitted: list[dict[str, Any]] = []
+    replay(CpuBackend(), emitted.append, budget_s=5.0, plan=replay_plan(CHAIN.at()))
+    assert all(seconds < 0.005 for _, seconds, _ in emitted[-1]["timings"])
+
+
 def test_passes_beside_a_slow_canary_are_left_out() -> None:
     assert quiet_passes([1.0, 1.1, 1.4, 1.05], None) == [0, 1, 3]
     assert quiet_passes([1.0, 1.1, 1.4, 1.05], 0.9) == [0]  # 1.15 · 0.9 = 1.035
@@ -154,7 +171,8 @@ def test_measured_calls_are_kept_and_not_run_again(
 ) -> None:
     store = tmp_path / "timings" / "ops.sqlite"
     first = measure_ops(CHAIN, here(), budget_s=2.0, store=store)
-    assert set(first) == set(distinct_calls(CHAIN.at()))
+    assert set(first) == {*distinct_calls(CHAIN.at()), update_call(CHAIN)}
+    assert all(timing.seconds > 0 for timing in first.values())
 
     def refuse(*_: object) -> None:
         raise AssertionError("it ran again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 
@@ -46,12 +47,29 @@ def test_machine_types_have_lines_of_their_own() -> None:
     assert list(devices_of("1..2x1:a", "1..2x1:b")) == ["a, 1 device a node", "b, 1 device a node"]
 
 
-def test_a_picture_of_many_lines_is_drawn_without_a_warning(tmp_path: Path) -> None:
+def texts_of(rows: list[SweepRow], path: Path) -> list[str]:
+    """What a picture says: matplotlib keeps the words of an SVG in comments."""
     pytest.importorskip("matplotlib")
-    rows = rows_of(*(f"1..2x1:m{number}" for number in range(30)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        draw_scaling(rows, tmp_path / "many.svg")
-    drawn = (tmp_path / "many.svg").read_text()
-    # matplotlib keeps the words of an SVG in comments; ten of the thirty lines are named.
-    assert drawn.count("1 device a node -->") == 10
+        draw_scaling(rows, path)
+    return re.findall("<!-- (.*?) -->", path.read_text())
+
+
+def test_a_picture_names_every_line_it_draws(tmp_path: Path) -> None:
+    texts = texts_of(rows_of(*(f"1..2x1:m{number}" for number in range(30))), tmp_path / "many.svg")
+    named = [text for text in texts if text.endswith("1 device a node")]
+    assert len(named) == len(set(named)) == 30
+    assert "linear" in texts
+
+
+def test_a_picture_says_what_it_is_of(tmp_path: Path) -> None:
+    texts = texts_of(rows_of("1..2x1..4:m"), tmp_path / "one.svg")
+    assert f"{GRAPH.name} on m: fp32, batch 64 per device, ddp" in texts
+    assert {"1 node", "2 nodes", "linear"} <= set(texts)
+    by_step = sweep(
+        ["1x1..2:m"],
+        lambda text: estimate_graph(GRAPH, text, profile=PROFILE, global_batch=128),
+    )
+    texts = texts_of(by_step, tmp_path / "step.svg")
+    assert f"{GRAPH.name} on m: fp32, batch 128 a step, ddp" in texts

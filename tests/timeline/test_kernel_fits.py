@@ -153,6 +153,24 @@ def test_small_batches_on_one_thread_run_pointwise_convolutions_as_products(
     assert variant(call, features, threads) == expected
 
 
+@pytest.mark.parametrize(
+    ("side", "groups", "expected"),
+    [(4, 1, "matmul"), (3, 1, "matmul narrow"), (3, 64, "matmuls by group")],
+)
+def test_products_narrower_than_a_vector_and_those_by_group_are_told_apart(
+    side: int, groups: int, expected: str
+) -> None:
+    image = TensorSpec((2, 64, side, side))
+    weight = TensorSpec((64, 64 // groups, 1, 1))
+    tail = ((1, 1), (0, 0), (1, 1), False, (0, 0), groups)
+    call = OpCall("aten.convolution.default", (image, weight, None, *tail), (), (image,))
+    features = features_of(call)
+    assert features is not None
+    assert variant(call, features, 1) == expected
+    # What each image and group costs is told from what each image does.
+    assert terms(features, expected)[1] == (64 if groups == 64 else 2)
+
+
 def _gradient(
     channels: int, kernel: int, *, groups: int = 1, channels_last: bool = False
 ) -> OpCall:

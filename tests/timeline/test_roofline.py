@@ -13,7 +13,7 @@ from estimator.graph.costs import features_of
 from estimator.machines.profile import Device, MachineProfile, Provenance
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.kernel_model import convolution_kind
-from estimator.timeline.roofline import Roofline
+from estimator.timeline.roofline import Roofline, unaligned_matrices_bytes
 
 # A model of round numbers: half of the peak for matmuls, whole tiles for free, power to spare.
 COEFFICIENTS: dict[str, Any] = {
@@ -133,6 +133,55 @@ def test_a_product_of_one_whole_wave_runs_at_the_share_of_the_peak(kernel_model:
     call = matmul(1280, 512, 1280)
     expected = 2 * 1280 * 512 * 1280 / 5e12 + 3e-6
     assert seconds(machine(), call, kernel_model) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "times"),
+    [("float16", 6401, 2.5), ("float16", 6402, 1.0), ("float32", 6401, 1.0)],
+)
+def test_rows_at_odd_elements_of_two_bytes_take_kernels_of_an_older_generation(
+    kernel_model: Path, dtype: str, columns: int, times: float
+) -> None:
+    fits = Roofline(machine(float16=1e14), kernel_model=kernel_model)
+    found, even = (fits.predict(matmul(12800, 12800, n, dtype)) for n in (columns, 6400))
+    assert found is not None
+    assert even is not None
+    # One column more than 50 whole tiles of 128 is a 51st one.
+    assert found.cold_s / even.cold_s == pytest.approx(times * 51 / 50, rel=0.02)
+
+
+def test_a_factor_stored_by_columns_has_rows_of_its_other_dimension() -> None:
+    def found(rows: int, columns: int, inner: int, strides: tuple[int, int] | None) -> list[float]:
+        left = TensorSpec((rows, inner), "float16", strides)
+        right = TensorSpec((inner, columns), "float16")
+        result = TensorSpec((rows, columns), "float16")
+        call = OpCall("aten.mm.default", (left, right), outputs=(result,))
+        features = features_of(call)
+        assert features is not None
+        return unaligned_matrices_bytes(features)
+
+    assert found(64, 66, 65, None) == [2 * 64 * 65]
+    assert found(64, 66, 65, (1, 64)) == []
+    assert found(65, 66, 64, (1, 65)) == [2 * 65 * 64]
+    assert found(65, 66, 64, None) == []
+    assert found(64, 65, 66, None) == [2 * 66 * 65, 2 * 64 * 65]
+    assert found(64, 1, 65, None) == []
+
+
+def test_a_compiler_pads_where_the_copies_take_less_than_they_save(kernel_model: Path) -> None:
+    wide, narrow = matmul(12800, 12800, 6401, "float16"), matmul(12800, 2, 6401, "float16")
+    eager, compiled = (
+        Roofline(machine(float16=1e14), pads_matmuls=pads, kernel_model=kernel_model)
+        for pads in (False, True)
+    )
+    slow, padded = eager.predict(wide), compiled.predict(wide)
+    assert slow is not None
+    assert padded is not None
+    # Copies of (12800 x 6401) twice, read and written at 0.8 of 1 TB/s, beside 2.5 times as long.
+    copies_s = 2 * 2 * 2 * 12800 * 6401 / 0.8e12
+    assert padded.cold_s == pytest.approx(slow.cold_s / 2.5 + copies_s, rel=0.01)
+    # What only waits for memory would wait twice.
+    assert compiled.predict(narrow) == eager.predict(narrow)
 
 
 def test_no_product_beats_its_peak() -> None:

@@ -1,0 +1,160 @@
+"""Probe beside other work: the profile agrees with that of the quiet machine, or is refused.
+
+Each case probes while a process of ours keeps one core busy for some of the time, and compares the
+profile with one probed alone: the median difference over all entries, and the step times of four
+models. Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from probe_accuracy import judged, now, print_table
+
+import estimator as est
+from estimator.errors import ProbeError
+from estimator.graph.models import load_model
+from estimator.machines.catalogue import load_profile
+from estimator.machines.comparison import compare_profiles, median_difference_ratio
+from estimator.machines.profile import MachineProfile
+from estimator.probe.machine import probe_machine
+
+BOUND_RATIO = 0.10
+MODELS = (
+    "examples/demo_models.py:gpt2",
+    "examples/demo_models.py:resnet18",
+    "hf:bert,num_hidden_layers=4",
+    "hf:vit,num_hidden_layers=4",
+)
+TURN_S = 0.1
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Hog:
+    """Work of others: one core for a share of the time, and for how many seconds."""
+
+    share: float
+    lasts_s: float = 600.0
+
+    def __str__(self) -> str:
+        until = "" if self.lasts_s >= 600 else f", {self.lasts_s:.0f} s"
+        return f"{100 * self.share:.0f} % of a core{until}"
+
+
+CASES = {
+    "all": Hog(1.0),
+    "ends": Hog(1.0, lasts_s=20.0),
+    "two-fifths": Hog(0.4),
+    "a-fifth": Hog(0.2),
+}
+
+
+def main() -> int:
+    """Run the cases asked for; 1 if a profile was kept that is off by more than the bound."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--quiet-profile", help="one probed alone before; else probed first")
+    parser.add_argument("--out", help="keep the quiet profile here")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds per probe")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    graphs = {text: traced(text) for text in MODELS}
+    if options.quiet_profile:
+        quiet = load_profile(options.quiet_profile)
+    else:
+        quiet = probe_machine(budget_s=options.budget, say=tell)
+    tell(f"alone: {quiet.interference}")
+    if options.out:
+        quiet.save(options.out)
+    rows = []
+    for name in options.cases:
+        rows += run_case(CASES[name], quiet, graphs, options.budget)
+    if options.json:
+        print(json.dumps({"machine": platform.machine(), "at": now(), "rows": rows}))
+    else:
+        print_table(rows)
+    return 1 if any(row["status"] == "missed" for row in rows) else 0
+
+
+def tell(sentence: str) -> None:
+    """Say something on stderr."""
+    print(sentence, file=sys.stderr)
+
+
+def traced(text: str) -> est.OpGraph:
+    """The graph of a model for cores."""
+    model, batch, loss, name = load_model(text, batch=4, weights=False)
+    return est.trace_model(model, batch, loss=loss, target="cpu", name=name)
+
+
+def run_case(
+    hog: Hog, quiet: MachineProfile, graphs: Mapping[str, est.OpGraph], budget_s: float
+) -> list[Row]:
+    """One probe beside that work: a row that it was refused, or rows on how far it is off."""
+    began = time.monotonic()
+    with running(hog):
+        try:
+            found = probe_machine(budget_s=budget_s, say=tell)
+        except ProbeError as error:
+            return [judged(str(hog), "refused", 0.0, BOUND_RATIO, note=str(error))]
+    waited = f"{found.interference}; {time.monotonic() - began:.0f} s in all"
+    entries = tuple(row for row in compare_profiles(quiet, found) if row.unit != "bytes")
+    rows = [
+        judged(
+            str(hog),
+            f"all {len(entries)} entries",
+            median_difference_ratio(entries),
+            BOUND_RATIO,
+            note=waited,
+        )
+    ]
+    for graph in graphs.values():
+        before, after = (
+            est.estimate(graph, "1x1:local", profile=profile) for profile in (quiet, found)
+        )
+        off_ratio = abs(after.step_time_s / before.step_time_s - 1)
+        width = f"interval a factor of {after.high_s / after.step_time_s:.2f}, was "
+        width += f"{before.high_s / before.step_time_s:.2f}"
+        rows.append(judged(str(hog), f"step of {graph.name}", off_ratio, BOUND_RATIO, note=width))
+    return rows
+
+
+@contextlib.contextmanager
+def running(hog: Hog) -> Iterator[None]:
+    """A process that works as others do, gone afterwards."""
+    code = (
+        "import time\n"
+        f"end = time.monotonic() + {hog.lasts_s}\n"
+        "while (now := time.monotonic()) < end:\n"
+        f"    while time.monotonic() < now + {hog.share * TURN_S}: pass\n"
+        f"    time.sleep({(1 - hog.share) * TURN_S})\n"
+    )
+    # Left behind by a shell that ends: what descends from this process would count as the probe's.
+    started = subprocess.run(
+        ["sh", "-c", '"$0" -c "$1" >/dev/null 2>&1 & echo $!', sys.executable, code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(started.stdout), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

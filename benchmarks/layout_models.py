@@ -1,0 +1,213 @@
+"""Small models that tensor parallelism can divide, for checks of split graphs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+WORDS, WIDTH, INNER, HEADS, TOKENS, BATCH = 512, 64, 128, 8, 32, 4
+
+
+class Case(NamedTuple):
+    """A model and its batch; `sequence` says that its tokens can be divided without its help."""
+
+    name: str
+    make: Callable[[], tuple[nn.Module, Any]]
+    sequence: bool = False
+    loss: Any = None
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each behind a norm; `gated` as Llama's."""
+
+    def __init__(self, width: int, inner: int, heads: int, *, gated: bool, bias: bool) -> None:
+        super().__init__()
+        norm = nn.RMSNorm if gated else nn.LayerNorm
+        self.first_norm, self.second_norm = norm(width), norm(width)
+        self.query = nn.Linear(width, width, bias=bias)
+        self.key = nn.Linear(width, width, bias=bias)
+        self.value = nn.Linear(width, width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+        self.up = nn.Linear(width, inner, bias=bias)
+        self.gate = nn.Linear(width, inner, bias=bias) if gated else None
+        self.down = nn.Linear(inner, width, bias=bias)
+        self.head_width = width // heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first_norm(x)
+        q, k, v = (
+            layer(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y = self.second_norm(x)
+        up = self.up(y)
+        wide = (
+            nn.functional.gelu(up) if self.gate is None else nn.functional.silu(self.gate(y)) * up
+        )
+        return x + self.down(wide)
+
+
+class Decoder(nn.Module):
+    """A language model that asks nothing of how many tokens a rank has."""
+
+    def __init__(
+        self,
+        *,
+        width: int = WIDTH,
+        inner: int = INNER,
+        heads: int = HEADS,
+        layers: int = 2,
+        words: int = WORDS,
+        gated: bool = True,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(
+            Block(width, inner, heads, gated=gated, bias=bias) for _ in range(layers)
+        )
+        self.norm = nn.RMSNorm(width) if gated else nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def decoder(**sizes: Any) -> Callable[[], tuple[nn.Module, Any]]:
+    return lambda: (Decoder(**sizes), torch.zeros(BATCH, TOKENS, dtype=torch.long))
+
+
+def _language(kind: str, **sizes: Any) -> Callable[[], tuple[nn.Module, Any]]:
+    """A transformers model of a type with random weights."""
+
+    def make() -> tuple[nn.Module, Any]:
+        import transformers
+
+        config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes)
+        head = (
+            transformers.AutoModelForMaskedLM
+            if kind in _MASKED
+            else transformers.AutoModelForSeq2SeqLM
+            if kind in _PAIRS
+            else transformers.AutoModelForCausalLM
+        )
+        ids = torch.randint(3, 100, (BATCH, TOKENS))
+        return head.from_config(config).train(), {"input_ids": ids, "labels": ids}
+
+    return make
+
+
+_MASKED = ("bert", "roberta", "distilbert", "electra")
+_PAIRS = ("t5", "bart")
+_USUAL = {
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_WIDE = _USUAL | {"head_dim": 16}
+_ENCODER = {key: value for key, value in _USUAL.items() if "key_value" not in key} | {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def _vision() -> tuple[nn.Module, Any]:
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        image_size=32,
+        patch_size=8,
+    )
+    batch = {
+        "pixel_values": torch.randn(BATCH, 3, 32, 32),
+        "labels": torch.zeros(BATCH, dtype=torch.long),
+    }
+    return transformers.ViTForImageClassification(config), batch
+
+
+def _t5() -> dict[str, Any]:
+    return {
+        "vocab_size": WORDS,
+        "d_model": WIDTH,
+        "d_kv": 8,
+        "d_ff": INNER,
+        "num_layers": 2,
+        "num_heads": HEADS,
+        "decoder_start_token_id": 0,
+        "dropout_rate": 0.0,
+        "pad_token_id": 0,
+    }
+
+
+MODELS = (
+    Case("decoder", decoder(), sequence=True),
+    Case("decoder, layer norms", decoder(gated=False), sequence=True),
+    Case("decoder, biases", decoder(gated=False, bias=True), sequence=True),
+    Case("decoder, deep", decoder(layers=4, width=96, inner=256), sequence=True),
+    Case("llama", _language("llama", **_USUAL)),
+    Case("qwen2", _language("qwen2", **_USUAL)),
+    Case("qwen3", _language("qwen3", **_WIDE)),
+    Case("gemma2", _language("gemma2", **_WIDE)),
+    Case("mistral", _language("mistral", **_WIDE)),
+    Case("phi", _language("phi", **_USUAL)),
+    Case("bert", _language("bert", **_ENCODER)),
+    Case("t5", _language("t5", **_t5())),
+    Case("vit", _vision),
+    Case(
+        "opt",
+        _language(
+            "opt",
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            ffn_dim=INNER,
+            num_hidden_layers=2,
+            num_attention_heads=HEADS,
+            word_embed_proj_dim=WIDTH,
+            dropout=0.0,
+        ),
+    ),
+)
+
+# Types that a draw may take: decoders whose sizes go by the usual names.
+_DRAWN = (
+    "cohere",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "glm",
+    "granite",
+    "helium",
+    "hunyuan_v1_dense",
+    "olmo",
+    "olmo2",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
+
+
+def drawn(count: int, source: random.Random) -> list[Case]:
+    """Some types of transformers' decoders."""
+    kinds = source.sample(_DRAWN, count)
+    return [Case(f"drawn {kind}", _language(kind, **_WIDE)) for kind in kinds]

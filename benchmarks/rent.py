@@ -1,0 +1,252 @@
+"""Choices of what to rent, and training among revocations, against brute force.
+
+    PYTHONPATH=. python benchmarks/rent.py --data FOLDER
+
+FOLDER holds `pollux_t4.csv`, `sia_hetero.csv` and `cmdare_workers.csv`. A12: the cheapest measured
+configuration within a time, for 50 budgets of each model, chosen by step times that were predicted
+after single devices and six steps on several (A4). A14: steps of 3, 5, 6 and 7 asynchronous
+workers, fitted on 1, 2, 4 and 8. Then closed forms against training that is played, and goodput of
+thousands of GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from estimator.accuracy import noise_ratio
+from estimator.advise.checkpoints import (
+    best_interval_s,
+    daly_interval_s,
+    expected_time_s,
+    goodput_ratio,
+    young_interval_s,
+)
+from estimator.advise.simulated_failures import simulated_asynchronous_s, simulated_times_s
+from estimator.advise.transient import Revocations, TransientCluster, Worker, checkpoint_s
+from estimator.calibrate.asynchronous import AsynchronousRegressor
+from estimator.calibrate.machine_priors import priors_of
+from estimator.calibrate.protocols import few_shot, workers
+from estimator.calibrate.step_time_regressor import StepTimeRegressor
+from estimator.calibrate.tables import Job, MeasuredStep, read_steps
+from estimator.calibrate.worker_tables import read_workers
+
+BUDGETS = 50
+SAMPLES = 1e6
+# USD per GPU and hour: T4 of g4dn.12xlarge and A100 of p4d.24xlarge (data/prices); of GPUs that are
+# not rented by the hour, what is stated here.
+PRICES = {"T4": 3.912 / 4, "A100": 21.957642 / 8, "2080": 0.50, "QUADRO": 1.00}
+HOUR = 3600.0
+
+
+class Configuration(NamedTuple):
+    """A measured placement and batch: time and cost of the work, measured, predicted and linear."""
+
+    name: str
+    ranks: int
+    noise_ratio: float
+    time_s: float
+    usd: float
+    predicted_s: float
+    predicted_usd: float
+    linear_s: float
+    linear_usd: float
+
+
+def configurations(job: Job[MeasuredStep]) -> Iterator[Configuration]:
+    """Every placement and batch of a job, repetitions taken together."""
+    (split,) = few_shot(job)
+    X, y = job.X(), job.y()
+    fitted = StepTimeRegressor(priors=priors_of(job.steps[0])).fit(X[split.train], y[split.train])
+    predicted = fitted.predict(X)
+    alone = {step.batch_per_gpu: step.step_time_s for step in job.steps if step.ranks == 1}
+    usd_per_hour = next(usd for name, usd in PRICES.items() if name in job.gpu.upper())
+    repeated: defaultdict[tuple[str, float], list[int]] = defaultdict(list)
+    for row, step in enumerate(job.steps):
+        repeated[step.placement, step.batch_per_gpu].append(row)
+    noises = {k: noise_ratio(y[rows].tolist()) for k, rows in repeated.items() if len(rows) > 1}
+    usual = float(np.median(list(noises.values()))) if noises else 0.0
+    for key, rows in repeated.items():
+        step = job.steps[rows[0]]
+        steps = SAMPLES / step.global_batch
+        times = [
+            steps * float(np.median(y[rows])),
+            steps * float(np.median(predicted[rows])),
+            steps * alone.get(step.batch_per_gpu, np.nan),
+        ]
+        costs = [step.ranks * usd_per_hour * each / HOUR for each in times]
+        pairs = [value for pair in zip(times, costs, strict=True) for value in pair]
+        name = f"{job.gpu} {key[0]} × {key[1]:g}"
+        yield Configuration(name, step.ranks, noises.get(key, usual), *pairs)
+
+
+class Chosen(NamedTuple):
+    """How a way to choose did over the budgets of a model."""
+
+    same_ratio: float
+    late_ratio: float
+    regret: float
+
+
+def judged(rows: Sequence[Configuration]) -> dict[str, Chosen]:
+    """Choices of each method within each budget, against a look at everything measured."""
+    ends = min(row.time_s for row in rows), min(rows, key=lambda row: row.usd).time_s
+    found: defaultdict[str, list[tuple[bool, bool, float]]] = defaultdict(list)
+    for budget in np.geomspace(*ends, BUDGETS) * (1 + 1e-9):
+        best = min((row for row in rows if row.time_s <= budget), key=lambda row: row.usd)
+        choices = {
+            "calibrated": _within(rows, budget, "predicted_s", "predicted_usd"),
+            "linear": _within(rows, budget, "linear_s", "linear_usd"),
+            "largest": max(rows, key=lambda row: (row.ranks, -row.time_s)),
+        }
+        for method, chosen in choices.items():
+            is_late = chosen.time_s > budget * (1 + chosen.noise_ratio)
+            costs_more = chosen.usd / best.usd - 1
+            is_same = not is_late and costs_more <= max(best.noise_ratio, chosen.noise_ratio)
+            found[method].append((chosen is best or is_same, is_late, max(costs_more, 0.0)))
+    return {
+        method: Chosen(*(float(np.mean(column)) for column in zip(*results, strict=True)))
+        for method, results in found.items()
+    }
+
+
+def _within(rows: Sequence[Configuration], budget: float, time: str, cost: str) -> Configuration:
+    """The cheapest that is thought to end in time, else the one thought fastest."""
+    known = [row for row in rows if np.isfinite(getattr(row, time))]
+    in_time = [row for row in known if getattr(row, time) <= budget]
+    if in_time:
+        return min(in_time, key=lambda row: float(getattr(row, cost)))
+    return min(known, key=lambda row: float(getattr(row, time)))
+
+
+def choices(folder: Path) -> Iterator[str]:
+    """A12 as a table."""
+    yield "| table | model | configurations | method | same % | late % | cost regret % |"
+    yield "|---|---|---|---|---|---|---|"
+    everything: defaultdict[str, list[Chosen]] = defaultdict(list)
+    for table in ("pollux_t4", "sia_hetero"):
+        models: defaultdict[str, list[Configuration]] = defaultdict(list)
+        for job in read_steps([folder / f"{table}.csv"]).jobs:
+            if few_shot(job):
+                models[job.model] += configurations(job)
+        for model, rows in models.items():
+            for method, found in judged(rows).items():
+                everything[method].append(found)
+                figures = " | ".join(f"{100 * value:.1f}" for value in found)
+                yield f"| {table} | {model} | {len(rows)} | {method} | {figures} |"
+    for method, each in everything.items():
+        figures = " | ".join(f"{100 * value:.1f}" for value in np.mean(each, axis=0))
+        yield f"| all | mean | | {method} | {figures} |"
+
+
+def asynchronous_workers(folder: Path) -> str:
+    """A14: the mean error of numbers of workers that were not seen."""
+    errors: list[float] = []
+    for job in read_workers([folder / "cmdare_workers.csv"]).jobs:
+        for split in workers(job):
+            fitted = AsynchronousRegressor().fit(job.X()[split.train], job.y()[split.train])
+            ratio = fitted.predict(job.X()[split.test]) / job.y()[split.test]
+            errors += np.abs(ratio - 1).tolist()
+    return f"A14, mean error of {len(errors)} rows: {100 * np.mean(errors):.2f} %"
+
+
+def played() -> Iterator[str]:
+    """Closed forms against training that is played, and intervals against a search."""
+    yield "| training | expected (h) | played (h) | off by % |"
+    yield "|---|---|---|---|"
+    worst = 0.0
+    for mtbf_h in (0.5, 2.0, 12.0, 72.0):
+        costs = {"checkpoint_s": 60.0, "restart_s": 300.0, "mtbf_s": mtbf_h * HOUR}
+        interval_s = 1000.0
+        expected = expected_time_s(100 * interval_s, interval_s, **costs)
+        times = simulated_times_s(100 * interval_s, interval_s, **costs, runs=20_000)
+        worst = max(worst, abs(times.mean() / expected - 1))
+        yield _row(f"synchronous, a failure every {mtbf_h:g} h", expected, times.mean())
+    for count, per_hour, most in ((4, 0.2, np.inf), (8, 1.0, 50.0), (16, 2.0, np.inf)):
+        worker = Worker(steps_per_s=10.0, revocations=Revocations(per_hour=(per_hour,)))
+        cluster = TransientCluster(
+            workers=(worker,) * count,
+            replace_s=90.0,
+            checkpoint_s=checkpoint_s(100e6),
+            checkpoint_every_steps=4000.0,
+            most_steps_per_s=most,
+        )
+        steps = 1e6
+        expected = cluster.asynchronous_s(steps)
+        mean = float(np.mean([simulated_asynchronous_s(cluster, steps, seed=n) for n in range(40)]))
+        worst = max(worst, abs(mean / expected - 1))
+        label = f"asynchronous, {count} workers revoked {per_hour:g} times an hour"
+        yield _row(f"{label}, servers take {most:g} steps/s", expected, mean)
+    yield ""
+    yield f"Off by at most {100 * worst:.2f} %."
+    yield ""
+    yield from intervals()
+
+
+def _row(label: str, expected_s: float, played_s: float) -> str:
+    off = 100 * (played_s / expected_s - 1)
+    return f"| {label} | {expected_s / HOUR:.3f} | {played_s / HOUR:.3f} | {off:+.2f} |"
+
+
+def intervals() -> Iterator[str]:
+    """The chosen checkpoint interval against the best of a search over training that is played."""
+    yield "| a failure every (h) | checkpoint (s) | Young (s) | Daly (s) | chosen (s) | above % |"
+    yield "|---|---|---|---|---|---|"
+    for mtbf_h, cost_s in ((1.0, 30.0), (6.0, 120.0), (24.0, 600.0)):
+        mtbf_s = mtbf_h * HOUR
+        asked = cost_s, mtbf_s
+        chosen_s = best_interval_s(*asked)
+        work_s = 200 * mtbf_s
+        # The same failures for every interval: what differs is the interval.
+        tried_s = {each: _mean_played_s(work_s, each, *asked) for each in _around(chosen_s)}
+        above = _mean_played_s(work_s, chosen_s, *asked) / min(tried_s.values()) - 1
+        shown = (young_interval_s(*asked), daly_interval_s(*asked), chosen_s)
+        times = " | ".join(f"{each:.0f}" for each in shown)
+        yield f"| {mtbf_h:g} | {cost_s:g} | {times} | {100 * above:+.2f} |"
+
+
+def _around(interval_s: float) -> list[float]:
+    """31 intervals from a quarter to four times."""
+    return list(np.geomspace(interval_s / 4, interval_s * 4, 31))
+
+
+def _mean_played_s(work_s: float, interval_s: float, cost_s: float, mtbf_s: float) -> float:
+    costs = {"checkpoint_s": cost_s, "restart_s": 300.0, "mtbf_s": mtbf_s}
+    return float(simulated_times_s(work_s, interval_s, **costs, runs=2_000).mean())
+
+
+def goodputs() -> Iterator[str]:
+    """Shares of time that count on thousands of GPUs."""
+    # Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama Team, 2024).
+    device_mtbf_h = 16384 * 54 * 24 / 419
+    yield "| GPUs | a failure every (h) | checkpoint every (min) | goodput % |"
+    yield "|---|---|---|---|"
+    for gpus in (1000, 2000, 4000, 8000, 16000):
+        mtbf_s = device_mtbf_h / gpus * HOUR
+        costs = {"checkpoint_s": 30.0, "mtbf_s": mtbf_s}
+        ratio = goodput_ratio(restart_s=600.0, **costs)
+        every = best_interval_s(**costs) / 60
+        yield f"| {gpus:,} | {mtbf_s / HOUR:.1f} | {every:.0f} | {100 * ratio:.1f} |"
+
+
+def main() -> None:
+    """Print every table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    folder = parser.parse_args().data
+    for title, lines in (
+        ("Cheapest within a time (A12)", choices(folder)),
+        ("Asynchronous workers (A14)", [asynchronous_workers(folder)]),
+        ("Among failures", played()),
+        ("Thousands of GPUs", goodputs()),
+    ):
+        print(f"## {title}\n", *lines, "", sep="\n")
+
+
+if __name__ == "__main__":
+    main()

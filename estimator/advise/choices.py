@@ -1,0 +1,97 @@
+"""Choose among offers: the cheapest within a time, the fastest within a budget, all between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from estimator.advise.offers import Offer, allocations_of, offers
+from estimator.graph.op_graph import OpGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Offers that keep a deadline and a budget, by what is wanted of them.
+
+    `front` has those that no other beats in both time and cost, the fastest first; `cheapest` and
+    `fastest` are its ends, None where no offer keeps both. `as_cheap` and `as_fast` cannot be told
+    apart from them: their intervals meet.
+    """
+
+    offers: tuple[Offer, ...]
+    front: tuple[Offer, ...]
+    cheapest: Offer | None
+    fastest: Offer | None
+    as_cheap: tuple[Offer, ...]
+    as_fast: tuple[Offer, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values in base units."""
+        return {
+            "cheapest": self.cheapest.to_dict() if self.cheapest else None,
+            "fastest": self.fastest.to_dict() if self.fastest else None,
+            "as_cheap": [each.allocation for each in self.as_cheap],
+            "as_fast": [each.allocation for each in self.as_fast],
+            "front": [each.to_dict() for each in self.front],
+            "offers": [each.to_dict() for each in self.offers],
+        }
+
+
+def choose(
+    offered: Sequence[Offer], *, deadline_s: float | None = None, budget_usd: float | None = None
+) -> Choice:
+    """Sort out offers by time and cost."""
+    kept = [
+        each
+        for each in offered
+        if (deadline_s is None or each.duration_s <= deadline_s)
+        and (budget_usd is None or each.usd <= budget_usd)
+    ]
+    front = pareto_front(kept)
+    fastest, cheapest = (front[0], front[-1]) if front else (None, None)
+    return Choice(
+        offers=tuple(offered),
+        front=tuple(front),
+        cheapest=cheapest,
+        fastest=fastest,
+        as_cheap=tuple(
+            each
+            for each in kept
+            if cheapest and each is not cheapest and each.low_usd <= cheapest.high_usd
+        ),
+        as_fast=tuple(
+            each
+            for each in kept
+            if fastest and each is not fastest and each.low_s <= fastest.high_s
+        ),
+    )
+
+
+def pareto_front(offered: Sequence[Offer]) -> list[Offer]:
+    """What no other offer beats in both time and cost, the fastest first; of equals, one."""
+    front: list[Offer] = []
+    for each in sorted(offered, key=lambda each: (each.duration_s, each.usd)):
+        if not front or each.usd < front[-1].usd:
+            front.append(each)
+    return front
+
+
+def cheapest(
+    graph: OpGraph,
+    machines: Sequence[str],
+    *,
+    max_nodes: int = 8,
+    deadline_s: float | None = None,
+    budget_usd: float | None = None,
+    **asked: Any,
+) -> Choice:
+    """What to rent to train a graph: `choose` among `offers` on some machine types.
+
+    `asked` goes to `offers`: `samples` or `tokens`, `prices`, `spot`, `revocations`, `strategies`,
+    `batch_per_gpu` or `global_batch`, `calibration`. Raises PriceError, WorkloadError,
+    AllocationError.
+    """
+    allocations = list(allocations_of(machines, max_nodes))
+    found = offers(graph, allocations, **asked)
+    return choose(found, deadline_s=deadline_s, budget_usd=budget_usd)

@@ -1,0 +1,273 @@
+"""Offers of rented machines for a piece of training: what each costs, and how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from estimator.advise.checkpoints import best_interval_s, expected_time_s
+from estimator.coefficients import Calibration
+from estimator.errors import AllocationError, PriceError, WorkloadError
+from estimator.graph.op_graph import OpGraph
+from estimator.machines.catalogue import load_profile
+from estimator.machines.prices import PriceList
+from estimator.placement.allocation import Allocation
+from estimator.tables import EstimateTable, estimate_many
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+# Micro-batches that a rank's share of a global batch is tried in, until one fits.
+_MOST_MICRO_BATCHES = 256
+_MOST_NODES = 4096
+# Restarts and checkpoints over the time between revocations, from which on nobody waits: e^20.
+_MOST_TRIES = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """What taking spot instances means: one that is taken sets the training back.
+
+    Each instance is revoked after `mtbf_s` on average; see `checkpoints.expected_time_s`.
+    """
+
+    mtbf_s: float
+    checkpoint_s: float = 60.0
+    restart_s: float = 300.0
+
+    def can_end(self, nodes: int) -> bool:
+        """Whether any of so many instances stays long enough to keep a checkpoint."""
+        return (self.checkpoint_s + self.restart_s) * nodes < _MOST_TRIES * self.mtbf_s
+
+    def expected_s(self, work_s: float, nodes: int) -> tuple[float, float]:
+        """(expected time, work between checkpoints) of training on some instances."""
+        mtbf_s = self.mtbf_s / nodes
+        interval_s = min(best_interval_s(self.checkpoint_s, mtbf_s), work_s)
+        found = expected_time_s(
+            work_s,
+            interval_s,
+            checkpoint_s=self.checkpoint_s,
+            restart_s=self.restart_s,
+            mtbf_s=mtbf_s,
+        )
+        return found, interval_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """An allocation with its best strategy: time and cost of the whole training.
+
+    `low_s`, `high_s`, `low_usd` and `high_usd` are of the estimate's interval. With revocations
+    times are expected ones, with a checkpoint after every `interval_s` of training.
+    """
+
+    allocation: str
+    strategy: str
+    batch_per_gpu: int
+    accumulation_steps: int
+    global_batch: int
+    ranks: int
+    fits: str
+    step_time_s: float
+    samples_per_s: float
+    duration_s: float
+    low_s: float
+    high_s: float
+    usd: float
+    low_usd: float
+    high_usd: float
+    usd_per_hour: float
+    interval_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values in base units."""
+        return asdict(self)
+
+
+def allocations_of(machines: Sequence[str], max_nodes: int) -> Iterator[str]:
+    """One node with 1, 2, 4, … devices, then whole nodes up to `max_nodes`, of each machine.
+
+    Node counts are powers of two and the last. Raises AllocationError.
+
+    >>> list(allocations_of(["t4-g4dn"], 3))
+    ['1x1:t4-g4dn', '1x2:t4-g4dn', '1x4:t4-g4dn', '2x4:t4-g4dn', '3x4:t4-g4dn']
+    """
+    if not 1 <= max_nodes <= _MOST_NODES:
+        raise AllocationError(
+            f"at most {max_nodes} nodes are asked for; give a number from 1 to {_MOST_NODES}"
+        )
+    for machine in dict.fromkeys(machines):
+        whole = len(load_profile(machine).devices)
+        powers = {1 << power for power in range(whole.bit_length())}
+        for devices in sorted(powers | {whole}):
+            yield f"1x{devices}:{machine}"
+        nodes = {1 << power for power in range(1, max_nodes.bit_length())} | {max_nodes}
+        for count in sorted(nodes - {1}):
+            yield f"{count}x{whole}:{machine}"
+
+
+def offers(
+    graph: OpGraph,
+    allocations: Sequence[str],
+    *,
+    samples: float | None = None,
+    tokens: float | None = None,
+    prices: PriceList | None = None,
+    spot: bool = False,
+    revocations: Spot | None = None,
+    strategies: Sequence[str] = STRATEGIES,
+    batch_per_gpu: int | None = None,
+    global_batch: int | None = None,
+    calibration: Calibration | None = None,
+) -> list[Offer]:
+    """Each allocation that can train so much, with the fastest of the strategies that fit.
+
+    With a `global_batch` each rank takes its share, in the fewest micro-batches that fit; else each
+    has `batch_per_gpu` samples, by default those traced, and the global batch grows with the ranks.
+    Raises PriceError where a machine has no price, WorkloadError where nothing can be trained.
+    """
+    amount = _samples(graph, samples, tokens)
+    known = prices or PriceList.load()
+    parsed = [Allocation.parse(text) for text in allocations]
+    for allocation in parsed:
+        _usd(known, allocation, 0.0, spot)
+    best: dict[int, tuple[EstimateTable, int, str, int]] = {}
+    refusal = "no allocation was given"
+    for strategy in strategies:
+        for table, rows, micro_batches in _tables(
+            graph, parsed, strategy, batch_per_gpu, global_batch, calibration
+        ):
+            refusal = next(iter(table.errors.values()), "nothing fits into the devices' memory")
+            for row, number in enumerate(rows):
+                if not table.answered[row] or table.fits[row] == "no":
+                    continue
+                held = best.get(number)
+                if held is None or table.samples_per_s[row] > held[0].samples_per_s[held[1]]:
+                    best[number] = table, row, strategy, micro_batches
+    if not best:
+        raise WorkloadError(f"no allocation can train {graph.name}: {refusal}")
+    found = [
+        _offer(parsed[number], *best[number], amount, known, spot, revocations)
+        for number in sorted(best)
+        if revocations is None or revocations.can_end(parsed[number].nodes)
+    ]
+    if not found:
+        raise WorkloadError("no training ends with revocations as frequent; take fewer instances")
+    return found
+
+
+def _samples(graph: OpGraph, samples: float | None, tokens: float | None) -> float:
+    if (samples is None) == (tokens is None):
+        raise WorkloadError("say how much is trained: give samples or tokens, one of them")
+    if samples is not None:
+        return samples
+    if not graph.tokens_per_sample or tokens is None:
+        raise WorkloadError(f"{graph.name} has no tokens to count; give samples")
+    return tokens / graph.tokens_per_sample
+
+
+def _tables(
+    graph: OpGraph,
+    allocations: Sequence[Allocation],
+    strategy: str,
+    batch_per_gpu: int | None,
+    global_batch: int | None,
+    calibration: Calibration | None,
+) -> Iterator[tuple[EstimateTable, list[int], int]]:
+    """Tables of what is asked, with the numbers of their allocations and the micro-batches."""
+    if global_batch is None:
+        table = estimate_many(
+            graph,
+            allocations,
+            batch_per_gpu=batch_per_gpu,
+            strategy=strategy,
+            calibration=calibration,
+        )
+        yield table, list(range(len(allocations))), 1
+        return
+    share_of = {
+        number: global_batch // each.ranks
+        for number, each in enumerate(allocations)
+        if global_batch % each.ranks == 0
+    }
+    if not share_of:
+        raise WorkloadError(
+            f"a global batch of {global_batch} is divided by the ranks of no allocation; give a "
+            "multiple of a power of two"
+        )
+    micro_batches, left = 1, list(share_of)
+    while left and micro_batches <= _MOST_MICRO_BATCHES:
+        rows = [number for number in left if share_of[number] % micro_batches == 0]
+        if rows:
+            table = estimate_many(
+                graph,
+                [allocations[number] for number in rows],
+                batch_per_gpu=np.array([share_of[number] // micro_batches for number in rows]),
+                accumulation_steps=micro_batches,
+                strategy=strategy,
+                calibration=calibration,
+            )
+            yield table, rows, micro_batches
+            fitting = {
+                number
+                for row, number in enumerate(rows)
+                if not table.answered[row] or table.fits[row] != "no"
+            }
+            left = [number for number in left if number not in fitting]
+        micro_batches *= 2
+
+
+def _offer(
+    allocation: Allocation,
+    table: EstimateTable,
+    row: int,
+    strategy: str,
+    micro_batches: int,
+    samples: float,
+    prices: PriceList,
+    spot: bool,
+    revocations: Spot | None,
+) -> Offer:
+    work_s = samples / float(table.samples_per_s[row])
+    step_s, low, high = (float(c[row]) for c in (table.step_time_s, table.low_s, table.high_s))
+    duration_s, interval_s = work_s, None
+    low_s, high_s = work_s * low / step_s, work_s * high / step_s
+    if revocations is not None:
+        duration_s, interval_s = revocations.expected_s(work_s, allocation.nodes)
+        low_s, high_s = (
+            revocations.expected_s(each, allocation.nodes)[0] for each in (low_s, high_s)
+        )
+    usd, low_usd, high_usd = (
+        _usd(prices, allocation, each, spot) for each in (duration_s, low_s, high_s)
+    )
+    return Offer(
+        allocation=str(allocation),
+        strategy=strategy,
+        batch_per_gpu=int(table.batch_per_gpu[row]),
+        accumulation_steps=micro_batches,
+        global_batch=int(table.global_batch[row]),
+        ranks=allocation.ranks,
+        fits=str(table.fits[row]),
+        step_time_s=step_s,
+        samples_per_s=float(table.samples_per_s[row]),
+        duration_s=duration_s,
+        low_s=low_s,
+        high_s=high_s,
+        usd=usd,
+        low_usd=low_usd,
+        high_usd=high_usd,
+        usd_per_hour=_usd(prices, allocation, 3600.0, spot),
+        interval_s=interval_s,
+    )
+
+
+def _usd(prices: PriceList, allocation: Allocation, duration_s: float, spot: bool) -> float:
+    """What all instances of an allocation cost for a time; raises PriceError."""
+    found = 0.0
+    for group in allocation.groups:
+        if group.machine is None:
+            raise PriceError(f"'{group}' names a host, which has no price; name its machine type")
+        price = prices.price(group.machine, group.devices_per_node, spot=spot)
+        found += group.nodes * price.usd(duration_s, spot=spot)
+    return found

@@ -1,0 +1,169 @@
+"""The command that says what to rent for a piece of training: parse, call, print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, remark, waiting
+from estimator.cli.options import traced, training_options
+from estimator.cli.request import Request
+from estimator.probe.option_types import Amount, Count
+from estimator.units import parse_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from estimator.advise.choices import Choice
+    from estimator.machines.prices import PriceList
+
+# What belongs to machines that somebody has, or to a step that is not chosen here.
+_NOT_RENTED = ("cluster", "network", "loader", "accumulation")
+_RENT = (
+    *("max_nodes", "strategies", "samples", "tokens", "deadline", "budget", "prices", "spot"),
+    *("revoked_every", "checkpoint_time", "restart"),
+)
+
+
+class Duration(click.ParamType[float]):
+    """A time such as 12h, 30min or 90s."""
+
+    name = "time"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> float:
+        """Its seconds; fails for any other text."""
+        try:
+            seconds = parse_seconds(str(value))
+        except ValueError as error:
+            self.fail(str(error))
+        if not seconds > 0:
+            self.fail(f"'{value}' is no time; write one such as 12h")
+        return seconds
+
+
+def _prices(context: click.Context, option: click.Parameter, path: str | None) -> PriceList:
+    from estimator.machines.prices import PriceList
+
+    return PriceList.load(path)
+
+
+def rent_options(command: Any) -> Any:
+    """Give a command what it takes to choose machines that are rented."""
+    for option in (
+        click.option("--picture", type=click.Path(path_type=Path), help="Draw it: .png or .svg."),
+        click.option("--restart", type=Duration(), default="5min", help="After a revocation."),
+        click.option("--checkpoint-time", type=Duration(), default="1min", help="To keep one."),
+        click.option(
+            "--revoked-every",
+            type=Duration(),
+            help="How long a spot instance stays, on average, as in 8h.",
+        ),
+        click.option("--spot", is_flag=True, help="At spot prices."),
+        click.option(
+            "--prices",
+            callback=_prices,
+            metavar="FILE",
+            help="Own prices: a CSV with Machine,AcceleratorCount,Price, or SkyPilot's.",
+        ),
+        click.option("--budget", type=Amount(least=0.0), help="USD, at most."),
+        click.option("--deadline", type=Duration(), help="Such as 12h, at most."),
+        click.option("--tokens", type=Amount(), help="How much is trained."),
+        click.option("--samples", type=Amount(), help="How much is trained."),
+        click.option("--strategies", help="To choose from, as in 'ddp zero2'."),
+        click.option("--max-nodes", type=Count(most=4096), default=4, help="Default 4."),
+        click.option("--machines", required=True, help="To choose from, as in a100-p4d,t4-g4dn."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("model")
+@training_options
+@rent_options
+@click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
+@click.pass_context
+def plan(
+    context: click.Context, /, machines: str, picture: Path | None, as_json: bool, **options: Any
+) -> None:
+    """Say what to rent to train MODEL: the cheapest and the fastest allocation, and all between.
+
+    With --global-batch ranks share it; else each takes --batch samples, and the global batch grows
+    with the ranks. Instances are paid whole, by the second or hour as they are sold.
+    --revoked-every adds what revocations, checkpoints and restarts cost.
+
+    Exit code 1: nothing keeps the deadline and the budget.
+    """
+    for name in _NOT_RENTED:
+        if options[name] is not None:
+            raise click.UsageError(f"a plan chooses machines; leave out --{name}")
+    if picture is not None:
+        from estimator.machines.files import check_writable
+
+        check_writable(picture)
+    names = [name.strip() for name in machines.split(",") if name.strip()]
+    if not names:
+        raise click.UsageError("--machines names none; write such as a100-p4d,t4-g4dn")
+    rent = {name: options.pop(name) for name in _RENT}
+    if context.get_parameter_source("strategy") is not ParameterSource.DEFAULT:
+        rent["strategies"] = options["strategy"]
+    model, found = _chosen(Request(**options), names, rent)
+    if picture is not None:
+        from estimator.report.offers import draw_offers
+
+        draw_offers(found, picture)
+    if as_json:
+        print_json({"model": model, "spot": rent["spot"]} | found.to_dict())
+    else:
+        from estimator.cli.render_plan import plan_report
+
+        print_tables(plan_report(found, model, spot=rent["spot"]))
+    if found.cheapest is None:
+        raise click.exceptions.Exit(ANSWER_IS_NO)
+
+
+def _chosen(
+    request: Request, machines: Sequence[str], rent: Mapping[str, Any]
+) -> tuple[str, Choice]:
+    """The model's name, and what to rent for it."""
+    from estimator.advise.choices import cheapest
+    from estimator.advise.offers import STRATEGIES, Spot
+
+    revocations = None
+    if rent["revoked_every"] is not None:
+        if not rent["spot"]:
+            raise click.UsageError("--revoked-every is of spot instances; give --spot")
+        revocations = Spot(
+            mtbf_s=rent["revoked_every"],
+            checkpoint_s=rent["checkpoint_time"],
+            restart_s=rent["restart"],
+        )
+    for machine in machines:
+        # Before a model is traced, which can take long.
+        rent["prices"].price(machine, spot=rent["spot"])
+    graph = traced(request, [f"1x1:{machine}" for machine in machines])
+    if rent["spot"] and revocations is None:
+        remark("revocations are left out; --revoked-every adds what they cost")
+    with waiting("estimating"):
+        found = cheapest(
+            graph,
+            machines,
+            max_nodes=rent["max_nodes"],
+            deadline_s=rent["deadline"],
+            budget_usd=rent["budget"],
+            samples=rent["samples"],
+            tokens=rent["tokens"],
+            prices=rent["prices"],
+            spot=rent["spot"],
+            revocations=revocations,
+            strategies=tuple(rent["strategies"].split()) if rent["strategies"] else STRATEGIES,
+            batch_per_gpu=request.batch,
+            global_batch=request.global_batch,
+            calibration=request.calibration,
+        )
+    return graph.name, found

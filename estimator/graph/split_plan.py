@@ -1,0 +1,141 @@
+"""Say which modules are divided over tensor-parallel ranks, and how: the plans that people have.
+
+A plan names a style for patterns of module names, as ``parallelize_module`` of torch and
+``base_model_tp_plan`` of transformers do; where there is none, one is found from the graph.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from estimator.errors import StrategyError, quoted
+
+# "column" divides the output features of a linear layer or an embedding, "row" its input features;
+# "vocabulary" divides the rows of an embedding, "sequence" the tokens that a module works on;
+# "gather" is a column whose output every rank gets whole, "replicate" a module that is not divided.
+Style = Literal["column", "gather", "row", "vocabulary", "sequence", "replicate"]
+_STYLES: tuple[Style, ...] = get_args(Style)
+
+# What torch and transformers call them.
+_KNOWN: dict[str, Style] = {
+    "colwise": "column",
+    "colwiseparallel": "column",
+    "packed_colwise": "column",
+    "local_colwise": "column",
+    "colwise_rep": "gather",
+    "colwise_gather_output": "gather",
+    "rowwise": "row",
+    "rowwiseparallel": "row",
+    "rowwise_rep": "row",
+    "rowwise_split_input": "row",
+    "packed_rowwise": "row",
+    "local_rowwise": "row",
+    "embedding_rowwise": "vocabulary",
+    "sequenceparallel": "sequence",
+    "sequence_parallel": "sequence",
+    "replicated_with_grad_allreduce": "replicate",
+    "all_reduce": "replicate",
+    "local": "replicate",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Styles by pattern of module name, in which ``*`` stands for one part of the name or a number.
+
+    With `sequence` tokens are divided wherever a module is not: sequence parallelism. What several
+    modules take is gathered, and its gradients summed, once for all of them (`reduces_once`, as
+    torch's ``PrepareModuleInput`` does), or for each of them, as torch's other styles do.
+
+    >>> Plan((("layers.*.up", "column"), ("layers.*.down", "row"))).style_of("layers.3.down")
+    'row'
+    """
+
+    styles: tuple[tuple[str, Style], ...]
+    sequence: bool = False
+    reduces_once: bool = False
+    source: str = "the plan given"
+
+    def style_of(self, module: str) -> Style | None:
+        """The style of a module; names may begin anywhere after a dot, as in a base model."""
+        for pattern, style in self.styles:
+            if _matcher(pattern).fullmatch(module):
+                return style
+        return None
+
+    def check(self, modules: Iterable[str]) -> None:
+        """Raise StrategyError for a plan that names none of some modules."""
+        if any(self.style_of(module) is not None for module in modules):
+            return
+        patterns = ", ".join(repr(pattern) for pattern, _ in self.styles[:3]) or "no pattern"
+        some = ", ".join(repr(name) for name in list(dict.fromkeys(modules))[:3] if name)
+        raise StrategyError(
+            f"the tensor-parallel plan names no module of the model: it has {patterns}, the model "
+            f"{some or 'no named module'}; write its names with * for numbers"
+        )
+
+    @classmethod
+    def of(cls, styles: Mapping[str, Any], *, source: str = "the plan given") -> Plan:
+        """A plan from styles by module name: names of styles, or torch's ``ParallelStyle``.
+
+        Raises StrategyError.
+
+        >>> Plan.of({"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}).styles[1]
+        ('layers.*.o_proj', 'row')
+        """
+        if not isinstance(styles, Mapping) or not styles:
+            raise StrategyError(
+                f"a tensor-parallel plan maps module names to styles, found {quoted(styles)}; "
+                'write {"layers.*.q_proj": "colwise"}'
+            )
+        read = {str(name): _style(str(name), style) for name, style in styles.items()}
+        known = tuple((name, style) for name, style in read.items() if style is not None)
+        return cls(
+            known,
+            sequence=any(style == "sequence" for _, style in known),
+            reduces_once=len(known) < len(read),
+            source=source,
+        )
+
+
+def read_plan(given: Mapping[str, Any] | str | os.PathLike[str]) -> Plan:
+    """A plan from styles by module name, or from a JSON file of them; raises StrategyError."""
+    if isinstance(given, Mapping):
+        return Plan.of(given)
+    path = Path(given)
+    try:
+        styles = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StrategyError(
+            f"tensor-parallel plan {quoted(str(path))} cannot be read ({error}); give a JSON file "
+            'such as {"layers.*.q_proj": "colwise"}'
+        ) from None
+    return Plan.of(styles, source=f"the plan of {path.name}")
+
+
+def _style(name: str, style: Any) -> Style | None:
+    text = style if isinstance(style, str) else type(style).__name__
+    plain = text.strip().lower()
+    if plain.startswith("preparemodule"):
+        return None
+    found = plain if plain in _STYLES else _KNOWN.get(plain)
+    if found is None:
+        raise StrategyError(
+            f"style {quoted(text)} of '{name}' is unknown; use one of colwise, rowwise, "
+            "colwise_gather_output, embedding_rowwise, sequence_parallel, replicate"
+        )
+    # torch's RowwiseParallel of an embedding divides its vocabulary: told by the module's operator.
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _matcher(pattern: str) -> re.Pattern[str]:
+    parts = ("[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
+    return re.compile(r"(?:.*\.)?" + r"\.".join(parts))

@@ -1,0 +1,78 @@
+"""The command that says what to rent: a table, JSON, a picture, one sentence for wrong input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.synthetic import perceptron
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "net.graph"
+    replace(perceptron([2048, 2048, 2048]), target="cuda").save(path)
+    return path
+
+
+def test_plan_prints_the_cheapest_and_the_fastest(model: Path, command: Run) -> None:
+    found = command("plan", model, "--machines", "t4-g4dn,a100-p4d", "--samples", "1e9")
+    assert found.code == 0
+    assert "cheapest" in found.out
+    assert "on-demand prices" in found.out
+
+
+def test_plan_prints_base_units_as_json_and_draws(
+    model: Path, tmp_path: Path, command: Run
+) -> None:
+    picture = tmp_path / "plan.svg"
+    found = command(
+        *("plan", model, "--machines", "t4-g4dn,a100-p4d", "--samples", "1e9", "--json"),
+        *("--max-nodes", 2, "--spot", "--revoked-every", "8h", "--picture", picture),
+    )
+    plan = json.loads(found.out)
+    assert plan["cheapest"] in plan["front"]
+    assert plan["cheapest"]["interval_s"] > 0
+    assert len(plan["offers"]) == 4 + 5
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_own_prices_decide(model: Path, tmp_path: Path, command: Run) -> None:
+    prices = tmp_path / "prices.csv"
+    prices.write_text("Machine,AcceleratorCount,Price\nt4-g4dn,4,1000\na100-p4d,8,0.01\n")
+    about = ("--machines", "t4-g4dn,a100-p4d", "--samples", "1e9", "--json", "--prices", prices)
+    found = json.loads(command("plan", model, *about).out)
+    assert found["cheapest"]["allocation"].endswith("a100-p4d")
+
+
+def test_nothing_in_time_is_told_by_the_exit_code(model: Path, command: Run) -> None:
+    about = ("--machines", "t4-g4dn", "--samples", "1e12", "--deadline", "1min")
+    found = command("plan", model, *about)
+    assert found.code == 1
+    assert "nothing keeps the deadline and the budget" in found.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--machines", "dgx-a100"), "no price of 'dgx-a100' is known"),
+        (("--machines", "a100-a2", "--spot"), "no spot price of 'a100-a2' is known"),
+        (("--machines", "t4-g4dn", "--revoked-every", "1h"), "give --spot"),
+        (("--machines", "t4-g4dn", "--network", "10Gbit/s"), "leave out --network"),
+        (("--machines", "t4-g4dn", "--deadline", "soon"), "is not a duration"),
+        (("--machines", ","), "--machines names none"),
+        (("--machines", "t4-g4dn", "--tokens", "1e9"), "give samples or tokens"),
+    ],
+)
+def test_wrong_input_is_one_sentence(
+    model: Path, command: Run, words: tuple[str, ...], said: str
+) -> None:
+    found = command("plan", model, "--samples", "1e9", *words)
+    assert said in found.sentence

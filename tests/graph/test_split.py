@@ -1,0 +1,223 @@
+"""The graph of one tensor-parallel rank, its shapes and collectives worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from estimator.errors import StrategyError
+from estimator.graph.exchanges import collectives_of
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.split import split
+from estimator.graph.split_found import found_plan
+from estimator.graph.split_plan import Plan
+from estimator.graph.trace import trace_graph
+
+BATCH, TOKENS, WIDTH, INNER, HEADS = 4, 8, 16, 32, 4
+FLOAT = 4
+STREAM_BYTES = BATCH * TOKENS * WIDTH * FLOAT
+MLP = Plan.of({"up": "colwise", "down": "rowwise"})
+
+
+class Mlp(nn.Module):
+    """Two linear layers without biases, and a residual stream around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, INNER, bias=False)
+        self.down = nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Attention(nn.Module):
+    """Fused queries, keys and values over some heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [
+            part.view(len(x), TOKENS, HEADS, -1).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).split(WIDTH, dim=-1)
+        ]
+        mixed = nn.functional.scaled_dot_product_attention(heads[0], heads[1], heads[2])
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class Model(nn.Module):
+    """An embedding, one block of attention and MLP, a last norm and layer, and a loss."""
+
+    def __init__(self, words: int = 64) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, WIDTH)
+        self.attention, self.mlp = Attention(), Mlp()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, words, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.norm(self.mlp(self.attention(self.words(ids)))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def mlp_graph() -> OpGraph:
+    return trace_graph(Mlp(), torch.randn(BATCH, TOKENS, WIDTH))
+
+
+def model_graph(words: int = 64) -> OpGraph:
+    ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
+    return trace_graph(Model(words), ids, loss=lambda output, _: output)
+
+
+def exchanged(graph: OpGraph, batch: int | None = None) -> list[tuple[str, str, int]]:
+    return [(c.phase, c.op, c.size_bytes) for c in collectives_of(graph.at(batch))]
+
+
+def products(graph: OpGraph) -> list[tuple[tuple[int, ...], ...]]:
+    """The shapes of every matmul in order: left, right."""
+    return [
+        tuple(spec.shape for spec in op.call.inputs)
+        for op in graph.ops
+        if op.call.target == "aten.mm.default"
+    ]
+
+
+def test_column_then_row_reduces_the_stream_once_a_pass() -> None:
+    local = split(mlp_graph(), MLP, tp=2)
+    assert exchanged(local) == [
+        ("forward", "all_reduce", STREAM_BYTES),
+        ("backward", "all_reduce", STREAM_BYTES),
+    ]
+
+
+def test_every_product_has_its_local_shapes() -> None:
+    rows, half = BATCH * TOKENS, INNER // 2
+    assert products(split(mlp_graph(), MLP, tp=2)) == [
+        ((rows, WIDTH), (WIDTH, half)),  # up
+        ((rows, half), (half, WIDTH)),  # down
+        ((WIDTH, rows), (rows, half)),  # gradient of down's weight
+        ((rows, WIDTH), (WIDTH, half)),  # of its input
+        ((half, rows), (rows, WIDTH)),  # of up's weight
+        ((rows, half), (half, WIDTH)),  # of its input, a term of a sum
+    ]
+
+
+def test_parameters_and_values_are_local() -> None:
+    local = split(mlp_graph(), MLP, tp=4)
+    sizes = {parameter.name: parameter.spec.shape for parameter in local.parameters}
+    assert sizes["up.weight"] == (INNER // 4, WIDTH)
+    assert sizes["down.weight"] == (WIDTH, INNER // 4)
+    assert sizes["norm.weight"] == (WIDTH,)
+    for parameter in local.parameters:
+        assert parameter.gradient is not None
+        assert local.values[parameter.gradient].spec.numel == parameter.spec.numel
+
+
+def test_shapes_follow_the_batch() -> None:
+    graph = mlp_graph()
+    local = split(graph, MLP, tp=2)
+    assert exchanged(local, 3 * BATCH)[0][2] == 3 * STREAM_BYTES
+    again = split(trace_graph(Mlp(), torch.randn(3 * BATCH, TOKENS, WIDTH)), MLP, tp=2)
+    assert [call.outputs for call in local.at(3 * BATCH).calls] == [
+        op.call.outputs for op in again.ops
+    ]
+
+
+def test_one_rank_is_the_graph_itself() -> None:
+    graph = mlp_graph()
+    assert split(graph, MLP, tp=1) is graph
+
+
+def test_sequence_parallelism_scatters_and_gathers_the_same_bytes() -> None:
+    plain = exchanged(split(model_graph(), found_plan(model_graph()), tp=2))
+    divided = exchanged(split(model_graph(), found_plan(model_graph(), sequence=True), tp=2))
+    ring = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+
+    def moved(found: list[tuple[str, str, int]]) -> int:
+        """Of the stream alone: gradients of norms are summed beside."""
+        return sum(ring[op] * size for _, op, size in found if size == STREAM_BYTES)
+
+    assert {op for _, op, size in divided if size == STREAM_BYTES} == {
+        "all_gather",
+        "reduce_scatter",
+    }
+    # Attention and MLP: a sum each way, of twice the bytes of a gather or a scatter. Beside them
+    # the embedding's output is scattered and its gradient gathered, and the last layer's input
+    # gathered; its gradient is whole, and cut for nothing.
+    assert moved(plain) == 4 * 2 * STREAM_BYTES
+    assert moved(divided) == moved(plain) + 3 * STREAM_BYTES
+
+
+def test_tokens_are_divided_between_the_layers() -> None:
+    local = split(model_graph(), found_plan(model_graph(), sequence=True), tp=2)
+    norms = [op for op in local.ops if op.call.target == "aten.native_layer_norm.default"]
+    assert [op.call.inputs[0].shape for op in norms] == [(BATCH, TOKENS // 2, WIDTH)] * 3
+
+
+def test_the_plan_is_found_from_the_dataflow() -> None:
+    styles = dict(found_plan(model_graph()).styles)
+    assert styles == {
+        "attention.qkv": "column",
+        "attention.out": "row",
+        "mlp.up": "column",
+        "mlp.down": "row",
+    }
+
+
+def test_heads_are_divided_inside_of_attention() -> None:
+    local = split(model_graph(), found_plan(model_graph()), tp=2)
+    (attention,) = [op for op in local.ops if "_for_cpu.default" in op.call.target]
+    width = WIDTH // HEADS
+    assert attention.call.inputs[0].shape == (BATCH, HEADS // 2, TOKENS, width)
+
+
+def test_a_divided_vocabulary_reduces_rows_of_the_loss() -> None:
+    words = 64
+    plan = found_plan(model_graph(words), sequence=False, vocabulary=True)
+    local = split(model_graph(words), plan, tp=2)
+    rows = BATCH * TOKENS
+    forward = [size for phase, _, size in exchanged(local) if phase == "forward"]
+    # The embedding, attention, MLP; the maximum, the sum and the targets of every row.
+    assert forward == [STREAM_BYTES] * 3 + [rows * FLOAT] * 3
+    sizes = {parameter.name: parameter.spec.shape for parameter in local.parameters}
+    assert sizes["words.weight"] == sizes["head.weight"] == (words // 2, WIDTH)
+
+
+def test_gradients_of_what_is_whole_on_divided_tokens_are_summed() -> None:
+    local = split(model_graph(), found_plan(model_graph(), sequence=True), tp=2)
+    sums = [size for phase, op, size in exchanged(local) if op == "all_reduce"]
+    # A weight and a bias of each of three norms; row layers see gathered gradients.
+    assert sums == [WIDTH * FLOAT] * 6
+
+
+@pytest.mark.parametrize("tp", [3, 5])
+def test_a_degree_that_divides_no_features_is_refused(tp: int) -> None:
+    with pytest.raises(StrategyError, match=f"tp={tp} does not divide the .* choose a divisor"):
+        split(model_graph(), found_plan(model_graph()), tp=tp)
+
+
+def test_a_degree_that_divides_no_heads_is_refused() -> None:
+    with pytest.raises(StrategyError, match=r"tp=8 does not divide the .* divides its heads"):
+        split(model_graph(), found_plan(model_graph()), tp=8)
+
+
+def test_a_plan_that_names_no_module_is_refused() -> None:
+    with pytest.raises(StrategyError, match="names no module of the model: it has 'layers"):
+        split(mlp_graph(), Plan.of({"layers.*.up": "colwise"}), tp=2)
+
+
+def test_an_unknown_style_is_refused() -> None:
+    with pytest.raises(StrategyError, match=r"style 'diagonal' of 'up' is unknown; use one of"):
+        Plan.of({"up": "diagonal"})
+
+
+def test_styles_of_torch_are_read() -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    assert Plan.of({"up": ColwiseParallel(), "down": RowwiseParallel()}).styles == MLP.styles

@@ -1,0 +1,101 @@
+"""Tables in pieces, worked out on an executor's workers, are those that are worked out here."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import pytest
+
+from estimator.errors import AllocationError, WorkloadError
+from estimator.tables import COLUMNS, EstimateTable, estimate_chunks, estimate_many
+from tests.synthetic import perceptron
+
+GRAPH = replace(perceptron([64, 64]), target="cuda")
+TEXTS = [f"{nodes}x{devices}:t4-g4dn" for nodes in range(1, 60) for devices in (1, 2, 4)]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Executor]:
+    # A fork of a process with torch's threads may hang.
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
+        yield executor
+
+
+def check(tables: list[EstimateTable], texts: list[str] = TEXTS, **asked: Any) -> None:
+    """The pieces are the whole, in order."""
+    whole = estimate_many(GRAPH, texts, **asked)
+    assert [str(t.allocation(row)) for t in tables for row in range(len(t))] == texts
+    for name in COLUMNS:
+        joined = np.concatenate([getattr(table, name) for table in tables])
+        np.testing.assert_array_equal(joined, getattr(whole, name), err_msg=name)
+
+
+def test_a_pool_of_processes_gives_the_same_columns(pool: Executor) -> None:
+    asked = {"strategy": "zero1", "batch_per_gpu": 8}
+    check(list(estimate_chunks(GRAPH, TEXTS, rows=7, executor=pool, **asked)), **asked)
+    # The workers have the graph by now; another question is another.
+    check(list(estimate_chunks(GRAPH, TEXTS, rows=7, executor=pool)))
+
+
+def test_threads_give_the_same_columns() -> None:
+    with ThreadPoolExecutor(3) as executor:
+        check(list(estimate_chunks(GRAPH, TEXTS, rows=5, executor=executor)))
+
+
+def test_the_graph_is_sent_once_to_each_worker() -> None:
+    class Counted(ThreadPoolExecutor):
+        sent = 0
+
+        def submit(self, *words: Any, **more: Any) -> Future[Any]:
+            Counted.sent += any(isinstance(word, bytes) for word in words)
+            return super().submit(*words, **more)
+
+    with Counted(1) as executor:
+        check(list(estimate_chunks(GRAPH, TEXTS * 10, rows=10, executor=executor)), TEXTS * 10)
+        # Those sent ahead before the first was answered, at most; none of the other 145 pieces.
+        assert 1 <= Counted.sent <= 32
+
+
+def test_a_worker_that_dies_loses_nothing() -> None:
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
+        tables = estimate_chunks(GRAPH, TEXTS * 20, rows=30, executor=executor)
+        found = [next(tables)]
+        os.kill(next(iter(executor._processes)), signal.SIGKILL)
+        check([*found, *tables], TEXTS * 20)
+
+
+def test_an_error_of_a_worker_is_that_of_its_row(pool: Executor) -> None:
+    texts = [*TEXTS[:9], "1x9:t4-g4dn"]
+    with pytest.raises(AllocationError, match=r"row 9: .* asks for 9 devices"):
+        list(estimate_chunks(GRAPH, texts, rows=5, executor=pool, strict=True))
+
+
+def test_what_cannot_be_sent_is_told(pool: Executor) -> None:
+    class Local:
+        def coefficients_for(self, *_: Any) -> None: ...
+
+    with pytest.raises(WorkloadError, match="cannot be sent to other processes"):
+        list(estimate_chunks(GRAPH, TEXTS, executor=pool, calibration=Local()))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_dask_cluster_gives_the_same_columns_though_a_worker_is_killed() -> None:
+    distributed = pytest.importorskip("distributed", reason="needs dask.distributed")
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=50
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        tables = estimate_chunks(GRAPH, TEXTS * 20, rows=30, executor=client.get_executor())
+        found = [next(tables)]
+        pids = client.run(os.getpid)
+        os.kill(next(iter(pids.values())), signal.SIGKILL)
+        check([*found, *tables], TEXTS * 20)

@@ -1,0 +1,110 @@
+"""Steps of ranks that share layers, worked out by hand from the links between them."""
+
+from __future__ import annotations
+
+import pytest
+
+import estimator as est
+from estimator.errors import StrategyError, WorkloadError
+from estimator.estimates import Estimate
+from estimator.workload.layout import Layout
+from tests.graph.test_split import BATCH, STREAM_BYTES, mlp_graph
+from tests.synthetic import Machine
+
+MACHINE = Machine(rank_jitter_ratio=0.0)
+PROFILE = MACHINE.profile()
+GRAPH = mlp_graph()
+PLAN = {"up": "colwise", "down": "rowwise"}
+
+
+def answer(allocation: str, layout: str | None, **more: object) -> Estimate:
+    return est.estimate(
+        GRAPH, allocation, layout=layout, tp_plan=PLAN if layout else None, profile=PROFILE, **more
+    )
+
+
+def all_reduce_s(latency_s: float, bytes_per_s: float) -> float:
+    return latency_s + STREAM_BYTES / bytes_per_s
+
+
+def test_two_reductions_of_the_stream_stand_in_the_breakdown() -> None:
+    found = answer("1x2:m", "tp=2")
+    each_s = all_reduce_s(MACHINE.latency_s, MACHINE.bandwidth_bytes_per_s)
+    assert found.breakdown.layer_communication_s == pytest.approx(2 * each_s, rel=0.01)
+    assert found.breakdown.communication_exposed_s == 0
+    assert found.breakdown.total_s == pytest.approx(found.step_time_s)
+    assert found.timeline.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
+
+
+def test_the_batch_is_that_of_a_data_parallel_rank() -> None:
+    found = answer("1x8:m", "tp=2,dp=*")
+    assert found.global_batch == 4 * BATCH
+    assert answer("1x8:m", "tp=2", global_batch=8 * BATCH).batch_per_gpu == 2 * BATCH
+    assert found.layout == "tp=2,dp=*"
+
+
+def test_micro_batches_exchange_each() -> None:
+    one, three = (answer("1x2:m", "tp=2", accumulation_steps=steps) for steps in (1, 3))
+    assert three.breakdown.layer_communication_s == pytest.approx(
+        3 * one.breakdown.layer_communication_s
+    )
+
+
+def test_groups_that_share_layers_stay_in_a_node() -> None:
+    inside, across = answer("2x2:m", "tp=2"), answer("2x2:m", "tp=4")
+    assert inside.breakdown.layer_communication_s == pytest.approx(
+        answer("1x2:m", "tp=2").breakdown.layer_communication_s
+    )
+    assert across.breakdown.layer_communication_s > 4 * inside.breakdown.layer_communication_s
+    # Two rings of gradients leave each node at once, and share its network.
+    ring = inside.plan.group
+    assert (ring.ranks, ring.nodes) == (2, 2)
+    assert ring.bytes_per_s == pytest.approx(MACHINE.network_bytes_per_s / 2, rel=0.1)
+
+
+def test_a_rank_holds_and_updates_its_part() -> None:
+    whole, half = answer("1x2:m", None), answer("1x2:m", "tp=2")
+    assert half.memory.parameters_bytes < whole.memory.parameters_bytes
+    assert half.breakdown.update_s < whole.breakdown.update_s
+    assert half.breakdown.forward_s < whole.breakdown.forward_s
+
+
+def test_sharding_over_the_data_parallel_ranks_that_are_left() -> None:
+    found = answer("1x8:m", "tp=2,dp=*", strategy="zero1")
+    assert found.plan.shards == 4
+
+
+def test_tp_of_one_is_data_parallel() -> None:
+    assert answer("1x4:m", "tp=1").step_time_s == answer("1x4:m", None).step_time_s
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        ("tp=3", r"layout 'tp=3,dp=\*' takes a multiple of 3 ranks, found 4"),
+        ("tp=2,dp=4", "layout 'tp=2,dp=4' takes 8 ranks, found 4"),
+        ("tp=two", "'tp=two' is none of tp, cp, ep, pp, dp with a number from 1"),
+        ("tp=*", "only dp may be"),
+        ("pp=2", "pp cannot be estimated yet"),
+        ("sp", "sp and vocab divide what tp ranks share"),
+        ("tp=2,tp=2", "each once"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(layout: str, sentence: str) -> None:
+    with pytest.raises(StrategyError, match=sentence):
+        answer("1x4:m", layout)
+
+
+def test_unlike_batches_of_ranks_that_share_layers_are_refused() -> None:
+    with pytest.raises(WorkloadError, match="work on the same samples"):
+        answer("1x2:m+1x2:m", "tp=2", batch_per_gpu=(4, 8))
+
+
+def test_a_plan_without_a_layout_is_refused() -> None:
+    with pytest.raises(StrategyError, match="a tensor-parallel plan needs a layout"):
+        est.estimate(GRAPH, "1x2:m", tp_plan=PLAN, profile=PROFILE)
+
+
+def test_a_layout_prints_as_it_is_read() -> None:
+    for text in ("tp=8,sp,vocab,dp=*", "tp=2,dp=4", "dp=*"):
+        assert str(Layout.parse(text)) == text
