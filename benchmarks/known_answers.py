@@ -8,6 +8,7 @@ of every row on whether it fits.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +54,24 @@ def main() -> None:
 def case_of(row: KnownRow, graphs: GraphStore, *, is_hidden: bool) -> dict[str, Any]:
     """What the engine says of a row beside what is known, in the form of all benchmarks."""
     say(row.id)
-    answer, reason = None, ""
+    answer, reason, evaluations_s = None, "", 0.0
     try:
+        graph = graphs.graph(row.spec, row.precision, row.optimizer)
         answer = est.estimate(
-            graphs.graph(row.spec, row.precision, row.optimizer),
+            replace(graph, grad_scaler=row.scales_loss, clip_grad_norm=row.clips_gradients),
             row.allocation,
             batch_per_gpu=row.batch_per_gpu,
             accumulation_steps=row.accumulation_steps,
             strategy=row.strategy,
             profile=variant(row.machine, row.setting),
         )
+        evaluations_s = row.evaluations_per_step * answer.breakdown.forward_s
     except (EstimatorError, NotMapped) as error:
         reason = str(error)
+    seconds = answer and (answer.step_time_s, answer.low_s, answer.high_s)
+    predicted_s, low_s, high_s = (
+        (each + evaluations_s for each in seconds) if seconds else [None] * 3
+    )
     return {
         "id": row.id,
         "source": row.source,
@@ -72,9 +79,9 @@ def case_of(row: KnownRow, graphs: GraphStore, *, is_hidden: bool) -> dict[str, 
         "allocation": row.allocation,
         "method": "cold",
         "half": "unseen" if is_hidden else "seen",
-        "predicted_s": answer.step_time_s if answer else None,
-        "low_s": answer.low_s if answer else None,
-        "high_s": answer.high_s if answer else None,
+        "predicted_s": predicted_s,
+        "low_s": low_s,
+        "high_s": high_s,
         "measured_s": row.step_time_s,
         "noise_ratio": None,
         "global_batch": row.gpus * row.batch_per_gpu * row.accumulation_steps,

@@ -25,7 +25,10 @@ SEED = 20261122
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRow:
-    """A published answer: seconds of a step, or only that it did not fit (None)."""
+    """A published answer: seconds of a step, or only that it did not fit (None).
+
+    `evaluations_per_step` are forward passes that the source's clock counts beside a step.
+    """
 
     source: str
     spec: ModelSpec
@@ -38,6 +41,9 @@ class KnownRow:
     strategy: str = "ddp"
     accumulation_steps: int = 1
     setting: Setting | None = None
+    scales_loss: bool = False
+    clips_gradients: bool = False
+    evaluations_per_step: float = 0.0
     remark: str = ""
 
     @property
@@ -107,7 +113,9 @@ def _raschka() -> Iterator[KnownRow]:
         source="LLMs-from-scratch",
         precision="bf16",
         optimizer="adamw-fused",
-        remark="its clock runs on through evaluations and starts of loaders, once in 15 steps",
+        # Its clock is read every 15 steps, before two batches are evaluated.
+        evaluations_per_step=2 / 15,
+        remark="loaders that start anew for each evaluation are left out",
     )
     settings = {"tied": False, "drop": 0.1}
     eager = _gpt2("untied", fused=False, mask="in place", **settings)
@@ -149,6 +157,7 @@ def _torchtitan() -> Iterator[KnownRow]:
         source="torchtitan",
         precision="bf16",
         strategy="fsdp:param=bf16,reduce=fp32",
+        clips_gradients=True,
     )
     for name, length, recompute, batch, tokens_per_s in (
         ("llama-3-8b", 8192, "selective", 1, 2904),
@@ -198,7 +207,8 @@ def _fms_fsdp() -> Iterator[KnownRow]:
     ):
         yield KnownRow(
             source="fms-fsdp",
-            spec=llama(name, 4096, recompute),
+            # Its loss takes logits in bf16 (fms_fsdp/utils/train_utils.py).
+            spec=llama(name, 4096, recompute).with_settings(wide_loss=False),
             machine="a100-sxm-80gb",
             gpus=128,
             batch_per_gpu=batch,
@@ -208,6 +218,7 @@ def _fms_fsdp() -> Iterator[KnownRow]:
             setting=Setting(
                 network="infiniband", network_bit_per_s=400e9, source="later version of the README"
             ),
+            clips_gradients=True,
             remark="hybrid sharding taken as full sharding",
         )
 
@@ -239,7 +250,10 @@ def _foundry() -> Iterator[KnownRow]:
             accumulation_steps=accumulation,
             step_time_s=8 * batch * accumulation * length / tokens_per_s,
             precision="bf16",
-            strategy="fsdp",
+            # MP mode DEFAULT: fp32 shards, gathered in bf16, sums in fp32 (Composer's FSDP guide).
+            strategy="fsdp:param=bf16,reduce=fp32",
+            clips_gradients=True,
+            remark="DecoupledAdamW taken as AdamW",
         )
 
 
@@ -265,6 +279,10 @@ def _bert() -> Iterator[KnownRow]:
             step_time_s=gpus * batch / sequences_per_s,
             precision=precision,
             optimizer="lamb" if spec is not tune else "adam",
+            # apex O2: a model in half with fp32 master weights, and a scaled loss.
+            strategy="ddp:master" if precision == "fp16" else "ddp",
+            scales_loss=precision == "fp16",
+            clips_gradients=spec is tune,
         )
 
 
@@ -315,5 +333,6 @@ def _tinyllama() -> Iterator[KnownRow]:
         step_time_s=8 * 2048 / 24000,
         precision="bf16",
         strategy="fsdp:param=bf16,reduce=bf16",
+        clips_gradients=True,
         remark="its fused kernels are taken as torch.compile fuses",
     )

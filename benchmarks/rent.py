@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +37,7 @@ from estimator.calibrate.tables import Job, MeasuredStep, read_steps
 from estimator.calibrate.worker_tables import read_workers
 
 BUDGETS = 50
+METHODS = ("calibrated", "linear", "largest")
 SAMPLES = 1e6
 # USD per GPU and hour: T4 of g4dn.12xlarge and A100 of p4d.24xlarge (data/prices); of GPUs that are
 # not rented by the hour, what is stated here.
@@ -47,8 +48,8 @@ HOUR = 3600.0
 class Configuration(NamedTuple):
     """A measured placement and batch: time and cost of the work, measured, predicted and linear."""
 
-    name: str
     ranks: int
+    batch_per_gpu: float
     noise_ratio: float
     time_s: float
     usd: float
@@ -81,8 +82,7 @@ def configurations(job: Job[MeasuredStep]) -> Iterator[Configuration]:
         ]
         costs = [step.ranks * usd_per_hour * each / HOUR for each in times]
         pairs = [value for pair in zip(times, costs, strict=True) for value in pair]
-        name = f"{job.gpu} {key[0]} × {key[1]:g}"
-        yield Configuration(name, step.ranks, noises.get(key, usual), *pairs)
+        yield Configuration(step.ranks, key[1], noises.get(key, usual), *pairs)
 
 
 class Chosen(NamedTuple):
@@ -99,12 +99,12 @@ def judged(rows: Sequence[Configuration]) -> dict[str, Chosen]:
     found: defaultdict[str, list[tuple[bool, bool, float]]] = defaultdict(list)
     for budget in np.geomspace(*ends, BUDGETS) * (1 + 1e-9):
         best = min((row for row in rows if row.time_s <= budget), key=lambda row: row.usd)
-        choices = {
-            "calibrated": _within(rows, budget, "predicted_s", "predicted_usd"),
-            "linear": _within(rows, budget, "linear_s", "linear_usd"),
-            "largest": max(rows, key=lambda row: (row.ranks, -row.time_s)),
-        }
-        for method, chosen in choices.items():
+        choices = (
+            _within(rows, budget, "predicted_s", "predicted_usd"),
+            _within(rows, budget, "linear_s", "linear_usd"),
+            max(rows, key=lambda row: (row.ranks, -row.time_s)),
+        )
+        for method, chosen in zip(METHODS, choices, strict=True):
             is_late = chosen.time_s > budget * (1 + chosen.noise_ratio)
             costs_more = chosen.usd / best.usd - 1
             is_same = not is_late and costs_more <= max(best.noise_ratio, chosen.noise_ratio)
@@ -117,7 +117,8 @@ def judged(rows: Sequence[Configuration]) -> dict[str, Chosen]:
 
 def _within(rows: Sequence[Configuration], budget: float, time: str, cost: str) -> Configuration:
     """The cheapest that is thought to end in time, else the one thought fastest."""
-    known = [row for row in rows if np.isfinite(getattr(row, time))]
+    # A batch that was not measured on one device cannot be scaled.
+    known = [row for row in rows if np.isfinite(getattr(row, time))] or list(rows)
     in_time = [row for row in known if getattr(row, time) <= budget]
     if in_time:
         return min(in_time, key=lambda row: float(getattr(row, cost)))
@@ -125,23 +126,33 @@ def _within(rows: Sequence[Configuration], budget: float, time: str, cost: str) 
 
 
 def choices(folder: Path) -> Iterator[str]:
-    """A12 as a table."""
-    yield "| table | model | configurations | method | same % | late % | cost regret % |"
-    yield "|---|---|---|---|---|---|---|"
-    everything: defaultdict[str, list[Chosen]] = defaultdict(list)
+    """A12 as a table: any placement and batch, or any placement at each batch per GPU."""
+    yield "| table | model | choice among | configurations | method | same % | late % | regret % |"
+    yield "|---|---|---|---|---|---|---|---|"
+    everything: defaultdict[tuple[str, str], list[Chosen]] = defaultdict(list)
     for table in ("pollux_t4", "sia_hetero"):
         models: defaultdict[str, list[Configuration]] = defaultdict(list)
         for job in read_steps([folder / f"{table}.csv"]).jobs:
             if few_shot(job):
                 models[job.model] += configurations(job)
         for model, rows in models.items():
-            for method, found in judged(rows).items():
-                everything[method].append(found)
-                figures = " | ".join(f"{100 * value:.1f}" for value in found)
-                yield f"| {table} | {model} | {len(rows)} | {method} | {figures} |"
-    for method, each in everything.items():
-        figures = " | ".join(f"{100 * value:.1f}" for value in np.mean(each, axis=0))
-        yield f"| all | mean | | {method} | {figures} |"
+            by_batch: defaultdict[float, list[Configuration]] = defaultdict(list)
+            for row in rows:
+                by_batch[row.batch_per_gpu].append(row)
+            several = [each for each in by_batch.values() if len(each) > 2]
+            for among, questions in (("all", [rows]), ("placements", several)):
+                judgements = [judged(each) for each in questions]
+                for method in METHODS:
+                    found = [each[method] for each in judgements]
+                    everything[among, method].append(Chosen(*np.mean(found, axis=0)))
+                    about = f"| {table} | {model} | {among} | {sum(map(len, questions))} "
+                    yield f"{about}| {method} | {_percent(everything[among, method][-1])} |"
+    for (among, method), each in everything.items():
+        yield f"| both | mean | {among} | | {method} | {_percent(np.mean(each, axis=0))} |"
+
+
+def _percent(values: Iterable[float]) -> str:
+    return " | ".join(f"{100 * value:.1f}" for value in values)
 
 
 def asynchronous_workers(folder: Path) -> str:

@@ -75,7 +75,7 @@ def precision_of(text: str, *, narrow: str = "fp16-amp") -> str:
 
 
 def _lambda(row: PublishedRow) -> Workload:
-    """NVIDIA's reference code on single servers; BERT in half precision has fp16 weights."""
+    """NVIDIA's examples on single servers; BERT in half precision as `_dle_bert` has it."""
     model = row.step.model.lower()
     if "resnet-50" in model:
         return Workload(
@@ -85,10 +85,12 @@ def _lambda(row: PublishedRow) -> Workload:
         )
     if "bert" in model:
         size = "large" if "large" in model else "base"
+        precision = precision_of(row.step.precision, narrow="fp16")
         return Workload(
             spec=bert(size, "QuestionAnswering", row.seq_len or 384),
-            precision=precision_of(row.step.precision, narrow="fp16"),
+            precision=precision,
             optimizer="adam",
+            strategy=_with_masters(precision),
         )
     raise NotMapped(f"no builder for the model {row.step.model}")
 
@@ -173,13 +175,20 @@ def _dle_machine(row: PublishedRow) -> Setting:
 
 
 def _dle_bert(row: PublishedRow) -> Workload:
+    """apex O2 in half precision: fp32 master weights; pre-training updates by LAMB."""
     head = "PreTraining" if "Pre-training" in row.text("notes") else "QuestionAnswering"
+    precision = precision_of(row.step.precision, narrow="fp16")
     return Workload(
         spec=bert("large", head, row.seq_len or 384),
-        precision=precision_of(row.step.precision, narrow="fp16"),
-        optimizer="adam",
+        precision=precision,
+        optimizer="lamb" if head == "PreTraining" else "adam",
+        strategy=_with_masters(precision),
         setting=_dle_machine(row),
     )
+
+
+def _with_masters(precision: str) -> str:
+    return "ddp:master" if precision == "fp16" else "ddp"
 
 
 def _dle_convolutions(spec: ModelSpec) -> Callable[[PublishedRow], Workload]:

@@ -190,9 +190,11 @@ def _llm_foundry(row: PublishedRow) -> Workload:
         network_bit_per_s=float(rate[1]) * 1e9 if rate else None,
         source="section of the table",
     )
-    # Both mixed-precision policies gather and compute in bf16 (Composer's FSDP guide); DEFAULT
-    # sums gradients in float32.
-    return Workload(spec=spec, precision="bf16", strategy="fsdp", setting=setting)
+    # Both mixed-precision policies keep fp32 shards, gather and compute in bf16; DEFAULT sums
+    # gradients in float32, PURE in bf16 (Composer's FSDP guide).
+    reduced = "bf16" if "mp=PURE" in row.text("parallelism") else "fp32"
+    strategy = f"fsdp:param=bf16,reduce={reduced}"
+    return Workload(spec=spec, precision="bf16", strategy=strategy, setting=setting)
 
 
 def llama(name: str, length: int, recompute: str) -> ModelSpec:
@@ -245,7 +247,7 @@ def _torchtitan(row: PublishedRow) -> Workload:
     """Llama 3 by FSDP2: parameters gathered in bf16, gradients summed in float32."""
     notes = row.text("notes")
     spec = llama(_llama_name(row.step.model), row.seq_len or 8192, _recomputation(notes))
-    spec = replace(spec, compiled="compile" in notes)
+    spec = replace(spec, compiled="blocks" if "compile" in notes else False)
     odd = "2.4TB/s" in row.step.gpu
     setting = Setting(
         network="infiniband",
@@ -271,7 +273,8 @@ def _sharded(row: PublishedRow, dtypes: str) -> str:
 def _fms_fsdp(row: PublishedRow) -> Workload:
     notes = f"{row.text('notes')};{row.text('framework_version')}"
     spec = llama(_llama_name(row.step.model), row.seq_len or 4096, _recomputation(notes))
-    spec = replace(spec, compiled="compile" in notes)
+    # Its loss takes logits in bf16 (fms_fsdp/utils/train_utils.py).
+    spec = replace(spec, compiled="compile" in notes).with_settings(wide_loss=False)
     rate = re.search(r"(\d+) ?Gb/s per node", row.text("interconnect"))
     setting = Setting(
         network="infiniband",

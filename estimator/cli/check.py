@@ -6,8 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress, remark
-from estimator.cli.options import on_option, told_slowdowns, traced, workload_options
+from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress
+from estimator.cli.options import (
+    counting_told_drifts,
+    on_option,
+    told_slowdowns,
+    traced,
+    workload_options,
+)
 from estimator.cli.request import Request
 from estimator.errors import ModelError
 from estimator.probe.option_types import Count
@@ -83,9 +89,7 @@ def check(on: str, as_json: bool, **options: Any) -> None:
     """
     request = Request(**options)
     graph = traced(request, (on,))
-    request, drifts = request.counting_drifts(graph, on)
-    for drift in drifts:
-        remark(drift)
+    request, _ = counting_told_drifts(request, graph, on)
     answer = request.estimate(graph, on)
     unmeasured_ratio = sum(
         share_ratio

@@ -12,6 +12,7 @@ import click
 from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, remark
 from estimator.cli.options import (
     Batches,
+    counting_told_drifts,
     on_option,
     told_slowdowns,
     traced,
@@ -49,23 +50,15 @@ def estimate(
 
     Exit code 1: it does not fit into the devices' memory.
     """
-    if samples is not None and tokens is not None:
-        raise click.UsageError("give --samples or --tokens, not both")
+    _check(samples, tokens, trace)
     request = Request(**options)
-    if trace is not None:
-        from estimator.machines.files import check_writable
-
-        check_writable(trace)
     graph = traced(request, (on,))
     slowdowns = told_slowdowns(request, (on,))
-    request, drifts = request.counting_drifts(graph, on)
-    for drift in drifts:
-        remark(drift)
+    request, drifts = counting_told_drifts(request, graph, on)
     balance = request.balance(graph, on)
     answer = balance.answer if balance else request.estimate(graph, on)
-    duration_s = None
-    if samples is not None or tokens is not None:
-        duration_s = answer.duration_s(samples=samples, tokens=tokens)
+    asked = samples is not None or tokens is not None
+    duration_s = answer.duration_s(samples=samples, tokens=tokens) if asked else None
     if trace is not None:
         _write_trace(answer, trace)
     scaling = request.scaling(graph, answer)
@@ -86,19 +79,28 @@ def estimate(
         from estimator.cli.render import estimate_report
         from estimator.cli.render_modules import modules_table
 
-        print_tables(
-            estimate_report(
-                answer,
-                duration_s=duration_s,
-                scaling=scaling,
-                balance=balance,
-                remedies=remedies,
-                verbose=verbose,
-                modules=modules_table(modules) if modules else None,
-            )
+        report = estimate_report(
+            answer,
+            duration_s=duration_s,
+            scaling=scaling,
+            balance=balance,
+            remedies=remedies,
+            verbose=verbose,
+            modules=modules_table(modules) if modules else None,
         )
+        print_tables(report)
     if answer.fits == "no":
         raise click.exceptions.Exit(ANSWER_IS_NO)
+
+
+def _check(samples: float | None, tokens: float | None, trace: Path | None) -> None:
+    """Refuse what cannot be answered before anything is traced."""
+    if samples is not None and tokens is not None:
+        raise click.UsageError("give --samples or --tokens, not both")
+    if trace is not None:
+        from estimator.machines.files import check_writable
+
+        check_writable(trace)
 
 
 def _modules(answer: Estimate) -> list[ModuleCost]:

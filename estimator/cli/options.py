@@ -221,3 +221,13 @@ def told_slowdowns(request: Request, allocations: Sequence[str]) -> dict[str, fl
                 "other programs, or probe it again"
             )
     return found
+
+
+def counting_told_drifts(
+    request: Request, graph: OpGraph, allocation: str
+) -> tuple[Request, list[str]]:
+    """The request with hosts as slow as the store shows them, and what it said of them."""
+    counting, drifts = request.counting_drifts(graph, allocation)
+    for drift in drifts:
+        remark(drift)
+    return counting, drifts

@@ -229,9 +229,10 @@ def _host_facts(profile: MachineProfile) -> Table | None:
     rows = []
     if profile.host is not None:
         rows += [
-            (f"host, {part_name(field.name)}", format_seconds(getattr(profile.host, field.name)))
+            (f"host, {part_name(field.name)}", format_seconds(seconds))
             for field in fields(profile.host)
             if field.name.endswith("_s")
+            and (seconds := getattr(profile.host, field.name)) is not None
         ]
     if profile.memory is not None:
         per_gib_s = profile.memory.first_touch_s_per_byte * 2**30

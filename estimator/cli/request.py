@@ -322,12 +322,9 @@ class Request:
             return {}
         from estimator.probe.canary import slowdown_ratio
 
-        profiles = {kind.profile.name: kind.profile for kind in self._placed(allocation).kinds}
-        found = {
-            name: slowdown_ratio(profile)
-            for name, profile in profiles.items()
-            if name in ("local", "local-cpu")
-        }
+        profiles = [kind.profile for kind in self._placed(allocation).placement.kinds]
+        own = {each.name: each for each in profiles if each.name in ("local", "local-cpu")}
+        found = {name: slowdown_ratio(profile) for name, profile in own.items()}
         return {name: ratio for name, ratio in found.items() if ratio is not None}
 
     def scaling(self, graph: OpGraph, answer: Estimate) -> Scaling | None:

@@ -217,7 +217,7 @@ def _rms_norm(
     """One kernel on CUDA where its tensors are of one dtype (native/layer_norm.cpp)."""
     if input.is_complex() or (weight is not None and weight.dtype != input.dtype):
         return torch.rms_norm(input, normalized_shape, weight, eps)
-    fused: Tensor = _FusedRmsNorm.apply(input, list(normalized_shape), weight, eps)  # type: ignore[no-untyped-call]
+    fused: Tensor = _FusedRmsNorm.apply(input, list(normalized_shape), weight, eps)
     return fused
 
 
@@ -232,7 +232,7 @@ class _FusedRmsNorm(torch.autograd.Function):
             output, rstd = aten._fused_rms_norm.default(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, rstd)
         ctx.shape = shape
-        return output  # type: ignore[no-any-return]
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -131,11 +131,11 @@ def _group_ratios(
 
 def _quantities(profile: MachineProfile) -> Iterator[Quantity]:
     for group, name, unit, value in _numbers(profile):
-        if value > 0:
+        if value is not None and value > 0:
             yield Quantity(group=group, name=name, unit=unit, value=value)
 
 
-_Number = tuple[str, str, Unit, float]
+_Number = tuple[str, str, Unit, float | None]
 
 
 def _numbers(profile: MachineProfile) -> Iterator[_Number]:

@@ -238,7 +238,7 @@ def softmaxes() -> list[GridCall]:
         x = tensor(rows, columns)
         for name in ("_softmax", "_log_softmax"):
             calls += softmax(x, name)
-    for batch, heads, rows in ((4, 6, 100), (60, 3, 50), (2, 10, 400)):
+    for batch, heads, rows in ((2, 4, 40), (4, 6, 100), (60, 3, 50), (2, 10, 400), (16, 12, 110)):
         scores = tensor(batch, heads, rows, rows)
         calls.append(grid_call("_safe_softmax.default", scores, -1))
     return calls

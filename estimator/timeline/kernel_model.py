@@ -43,8 +43,8 @@ _PARTIAL_SUM_BYTES = 8.0
 # From this length of the inner sum on, rows of the factors lie further apart than the address
 # translation caches reach; Pascal's reach least.
 _LONG_INNER = 8192.0
-# Half-precision rows that start at odd elements cannot be copied asynchronously, 4 bytes at least at
-# a time, so that libraries fall back to kernels written for Turing ("cutlass_75_…_align1" on A100:
+# Half-precision rows that start at odd elements cannot be copied asynchronously, 4 bytes at a time
+# or more, so that libraries fall back to kernels for Turing ("cutlass_75_…_align1" on A100:
 # pegainfer-project/pegainfer, pull request 1046), whose instructions do half as much: GPT-2 124M
 # gains 25 % with 50304 tokens instead of 50257 (Karpathy on nanoGPT, February 2023), so that its
 # three products with the vocabulary took 2.5 times as long.
@@ -131,7 +131,7 @@ def matmul_seconds(
     long_inner = np.where(_column(chip.has_old_tlb), model.old_tlb_long_inner, model.long_inner)
     rate = _column(chip.flops_per_s) * share * _column(sustained_ratio(model, chip))
     rate = rate / (1.0 + long_inner * np.maximum(0.0, np.log(k / _LONG_INNER)))
-    rate = rate * np.where(_column(unaligned) & tensor, UNALIGNED_RATIO, 1.0)
+    rate = rate * np.where(np.logical_and(_column(unaligned), tensor), UNALIGNED_RATIO, 1.0)
 
     tiles = count * np.ceil(m / _TILE_ROWS) * np.ceil(n / _TILE_COLUMNS) * _TILE_PIECES
     waves = np.ceil(tiles / _column(chip.multiprocessors))

@@ -425,6 +425,23 @@ def test_a_label_list_has_one_entry_per_sample() -> None:
     assert graph.other_batch is None
 
 
+def test_rms_norm_is_one_kernel_each_way_on_cuda_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8))
+    kernels = {"aten._fused_rms_norm.default", "aten._fused_rms_norm_backward.default"}
+    found = {
+        target: trace_graph(model, torch.randn(4, 8), target=target) for target in ("cpu", "cuda")
+    }
+    assert not kernels & {op.call.target for op in found["cpu"].ops}
+    assert kernels <= {op.call.target for op in found["cuda"].ops}
+    # It keeps one number for each row, and gives gradients of its input and its weight.
+    forward, backward = (
+        next(op.call for op in found["cuda"].ops if op.call.target == name)
+        for name in sorted(kernels)
+    )
+    assert [spec.shape for spec in forward.outputs] == [(4, 8), (4, 1)]
+    assert [spec.shape for spec in backward.outputs] == [(4, 8), (8,)]
+
+
 def test_the_graph_for_cuda_has_cudnn_layers_flash_attention_and_fused_dropout() -> None:
     recurrent = trace_graph(Recurrent(), torch.randint(0, 50, (4, 7)), target="cuda")
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)

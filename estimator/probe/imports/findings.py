@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from estimator.errors import ImportedFileError, quoted
 from estimator.machines.profile import CollectiveCost, Link, LinkKind, Locality, Provenance
@@ -12,18 +13,36 @@ from estimator.placement.topology import Cluster
 Fact = str | int | float | bool | None
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How two devices, or a device and a NIC, are joined within a node."""
+
+    kind: LinkKind
+    locality: Locality
+    links: int = 0
+
+    def __str__(self) -> str:
+        counted = f":{self.links}" if self.links else ""
+        return f"{self.kind}:{self.locality}{counted}"
+
+
+Routes = Mapping[int, Mapping[int, Route]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
     """What one file, or several, say: parts of a profile, or the cluster a scheduler knows.
 
-    `device_names`, `device_facts` and `numa_nodes` are by device index on one node. `latencies_s`
-    are one-way latencies of network links whose bandwidth another file gives.
+    `device_names`, `device_facts` and `numa_nodes` are by device index on one node, `routes` by the
+    indices of two devices. `latencies_s` are one-way latencies of network links whose bandwidth
+    another file gives.
     """
 
     formats: tuple[str, ...]
     device_names: Mapping[int, str] = field(default_factory=dict)
     device_facts: Mapping[int, Mapping[str, Fact]] = field(default_factory=dict)
     numa_nodes: Mapping[int, int] = field(default_factory=dict)
+    routes: Routes = field(default_factory=dict)
     links: tuple[Link, ...] = ()
     network: tuple[Link, ...] = ()
     latencies_s: Mapping[LinkKind, float] = field(default_factory=dict)
@@ -42,20 +61,7 @@ class Imported:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """How two devices, or a device and a NIC, are joined within a node."""
-
-    kind: LinkKind
-    locality: Locality
-    links: int = 0
-
-    def __str__(self) -> str:
-        counted = f":{self.links}" if self.links else ""
-        return f"{self.kind}:{self.locality}{counted}"
-
-
-def routes_fact(paths: Mapping[int | str, Route]) -> str:
+def routes_fact(paths: Mapping[Any, Route]) -> str:
     """Paths as one fact of a device: ``1:nvlink:device_switch:12 2:pcie:node``."""
     return " ".join(f"{end}:{path}" for end, path in paths.items())
 
@@ -79,6 +85,7 @@ def join(parts: Sequence[Imported]) -> Imported:
             device_names={**part.device_names, **whole.device_names},
             device_facts=_joined_facts(whole, part),
             numa_nodes={**part.numa_nodes, **whole.numa_nodes},
+            routes=whole.routes or part.routes,
             links=(*whole.links, *part.links),
             network=(*whole.network, *part.network),
             latencies_s={**part.latencies_s, **whole.latencies_s},

@@ -21,6 +21,7 @@ from estimator.machines.profile import (
     UpdateCost,
 )
 from estimator.probe.imports.findings import Imported
+from estimator.probe.imports.rings import is_line_rate, links_by_routes
 from estimator.units import GIB
 
 Entry = TypeVar("Entry")
@@ -76,11 +77,22 @@ def add_imports(profile: MachineProfile, found: Imported) -> MachineProfile:
     return replace(
         profile,
         devices=tuple(_informed(device, found) for device in profile.devices),
-        links=_best((profile.links, found.links), _link_key),
+        links=_best(_links(profile, found), _link_key),
         network=_best((profile.network, found.network), _link_key),
         collectives=_best((profile.collectives, found.collectives), _collective_key),
         hardware=_filled((profile.hardware, found.hardware)),
     )
+
+
+def _links(profile: MachineProfile, found: Imported) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
+    """The profile's links and those that the files add to them.
+
+    Line rates of a topology add nothing where the datasheet has taken its classes.
+    """
+    own = links_by_routes(profile, found.routes, ", ".join(found.formats))
+    if own is None:
+        return profile.links, found.links
+    return own, tuple(link for link in found.links if not is_line_rate(link))
 
 
 def unlisted_devices(profile: MachineProfile, found: Imported) -> str | None:

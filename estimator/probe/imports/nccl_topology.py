@@ -14,13 +14,13 @@ from xml.etree.ElementTree import Element
 from estimator.errors import ImportedFileError, printable, quoted
 from estimator.machines.profile import Link, LinkKind, Locality, Provenance
 from estimator.placement.topology import PAYLOAD_RATIOS, Transport
-from estimator.probe.imports.findings import Fact, Imported, Route, routes_fact
+from estimator.probe.imports.findings import Fact, Imported, Route, Routes, routes_fact
+from estimator.probe.imports.rings import rings_of
 
 FORMAT = "NCCL topology"
 # Bytes per second of one NVLink, one way, by the lowest compute capability that has it
 # (NVIDIA/nccl, src/graph/topo.h, SM60_NVLINK_BW and following).
 _NVLINK_BYTES_PER_S = {60: 18e9, 70: 20e9, 80: 20e9, 86: 12e9, 90: 20.6e9, 100: 40.1e9}
-_FARTHER: tuple[Locality, ...] = ("device_switch", "socket", "node")
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 # PCI class codes: bridge of another kind (an NVSwitch), InfiniBand controller.
 _SWITCH_CLASS, _INFINIBAND_CLASS = "0x0680", "0x0207"
@@ -79,6 +79,7 @@ def read_nccl_topology(text: str) -> Imported:
         formats=(FORMAT,),
         device_facts=facts,
         numa_nodes=numa_nodes,
+        routes=_routes(gpus),
         links=links,
         network=network,
         hardware={"network_cards": len({net.element.get("name") for net in nets})} if nets else {},
@@ -162,34 +163,20 @@ def _pcie_path(first: _Part, second: _Part) -> Route:
     return Route("pcie", "node")
 
 
+def _routes(gpus: Sequence[_Part]) -> Routes:
+    return {
+        gpu.index: {other.index: _peer_path(gpu, other) for other in gpus if other is not gpu}
+        for gpu in gpus
+    }
+
+
 def _links(gpus: Sequence[_Part]) -> Iterator[Link]:
-    """NVLinks of the longest ring of devices from the first on, and PCIe where others are left."""
-    ordered = sorted(gpus, key=lambda gpu: gpu.index)
-    rings = {number: _ring(ordered[:number]) for number in range(2, len(ordered) + 1)}
-    joined = max((n for n, ring in rings.items() if ring.kind == "nvlink"), default=0)
-    if joined:
-        rate = rings[joined].links * min(map(_nvlink_bytes_per_s, ordered[:joined]))
-        yield _line_rate("nvlink", "device_switch", rate, joined if joined < len(ordered) else None)
-    if 1 < len(ordered) != joined:
-        rate = min(_pcie_bytes_per_s(gpu.above[-1]) for gpu in ordered)
-        yield _line_rate("pcie", rings[len(ordered)].locality, rate, None)
-
-
-def _ring(gpus: Sequence[_Part]) -> Route:
-    """The worst hop of a ring in the order of indices; all links where everyone is joined to all.
-
-    Then rings in other orders fill the rest of the links.
-    """
-    paths = [[_peer_path(gpu, other) for other in gpus if other is not gpu] for gpu in gpus]
-    if all(path.kind == "nvlink" for own in paths for path in own):
-        fewest = min(path.links for own in paths for path in own)
-        others = 1 if any(map(_to_switch, gpus)) else len(gpus) - 1
-        return Route("nvlink", "device_switch", fewest * others)
-    hops = [_peer_path(gpu, gpus[number - 1]) for number, gpu in enumerate(gpus)]
-    slow = [hop for hop in hops if hop.kind != "nvlink"]
-    if slow:
-        return max(slow, key=lambda hop: _FARTHER.index(hop.locality))
-    return min(hops, key=lambda hop: hop.links)
+    for route, devices in rings_of(_routes(gpus), links_to_switch=any(map(_to_switch, gpus))):
+        if route.kind == "nvlink":
+            rate = route.links * min(map(_nvlink_bytes_per_s, gpus))
+        else:
+            rate = min(_pcie_bytes_per_s(gpu.above[-1]) for gpu in gpus)
+        yield _line_rate(route.kind, route.locality, rate, devices)
 
 
 def _nvlink_bytes_per_s(gpu: _Part) -> float:

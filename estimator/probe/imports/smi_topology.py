@@ -39,24 +39,21 @@ def read_smi_topology(text: str) -> Imported:
         )
     facts: dict[int, dict[str, str | int | float | bool | None]] = {}
     numa_nodes = {}
+    routes: dict[int, dict[int, Route]] = {}
     for name in devices:
         index = int(name[3:])
         cells = rows[name]
         ends = dict(zip(columns, cells, strict=False))
         paths = {end: _path(cell) for end, cell in ends.items() if end != name}
-        peers: dict[int | str, Route] = {
-            int(end[3:]): path for end, path in paths.items() if end.startswith("GPU")
-        }
-        nics: dict[int | str, Route] = {
-            end: path for end, path in paths.items() if not end.startswith("GPU")
-        }
-        facts[index] = {"peer_links": routes_fact(peers)}
+        routes[index] = {int(end[3:]): path for end, path in paths.items() if end.startswith("GPU")}
+        nics = {end: path for end, path in paths.items() if not end.startswith("GPU")}
+        facts[index] = {"peer_links": routes_fact(routes[index])}
         if nics:
             facts[index]["nics"] = routes_fact(nics)
         numa = cells[len(columns) + 1 : len(columns) + 2]
         if numa and numa[0].isdigit():
             numa_nodes[index] = int(numa[0])
-    return Imported(formats=(FORMAT,), device_facts=facts, numa_nodes=numa_nodes)
+    return Imported(formats=(FORMAT,), device_facts=facts, numa_nodes=numa_nodes, routes=routes)
 
 
 def _columns(header: str) -> list[str]:

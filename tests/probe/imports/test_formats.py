@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from estimator.errors import ImportedFileError
+from estimator.machines.catalogue import load_profile
 from estimator.probe.imports.files import recognise
 from estimator.probe.imports.findings import Imported, join
+from estimator.probe.imports.merging import add_imports
+from estimator.probe.imports.rings import rings_of
 
 SAMPLES = Path(__file__).parent / "samples"
 AT = "2026-01-01T00:00:00Z"
@@ -168,7 +171,7 @@ def test_without_nvlink_the_nccl_topology_gives_the_pcie_of_its_devices() -> Non
     assert pcie.bandwidth_bytes_per_s == pytest.approx(16e9 * 16 * 128 / 130 / 8)
 
 
-def test_devices_that_are_all_joined_to_each_other_fill_all_their_nvlinks() -> None:
+def test_devices_that_are_joined_to_each_other_fill_their_nvlinks() -> None:
     # 4 A100, 4 NVLinks from each to each of the others, as on Perlmutter.
     busids = [f"0000:{number}1:00.0" for number in range(4)]
     gpus = "".join(
@@ -178,9 +181,9 @@ def test_devices_that_are_all_joined_to_each_other_fill_all_their_nvlinks() -> N
         for number, own in enumerate(busids)
     )
     found = recognise(f'<system version="1"><cpu numaid="0">{gpus}</cpu></system>', at=AT)
-    (nvlink,) = found.links
-    assert nvlink.ring_devices is None
-    assert nvlink.bandwidth_bytes_per_s == 12 * 20e9
+    # Two of them have 4 links to each other, three 8 each, all 12.
+    rates = [(link.ring_devices, link.bandwidth_bytes_per_s) for link in found.links]
+    assert rates == [(2, 4 * 20e9), (3, 8 * 20e9), (None, 12 * 20e9)]
 
 
 def test_the_matrix_of_nvidia_smi_gives_paths_of_devices_and_nics() -> None:
@@ -307,3 +310,64 @@ def test_a_run_with_wrong_results_is_refused() -> None:
         recognise(plain.replace(row, "338.82     12    47743"), at=AT)
     unchecked = recognise(plain.replace(row, "338.82    N/A    47743"), at=AT)
     assert unchecked == imported("nccl_tests_2x8_h100.txt")
+
+
+# DGX-1's matrix of 8 V100 (NVIDIA DGX-1 whitepaper, 2017): 6 NVLinks each, 4 of them in its half.
+_DGX_1 = """
+NV1 NV1 NV2 NV2 SYS SYS SYS
+NV1 NV2 NV1 SYS NV2 SYS SYS
+NV1 NV2 NV2 SYS SYS NV1 SYS
+NV2 NV1 NV2 SYS SYS SYS NV1
+NV2 SYS SYS SYS NV1 NV1 NV2
+SYS NV2 SYS SYS NV1 NV2 NV1
+SYS SYS NV1 SYS NV1 NV2 NV2
+SYS SYS SYS NV1 NV2 NV1 NV2
+"""
+
+
+def matrix(cells: str) -> str:
+    rows = [line.split() for line in cells.split("\n") if line]
+    names = [f"GPU{number}" for number in range(len(rows))]
+    for number, row in enumerate(rows):
+        row.insert(number, "X")
+    lines = (" ".join((name, *row)) for name, row in zip(names, rows, strict=True))
+    return "\n".join((" ".join(("       ", *names)), *lines)) + "\n"
+
+
+def device_links(machine: str, cells: str) -> list[tuple[str, int | None, float]]:
+    """(kind, ring_devices, GB/s) between devices of a machine after a matrix is imported."""
+    found = add_imports(load_profile(machine), recognise(matrix(cells), at=AT))
+    return [
+        (link.kind, link.ring_devices, link.bandwidth_bytes_per_s / 1e9)
+        for link in found.links
+        if link.kind in ("nvlink", "pcie")
+    ]
+
+
+def test_a_matrix_of_bridged_pairs_gives_their_bridge_and_pcie_beyond() -> None:
+    pairs = "\n".join(
+        " ".join("NV4" if other == number ^ 1 else "SYS" for other in range(8) if other != number)
+        for number in range(8)
+    )
+    # 4 NVLinks of 14.0625 GB/s (GA102 whitepaper); PCIe 4.0 x16 as the machine has it.
+    assert device_links("rtx-3090", pairs) == [("nvlink", 2, 56.25), ("pcie", None, 31.508)]
+    # The catalogue's own bridged machine says so already, with its latencies.
+    bridged = load_profile("rtx-3090-nvlink")
+    assert add_imports(bridged, recognise(matrix(pairs), at=AT)).links == bridged.links
+
+
+def test_a_matrix_without_nvlink_takes_it_from_the_machine() -> None:
+    halves = "\n".join(
+        " ".join(
+            "NODE" if other // 4 == number // 4 else "SYS" for other in range(8) if other != number
+        )
+        for number in range(8)
+    )
+    links = device_links("rtx-3090-nvlink", halves)
+    assert links == [("pcie", 4, 31.508), ("pcie", None, 31.508)]
+
+
+def test_rings_through_a_mesh_fill_the_nvlinks_that_every_device_has() -> None:
+    # 1 between the first two, 2 among three, 4 in a half, 6 among all.
+    found = rings_of(recognise(matrix(_DGX_1), at=AT).routes, links_to_switch=False)
+    assert [ring.route.links for ring in found if ring.devices in (2, 3, 4, None)] == [1, 2, 4, 6]
