@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from estimator.timeline.pipelines.schedules import Schedule
+from estimator.workload.schedules import Schedule
 
 from .launch import place
 from .network import Testbed

@@ -9,21 +9,19 @@ communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
-
-import numpy as np
 
 from estimator.graph.memory import PeakMemory
 from estimator.graph.stages import Stage, held_between_passes, pass_seconds
 from estimator.timeline.overlaps import NO_OVERLAP
-from estimator.timeline.pipelines.schedules import Schedule
 from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks
 from estimator.timeline.plan import StepAnswer, StepPlan, answer_of
 from estimator.timeline.ranks import LaneCosts, RankKind
 from estimator.timeline.simulation import simulate
 from estimator.timeline.step import Breakdown
+from estimator.workload.schedules import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +56,9 @@ def pipeline_answer(
     held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
     tails = [_tail_s(answers, stages, own, micro_batches) for own in held]
     ends = _ends_s(schedule, ranks, micro_batches, costs)
-    step_s, last = max((end + tail, rank) for rank, (end, tail) in enumerate(zip(ends, tails)))
+    step_s, last = max(
+        (end + tail, rank) for rank, (end, tail) in enumerate(zip(ends, tails, strict=True))
+    )
     still = [cost._replace(sent_s=0.0, returned_s=0.0) for cost in costs]
     unsent_s = _ends_s(schedule, ranks, micro_batches, still)[last] + tails[last]
     parts = _parts(
@@ -168,51 +168,44 @@ def _with_lanes(longest: RankKind, own: Sequence[RankKind], micro_batches: int) 
 def _memory(
     schedule: Schedule, ranks: int, rank: int, micro_batches: int, stages: Sequence[StagePlan]
 ) -> tuple[PeakMemory, float]:
-    """(what a rank needs at most, its share of the device): all its stages, and what waits."""
+    """(what a rank needs at most, its share of the device): all its stages, and what waits.
+
+    The peak of a stage counts one micro-batch; the others hold what their backward pass will read.
+    """
     own = schedule.stages_of(rank, ranks)
-    waiting = most_in_flight(schedule, ranks, rank, micro_batches)
-    found: PeakMemory | None = None
-    for number in own:
-        plan = stages[number].plan
-        peak, _ = plan.memory()
-        kept = held_between_passes(plan.kinds[0].program.bound)
-        beside = max(waiting[number] - 1, 0) * kept
-        peak = replace(
-            peak,
-            activations_bytes=peak.activations_bytes + beside,
-            total_bytes=peak.total_bytes + beside,
-        )
-        found = peak if found is None else _together(found, peak)
-    assert found is not None
+    kept = {n: held_between_passes(stages[n].plan.kinds[0].program.bound) for n in own}
+    waiting = most_held_bytes(schedule, ranks, rank, micro_batches, kept) - max(kept.values())
+    peaks = [stages[number].plan.memory()[0] for number in own]
+    activations = max(peak.activations_bytes for peak in peaks) + waiting
+    sums = {
+        item.name: sum(getattr(peak, item.name) for peak in peaks)
+        for item in fields(PeakMemory)
+        if item.name != "peak_op"
+    }
+    # Beside one stage at its peak the others are not at theirs.
+    resting = sum(peak.activations_bytes for peak in peaks) - max(
+        peak.activations_bytes for peak in peaks
+    )
+    sums["activations_bytes"] = activations
+    sums["total_bytes"] += waiting - resting
+    found = PeakMemory(**sums, peak_op=None)
     device = min(kind.device.usable_bytes for n in own for kind in stages[n].plan.kinds)
     return found, found.total_bytes / device
 
 
-def _together(one: PeakMemory, other: PeakMemory) -> PeakMemory:
-    """Two stages of one rank: an upper bound, as both are seldom at their peaks at once."""
-    sums = {
-        item.name: getattr(one, item.name) + getattr(other, item.name)
-        for item in fields(PeakMemory)
-        if item.name != "peak_op"
-    }
-    return PeakMemory(**sums, peak_op=one.peak_op)
+def most_held_bytes(
+    schedule: Schedule, ranks: int, rank: int, micro_batches: int, kept: Mapping[int, int]
+) -> int:
+    """The most that micro-batches hold on a rank, whose stages keep `kept` bytes for each.
 
-
-def most_in_flight(
-    schedule: Schedule, ranks: int, rank: int, micro_batches: int
-) -> dict[int, int]:
-    """Of how many micro-batches each of a rank's stages holds activations at most.
-
-    p − s at stage s of 1F1B, all of them in GPipe. What a gradient of weights still needs counts.
+    That is p − s times as much at stage s of 1F1B, and all micro-batches in GPipe. What a gradient
+    of weights still needs counts.
     """
-    held = dict.fromkeys(schedule.stages_of(rank, ranks), 0)
-    most = dict(held)
+    held = most = 0
     for action in schedule.orders(ranks, micro_batches)[rank]:
         if action.kind == "forward":
-            held[action.stage] += 1
-            most[action.stage] = max(most[action.stage], held[action.stage])
+            held += kept[action.stage]
+            most = max(most, held)
         elif action.kind in ("backward", "weight"):
-            held[action.stage] -= 1
+            held -= kept[action.stage]
     return most
-
-

@@ -1,4 +1,4 @@
-"""Cut a graph into the stages of a mesh's pipeline ranks, and plan each on the ranks that hold it."""
+"""Cut a graph into the stages of a mesh's pipeline ranks, and plan each on the ranks of it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from estimator.placement.mesh import Mesh
 from estimator.placement.process_groups import groups_along
 from estimator.timeline.collectives import CollectiveCosts, SizedCollective
 from estimator.timeline.pipelines.answer import StagePlan
-from estimator.timeline.pipelines.schedules import Schedule
 from estimator.timeline.plan import Members, members_of, step_plan
 from estimator.timeline.program import step_program
 from estimator.timeline.ranks import StepShape
+from estimator.workload.schedules import Schedule
 
 Indices = NDArray[np.intp]
 

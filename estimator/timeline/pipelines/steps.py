@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from estimator.timeline.pipelines.schedules import Action, Schedule
 from estimator.timeline.spans import Label
 from estimator.timeline.tasks import TaskList
+from estimator.workload.schedules import Action, Schedule
 
 
 class StageCosts(NamedTuple):

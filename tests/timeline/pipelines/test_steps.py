@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from estimator.timeline.evaluator import play
 from estimator.timeline.overlaps import NO_OVERLAP
-from estimator.timeline.pipelines.schedules import Schedule
 from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks
 from estimator.timeline.simulation import simulate
+from estimator.workload.schedules import Schedule
 
 EQUAL = StageCosts(forward_s=1.0, input_s=1.0, weight_s=1.0)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from estimator.errors import StrategyError
-from estimator.timeline.pipelines.schedules import Action, Schedule
+from estimator.workload.schedules import Action, Schedule
 
 LETTERS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 

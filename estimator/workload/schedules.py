@@ -80,6 +80,7 @@ class Schedule:
         return _orders(self, ranks, micro_batches)
 
 
+DEFAULT_SCHEDULE = Schedule()
 _ONE_STAGE = ("gpipe", "1f1b", "zb")
 _V_SHAPED = ("zbv", "dualpipev")
 
