@@ -97,8 +97,6 @@ def _language(kind: str, **sizes: Any) -> Callable[[], tuple[nn.Module, Any]]:
         head = (
             transformers.AutoModelForMaskedLM
             if kind in _MASKED
-            else transformers.AutoModelForSeq2SeqLM
-            if kind in _PAIRS
             else transformers.AutoModelForCausalLM
         )
         ids = torch.randint(3, 100, (BATCH, TOKENS))
@@ -108,7 +106,6 @@ def _language(kind: str, **sizes: Any) -> Callable[[], tuple[nn.Module, Any]]:
 
 
 _MASKED = ("bert", "roberta", "distilbert", "electra")
-_PAIRS = ("t5", "bart")
 _USUAL = {
     "vocab_size": WORDS,
     "hidden_size": WIDTH,
@@ -145,20 +142,6 @@ def _vision() -> tuple[nn.Module, Any]:
     return transformers.ViTForImageClassification(config), batch
 
 
-def _t5() -> dict[str, Any]:
-    return {
-        "vocab_size": WORDS,
-        "d_model": WIDTH,
-        "d_kv": 8,
-        "d_ff": INNER,
-        "num_layers": 2,
-        "num_heads": HEADS,
-        "decoder_start_token_id": 0,
-        "dropout_rate": 0.0,
-        "pad_token_id": 0,
-    }
-
-
 MODELS = (
     Case("decoder", decoder(), sequence=True),
     Case("decoder, layer norms", decoder(gated=False), sequence=True),
@@ -171,7 +154,8 @@ MODELS = (
     Case("mistral", _language("mistral", **_WIDE)),
     Case("phi", _language("phi", **_USUAL)),
     Case("bert", _language("bert", **_ENCODER)),
-    Case("t5", _language("t5", **_t5())),
+    Case("roberta", _language("roberta", **_ENCODER, max_position_embeddings=64)),
+    Case("electra", _language("electra", **_ENCODER, embedding_size=WIDTH)),
     Case("vit", _vision),
     Case(
         "opt",

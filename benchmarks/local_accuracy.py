@@ -227,7 +227,10 @@ def measure_all(
     records: Records,
 ) -> None:
     """Train every case --repeats times in fresh processes, one round over all cases at a time."""
-    import_models(cases)
+    # Drawn models import torchvision, which loads beside a CPU torch only once `drawn_models` has
+    # said how: the ranks import for themselves.
+    if not options.draw:
+        import_models(cases)
     counts = {case.key: len(records.of("measurement", case.key)) for case in cases}
     broken: set[str] = set()
     progress = Progress(

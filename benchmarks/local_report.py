@@ -53,6 +53,7 @@ DRAWN_BOUNDS = {
     "measured": Bound(median_ratio=0.03, worst_ratio=0.12),
 }
 CLOSER_RATIO = 0.8
+_HEADINGS = {"probe": "probe", "measured": "operators timed"}
 
 
 def report_drawn(cases: Sequence[Case], canary: Mapping[str, float | None]) -> Iterator[str]:
@@ -61,7 +62,12 @@ def report_drawn(cases: Sequence[Case], canary: Mapping[str, float | None]) -> I
     for case in cases:
         by_model.setdefault(case["model"], {})[case["method"]] = case
     methods = list(dict.fromkeys(case["method"] for case in cases))
-    header = ["model", "measured", "noise", *(cell for name in methods for cell in (name, "error"))]
+    header = [
+        "model",
+        "measured",
+        "noise",
+        *(cell for name in methods for cell in (_HEADINGS[name], "error")),
+    ]
     lines = [[*header, ""]]
     for model, found in by_model.items():
         first = found[methods[0]]

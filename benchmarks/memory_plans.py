@@ -280,6 +280,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", type=Path, default=Path("graphs"), help="folder of graphs")
     parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, choices=BATCHES)
     parser.add_argument("--updates", nargs="+", default=list(UPDATES), choices=UPDATES)
     parser.add_argument("--budgets", type=int, default=20, help="points of the curve")
     parser.add_argument("--rounds", type=int, default=6, help="halvings between two of them")
@@ -300,7 +301,7 @@ def main() -> int:
     rows: list[Row] = []
     for model in chosen.only:
         graph = traced(model, chosen.graphs)
-        for batch in BATCHES:
+        for batch in chosen.batches:
             rows += rows_of(
                 graph,
                 batch,

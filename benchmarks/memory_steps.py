@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,9 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.training_call import TrainingCall
-
-# Operators of a graph that a step may leave out, such as those of values known when it was traced.
-_AHEAD = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,24 +46,29 @@ class MeasuredStep:
 
 
 def _begins_ns(graph: OpGraph, events: Iterable[Any]) -> dict[int, int]:
-    """When each operator of a graph begins, as far as they come in turn.
+    """When each operator of a graph begins, as far as both come in the same order.
 
-    What runs inside one that was found is passed over. A sum of gradients may run in place.
+    What runs inside an operator that the graph has is passed over. A sum of gradients may run in
+    place.
     """
     names = [_name(*op.call.target.split(".")[:2]) for op in graph.ops]
-    found: dict[int, int] = {}
-    place = until_ns = 0
+    known = set(names)
+    outermost: list[tuple[int, str]] = []
+    until_ns = 0
     for begin_ns, end_ns, name in sorted(
         (e.start_ns(), e.start_ns() + e.duration_ns(), _name(*e.name().split("::")))
         for e in events
         if e.name().count("::") == 1
     ):
-        ahead = names[place : place + _AHEAD]
-        if begin_ns >= until_ns and name in ahead:
-            place += ahead.index(name) + 1
-            found[place - 1] = begin_ns
+        if begin_ns >= until_ns and name in known:
+            outermost.append((begin_ns, name))
             until_ns = end_ns
-    return found
+    ran = [name for _, name in outermost]
+    return {
+        block.a + place: outermost[block.b + place][0]
+        for block in SequenceMatcher(None, names, ran, autojunk=False).get_matching_blocks()
+        for place in range(block.size)
+    }
 
 
 def _name(*words: str) -> str:
@@ -109,6 +113,8 @@ def measured_step(
     """
     step(model, call, optimizer)
     optimizer.zero_grad(set_to_none=True)
+    # What lies in cycles of references would go at some moment of the step.
+    gc.collect()
     standing = storage_bytes([*model.parameters(), *model.buffers()]) | storage_bytes(call.batch)
     standing |= storage_bytes(list(optimizer.state.values()))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

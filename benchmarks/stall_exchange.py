@@ -3,46 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from functools import partial
 
 from records import Record
+from stall_bench import Bench, Case
 from stall_scripts.exchange import layers
 
 import estimator as est
 from estimator.placement.allocation import Allocation
-from estimator.stalls.devices import cores_of
-from estimator.stalls.measured import measure_stalls
 from estimator.stalls.predicted import predict_stalls
-from estimator.stalls.runs import Script
 
-SCRIPT = Path(__file__).parent / "stall_scripts" / "exchange.py"
 # (tensors, width): 40 MB in all in 10 to 200 tensors, then 10 equal tensors of 1 to 100 MB in all.
 EQUAL_BYTES = ((10, 1000), (25, 632), (50, 447), (100, 316), (200, 224))
 EQUAL_TENSORS = ((10, 158), (10, 354), (10, 707), (10, 1581))
+STRATEGIES = {"bucketed": "ddp", "unbucketed": "ddp:unbucketed"}
 
 
-def exchange(steps: int, repeats: int) -> Iterator[Record]:
+def exchange(bench: Bench) -> Iterator[Case]:
     """The stall of each model: within 20 %."""
-    for tensors, width in (*EQUAL_BYTES, *EQUAL_TENSORS):
-        for how in ("bucketed", "unbucketed"):
-            predicted_s = _predicted_s(
-                tensors, width, "ddp" if how == "bucketed" else "ddp:unbucketed"
-            )
-            script = Script(
-                path=SCRIPT,
-                arguments=(str(tensors), str(width), how),
-                cores=cores_of("1x2:local"),
-                steps=steps,
-            )
-            found = measure_stalls(script, repeats=repeats)
-            yield {
-                "case": f"{tensors} x {4 * width * width / 1e6:.2f} MB, {how}",
-                "predicted_s": predicted_s,
-                "measured_s": found.stalls["interconnect"].stall_s,
-                "step_s": found.runs["T1"].step_s,
-                "of_value": 0.20,
-                "of_step": 0.0,
-            }
+    for group, shapes in (("equal bytes", EQUAL_BYTES), ("equal tensors", EQUAL_TENSORS)):
+        for tensors, width in shapes:
+            for how in STRATEGIES:
+                name = f"{tensors} x {4 * width * width / 1e6:.2f} MB, {how}"
+                yield Case(name, partial(_exchange, bench, tensors, width, how, group))
+
+
+def _exchange(bench: Bench, tensors: int, width: int, how: str, group: str) -> Record:
+    predicted_s = _predicted_s(tensors, width, STRATEGIES[how])
+    # Alone, a rank exchanges nothing.
+    alone = bench.script("exchange.py", [tensors, width, "bucketed"], devices=2)
+    alone_s = bench.step_s(alone, is_synthetic=True, devices=1)
+    both = bench.script("exchange.py", [tensors, width, how], devices=2)
+    both_s = bench.step_s(both, is_synthetic=True)
+    return {
+        "group": f"{group}, {how}",
+        "predicted_s": predicted_s,
+        "measured_s": both_s - alone_s,
+        "alone_s": alone_s,
+        "step_s": both_s,
+        "of_value": 0.20,
+        "of_step": 0.0,
+    }
 
 
 def _predicted_s(tensors: int, width: int, strategy: str) -> float:

@@ -154,9 +154,9 @@ def test_only_a_graph_is_prepared() -> None:
 
 
 def test_what_an_engine_keeps_takes_no_more_memory_than_it_may() -> None:
-    limit_bytes = 1 << 20
+    limit_bytes = 1 << 19
     profile = Machine(devices=4).profile()
-    graphs = [perceptron([64 + n, *(96 for _ in range(20)), 8], batch=4) for n in range(4)]
+    graphs = [perceptron([64 + n, *(96 for _ in range(10)), 8], batch=4) for n in range(4)]
 
     def held_bytes(engine: Engine) -> int:
         gc.collect()

@@ -238,6 +238,24 @@ def _host_facts(profile: MachineProfile) -> Table | None:
         per_gib_s = profile.memory.first_touch_s_per_byte * 2**30
         rows.append(("first touch of 1 GiB", format_seconds(per_gib_s)))
         rows.append(("allocator", profile.memory.allocator))
+    if profile.input is not None:
+        rows += [
+            (words, format_bandwidth(rate))
+            for words, rate in (
+                ("files, of the disk", profile.input.disk_bytes_per_s),
+                ("files, cached", profile.input.cache_bytes_per_s),
+                ("copies in memory, one core", profile.input.copy_bytes_per_s),
+            )
+            if rate is not None
+        ]
+        rows += [
+            (words, f"{format_count(rate).strip()} {what}/s")
+            for words, what, rate in (
+                ("JPEG decoding, one core", "pixels", profile.input.jpeg_pixels_per_s),
+                ("records of tokens, one core", "tokens", profile.input.tokens_per_s),
+            )
+            if rate is not None
+        ]
     if profile.rank_jitter_ratio is not None:
         rows.append(("spread between ranks", format_ratio(profile.rank_jitter_ratio)))
     return facts(rows) if rows else None

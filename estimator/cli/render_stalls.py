@@ -23,10 +23,10 @@ def predicted_report(found: PredictedStalls, data: InputAnswers | None = None) -
         "step",
         "waits",
         "between",
-        "of a node's step",
+        "share",
         numbers=4,
     )
-    table.add_row(found.one_device, "", format_seconds(found.device_s), "", "", "")
+    table.add_row(found.one_device, "host", format_seconds(found.device_s), *_cells(found.host))
     if found.interconnect is not None:
         table.add_row(
             found.one_node,
@@ -108,6 +108,8 @@ def measured_report(found: MeasuredStalls) -> Group:
         if stall in found.stalls:
             difference = f"{longer} - {shorter}, of {of}"
             table.add_row(stall, difference, *_cells(found.stalls[stall]))
+    if "host" in found.stalls:
+        table.add_row("host", "one device - its work", *_cells(found.stalls["host"]))
     why = [f"{name}: {reason}" for name, reason in found.missing.items()]
     loader = f"{found.workers} workers" if found.workers else "no workers"
     waiting = (

@@ -282,7 +282,7 @@ class Request:
         """What would make a step fit that does not, the cheapest first; empty if it does."""
         from estimator.advise.fitting import quick_remedies
 
-        if answer.fits != "no":
+        if answer.fits != "no" or self.layout is not None:
             return []
         return quick_remedies(
             graph,
@@ -328,10 +328,10 @@ class Request:
         return {name: ratio for name, ratio in found.items() if ratio is not None}
 
     def scaling(self, graph: OpGraph, answer: Estimate) -> Scaling | None:
-        """How an estimate on several ranks scales; None for one rank."""
+        """How an estimate on several ranks scales; None for one rank and for a layout."""
         from estimator.advise.scaling import scaling_of
 
-        if answer.ranks == 1:
+        if answer.ranks == 1 or self.layout is not None:
             return None
         return scaling_of(graph, answer, cluster=self.cluster, calibration=self.calibration)
 
@@ -373,6 +373,12 @@ class Request:
             raise ModelError(
                 f"this command trains eagerly, but {graph.name} was asked for as {graph.mode}; "
                 "leave out what is not its precision"
+            )
+
+        if self.layout is not None:
+            raise StrategyError(
+                f"this command trains data-parallel ranks, found --layout {self.layout}; leave it "
+                "out"
             )
 
         def run(predicted: Estimate) -> float:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from estimator.errors import StrategyError
 from estimator.graph.exchanges import collective_call
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Op, Parameter, Value
@@ -19,12 +18,12 @@ from estimator.graph.split_kernels import placed
 from estimator.graph.split_placements import PARTIAL, Placement, Shard, local_spec
 from estimator.graph.split_plan import Plan, Style
 from estimator.graph.split_rules import Given, Placed
+from estimator.graph.split_weights import divided_weights
 from estimator.machines.profile import CollectiveName
 from estimator.tensors import OpCall, TensorSpec
 
 # A view of a term of a sum is one itself.
 _KEEP_PARTIAL = {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "_to_copy"}
-_PRODUCTS = ("mm", "addmm", "embedding", "convolution", "_grouped_mm", "bmm", "baddbmm")
 
 
 def split(graph: OpGraph, plan: Plan, *, tp: int) -> OpGraph:
@@ -57,7 +56,8 @@ class _Splitter:
         modules = dict.fromkeys(op.module for op in graph.ops)
         plan.check(modules)
         self.styles: dict[str, Style | None] = {name: plan.style_of(name) for name in modules}
-        self._place_parameters()
+        for weight, shard in divided_weights(graph, self.styles, axis, degree).items():
+            self.at[weight] = shard
 
     def split(self) -> OpGraph:
         final: dict[int, list[int]] = {}
@@ -70,52 +70,6 @@ class _Splitter:
             for number in final.get(index, ()):
                 parameters[number] = self._trained(parameters[number], op)
         return self._finished(tuple(parameters))
-
-    # Parameters
-
-    def _place_parameters(self) -> None:
-        """Divide the weights of the plan's modules, by the operator that takes them."""
-        transposed: dict[int, int] = {}
-        for op in self.graph.ops:
-            if op.phase != "forward":
-                break
-            style, name = self.styles[op.module], _name(op)
-            if style is None and name in _PRODUCTS and self._takes_parameter(op, transposed):
-                self.styles[op.module] = "replicate"
-                continue
-            if name in ("t", "transpose") and self.values[op.inputs[0]].kind == "parameter":
-                transposed[op.outputs[0]] = op.inputs[0]
-            elif style in ("column", "gather", "row", "vocabulary") and name in _PRODUCTS:
-                self._place_weight(op, style, transposed)
-
-    def _takes_parameter(self, op: Op, transposed: dict[int, int]) -> bool:
-        return any(self.values[v].kind == "parameter" or v in transposed for v in op.inputs)
-
-    def _place_weight(self, op: Op, style: Style, transposed: dict[int, int]) -> None:
-        if _name(op) == "embedding":
-            # torch's RowwiseParallel and transformers' embedding_rowwise divide the vocabulary.
-            self._divide(op.inputs[0], 1 if style in ("column", "gather") else 0, op.module)
-            return
-        weight = op.inputs[-1]
-        original = transposed.get(weight)
-        outputs = 1 if original is None else 0
-        by_output = style in ("column", "gather")
-        dim = outputs if by_output else 1 - outputs
-        self._divide(weight if original is None else original, dim, op.module)
-        bias = op.inputs[0]
-        if _name(op) == "addmm" and by_output and self.values[bias].kind == "parameter":
-            self._divide(bias, 0, op.module)
-
-    def _divide(self, value: int, dim: int, module: str) -> None:
-        spec = self.values[value].spec
-        if self.values[value].kind != "parameter":
-            return
-        if spec.shape[dim] % self.degree:
-            raise StrategyError(
-                f"{self.axis}={self.degree} does not divide the {spec.shape[dim]} features of "
-                f"module '{module}'; choose a divisor"
-            )
-        self.at[value] = Shard.along(spec, dim)
 
     # Operators
 
@@ -184,9 +138,14 @@ class _Splitter:
         if leaves and isinstance(at, Shard) and self.styles.get(maker) == "gather":
             value = self.moved[value] = self._met(value, None, op)
             at = None
+        if style == "gather" and op.phase == "backward" and at is None and maker != op.module:
+            return self._cut(value, op)
         if not isinstance(at, Shard) or style is None or self.values[value].kind == "parameter":
             return value
-        if self.made_in.get(value) == op.module or style == "sequence" or style == "vocabulary":
+        if self.made_in.get(value) == op.module or style in ("sequence", "vocabulary"):
+            return value
+        if op.phase == "backward" and _name(op) == "add":
+            # Autograd adds gradients up where the last of them is made, outside of the module.
             return value
         last = at.dim == len(self.values[value].spec.shape) - 1
         keeps = {
@@ -196,6 +155,26 @@ class _Splitter:
             "replicate": False,
         }[style]
         return value if keeps else self._met(value, None, op)
+
+    def _cut(self, value: int, op: Op) -> int:
+        """The rank's columns of a whole gradient, as the backward pass of a gather takes them."""
+        known = self.values[value]
+        if known.kind != "activation" or not known.spec.shape:
+            return value
+        shard = Shard.along(known.spec, -1)
+        found = self.gathered.get((op.module, value), -1)
+        if found < 0:
+            found = self.gathered[op.module, value] = len(self.values)
+            self.values.append(replace(known, base=known.base if known.base is not None else value))
+            self.at.append(shard)
+            self.made_in[found] = op.module
+            calls = []
+            for spec in (known.spec, known.other_spec):
+                part = self._spec(spec, shard)
+                arguments = (spec, shard.dim, 0, part.shape[shard.dim])
+                calls.append(OpCall("aten.slice.Tensor", arguments, (), (part,)))
+            self._add(f"{self.axis}_slice_{found}", calls, op, (value,), (found,))
+        return found
 
     def _keeps_partial(self, op: Op, before: tuple[Placement, ...]) -> bool:
         name = _name(op)
@@ -268,10 +247,21 @@ class _Splitter:
     ) -> None:
         """Add a collective before an operator."""
         self.counts[kind] += 1
+        self._add(f"{self.axis}_{kind}_{self.counts[kind]}", calls, op, inputs, outputs)
+
+    def _add(
+        self,
+        name: str,
+        calls: Sequence[OpCall],
+        op: Op,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+    ) -> None:
+        """Add what runs no kernel, before an operator."""
         call, other = (self._calls.setdefault((each,), each) for each in calls)
         self.ops.append(
             Op(
-                name=f"{self.axis}_{kind}_{self.counts[kind]}",
+                name=name,
                 call=call,
                 other_call=other,
                 phase=op.phase,
@@ -355,6 +345,8 @@ class _Splitter:
             assumptions.append(
                 f"gathered whole for want of a rule: {', '.join(list(self.unknown)[:5])}"
             )
+        if any(_name(op) == "_grouped_mm" for op in self.graph.ops):
+            assumptions.append(f"experts are whole on every rank: {self.axis} does not divide them")
         return replace(
             self.graph,
             ops=tuple(self.ops),

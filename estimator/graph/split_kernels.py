@@ -14,6 +14,8 @@ from estimator.tensors import TensorSpec
 
 def placed(given: Given) -> Placed:
     """What the rule of an operator says; raises StrategyError where a degree divides no heads."""
+    if not any(given.at):
+        return given.whole()
     name = given.call.target.split(".")[1]
     rule = RULES.get(name) or RULES.get(name.rstrip("_"))
     if rule is None and family_of(given.call.target) in ("elementwise", "fill", "copy"):
@@ -166,7 +168,9 @@ def _norm_backward(given: Given) -> Placed:
     if shard is None or shard.dim >= rank - normalized:
         return given.whole()
     wants = tuple(shard if len(spec.shape) == rank else None for spec in given.inputs)
-    return Placed(wants, (shard, *(PARTIAL for _ in given.call.outputs[1:])))
+    # Which gradients there are is the caller's choice: those of weights are sums over all tokens.
+    outputs = [shard if len(spec.shape) == rank else PARTIAL for spec in given.call.outputs]
+    return Placed(wants, tuple(outputs))
 
 
 @rule_of("embedding")

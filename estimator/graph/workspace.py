@@ -83,7 +83,9 @@ def _backward(call: OpCall, threads: int) -> float:
     weight_bytes = weight.nbytes if wants_weight else 0
     first = second = 0.0
     if wants_image:
-        if not (transposed or grouped) and max(argument(call, 4, "stride", (1,))) > 1:
+        # Groups of at most half a block, or of one, have kernels of their own.
+        by_group = grouped and (weight.shape[1] <= BLOCK // 2 or weight.shape[1] == BLOCK)
+        if not (transposed or by_group) and max(argument(call, 4, "stride", (1,))) > 1:
             first = _scattered(gradient, image, weight)
         else:
             made = _blocked(image)

@@ -106,16 +106,37 @@ class _PlannedStep(TorchDispatchMode):
         structure = GraphStructure.of(self.graph)
         root_of = [structure.storages[number].root for number in structure.storage_of]
         of_root = {t.value: t.number for t in self.problem.tensors if t.value >= 0}
-        self.tensor_of = [of_root.get(root) for root in root_of]
-        self.place = len(self.graph.ops)
+        tensor_of = [of_root.get(root) for root in root_of]
+        wanted = self._wanted()
+        # By op, the tensors among its results that a plan needs to find again.
+        self.results = [
+            [
+                (index, number)
+                for index, value in enumerate(op.outputs)
+                if (number := tensor_of[value]) in wanted and number is not None
+            ]
+            for op in self.graph.ops
+        ]
+        self.targets = [op.call.target for op in self.graph.ops]
+        self.names: dict[Any, str] = {}
+        self.place = len(self.targets)
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.numbers: dict[int, int] = {}
         self.sent: dict[int, Any] = {}
         self.fetched: dict[int, Any] = {}
         self.calls: dict[int, tuple[Any, Any, Any]] = {}
-        self._list_events()
+        self._list_events(wanted)
 
-    def _list_events(self) -> None:
+    def _wanted(self) -> set[int]:
+        """Activations that are moved or made again, or that making them again touches."""
+        found = {swap.tensor for swap in self.plan.swaps}
+        for again in self.plan.recomputes:
+            found.add(again.tensor)
+            for op in again.ops:
+                found.update(self.problem.reads[op], self.problem.writes[op])
+        return {n for n in found if self.problem.tensors[n].kind == "activation"}
+
+    def _list_events(self, wanted: set[int]) -> None:
         self.at: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
         for swap in self.plan.swaps:
             self.at[swap.free_before].append(("free", swap.tensor))
@@ -130,8 +151,10 @@ class _PlannedStep(TorchDispatchMode):
             self.again[each.before].append(each)
         self.repeated = {op for each in self.plan.recomputes for op in each.ops}
         self.dies: defaultdict[int, list[int]] = defaultdict(list)
-        for tensor in self.problem.tensors:
-            self.dies[tensor.dies].append(tensor.number)
+        for number in wanted:
+            self.dies[self.problem.tensors[number].dies].append(number)
+        results = [place for place, each in enumerate(self.results) if each]
+        self.events = {*results, *self.at, *self.after, *self.again, *self.repeated, *self.dies}
 
     def begin(self) -> None:
         """A step begins: the model is called."""
@@ -140,13 +163,13 @@ class _PlannedStep(TorchDispatchMode):
 
     def end(self) -> None:
         """Raise WorkloadError where the step before has not come to its end."""
-        if self.place < len(self.graph.ops):
+        if self.place < len(self.targets):
             raise self._left()
         for kept in (self.storages, self.numbers, self.sent, self.fetched, self.calls):
             kept.clear()
 
     def _left(self) -> WorkloadError:
-        expected = self.graph.ops[self.place].call.target
+        expected = self.targets[self.place]
         return WorkloadError(
             f"the step left the traced one before op {self.place} ({expected}); apply a plan that "
             "was made for this model, batch and loss"
@@ -156,24 +179,29 @@ class _PlannedStep(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        ops = self.graph.ops
+        name = self.names.get(func)
+        if name is None:
+            name = self.names[func] = str(func)
+        place = self.place
         # Operators that no trace keeps, such as detach, run as they come.
-        if self.place >= len(ops) or str(func) != ops[self.place].call.target:
+        if place >= len(self.targets) or name != self.targets[place]:
             if any(_is_away(leaf) for leaf in tree_flatten((args, kwargs))[0]):
                 raise self._left()
             return func(*args, **kwargs)
-        place, op = self.place, ops[self.place]
+        if place not in self.events:
+            self.place += 1
+            return func(*args, **kwargs)
         self._before(place)
         if place in self.repeated:
             self.calls[place] = func, *tree_map(self._seen, (args, dict(kwargs)))
         found = func(*args, **kwargs)
         self.place += 1
-        outputs = [each for each in tree_flatten(found)[0] if isinstance(each, Tensor)]
-        for value, tensor in zip(op.outputs, outputs, strict=False):
-            number = self.tensor_of[value]
-            if number is not None and self.problem.tensors[number].kind == "activation":
-                self._register(number, tensor)
-        del outputs
+        if self.results[place]:
+            outputs = [each for each in tree_flatten(found)[0] if isinstance(each, Tensor)]
+            for index, number in self.results[place]:
+                if index < len(outputs):
+                    self._register(number, outputs[index])
+            del outputs
         self._after(place)
         return found
 
@@ -250,10 +278,9 @@ class _PlannedStep(TorchDispatchMode):
                 args, kwargs = tree_map(rebuilt, (args, kwargs))
                 found = func(*_without_running(func, args), **kwargs)
                 outputs = [each for each in tree_flatten(found)[0] if isinstance(each, Tensor)]
-                for value, tensor in zip(self.graph.ops[op].outputs, outputs, strict=False):
-                    number = self.tensor_of[value]
-                    if number is not None and self.problem.tensors[number].born == op:
-                        fresh[number] = tensor.untyped_storage()
+                for index, number in self.results[op]:
+                    if index < len(outputs) and self.problem.tensors[number].born == op:
+                        fresh[number] = outputs[index].untyped_storage()
                 del args, kwargs, found, outputs
                 for number in [n for n in fresh if last_read.get(n, -1) <= op]:
                     if number != again.tensor:

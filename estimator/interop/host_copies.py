@@ -6,6 +6,7 @@ import ctypes
 import queue
 import threading
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -48,6 +49,8 @@ class Arena:
 
     def __init__(self, d2h: Link, h2d: Link) -> None:
         self._out, self._back = _Direction(d2h), _Direction(h2d)
+        # What is back leaves memory that the next step takes: fresh pages cost more than copies.
+        self._spare: defaultdict[int, list[Any]] = defaultdict(list)
 
     def __enter__(self) -> Arena:
         for each in (self._out, self._back):
@@ -60,7 +63,9 @@ class Arena:
             each.thread.join()
 
     def send(self, storage: UntypedStorage) -> _Copy:
-        return self._out.copy(np.empty(storage.nbytes(), dtype=np.uint8), _block(storage))
+        spare = self._spare[storage.nbytes()]
+        host = spare.pop() if spare else np.empty(storage.nbytes(), dtype=np.uint8)
+        return self._out.copy(host, _block(storage))
 
     def free(self, sent: _Copy, storage: UntypedStorage) -> None:
         sent.done.wait()
@@ -72,6 +77,7 @@ class Arena:
 
     def use(self, fetched: _Copy) -> None:
         fetched.done.wait()
+        self._spare[fetched.host.nbytes].append(fetched.host)
 
 
 @dataclass(slots=True)

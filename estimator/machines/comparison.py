@@ -143,10 +143,19 @@ def _numbers(profile: MachineProfile) -> Iterator[_Number]:
     if profile.host is not None:
         for field in fields(profile.host):
             if field.name.endswith("_s"):
-                yield "host", _spaced(field.name), "s", getattr(profile.host, field.name)
+                seconds = getattr(profile.host, field.name)
+                yield "host", _spaced(field.name), "s", seconds or 0.0
     if profile.memory is not None:
         yield "memory", "first touch of a byte", "s", profile.memory.first_touch_s_per_byte
         yield "memory", "cold read of a byte", "s", profile.memory.cold_read_s_per_byte
+    if profile.input is not None:
+        for name in ("disk", "cache", "copy"):
+            yield "input", name, "bytes_per_s", getattr(profile.input, f"{name}_bytes_per_s") or 0.0
+        for name, rate in (
+            ("JPEG pixel", profile.input.jpeg_pixels_per_s),
+            ("token", profile.input.tokens_per_s),
+        ):
+            yield "input", f"a million {name}s", "s", 1e6 / rate if rate else 0.0
     yield from _link_quantities(profile.links, "link", "between devices")
     yield from _link_quantities(profile.network, "network", "between nodes")
     for collective in profile.collectives:

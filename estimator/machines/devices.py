@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -81,3 +82,25 @@ class MemoryCost:
             "shared_cache_bytes",
         )
         check_positive(self, "page_bytes", "mmap_threshold_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputCost:
+    """What the probe saw of feeding a loader; None: not measured.
+
+    `disk_bytes_per_s` is what several readers of files that are not in the page cache get together,
+    `cache_bytes_per_s` what one gets of those that are. One core copies `copy_bytes_per_s` in
+    memory, decodes `jpeg_pixels_per_s` and makes batches of `tokens_per_s` from stored records.
+    """
+
+    disk_bytes_per_s: float | None = None
+    cache_bytes_per_s: float | None = None
+    copy_bytes_per_s: float | None = None
+    jpeg_pixels_per_s: float | None = None
+    tokens_per_s: float | None = None
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        check_positive(
+            self, *(item.name for item in dataclasses.fields(self) if item.name != "provenance")
+        )

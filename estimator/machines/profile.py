@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from estimator.errors import ProfileError, printable, quoted
-from estimator.machines.devices import Device, DeviceKind, MemoryCost
+from estimator.machines.devices import Device, DeviceKind, InputCost, MemoryCost
 from estimator.machines.files import write_text_atomically
 from estimator.machines.kernels import (
     Contention,
@@ -51,6 +51,7 @@ __all__ = [
     "Device",
     "DeviceKind",
     "HostCost",
+    "InputCost",
     "Interference",
     "KernelCost",
     "KernelPoint",
@@ -99,6 +100,7 @@ class MachineProfile:
     contentions: tuple[Contention, ...] = ()
     host: HostCost | None = None
     memory: MemoryCost | None = None
+    input: InputCost | None = None
     updates: tuple[UpdateCost, ...] = ()
     software: Mapping[str, str] = field(default_factory=dict)
     hardware: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)

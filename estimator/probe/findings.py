@@ -14,6 +14,7 @@ from estimator.machines.profile import (
     Contention,
     Device,
     HostCost,
+    InputCost,
     KernelCost,
     KernelPoint,
     Link,
@@ -36,6 +37,7 @@ class Findings:
     tf32_points: list[KernelPoint] = field(default_factory=list)
     host: dict[str, float] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
+    input: dict[str, float] = field(default_factory=dict)
     updates: list[UpdateCost] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
     collectives: list[CollectiveCost] = field(default_factory=list)
@@ -60,6 +62,9 @@ class Findings:
             self.host.update(message)
         elif part in ("first touch", "cold reads"):
             self.memory.update(message)
+        elif part == "input":
+            self.missing.extend(message.get("missing", ()))
+            self.input.update({name: rate for name, rate in message.items() if name != "missing"})
         elif part == "device":
             self.facts.update(message.get("facts", {}))
             self.sustained.update(message.get("sustained", {}))
@@ -168,6 +173,13 @@ class Findings:
             return None
         provenance = Provenance(source="measured", at=self.at, samples=1)
         return HostCost(**self.host, provenance=provenance)
+
+    def input_cost(self) -> InputCost | None:
+        """None where the part did not get that far."""
+        if not self.input:
+            return None
+        provenance = Provenance(source="measured", at=self.at, samples=len(self.input))
+        return InputCost(**self.input, provenance=provenance)
 
     def memory_cost(self, hardware: Mapping[str, Any], device: Device) -> MemoryCost | None:
         """None where neither touching nor reading was measured."""

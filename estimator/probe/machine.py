@@ -219,6 +219,7 @@ class _Probe:
             contentions=tuple(findings.contentions),
             host=findings.host_cost(),
             memory=findings.memory_cost(hardware, self.devices[0]),
+            input=findings.input_cost(),
             updates=tuple(findings.updates),
             software=software_versions(self.devices[0]),
             hardware=hardware,
@@ -246,6 +247,7 @@ class _Probe:
         parts = [
             _Part("kernels, host and updates", 0.76, self._one_device, itemised=True),
             _Part("first touch", 0.02, self._first_touch),
+            _Part("input", 0.02, self._input),
         ]
         if len(self.devices) > 1:
             parts += [
@@ -334,6 +336,10 @@ class _Probe:
             function="estimator.probe.memory:measure_first_touch",
             budget_s=budget_s,
         )
+        self._run_jobs(self._cpu_device(), [job])
+
+    def _input(self, budget_s: float) -> None:
+        job = Job(part="input", function="estimator.probe.storage:measure_input", budget_s=budget_s)
         self._run_jobs(self._cpu_device(), [job])
 
     def _updates_on_cpu(self, budget_s: float) -> None:

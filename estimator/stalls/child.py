@@ -26,6 +26,7 @@ def main() -> None:
         steps=options["steps"],
         warmup=options["warmup"],
         is_synthetic=options["is_synthetic"],
+        is_profiled=options["is_profiled"],
         path=Path(options["record"]),
     )
     install(watched)

@@ -8,6 +8,7 @@ ends the script.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -18,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import profiler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from estimator.stalls.runs import FILES_LOG
 
+ACTIVITY = profiler.ProfilerActivity.CUDA
 # Real batches whose copies stand for all of them.
 _KEPT_BATCHES = 2
 
@@ -32,7 +35,8 @@ class Record:
     """What one rank's run found: when each step ended, and of each what was spent for its batches.
 
     `copied_s` is what copying synthetic batches took, which is no part of the script. `samples` is
-    the leading size of a batch's tensors.
+    the leading size of a batch's tensors. `busy_s` is how long the accelerator worked in a step,
+    where that was asked for.
     """
 
     ended_s: list[float] = field(default_factory=list)
@@ -41,6 +45,7 @@ class Record:
     batches: int = 0
     samples: int = 0
     workers: int = 0
+    busy_s: float | None = None
 
 
 class ScriptEndsError(SystemExit):
@@ -50,11 +55,14 @@ class ScriptEndsError(SystemExit):
 class Watched:
     """The steps and batches of this process while a script runs."""
 
-    def __init__(self, *, steps: int, warmup: int, is_synthetic: bool, path: Path) -> None:
+    def __init__(
+        self, *, steps: int, warmup: int, is_synthetic: bool, path: Path, is_profiled: bool = False
+    ) -> None:
         self._steps, self._path, self._is_synthetic = steps, path, is_synthetic
         # An accelerator is waited for where the time is taken, and not in every step.
         self._waits_at = {warmup, steps}
         self.record = Record()
+        self._profiler = profiler.profile(activities=[ACTIVITY]) if is_profiled else None
         self._optimizer: Optimizer | None = None
         self._waited_s = self._copied_s = 0.0
         self._first: dict[int, tuple[object, list[Any]]] = {}
@@ -98,6 +106,7 @@ class Watched:
         record = self.record
         if len(record.ended_s) + 1 in self._waits_at and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
+        self._profile(len(record.ended_s) + 1)
         record.ended_s.append(time.perf_counter())
         record.waited_s.append(self._waited_s)
         record.copied_s.append(self._copied_s)
@@ -105,6 +114,21 @@ class Watched:
         if len(record.ended_s) >= self._steps:
             self.write()
             raise ScriptEndsError(0)
+
+    def _profile(self, step: int) -> None:
+        """Between the warm-up and the last step, of which the accelerator has done all."""
+        if self._profiler is None or step not in self._waits_at:
+            return
+        if step < self._steps:
+            self._profiler.start()
+            return
+        self._profiler.stop()
+        spans = [
+            (event.time_range.start, event.time_range.end)
+            for event in self._profiler.events() or ()  # type: ignore[no-untyped-call]
+            if event.device_type.name == "CUDA"
+        ]
+        self.record.busy_s = 1e-6 * covered(spans) / (self._steps - min(self._waits_at))
 
     def write(self) -> None:
         """Put the record where the parent process looks for it."""
@@ -157,6 +181,15 @@ def _remade(batch: Any, held: dict[Any, Any]) -> Any:
         return type(batch)(held)
     except TypeError:
         return held
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of what spans cover together."""
+    length, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        length += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return length
 
 
 def leading_size(batch: Any) -> int:

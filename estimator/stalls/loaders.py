@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -23,6 +25,7 @@ Batch = TypeVar("Batch")
 _PASSES = 3
 # A batch is taken from workers when they have had this many times its making to get ahead.
 _AHEAD = 2.0
+_PAGE_BYTES = 4096
 
 
 class Watching(Generic[Batch]):
@@ -87,7 +90,12 @@ def _measured(loader: DataLoader[Any], batches: int) -> Loader:
             pass
         passes.append((time.perf_counter() - wall_s, time.process_time() - cpu_s))
     wall_s, cpu_s = min(passes)
-    workers = loader.num_workers
+    workers, take_s = loader.num_workers, 0.0
+    if workers:
+        take_s, worker_s = _handing_over(loader, batches, wall_s / batches)
+        # What a worker does more than make a batch: memory that is shared, and the queue.
+        more_s = max(batches * worker_s - cpu_s, 0.0)
+        wall_s, cpu_s = wall_s + more_s, cpu_s + more_s
     return Loader(
         sample_bytes=sample_bytes / samples,
         stored_bytes=stored_bytes,
@@ -95,7 +103,8 @@ def _measured(loader: DataLoader[Any], batches: int) -> Loader:
         cpu_ratio=min(cpu_s / wall_s, 1.0),
         workers=workers,
         prefetch=loader.prefetch_factor or 2,
-        take_s=_take_s(loader, batches, wall_s) if workers else 0.0,
+        pinned=loader.pin_memory,
+        take_s=take_s,
         relative_error=0.05,
         source="measured",
     )
@@ -157,20 +166,55 @@ def _bytes_read() -> int:
     return int(next(fields).split()[1])
 
 
-def _take_s(loader: DataLoader[Any], batches: int, made_s: float) -> float:
-    """Core-seconds of this process to take a batch that the workers have ready."""
+def _handing_over(loader: DataLoader[Any], batches: int, made_s: float) -> tuple[float, float]:
+    """Core-seconds of this process and of workers for a batch; 0 for what is not known.
+
+    Each batch is taken when all workers have made theirs and wait, so that each makes one more.
+    """
     taken = iter(loader)
+    processes = getattr(taken, "_workers", ())
     try:
         next(taken)
+        at_once = max(loader.num_workers / len(os.sched_getaffinity(0)), 1.0)
+        time.sleep(_AHEAD * made_s * at_once * ((loader.prefetch_factor or 2) + 1))
         each_s = []
+        before_s = _worked_s(processes)
         for _ in range(batches - 1):
-            time.sleep(_AHEAD * made_s / batches)
             begun_s = time.process_time()
-            if next(taken, None) is None:
+            batch = next(taken, None)
+            if batch is None:
                 break
+            _touch(batch)
+            del batch
             each_s.append(time.process_time() - begun_s)
+            time.sleep(_AHEAD * made_s)
+        worked_s = _worked_s(processes) - before_s
     finally:
         stop = getattr(taken, "_shutdown_workers", None)
         if stop is not None:
             stop()
-    return min(each_s, default=0.0)
+    return min(each_s, default=0.0), worked_s / len(each_s) if each_s else 0.0
+
+
+def _touch(batch: Any) -> None:
+    """Look at every page of a batch, as a model does, for the first time in this process."""
+    if isinstance(batch, torch.Tensor) and batch.layout == torch.strided:
+        batch.reshape(-1)[:: max(_PAGE_BYTES // batch.element_size(), 1)].sum()
+        return
+    items = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(items, list | tuple) or isinstance(batch, Mapping):
+        for item in items:
+            _touch(item)
+
+
+def _worked_s(processes: Iterable[Any]) -> float:
+    """Core-seconds of all threads of processes so far; 0 where the system does not say."""
+    clock_of = getattr(ctypes.CDLL(None), "clock_getcpuclockid", None)
+    clock = ctypes.c_int()
+    if clock_of is None:
+        return 0.0
+    return sum(
+        time.clock_gettime(clock.value)
+        for process in processes
+        if clock_of(process.pid, ctypes.byref(clock)) == 0
+    )

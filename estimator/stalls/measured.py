@@ -3,7 +3,8 @@
 After Stash (Sharma et al., ICDCS 2023) and DS-Analyzer (Mohan et al., VLDB 2021): T0 has synthetic
 batches on one device, T1 on all devices of the node, T5 on as many devices of two nodes; T3 has
 real batches from a warm page cache, T2 from a cold one. Interconnect = T1 − T0 and network =
-T5 − T1 are shares of T1; prep = T3 − T1 and fetch = T2 − T3 of the step that they lengthen.
+T5 − T1 are shares of T1; prep = T3 − T1 and fetch = T2 − T3 of the step that they lengthen. Host is
+what of T0 (of T1 for one device) the accelerator does not work, by the profiler of one more run.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from estimator.accuracy import Z_80
-from estimator.stalls.page_cache import evict, load, resident_ratio
+from estimator.probe.page_cache import evict, load, resident_ratio
 from estimator.stalls.predicted import Stall
 from estimator.stalls.runs import FILES_LOG, RunRecord, Script, run
 
 RunName = Literal["T0", "T1", "T2", "T3", "T5"]
-StallName = Literal["prep", "fetch", "interconnect", "network"]
+StallName = Literal["host", "prep", "fetch", "interconnect", "network"]
 # Longer run, shorter run, whose difference is the stall; the run of which it is a share.
 STALLS: dict[StallName, tuple[RunName, RunName, RunName]] = {
     "prep": ("T3", "T1", "T3"),
@@ -93,6 +94,8 @@ def measure_stalls(
     `data` are the files that it reads, or folders of them; by default those that Python opened in a
     first run that is not timed, and their like in the same folders.
     """
+    from torch import cuda
+
     devices = len(script.cores)
     missing: dict[StallName, str] = {}
     names: list[RunName] = ["T3", "T1", *(("T0",) if devices > 1 else ())]
@@ -119,7 +122,14 @@ def measure_stalls(
                 # The pages of a cold run are in the cache when it ends.
                 (evict if name == "T2" else load)(files)
                 found[name].append(_run(script, folder, name))
-    return _answer(script, found, missing)
+        busy_s = None
+        if cuda.is_available() and not any(script.cores):
+            report("the accelerator's work", 1.0)
+            busy_s = run(script, folder, devices=1, is_synthetic=True, is_profiled=True).busy_s
+    if not busy_s:
+        missing["host"] = "no accelerator worked, and cores are their own host"
+    answer = _answer(script, found, missing)
+    return _with_host(answer, busy_s) if busy_s else answer
 
 
 def _run(script: Script, folder: Path, name: RunName) -> RunRecord:
@@ -151,6 +161,12 @@ def _answer(
         },
         missing=missing,
     )
+
+
+def _with_host(answer: MeasuredStalls, busy_s: float) -> MeasuredStalls:
+    alone = answer.runs["T0" if "T0" in answer.runs else "T1"]
+    stall = _stall(alone, TimedRun(busy_s, 0.0, (busy_s,)), alone)
+    return replace(answer, stalls={"host": stall, **answer.stalls})
 
 
 def _timed(records: Sequence[RunRecord]) -> TimedRun:

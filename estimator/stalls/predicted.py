@@ -2,7 +2,8 @@
 
 After Stash (Sharma et al., ICDCS 2023): with the same batch on every device, the interconnect stall
 is what one node's devices take beyond one device, as a share of the node's step; the network stall
-is what all nodes take beyond one node, as a share of that node's step.
+is what all nodes take beyond one node, as a share of that node's step. The host stall is what one
+device waits for its host to issue kernels, as a share of its step.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class PredictedStalls:
     step_s: float
     node_s: float
     device_s: float
+    host: Stall
     interconnect: Stall | None
     network: Stall | None
 
@@ -93,6 +95,7 @@ def predict_stalls(
         step_s=whole.step_time_s,
         node_s=node.step_time_s,
         device_s=device.step_time_s,
+        host=_host_stall(device),
         interconnect=_stall(node, device, of=node) if node.ranks > 1 else None,
         network=_stall(whole, node, of=node) if node is not whole else None,
     )
@@ -100,6 +103,17 @@ def predict_stalls(
 
 def _one_device(group: DeviceGroup) -> DeviceGroup:
     return replace(group, nodes=1, devices_per_node=1, devices=group.devices[:1])
+
+
+def _host_stall(device: Estimate) -> Stall:
+    stall_s = float(device.breakdown.host_exposed_s)
+    error_s = stall_s * (device.high_s - device.low_s) / (2 * device.step_time_s)
+    return Stall(
+        stall_s=stall_s,
+        low_s=stall_s - error_s,
+        high_s=stall_s + error_s,
+        ratio=stall_s / device.step_time_s,
+    )
 
 
 def _stall(longer: Estimate, shorter: Estimate, *, of: Estimate) -> Stall:

@@ -50,6 +50,7 @@ class RunRecord:
     """One run: the slowest rank's seconds per step without copies of batches, and its waiting.
 
     `batches` were taken in all, `samples` is the size of one; `workers` are those of its loader.
+    Its accelerator worked for `busy_s` of a step, where that was asked for.
     """
 
     step_s: float
@@ -58,6 +59,7 @@ class RunRecord:
     samples: int
     workers: int
     steps_s: tuple[float, ...]
+    busy_s: float | None = None
 
 
 def run(
@@ -67,6 +69,7 @@ def run(
     devices: int,
     is_synthetic: bool,
     on_two_nodes: bool = False,
+    is_profiled: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> RunRecord:
     """Run the script once on some devices; raises ModelError with one sentence where it fails."""
@@ -80,6 +83,7 @@ def run(
                 "steps": script.steps,
                 "warmup": script.warmup,
                 "is_synthetic": is_synthetic,
+                "is_profiled": is_profiled,
                 "record": str(folder / f"rank{rank}.json"),
                 "cores": script.cores[rank],
             }
@@ -197,6 +201,7 @@ def _summary(script: Script, found: Sequence[Mapping[str, Any]]) -> RunRecord:
         batches=slowest["batches"],
         samples=slowest["samples"],
         workers=slowest["workers"],
+        busy_s=slowest["busy_s"],
         steps_s=tuple(
             ended[step] - ended[step - 1] - copied[step]
             for step in range(script.warmup, script.steps)

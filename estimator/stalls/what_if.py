@@ -14,6 +14,7 @@ from typing import Any
 
 from estimator.errors import WorkloadError
 from estimator.estimates import Estimate
+from estimator.timeline.inputs import with_rates
 from estimator.units import format_bandwidth, format_ratio
 from estimator.workload.loader import MOST_WORKERS, Loader
 
@@ -62,6 +63,7 @@ def input_answers(loader: Loader, answer_of: Callable[[Loader | None], Estimate]
     Raises WorkloadError for a graph without a batch size.
     """
     without = answer_of(None)
+    loader = with_rates(loader, without.plan.placement.kinds[0].profile)
     if without.samples_per_s is None:
         raise WorkloadError(
             f"{without.model} has no samples to count; trace it with a batch whose first dimension "

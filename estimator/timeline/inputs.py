@@ -10,9 +10,11 @@ A core that works for a worker of a CPU rank does not compute meanwhile, as with
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from estimator.elementwise import maximum
+from estimator.errors import WorkloadError
 from estimator.machines.profile import MachineProfile
 from estimator.workload.loader import Loader
 
@@ -34,6 +36,41 @@ class InputCosts(NamedTuple):
 NO_INPUT = InputCosts()
 
 
+def with_rates(loader: Loader, profile: MachineProfile) -> Loader:
+    """The loader at the machine's measured rates, where it names none itself.
+
+    Preparing that was measured holds reading of the page cache. Raises WorkloadError where a rate
+    is needed that was not measured.
+    """
+    rates = profile.input
+    disk = loader.disk_bytes_per_s or (rates.disk_bytes_per_s if rates else None)
+    if disk is None and loader.cached_ratio < 1.0:
+        raise WorkloadError(
+            f"a loader with {loader.cached_ratio:g} of its samples cached reads the rest of a disk "
+            f"that '{profile.name}' does not describe; say how fast, as in disk=500MB/s"
+        )
+    cache = loader.cache_bytes_per_s
+    if cache is None and rates is not None and loader.source == "assumed":
+        cache = rates.cache_bytes_per_s
+    prep_s = loader.prep_s
+    for part, count in (("jpeg_pixels", loader.jpeg_pixels), ("tokens", loader.tokens)):
+        rate = rates and getattr(rates, f"{part}_per_s")
+        if count and not rate:
+            raise WorkloadError(
+                f"'{profile.name}' has no measured rate of {part.replace('_', ' ')}; probe it "
+                "again, or give the seconds of a sample, as in prep=8ms"
+            )
+        prep_s += count / rate if rate else 0.0
+    return replace(
+        loader,
+        disk_bytes_per_s=disk,
+        cache_bytes_per_s=cache,
+        prep_s=prep_s,
+        jpeg_pixels=0.0,
+        tokens=0.0,
+    )
+
+
 def input_costs(
     loader: Loader | None,
     profile: MachineProfile,
@@ -45,6 +82,7 @@ def input_costs(
     """The costs of a rank that takes `batches` batches a step, `samples` in all."""
     if loader is None:
         return NO_INPUT
+    loader = with_rates(loader, profile)
     own_s = copies_s(loader, profile, samples, batches)
     if not loader.workers:
         return InputCosts(own_s + loader.made_s(samples), 0.0)
@@ -65,5 +103,7 @@ def copies_s(loader: Loader, profile: MachineProfile, samples: int, batches: int
     links = [link for link in profile.links if link.kind == "h2d"]
     if profile.kind == "cpu" or not links or not loader.sample_bytes:
         return 0.0
+    # Of one device alone before all at once, and of the memory that the loader uses.
+    links = [link for link in links if link.pinned == loader.pinned] or links
     link = max(links, key=lambda each: each.bandwidth_bytes_per_s)
     return batches * link.latency_s + samples * loader.sample_bytes / link.bandwidth_bytes_per_s

@@ -20,9 +20,12 @@ class Loader:
     in which a core works `cpu_ratio` of the time; `workers` make whole batches, each up to
     `prefetch` ahead, and 0 workers is the training process itself. `sample_bytes` reach the device.
     A share `cached_ratio` of the samples is in the page cache, read at `cache_bytes_per_s`; the
-    rest comes from a disk that gives all ranks of a node `disk_bytes_per_s` together. None: reading
-    is part of `prep_s`. `take_s` is what the training process spends on a batch that workers made.
-    `cores` are those that a rank's workers have, None: enough, or on CPUs those of the device.
+    rest comes from a disk that gives all ranks of a node `disk_bytes_per_s` together. None: what
+    the machine's probe measured; where it did not, reading is part of `prep_s`. A sample has also
+    `jpeg_pixels` to decode and `tokens` to make a tensor of, at the probe's rates. Batches are
+    copied to the device from `pinned` memory or from pageable. `take_s` is what the training
+    process spends on a batch that workers made. `cores` are those that a rank's workers have, None:
+    enough, or on CPUs those of the device.
 
     >>> Loader(sample_bytes=1e5, prep_s=0.01, workers=4).made_s(32)
     0.32
@@ -39,6 +42,9 @@ class Loader:
     disk_bytes_per_s: float | None = None
     cache_bytes_per_s: float | None = None
     cores: int | None = None
+    jpeg_pixels: float = 0.0
+    tokens: float = 0.0
+    pinned: bool = True
     relative_error: float = 0.1
     source: Literal["assumed", "measured"] = "assumed"
 
@@ -50,11 +56,6 @@ class Loader:
                     f"a loader's {name} is from {least:g} to {most:g}, found {quoted(value)}; "
                     "correct it"
                 )
-        if self.disk_bytes_per_s is None and self.cached_ratio < 1.0:
-            raise WorkloadError(
-                f"a loader with {self.cached_ratio:g} of its samples cached reads the rest of a "
-                "disk; say how fast, as in disk=500MB/s"
-            )
 
     def read_s(self, samples: float) -> float:
         """Seconds that one worker alone reads `samples` samples."""
@@ -81,7 +82,8 @@ class Loader:
     def parse(cls, text: str | Loader) -> Loader:
         """Read ``sample=150kB,prep=8ms,workers=4``; raises WorkloadError.
 
-        Further: prefetch=, cached=0.35, disk=500MB/s, cache=5GB/s, stored=, cpu=, take=, cores=.
+        Further: prefetch=, cached=0.35, disk=500MB/s, cache=5GB/s, stored=, cpu=, take=, cores=,
+        pixels=190e3, tokens=1024, pinned=no.
 
         >>> Loader.parse("sample=150kB,prep=8ms,workers=4").prep_s
         0.008
@@ -117,7 +119,13 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _ratio(text: str) -> float:
+def _yes(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ValueError(f"{quoted(text)} is neither yes nor no; write one of them")
+    return text == "yes"
+
+
+def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
@@ -129,13 +137,16 @@ _PARTS: dict[str, tuple[str, Any]] = {
     "prep": ("prep_s", parse_seconds),
     "workers": ("workers", _whole),
     "prefetch": ("prefetch", _whole),
-    "cached": ("cached_ratio", _ratio),
+    "cached": ("cached_ratio", _number),
     "stored": ("stored_bytes", parse_size_bytes),
-    "cpu": ("cpu_ratio", _ratio),
+    "cpu": ("cpu_ratio", _number),
     "take": ("take_s", parse_seconds),
     "disk": ("disk_bytes_per_s", parse_bandwidth_bytes_per_s),
     "cache": ("cache_bytes_per_s", parse_bandwidth_bytes_per_s),
     "cores": ("cores", _whole),
+    "pixels": ("jpeg_pixels", _number),
+    "tokens": ("tokens", _number),
+    "pinned": ("pinned", _yes),
 }
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("sample_bytes", 0, 1e15),
@@ -144,6 +155,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("take_s", 0, 1e6),
     ("workers", 0, MOST_WORKERS),
     ("prefetch", 1, MOST_WORKERS),
+    ("jpeg_pixels", 0, 1e12),
+    ("tokens", 0, 1e12),
     ("cached_ratio", 0, 1),
     ("cpu_ratio", 0, 1),
     ("relative_error", 0, 10),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from stall_headlines import HEADLINES, cases_of
+from stall_headlines import HEADLINES, Case, cases_of
 from zoo.vision import MODELS, classifier
 
 from estimator.machines.catalogue import load_profile
@@ -43,3 +43,17 @@ def test_alexnet_on_sixteen_k80s_waits_for_most_of_its_step() -> None:
     assert low <= first.interconnect_ratio <= high
     # 244 MB at 1.25 GB/s take 195 ms: no exchange over that network is within six steps.
     assert first.least_slowdown > HEADLINES["slowdown"][1]
+
+
+def test_copies_of_both_steps_make_the_slow_down_less() -> None:
+    case = Case(
+        model="m",
+        batch_per_gpu=100,
+        node_s=0.030,
+        nodes_s=0.330,
+        interconnect_ratio=0.0,
+        slowdown=11.0,
+        least_slowdown=6.0,
+    )
+    # 100 images of 602,112 bytes at 6.02112 GB/s take 10 ms more of each.
+    assert case.slowdown_with_copies(6.02112e9) == pytest.approx(0.340 / 0.040)

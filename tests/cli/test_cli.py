@@ -53,6 +53,24 @@ def test_estimate_prints_time_interval_breakdown_and_reasons(
     assert "\x1b" not in answer.out, "a file wants plain text"
 
 
+def test_a_layout_shows_what_ranks_that_share_layers_exchange(
+    store: Path, tiny: str, command: Command, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"0": "colwise", "2": "rowwise"}')
+    asked = ("estimate", tiny, "--on", "1x2:local", "--layout", "tp=2", "--tp-plan", str(plan))
+    content = json.loads(command(*asked, "--json").out)
+    assert content["layout"] == "tp=2,dp=*"
+    assert content["breakdown"]["layer_communication_s"] > 0
+    # Both ranks work on the same 4 samples.
+    assert content["global_batch"] == 4
+    assert "layer communication" in command(*asked, "--verbose").out
+    plan.write_text('{"nothing": "colwise"}')
+    refused = command(*asked)
+    assert refused.code == 2
+    assert "names no module of the model" in refused.err
+
+
 def test_estimate_as_json_is_base_units_on_stdout_alone(
     store: Path, tiny: str, command: Command
 ) -> None:

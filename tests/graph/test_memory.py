@@ -278,6 +278,18 @@ def test_a_convolution_copies_its_tensors_into_blocks_of_channels() -> None:
     assert workspace_bytes(product) == 0
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_gradient_of_a_strided_convolution_is_three_images(groups: int) -> None:
+    # Read off the allocator (torch 2.13, oneDNN on AVX-512) at 1, 3, 4 and 9 groups of 24 to 64.
+    image = TensorSpec((2, 72, 56, 56))
+    gradient, weight = TensorSpec((2, 72, 28, 28)), TensorSpec((72, 72 // groups, 3, 3))
+    sizes = (None, (2, 2), (1, 1), (1, 1), False, (0, 0), groups, (True, True, False))
+    call = OpCall(
+        "aten.convolution_backward.default", (gradient, image, weight, *sizes), (), (image, weight)
+    )
+    assert workspace_bytes(call) == 2 * image.nbytes - weight.nbytes
+
+
 class Model(nn.Module):
     """Convolution, normalisation, a shared layer, a residual sum and a wide head."""
 

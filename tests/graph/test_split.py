@@ -160,6 +160,29 @@ def test_tokens_are_divided_between_the_layers() -> None:
     assert [op.call.inputs[0].shape for op in norms] == [(BATCH, TOKENS // 2, WIDTH)] * 3
 
 
+def test_gradients_of_three_layers_are_added_where_tokens_are_divided() -> None:
+    model = nn.ModuleList(nn.Linear(WIDTH, INNER, bias=False) for _ in range(3))
+    model.append(nn.Linear(INNER, WIDTH, bias=False))
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layers = nn.LayerNorm(WIDTH), model
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            return x + self.layers[3](sum(torch.relu(layer(y)) for layer in self.layers[:3]))
+
+    plan = Plan.of({"layers.0": "colwise", "layers.1": "colwise", "layers.2": "colwise"})
+    styles = (*plan.styles, ("layers.3", "row"))
+    graph = trace_graph(Three(), torch.randn(BATCH, TOKENS, WIDTH))
+    found = exchanged(split(graph, Plan(styles, sequence=True), tp=2))
+    # The stream begins whole here: only the gradient of the row layer's output is gathered.
+    assert [row for row in found if row[1] == "all_gather"] == []
+    scattered = [phase for phase, op, _ in found if op == "reduce_scatter"]
+    assert scattered == ["forward", "backward", "backward", "backward"]
+
+
 def test_the_plan_is_found_from_the_dataflow() -> None:
     styles = dict(found_plan(model_graph()).styles)
     assert styles == {
@@ -221,3 +244,39 @@ def test_styles_of_torch_are_read() -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     assert Plan.of({"up": ColwiseParallel(), "down": RowwiseParallel()}).styles == MLP.styles
+
+
+def test_words_are_divided_unevenly_where_they_must_be() -> None:
+    local = split(model_graph(63), found_plan(model_graph(63), sequence=True), tp=2)
+    sizes = {parameter.name: parameter.spec.shape for parameter in local.parameters}
+    assert sizes["words.weight"] == (32, WIDTH)
+
+
+def test_weights_that_are_cast_are_divided_too() -> None:
+    graph = trace_graph(Mlp(), torch.randn(BATCH, TOKENS, WIDTH), precision="bf16-amp")
+    local = split(graph, MLP, tp=2)
+    assert sorted(products(local)) == sorted(products(split(mlp_graph(), MLP, tp=2)))
+    # The product is in half of the bytes; its gradient is cast before it is summed.
+    assert exchanged(local) == [
+        ("forward", "all_reduce", STREAM_BYTES // 2),
+        ("backward", "all_reduce", STREAM_BYTES),
+    ]
+
+
+def test_a_prepared_input_is_reduced_once_for_all_that_take_it() -> None:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import PrepareModuleInput
+
+    prepared = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    plain = {"up": "colwise", "down": "rowwise"}
+    assert not Plan.of(plain).reduces_once
+    assert Plan.of(plain | {"block": prepared}).reduces_once
+
+
+def test_a_gathered_layer_holds_its_columns_alone() -> None:
+    styles = dict(found_plan(model_graph()).styles) | {"head": "colwise_gather_output"}
+    local = split(model_graph(), Plan.of(styles), tp=2)
+    sizes = {parameter.name: parameter.spec.shape for parameter in local.parameters}
+    assert sizes["head.weight"] == (32, WIDTH)
+    # The gradient of its weight: (words, tokens) x (tokens, width).
+    assert ((32, BATCH * TOKENS), (BATCH * TOKENS, WIDTH)) in products(local)

@@ -9,15 +9,17 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import profiler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import estimator
 from estimator.errors import ModelError
-from estimator.stalls.hooks import Watched, copied
+from estimator.stalls.hooks import ScriptEndsError, Watched, copied, covered
 
 
 class Files(Dataset[Any]):
@@ -100,3 +102,50 @@ def test_hooks_take_less_than_a_hundredth_of_a_step_of_50_ms(tmp_path: Path) -> 
     hooked_s = time.process_time() - begun_s
     assert hooked_s / 1000 < 0.01 * 0.050
     assert len(watched.record.ended_s) == watched.record.batches == 1000
+
+
+class Profiler:
+    """Kernels of 2 s each second step, one of them inside another, and a span of the host's."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+    def events(self) -> list[Any]:
+        spans = [("CUDA", 0, 2e6), ("CUDA", 1e6, 2e6), ("CUDA", 4e6, 6e6), ("CPU", 0, 9e6)]
+        return [
+            SimpleNamespace(
+                device_type=SimpleNamespace(name=kind),
+                time_range=SimpleNamespace(start=start, end=end),
+            )
+            for kind, start, end in spans
+        ]
+
+
+def test_what_an_accelerator_worked_is_taken_between_the_warm_up_and_the_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Profiler()
+    monkeypatch.setattr(profiler, "profile", lambda **_: found)
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    path = tmp_path / "record"
+    watched = Watched(steps=6, warmup=2, is_synthetic=False, path=path, is_profiled=True)
+    for step in range(5):
+        watched.stepped(optimizer)
+        assert found.calls == (["start"] if step > 0 else [])
+    with pytest.raises(ScriptEndsError):
+        watched.stepped(optimizer)
+    assert found.calls == ["start", "stop"]
+    # 4 s in the 4 steps after the warm-up.
+    assert watched.record.busy_s == pytest.approx(1.0)
+
+
+def test_an_accelerator_works_where_any_of_its_spans_is() -> None:
+    # 0 to 4 in two that overlap, one inside them, and 6 to 7.
+    assert covered([(6.0, 7.0), (0.0, 3.0), (1.0, 2.0), (2.5, 4.0)]) == 5.0
+    assert covered([]) == 0.0

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from estimator.errors import AllocationError, ModelError
+from estimator.probe.page_cache import evict, load, resident_ratio
+from estimator.stalls import measured as measured_module
 from estimator.stalls.devices import cores_of
 from estimator.stalls.measured import MeasuredStalls, TimedRun, measure_stalls
-from estimator.stalls.page_cache import evict, load, resident_ratio
 from estimator.stalls.predicted import Stall
-from estimator.stalls.runs import Script
+from estimator.stalls.runs import RunRecord, Script
 
 # One step computes 20 ms; a sample takes 1 ms of preparing, a cold file 30 ms, a byte 1 µs.
 TRAIN = """
@@ -28,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from estimator.stalls.page_cache import resident_ratio
+from estimator.probe.page_cache import resident_ratio
 
 now = [0.0]
 time.perf_counter = lambda: now[0]
@@ -115,7 +117,7 @@ def test_injected_stalls_of_every_kind_are_found_exactly(tmp_path: Path, data: P
     parts = sum(found.stalls[name].stall_s for name in ("interconnect", "prep", "fetch"))
     assert found.runs["T0"].step_s + parts == pytest.approx(found.runs["T2"].step_s)
     assert found.samples == 4
-    assert not found.missing
+    assert set(found.missing) == {"host"}
 
 
 def test_batches_of_any_iterable_are_replaced_where_it_is_watched(tmp_path: Path) -> None:
@@ -195,6 +197,32 @@ def test_rates_are_samples_over_the_steps_that_hold_them_back() -> None:
         missing={},
     )
     assert found.rates == pytest.approx({"G": 160.0, "P": 80.0, "F": 40.0})
+
+
+def test_the_host_stall_is_what_of_a_step_the_accelerator_does_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(script: Script, folder: Path, **how: Any) -> RunRecord:
+        busy_s = 0.015 if how.get("is_profiled") else None
+        return RunRecord(
+            step_s=0.020,
+            waited_s=0.0,
+            batches=8,
+            samples=4,
+            workers=0,
+            steps_s=(0.020,) * 6,
+            busy_s=busy_s,
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measured_module, "run", run)
+    found = measure_stalls(Script(path=tmp_path / "train.py", cores=((), ())), repeats=1)
+    host = found.stalls["host"]
+    assert (host.stall_s, host.ratio) == (pytest.approx(0.005), pytest.approx(0.25))
+    assert "host" not in found.missing
+    # Cores are their own host.
+    found = measure_stalls(Script(path=tmp_path / "train.py", cores=((0,), (1,))), repeats=1)
+    assert "host" in found.missing
 
 
 def test_pages_go_out_of_the_cache_and_come_back(data: Path) -> None:

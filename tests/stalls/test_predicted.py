@@ -52,6 +52,13 @@ def test_stalls_are_differences_of_steps_over_the_step_of_a_node() -> None:
     assert found.network.low_s < found.network.stall_s < found.network.high_s
 
 
+def test_the_host_stall_is_what_one_device_waits_for_its_host() -> None:
+    host = predict_stalls("3x2:m", asking(PLAIN.profile())).host
+    alone = estimate_graph(GRAPH, "1x1:m", profile=PLAIN.profile())
+    assert host.stall_s == alone.breakdown.host_exposed_s
+    assert host.ratio == pytest.approx(host.stall_s / alone.step_time_s)
+
+
 def test_a_delay_of_every_byte_on_the_network_is_the_stall() -> None:
     # Where computing cannot go on beside a collective, all of it is waited for: over two nodes of
     # one device a ring sends each byte once, so that 1 ns a byte more is 1 ns a byte of gradients.

@@ -12,6 +12,7 @@ import pytest
 
 from estimator.engine import estimate_graph
 from estimator.estimates import Estimate
+from estimator.machines.profile import InputCost, Provenance
 from estimator.stalls.what_if import CACHED_RATIOS, InputAnswers, input_answers
 from estimator.units import format_ratio
 from estimator.workload.loader import Loader
@@ -56,6 +57,21 @@ def test_cached_shares_give_what_is_left_to_the_disk() -> None:
     assert found.cached_needed == pytest.approx(0.75, abs=0.005)
     twice = next(each for each in found.changes if each.change.startswith("a disk of"))
     assert twice.samples_per_s == pytest.approx(64 / (2 * STEP_S))
+
+
+def test_shares_are_answered_by_the_disk_that_the_probe_measured() -> None:
+    cost = InputCost(
+        disk_bytes_per_s=64e6 / (4 * STEP_S), provenance=Provenance(source="measured", at="2026")
+    )
+
+    def answer_of(other: Loader | None) -> Estimate:
+        profile = replace(PROFILE, input=cost)
+        return estimate_graph(GRAPH, "1x1:m", profile=profile, loader=other)
+
+    found = input_answers(Loader(sample_bytes=1e6, workers=4), answer_of)
+    assert found.cached_needed == pytest.approx(0.75, abs=0.005)
+    by_share = {each.change: each for each in found.changes}
+    assert by_share["0.0 % cached"].samples_per_s == pytest.approx(64 / (4 * STEP_S))
 
 
 def test_reading_then_preparing_in_one_worker_is_slower_than_the_least_of_the_rates() -> None:

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from estimator.engine import estimate_graph
 from estimator.errors import WorkloadError
 from estimator.machines.catalogue import load_profile
+from estimator.machines.profile import InputCost, Provenance
 from estimator.tables import estimate_many
 from estimator.timeline.evaluator import play
-from estimator.timeline.inputs import InputCosts, input_costs
+from estimator.timeline.inputs import InputCosts, copies_s, input_costs, with_rates
 from estimator.timeline.overlaps import NO_OVERLAP
 from estimator.timeline.simulation import simulate
 from estimator.timeline.tasks import COMPUTE, TaskList
@@ -191,7 +192,6 @@ def test_columns_with_a_loader_equal_their_estimates() -> None:
         ("workers=9999", "workers is from 0 to 4096, found 9999"),
         ("prep=8", "'8' is not a duration"),
         ("speed=3", "a loader has no 'speed=3'"),
-        ("cached=0.5", "say how fast"),
         ("cached=nan", "cached_ratio is from 0 to 1"),
         ("workers=two", "workers: "),
     ],
@@ -222,3 +222,59 @@ def test_the_command_takes_a_loader(tmp_path: Path, command: Callable[..., Any])
     said = command(*asked, *loader).out
     assert "waiting for data" in said
     assert " of waiting: " in said
+
+
+RATES = InputCost(
+    disk_bytes_per_s=2e8,
+    cache_bytes_per_s=4e9,
+    jpeg_pixels_per_s=5e7,
+    tokens_per_s=1e8,
+    provenance=Provenance(source="measured", at="2026"),
+)
+
+
+def test_a_loader_takes_the_rates_that_the_machine_was_measured_at() -> None:
+    profile = replace(PROFILE, input=RATES)
+    loader = Loader.parse("sample=100kB,pixels=200e3,tokens=1000,cached=0.75,prep=1ms")
+    found = with_rates(loader, profile)
+    # 4 ms of decoding and 10 µs of tokens; a quarter of 100 kB at 200 MB/s, the rest at 4 GB/s.
+    assert found.prep_s == pytest.approx(0.001 + 0.004 + 10e-6)
+    assert found.read_s(1) == pytest.approx(0.25 * 1e5 / 2e8 + 0.75 * 1e5 / 4e9)
+    assert with_rates(found, profile) == found
+    costs = input_costs(loader, profile, samples=10, batches=1, ranks_per_node=1)
+    assert costs.own_s >= 10 * (found.prep_s + found.read_s(1))
+
+
+def test_measured_preparing_holds_reading_of_the_cache_and_named_rates_stay() -> None:
+    profile = replace(PROFILE, input=RATES)
+    measured = Loader(sample_bytes=1e5, prep_s=0.001, source="measured")
+    assert with_rates(measured, profile).cache_bytes_per_s is None
+    named = Loader.parse("sample=100kB,disk=1GB/s,cache=9GB/s")
+    assert with_rates(named, profile) == named
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("cached=0.5", "does not describe; say how fast"),
+        ("pixels=1000", "no measured rate of jpeg pixels"),
+        ("tokens=1000", "no measured rate of tokens"),
+    ],
+)
+def test_a_rate_that_was_not_measured_is_asked_for(text: str, said: str) -> None:
+    with pytest.raises(WorkloadError, match=said):
+        with_rates(Loader.parse(text), PROFILE)
+
+
+def test_batches_are_copied_from_the_memory_that_the_loader_uses() -> None:
+    gpu = load_profile("a100-sxm-40gb")
+    (pinned,) = (link for link in gpu.links if link.kind == "h2d")
+    pageable = replace(pinned, pinned=False, bandwidth_bytes_per_s=4e9, latency_s=0.0)
+    profile = replace(gpu, links=(*gpu.links, pageable))
+    slow = Loader(sample_bytes=1e6, pinned=False)
+    assert copies_s(slow, profile, 32, 1) == pytest.approx(32e6 / 4e9)
+    fast = replace(slow, pinned=True)
+    expected_s = pinned.latency_s + 32e6 / pinned.bandwidth_bytes_per_s
+    assert copies_s(fast, profile, 32, 1) == pytest.approx(expected_s)
+    # With one of them known, that one it is.
+    assert copies_s(slow, gpu, 32, 1) == pytest.approx(expected_s)

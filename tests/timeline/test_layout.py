@@ -9,7 +9,7 @@ from estimator.errors import StrategyError, WorkloadError
 from estimator.estimates import Estimate
 from estimator.workload.layout import Layout
 from tests.graph.test_split import BATCH, STREAM_BYTES, mlp_graph
-from tests.synthetic import Machine
+from tests.synthetic import Machine, with_every_collective
 
 MACHINE = Machine(rank_jitter_ratio=0.0)
 PROFILE = MACHINE.profile()
@@ -72,6 +72,18 @@ def test_a_rank_holds_and_updates_its_part() -> None:
 def test_sharding_over_the_data_parallel_ranks_that_are_left() -> None:
     found = answer("1x8:m", "tp=2,dp=*", strategy="zero1")
     assert found.plan.shards == 4
+
+
+def test_fsdp_shards_what_a_rank_holds_of_the_layers() -> None:
+    profile = with_every_collective(PROFILE)
+    both, alone = (
+        est.estimate(GRAPH, "1x4:m", strategy="fsdp", layout=layout, tp_plan=plan, profile=profile)
+        for layout, plan in (("tp=2,dp=*", PLAN), (None, None))
+    )
+    assert (both.plan.shards, alone.plan.shards) == (2, 4)
+    assert both.plan.mesh.parallelism.dp_shard == both.plan.mesh.parallelism.tp == 2
+    assert both.breakdown.layer_communication_s > 0
+    assert both.timeline.step_time_s == pytest.approx(both.step_time_s, rel=1e-9)
 
 
 def test_tp_of_one_is_data_parallel() -> None:

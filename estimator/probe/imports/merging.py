@@ -59,6 +59,7 @@ def merge_profiles(profiles: Sequence[MachineProfile]) -> MachineProfile:
         contentions=_best((p.contentions for p in profiles), _contention_key),
         host=_best_of(p.host for p in profiles),
         memory=_best_of(p.memory for p in profiles),
+        input=_best_of(p.input for p in profiles),
         updates=_best((p.updates for p in profiles), _update_key),
         software=_filled(p.software for p in profiles),
         hardware=_filled(p.hardware for p in profiles),
