@@ -141,16 +141,13 @@ class Engine:
 
     def _pipelined(self, asked: _Asked, coefficients: Coefficients) -> Estimate:
         """The step of ranks that hold stages; raises StrategyError, WorkloadError, ProfileError."""
-        mesh, schedule = asked.mesh, asked.layout.schedule
-        graph = asked.members.table.graph
-        stages = stage_plans(
-            *(graph, mesh, asked.batches, asked.shape, schedule, self.cache),
-            coefficients=coefficients,
-        )
+        mesh, schedule, graph = asked.mesh, asked.layout.schedule, asked.members.table.graph
+        asked_of = graph, mesh, asked.batches, asked.shape, schedule, self.cache
+        stages = stage_plans(*asked_of, coefficients=coefficients)
         pipeline = mesh.parallelism.pp, mesh.parallelism.micro_batches
-        found = pipeline_answer(schedule, *pipeline, stages)
-        answer, plan, memory, used_ratio = found
-        return _answered(plan, asked, answer, memory, used_ratio, name=graph.name)
+        answer, plan, memory, used, step = pipeline_answer(schedule, *pipeline, stages)
+        whole = _answered(plan, asked, answer, memory, used)
+        return replace(whole, model=graph.name, pipeline=step)
 
     def split(self, graph: OpGraph, layout: Layout, plan: Plan | None = None) -> OpGraph:
         """The part of a graph that one rank of a layout runs; worked out once.
@@ -351,8 +348,6 @@ def _answered(
     answer: StepAnswer,
     memory: PeakMemory,
     used_ratio: float,
-    *,
-    name: str | None = None,
 ) -> Estimate:
     parts, slowest, _ = answer
     mesh, batches, coefficients = asked.mesh, asked.batches, plan.coefficients
@@ -371,7 +366,7 @@ def _answered(
     samples_per_s = global_batch / step_s if global_batch is not None else None
     tokens = graph.tokens_per_sample
     return Estimate(
-        model=name or graph.name,
+        model=graph.name,
         allocation=mesh.placement.allocation,
         ranks=mesh.placement.ranks,
         batch_per_gpu=even,

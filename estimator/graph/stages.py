@@ -30,10 +30,12 @@ Array = NDArray[np.float64]
 class Stage:
     """One stage: its own graph, the ops of the whole one that are in it, and what it sends on.
 
-    `sent` are values of the whole graph; the gradients of the same come back.
+    `point` is the module that it begins at, "" for the first stage. `sent` are values of the whole
+    graph; the gradients of the same come back.
     """
 
     graph: OpGraph
+    point: str
     ops: tuple[int, ...]
     sent: tuple[int, ...]
 
@@ -90,8 +92,8 @@ def stage_graphs(graph: OpGraph, points: Sequence[str]) -> tuple[Stage, ...]:
     owner = _owners(graph, points)
     flow = _Flow.of(graph, owner, len(points) + 1)
     return tuple(
-        _Cutting(graph, flow.ops_of(graph, owner, number)).stage(number, sent)
-        for number, sent in enumerate(flow.sent)
+        _Cutting(graph, flow.ops_of(graph, owner, number)).stage(number, point, sent)
+        for number, (point, sent) in enumerate(zip(("", *points), flow.sent, strict=True))
     )
 
 
@@ -214,7 +216,7 @@ class _Cutting:
         self._numbers: dict[int, int] = {}
         self._values: list[Value] = []
 
-    def stage(self, number: int, sent: tuple[int, ...]) -> Stage:
+    def stage(self, number: int, point: str, sent: tuple[int, ...]) -> Stage:
         graph = self._graph
         ops = tuple(self._op(graph.ops[index]) for index in self._ops)
         parameters = tuple(self._parameters())
@@ -236,6 +238,7 @@ class _Cutting:
                 ),
                 module_calls=round(graph.module_calls * len(ops) / max(len(graph.ops), 1)),
             ),
+            point=point,
             ops=self._ops,
             sent=sent,
         )

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from estimator.graph.memory import PeakMemory
 from estimator.graph.stages import Stage, held_between_passes, pass_seconds
 from estimator.timeline.overlaps import NO_OVERLAP
@@ -20,7 +22,9 @@ from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks
 from estimator.timeline.plan import StepAnswer, StepPlan, answer_of
 from estimator.timeline.ranks import LaneCosts, RankKind
 from estimator.timeline.simulation import simulate
+from estimator.timeline.spans import LANES, Label, SpanColumns, Timeline
 from estimator.timeline.step import Breakdown
+from estimator.timeline.tasks import TaskList
 from estimator.workload.schedules import Schedule
 
 
@@ -35,6 +39,53 @@ class StagePlan:
     tied_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinedStep:
+    """The passes and transfers of a pipeline's step, and what its ranks do after their last pass.
+
+    `points` are the modules at which stages begin, `ranks` how many ranks the mesh has.
+    """
+
+    tasks: TaskList
+    last: Sequence[int]
+    tails_s: Sequence[float]
+    points: Sequence[str]
+    ranks: int
+
+    def timeline(self) -> Timeline:
+        """Passes on the lane of compute, what is sent on that of the network of who sends it."""
+        played = simulate(self.tasks.tasks, NO_OVERLAP)
+        ends = played.end_s[:, 0]
+        rows = [
+            (number, *self._where(task.lane), float(played.start_s[number, 0]), float(task.cost_s))
+            for number, task in enumerate(self.tasks.tasks)
+        ]
+        each, compute = self.ranks // len(self.last), LANES.index("compute")
+        labels = [task.label for task in self.tasks.tasks] + [Label("gradients and update")]
+        for rank, (number, tail_s) in enumerate(zip(self.last, self.tails_s, strict=True)):
+            rows.append((len(labels) - 1, rank * each, compute, float(ends[number]), tail_s))
+        columns = [np.array(column) for column in zip(*rows, strict=True)]
+        return Timeline(
+            step_time_s=float(max(ends[self.last] + np.array(self.tails_s))),
+            spans=SpanColumns(
+                labels=labels,
+                label=columns[0],
+                rank=columns[1],
+                lane=columns[2],
+                start_s=columns[3],
+                duration_s=columns[4],
+            ),
+            ranks_like=tuple(rank // each * each for rank in range(self.ranks)),
+        )
+
+    def _where(self, lane: str) -> tuple[int, int]:
+        """(the first rank of those that work or send there, the number of their lane)."""
+        words = lane.split()
+        sends = words[0] == "from"
+        each = self.ranks // len(self.last)
+        return int(words[2 if sends else 1]) * each, LANES.index("network" if sends else "compute")
+
+
 class PipelineAnswer(NamedTuple):
     """A pipeline's step, the plan of the stage that takes longest, and the fullest rank's memory.
 
@@ -45,6 +96,7 @@ class PipelineAnswer(NamedTuple):
     plan: StepPlan
     memory: PeakMemory
     used_ratio: float
+    step: PipelinedStep
 
 
 def pipeline_answer(
@@ -76,7 +128,15 @@ def pipeline_answer(
     memories = [_memory(schedule, ranks, rank, micro_batches, stages) for rank in range(ranks)]
     memory, used_ratio = max(memories, key=lambda each: each[1])
     found = StepAnswer(parts, slowest, answers[longest].communication)
-    return PipelineAnswer(found, stages[longest].plan, memory, used_ratio)
+    tasks, last_of = pipeline_tasks(schedule, ranks, micro_batches, costs)
+    step = PipelinedStep(
+        tasks=tasks,
+        last=last_of,
+        tails_s=tails,
+        points=[each.stage.point for each in stages[1:]],
+        ranks=stages[0].plan.mesh.placement.ranks,
+    )
+    return PipelineAnswer(found, stages[longest].plan, memory, used_ratio, step)
 
 
 def _costs(stage: StagePlan, kind: RankKind) -> StageCosts:
