@@ -26,6 +26,7 @@ from estimator.estimates import (
     utilization,
 )
 from estimator.graph.content import job_content
+from estimator.graph.memory import PeakMemory
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.split_layout import split_by_layout
 from estimator.graph.split_plan import Plan
@@ -37,6 +38,8 @@ from estimator.placement.mesh import Mesh
 from estimator.placement.placement import Placement, place
 from estimator.placement.topology import Cluster
 from estimator.timeline.exchanges import exchanges_of
+from estimator.timeline.pipelines.answer import pipeline_answer
+from estimator.timeline.pipelines.stage_plans import stage_plans
 from estimator.timeline.plan import (
     Members,
     StepAnswer,
@@ -131,7 +134,20 @@ class Engine:
                 [asked.mesh.placement.allocation],
                 trial,
             )
-        return _answered(step_plan(asked.mesh, asked.members, self.cache, coefficients), asked)
+        if asked.layout.pp > 1:
+            return self._pipelined(asked, coefficients)
+        plan = step_plan(asked.mesh, asked.members, self.cache, coefficients)
+        return _answered(plan, asked, answer_of(plan), *plan.memory())
+
+    def _pipelined(self, asked: _Asked, coefficients: Coefficients) -> Estimate:
+        """The step of ranks that hold stages; raises StrategyError, WorkloadError, ProfileError."""
+        mesh, schedule, graph = asked.mesh, asked.layout.schedule, asked.members.table.graph
+        asked_of = graph, mesh, asked.batches, asked.shape, schedule, self.cache
+        stages = stage_plans(*asked_of, coefficients=coefficients)
+        pipeline = mesh.parallelism.pp, mesh.parallelism.micro_batches
+        answer, plan, memory, used, step = pipeline_answer(schedule, *pipeline, stages)
+        whole = _answered(plan, asked, answer, memory, used)
+        return replace(whole, model=graph.name, pipeline=step)
 
     def split(self, graph: OpGraph, layout: Layout, plan: Plan | None = None) -> OpGraph:
         """The part of a graph that one rank of a layout runs; worked out once.
@@ -191,9 +207,10 @@ class Engine:
         graph = self.split(graph, layout, tp_plan)
         exchanges = exchanges_of(mesh, self.cache) if layout.divides_layers else None
         shape = StepShape(parsed, accumulation_steps, loader, exchanges)
-        return _Asked(
-            mesh, shape, batches, members_of(graph, placement, batches, shape, self.cache), layout
+        members = members_of(
+            graph, placement, batches, shape, self.cache, merging=mesh.parallelism.dp > 1
         )
+        return _Asked(mesh, shape, batches, members, layout)
 
     def groups(
         self,
@@ -325,13 +342,17 @@ def _engine_error(answer: StepAnswer, coefficients: Coefficients, loader: Loader
     )
 
 
-def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
-    answer = answer_of(plan)
+def _answered(
+    plan: StepPlan,
+    asked: _Asked,
+    answer: StepAnswer,
+    memory: PeakMemory,
+    used_ratio: float,
+) -> Estimate:
     parts, slowest, _ = answer
     mesh, batches, coefficients = asked.mesh, asked.batches, plan.coefficients
     graph, step_s = plan.members.table.graph, parts.total_s
     accumulation_steps = asked.shape.accumulation_steps
-    memory, used_ratio = plan.memory()
     error = coefficients.relative_error
     if error is None:
         error = _engine_error(answer, coefficients, asked.shape.loader)
@@ -368,7 +389,7 @@ def _answered(plan: StepPlan, asked: _Asked) -> Estimate:
         breakdown=parts,
         op_time_in_grid_ratio=slowest.program.in_grid_ratio,
         plan=plan,
-        layout=str(asked.layout) if asked.layout.divides_layers else None,
+        layout=None if asked.layout.is_data_parallel else str(asked.layout),
     )
 
 

@@ -18,6 +18,7 @@ from estimator.machines.typical import is_known_by_datasheet
 from estimator.placement.allocation import Allocation
 from estimator.timeline.assumptions import plan_assumptions, split_assumptions
 from estimator.timeline.input_remedies import remedy_of
+from estimator.timeline.pipelines.answer import PipelinedStep
 from estimator.timeline.plan import StepPlan, answer_of
 from estimator.timeline.played import timeline_of
 from estimator.timeline.program import COPIES_ERROR, MEDIAN_TO_SIGMA
@@ -75,6 +76,8 @@ class Estimate:
     op_time_in_grid_ratio: float
     # What the rest was worked out from: answers that say the same are equal.
     plan: StepPlan = field(compare=False)
+    # Where ranks hold stages, the passes of all; `plan` is then that of the longest stage.
+    pipeline: PipelinedStep | None = field(default=None, compare=False)
     layout: str | None = None
 
     def __repr__(self) -> str:
@@ -87,7 +90,8 @@ class Estimate:
     def __getstate__(self) -> list[Any]:
         # The plan holds the graph and all that was compiled of it: a pickle takes what it says.
         told = self.plan if isinstance(self.plan, PlanFacts) else PlanFacts.of(self)
-        return [told if item.name == "plan" else getattr(self, item.name) for item in fields(self)]
+        kept = {"plan": told, "pipeline": None}
+        return [kept.get(item.name, getattr(self, item.name)) for item in fields(self)]
 
     @property
     def bottleneck(self) -> str:
@@ -147,7 +151,7 @@ class Estimate:
     @property
     def timeline(self) -> Timeline:
         """The spans of the step, played as events."""
-        return timeline_of(self.plan)
+        return self.pipeline.timeline() if self.pipeline else timeline_of(self.plan)
 
     def duration_s(self, *, samples: float | None = None, tokens: float | None = None) -> float:
         """Seconds to train on a number of samples or of tokens; raises WorkloadError."""
@@ -221,13 +225,20 @@ def _input_remedy(answer: Estimate) -> str:
 
 def _spare_memory_bytes(answer: Estimate) -> int:
     device, held = answer.plan.fullest_device()
-    return device.usable_bytes - held
+    return device.usable_bytes - (answer.peak_memory_bytes if answer.pipeline else held)
 
 
 def _assumptions(answer: Estimate) -> tuple[str, ...]:
     found = plan_assumptions(answer.plan, answer.ranks)
     remark = answer.plan.coefficients.remark
     found = (remark, *found) if remark else found
+    if answer.pipeline is not None:
+        begins = ", ".join(answer.pipeline.points)
+        found = (
+            f"stages begin at {begins}; what they send slows no compute; a stage's host is ahead "
+            "of its device within a run of micro-batches",
+            *found,
+        )
     return found if answer.batches is None else (*split_assumptions(answer.batches), *found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -209,10 +210,18 @@ def traced(
 
 
 def told_slowdowns(request: Request, allocations: Sequence[str]) -> dict[str, float]:
-    """How much slower this machine is than when it was probed, said where that matters."""
-    found: dict[str, float] = {}
-    for allocation in allocations:
-        found |= request.slowdowns(allocation)
+    """How much slower this machine is than when it was probed, said where that matters.
+
+    Not told where torch is not loaded yet: that takes longer than the answer.
+    """
+    if "torch" not in sys.modules:
+        return {}
+    from estimator.probe.canary import slowdown_ratio
+
+    kinds = [kind for each in allocations for kind in request.mesh(each).placement.kinds]
+    own = {kind.profile.name: kind.profile for kind in kinds}
+    ratios = {name: slowdown_ratio(own[name]) for name in own if name in ("local", "local-cpu")}
+    found = {name: ratio for name, ratio in ratios.items() if ratio is not None}
     for name, ratio in found.items():
         if max(ratio, 1 / ratio) > _LEAST_SLOWDOWN_RATIO:
             how = f"{ratio:.1f} × slower" if ratio > 1 else f"{1 / ratio:.1f} × faster"

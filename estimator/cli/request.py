@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
@@ -177,7 +176,7 @@ class Request:
         """The estimate of a traced graph on an allocation, `batches` one for each of its groups."""
         from estimator.api import estimate
 
-        steps = self._accumulation(self._placed(allocation))
+        steps = self._accumulation(self.mesh(allocation))
         return estimate(
             graph,
             allocation,
@@ -201,7 +200,8 @@ class Request:
             return False
         return True
 
-    def _placed(self, allocation: str) -> Mesh:
+    def mesh(self, allocation: str) -> Mesh:
+        """The ranks of an allocation along the axes of the layout."""
         from estimator.placement.mesh import Mesh
         from estimator.placement.placement import place
         from estimator.workload.layout import DATA_PARALLEL, Layout
@@ -215,7 +215,7 @@ class Request:
         """A mesh over which the samples of a step can be divided."""
         from estimator.placement.batches import even_batch
 
-        mesh = self._placed(allocation)
+        mesh = self.mesh(allocation)
         steps = self._accumulation(mesh)
         if self.global_batch is not None and self.batch is None and not mesh.placement.is_mixed:
             even_batch(mesh, self.global_batch, steps)
@@ -312,20 +312,6 @@ class Request:
         observations = self.calibration.store.observations()
         cluster, told = counting_drifts(self.cluster, hosts, observations, jobs)
         return replace(self, cluster=cluster), told
-
-    def slowdowns(self, allocation: str) -> dict[str, float]:
-        """How much slower this machine is now than when it was probed, by the name of its profile.
-
-        Not told where torch is not loaded yet: that takes longer than the answer.
-        """
-        if "torch" not in sys.modules:
-            return {}
-        from estimator.probe.canary import slowdown_ratio
-
-        profiles = [kind.profile for kind in self._placed(allocation).placement.kinds]
-        own = {each.name: each for each in profiles if each.name in ("local", "local-cpu")}
-        found = {name: slowdown_ratio(profile) for name, profile in own.items()}
-        return {name: ratio for name, ratio in found.items() if ratio is not None}
 
     def scaling(self, graph: OpGraph, answer: Estimate) -> Scaling | None:
         """How an estimate on several ranks scales; None for one rank and for a layout."""

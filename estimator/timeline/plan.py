@@ -87,13 +87,16 @@ def members_of(
     batches: tuple[int, ...] | None,
     shape: StepShape,
     cache: Cache,
+    *,
+    merging: bool | None = None,
 ) -> Members:
     """Compile what is not known yet of a placement.
 
-    `batches` are one for each of its groups; None for a graph without a batch size. Raises
+    `batches` are one for each of its groups; None for a graph without a batch size. `merging` says
+    whether its ranks synchronise gradients, by default where there are several. Raises
     ProfileError, WorkloadError.
     """
-    merging = placement.ranks > 1
+    merging = placement.ranks > 1 if merging is None else merging
     table, rules = compiled_step(graph, shape, batches[0] if batches else None, merging, cache)
     if batches is None or batches.count(batches[0]) == len(batches):
         kinds = tuple([table[node] for node in placement.kinds])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from estimator.errors import StrategyError, quoted
+from estimator.workload.schedules import DEFAULT_SCHEDULE, Schedule
 from estimator.workload.strategy import Parallelism, Strategy
 
 _AXES = ("tp", "cp", "ep", "pp", "dp")
@@ -17,10 +18,13 @@ class Layout:
     """Ranks along each axis; `dp` None takes what the others leave.
 
     `sequence` divides tokens between the layers that `tp` divides (sequence parallelism),
-    `vocabulary` the rows of the embedding, the last layer and its loss.
+    `vocabulary` the rows of the embedding, the last layer and its loss. `pp` pipeline ranks hold
+    stages of the model, which `schedule` has them compute.
     """
 
     tp: int = 1
+    pp: int = 1
+    schedule: Schedule = DEFAULT_SCHEDULE
     dp: int | None = None
     sequence: bool = False
     vocabulary: bool = False
@@ -30,8 +34,14 @@ class Layout:
         """Whether ranks share a micro-batch's computing."""
         return self.tp > 1
 
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether every rank has batches of its own."""
+        return self.tp * self.pp == 1
+
     def __str__(self) -> str:
         parts = [f"tp={self.tp}"] if self.tp > 1 else []
+        parts += [f"pp={self.pp}", f"schedule={self.schedule}"] if self.pp > 1 else []
         parts += ["sp"] if self.sequence else []
         parts += ["vocab"] if self.vocabulary else []
         parts.append(f"dp={'*' if self.dp is None else self.dp}")
@@ -39,7 +49,9 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str | Layout) -> Layout:
-        """Read ``tp=8,dp=*``, ``tp=2,sp``, ``tp=4,sp,vocab,dp=2``: what is left out is 1.
+        """Read ``tp=8,dp=*``, ``tp=2,sp``, ``tp=4,pp=2,schedule=interleaved:2,dp=2``.
+
+        What is left out is 1, the schedule 1f1b.
 
         Without ``dp`` the rest of the ranks are data-parallel. Raises StrategyError.
 
@@ -54,16 +66,17 @@ class Layout:
 
     def parallelism(self, ranks: int, strategy: Strategy, *, micro_batches: int = 1) -> Parallelism:
         """All ranks along the axes; raises StrategyError where these do not multiply to them."""
-        dp = ranks // self.tp if self.dp is None else self.dp
-        if dp * self.tp != ranks:
-            some = f"a multiple of {self.tp}" if self.dp is None else f"{dp * self.tp}"
+        each = self.tp * self.pp
+        dp = ranks // each if self.dp is None else self.dp
+        if dp * each != ranks:
+            some = f"a multiple of {each}" if self.dp is None else f"{dp * each}"
             raise StrategyError(
                 f"layout '{self}' takes {some} ranks, found {ranks}; change an axis or the "
                 "allocation"
             )
         shard = strategy.shard or dp if strategy.kind == "fsdp" else None
         data = Parallelism.data_parallel(dp, shard=shard, micro_batches=micro_batches)
-        return replace(data, tp=self.tp)
+        return replace(data, tp=self.tp, pp=self.pp, schedule=str(self.schedule))
 
 
 DATA_PARALLEL = Layout()
@@ -73,15 +86,20 @@ DATA_PARALLEL = Layout()
 def _read(text: str) -> Layout:
     sizes: dict[str, int | None] = {}
     flags = {"sp": False, "vocab": False}
+    schedule: Schedule | None = None
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
         if name in flags and not equals:
             flags[name] = True
             continue
+        if name == "schedule" and schedule is None:
+            schedule = Schedule.parse(value)
+            continue
         if name not in _AXES or name in sizes or not _is_size(value):
             raise StrategyError(
                 f"layout {quoted(text)}: {quoted(part)} is none of {', '.join(_AXES)} with a "
-                "number from 1 (one may be *), sp or vocab, each once; write tp=2,dp=*"
+                "number from 1 (one may be *), sp, vocab or schedule=1f1b, each once; write "
+                "tp=2,dp=*"
             )
         sizes[name] = None if value == "*" else int(value)
     free = [name for name, size in sizes.items() if size is None]
@@ -89,7 +107,7 @@ def _read(text: str) -> Layout:
         raise StrategyError(
             f"layout {quoted(text)}: only dp may be *, found {', '.join(free)}; give a number"
         )
-    if missing := [name for name in ("cp", "ep", "pp") if (sizes.get(name) or 1) > 1]:
+    if missing := [name for name in ("cp", "ep") if (sizes.get(name) or 1) > 1]:
         raise StrategyError(
             f"layout {quoted(text)}: {missing[0]} cannot be estimated yet; leave it out"
         )
@@ -98,7 +116,19 @@ def _read(text: str) -> Layout:
         raise StrategyError(
             f"layout {quoted(text)}: sp and vocab divide what tp ranks share; write tp=2 or more"
         )
-    return Layout(tp=tp, dp=sizes.get("dp"), sequence=flags["sp"], vocabulary=flags["vocab"])
+    pp = sizes.get("pp") or 1
+    if pp == 1 and schedule is not None:
+        raise StrategyError(
+            f"layout {quoted(text)}: schedule is that of pipeline ranks; write pp=2 or more"
+        )
+    return Layout(
+        tp=tp,
+        pp=pp,
+        schedule=schedule or DEFAULT_SCHEDULE,
+        dp=sizes.get("dp"),
+        sequence=flags["sp"],
+        vocabulary=flags["vocab"],
+    )
 
 
 def _is_size(value: str) -> bool:

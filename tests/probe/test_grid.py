@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from estimator.probe import grid_matmuls, grid_memory_bound, grid_shapes, kernels
+from estimator.probe import grid_convolutions, grid_matmuls, grid_memory_bound, grid_shapes, kernels
 from estimator.probe.backend import CpuBackend
 from estimator.probe.grid import kernel_grid
 from estimator.probe.grid_calls import (
@@ -61,7 +61,7 @@ def test_a_cut_budget_loses_detail_and_no_family() -> None:
     grid = kernel_grid("cpu")
     families = [
         grid_matmuls.matmuls(),
-        grid_matmuls.convolutions(gradient=True),
+        grid_convolutions.convolutions(gradient=True),
         grid_matmuls.attention_on_cpu(),
         grid_matmuls.recurrent_on_cpu(),
         grid_memory_bound.pointwise(),

@@ -97,7 +97,7 @@ def test_tp_of_one_is_data_parallel() -> None:
         ("tp=2,dp=4", "layout 'tp=2,dp=4' takes 8 ranks, found 4"),
         ("tp=two", "'tp=two' is none of tp, cp, ep, pp, dp with a number from 1"),
         ("tp=*", "only dp may be"),
-        ("pp=2", "pp cannot be estimated yet"),
+        ("cp=2", "cp cannot be estimated yet"),
         ("sp", "sp and vocab divide what tp ranks share"),
         ("tp=2,tp=2", "each once"),
     ],

@@ -1,0 +1,140 @@
+"""Run torch's pipeline schedules on an allocation of a testbed, and time their steps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from estimator.workload.schedules import Schedule
+
+from .launch import place
+from .network import Testbed
+from .processes import join_node, run_ranks
+
+PACE_MODULE = f"{__package__}.paced"
+CLASSES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zb": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+
+
+def step_seconds(
+    bed: Testbed,
+    model: str,
+    allocation: str,
+    *,
+    schedule: str,
+    micro_batches: int,
+    layers: Sequence[int],
+    steps: int = 5,
+    timeout_s: float = 300.0,
+) -> float:
+    """Median seconds of a step of the slowest rank of a paced model cut into stages.
+
+    `layers` are how many layers each stage has, in the order of the model; a micro-batch is the
+    model's batch. Raises TrainingError.
+    """
+    found = run_ranks(
+        bed,
+        place(bed, allocation),
+        f"{__name__}:train_rank",
+        {
+            "model": model,
+            "schedule": schedule,
+            "micro_batches": micro_batches,
+            "layers": list(layers),
+            "steps": steps,
+        },
+        what=f"training {model} in stages on the testbed",
+        timeout_s=timeout_s,
+        imported=(PACE_MODULE, __name__),
+    )
+    return max(statistics.median(times) for times in found)
+
+
+def train_rank(rank: int, count: int, arguments: Mapping[str, Any]) -> list[float]:
+    """One rank: its seconds of every step that counts."""
+    import torch
+    import torch.distributed as torch_distributed
+
+    dist: Any = torch_distributed
+    torch.set_num_threads(1)
+    join_node(rank, arguments)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=arguments["timeout_s"]))
+    step = _pipeline(rank, count, arguments)
+    times = []
+    for number in range(arguments["steps"] + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        dist.barrier()
+        if number:
+            times.append(time.perf_counter() - began)
+    dist.destroy_process_group()
+    return times
+
+
+def _pipeline(rank: int, ranks: int, arguments: Mapping[str, Any]) -> Callable[[], None]:
+    """A step of this rank's stages, its update included."""
+    import torch
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    from . import paced
+
+    model, inputs = getattr(paced, arguments["model"])()
+    schedule, micro_batches = Schedule.parse(arguments["schedule"]), arguments["micro_batches"]
+    cuts = [0]
+    for count in arguments["layers"]:
+        cuts.append(cuts[-1] + count)
+    held = schedule.stages_of(rank, ranks)
+    stages = []
+    for number in held:
+        part = model[cuts[number] : cuts[number + 1]]
+        given = inputs if number == 0 else inputs.clone().requires_grad_()
+        stages.append(
+            _paced(
+                PipelineStage(part, number, len(cuts) - 1, torch.device("cpu"), input_args=(given,))
+            )
+        )
+    kind = getattr(pipelining, CLASSES[schedule.name])
+    one = schedule.name in ("gpipe", "1f1b")
+    made = kind(stages[0] if one else stages, micro_batches, loss_fn=_loss, scale_grads=False)
+    batch, targets = torch.cat([inputs] * micro_batches), torch.zeros(micro_batches * len(inputs))
+    update = paced.PacedUpdate(torch.nn.ModuleList(model[cuts[n] : cuts[n + 1]] for n in held))
+    first, last = 0 in held, len(cuts) - 2 in held
+
+    def step() -> None:
+        update.zero_grad()
+        made.step(*([batch] if first else []), **({"target": targets} if last else {}))
+        update.step()
+
+    return step
+
+
+def _loss(output: Any, _target: Any) -> Any:
+    return output[:, 0].sum()
+
+
+def _paced(stage: Any) -> Any:
+    """The stage, whose clock starts anew with each pass: what it waited for was not its work."""
+    from . import paced
+
+    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+        setattr(stage, name, _restarting(getattr(stage, name), paced.pace.restart))
+    return stage
+
+
+def _restarting(run: Callable[..., Any], restart: Callable[[], None]) -> Callable[..., Any]:
+    def restarted(*args: Any, **kwargs: Any) -> Any:
+        restart()
+        return run(*args, **kwargs)
+
+    return restarted

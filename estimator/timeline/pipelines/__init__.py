@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the order of passes on each rank, and when each of them ends."""

@@ -1,0 +1,271 @@
+"""Answer the step of a pipeline by the plans of its stages: its parts, memory, and who ends last.
+
+A stage's plan is that of one micro-batch on the ranks that hold it, with the communication and the
+update of a whole step. Its passes are played by the schedule; what follows the last of a rank's
+(gradients that are still reduced, the update) comes after. The parts are those of the rank that
+ends last; what it waits for the others in is `idle_s`, what it waits for transfers is exposed
+communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from estimator.graph.memory import PeakMemory
+from estimator.graph.stages import Stage, held_between_passes, pass_seconds
+from estimator.timeline.overlaps import NO_OVERLAP
+from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks
+from estimator.timeline.plan import StepAnswer, StepPlan, answer_of
+from estimator.timeline.ranks import LaneCosts, RankKind
+from estimator.timeline.simulation import simulate
+from estimator.timeline.spans import LANES, Label, SpanColumns, Timeline
+from estimator.timeline.step import Breakdown
+from estimator.timeline.tasks import TaskList
+from estimator.workload.schedules import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """A stage, the plan of one micro-batch on its ranks, and what passing on its output takes."""
+
+    stage: Stage
+    plan: StepPlan
+    sent_s: float
+    returned_s: float
+    tied_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinedStep:
+    """The passes and transfers of a pipeline's step, and what its ranks do after their last pass.
+
+    `points` are the modules at which stages begin, `ranks` how many ranks the mesh has.
+    """
+
+    tasks: TaskList
+    last: Sequence[int]
+    tails_s: Sequence[float]
+    points: Sequence[str]
+    ranks: int
+
+    def timeline(self) -> Timeline:
+        """Passes on the lane of compute, what is sent on that of the network of who sends it."""
+        played = simulate(self.tasks.tasks, NO_OVERLAP)
+        ends = played.end_s[:, 0]
+        rows = [
+            (number, *self._where(task.lane), float(played.start_s[number, 0]), float(task.cost_s))
+            for number, task in enumerate(self.tasks.tasks)
+        ]
+        each, compute = self.ranks // len(self.last), LANES.index("compute")
+        labels = [task.label for task in self.tasks.tasks] + [Label("gradients and update")]
+        for rank, (number, tail_s) in enumerate(zip(self.last, self.tails_s, strict=True)):
+            rows.append((len(labels) - 1, rank * each, compute, float(ends[number]), tail_s))
+        columns = [np.array(column) for column in zip(*rows, strict=True)]
+        return Timeline(
+            step_time_s=float(max(ends[self.last] + np.array(self.tails_s))),
+            spans=SpanColumns(
+                labels=labels,
+                label=columns[0],
+                rank=columns[1],
+                lane=columns[2],
+                start_s=columns[3],
+                duration_s=columns[4],
+            ),
+            ranks_like=tuple(rank // each * each for rank in range(self.ranks)),
+        )
+
+    def _where(self, lane: str) -> tuple[int, int]:
+        """(the first rank of those that work or send there, the number of their lane)."""
+        words = lane.split()
+        sends = words[0] == "from"
+        each = self.ranks // len(self.last)
+        return int(words[2 if sends else 1]) * each, LANES.index("network" if sends else "compute")
+
+
+class PipelineAnswer(NamedTuple):
+    """A pipeline's step, the plan of the stage that takes longest, and the fullest rank's memory.
+
+    `used_ratio` is the share of its device's memory.
+    """
+
+    answer: StepAnswer
+    plan: StepPlan
+    memory: PeakMemory
+    used_ratio: float
+    step: PipelinedStep
+
+
+def pipeline_answer(
+    schedule: Schedule, ranks: int, micro_batches: int, stages: Sequence[StagePlan]
+) -> PipelineAnswer:
+    """The step of `ranks` pipeline ranks; raises StrategyError, ProfileError."""
+    answers = [answer_of(each.plan) for each in stages]
+    costs = [_costs(each, found.slowest) for each, found in zip(stages, answers, strict=True)]
+    held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
+    tails = [_tail_s(answers, stages, own, micro_batches) for own in held]
+    ends = _ends_s(schedule, ranks, micro_batches, costs)
+    step_s, last = max(
+        (end + tail, rank) for rank, (end, tail) in enumerate(zip(ends, tails, strict=True))
+    )
+    still = [cost._replace(sent_s=0.0, returned_s=0.0) for cost in costs]
+    unsent_s = _ends_s(schedule, ranks, micro_batches, still)[last] + tails[last]
+    parts = _parts(
+        [answers[number].parts for number in held[last]],
+        sum(costs[n].forward_s + costs[n].input_s + costs[n].weight_s for n in held[last]),
+        micro_batches,
+        tied_s=sum(stages[number].tied_s for number in held[last]),
+        moved_s=max(step_s - unsent_s, 0.0),
+        step_s=step_s,
+    )
+    longest = max(held[last], key=lambda number: answers[number].slowest.lane.lane_s)
+    slowest = _with_lanes(
+        answers[longest].slowest, [answers[n].slowest for n in held[last]], micro_batches
+    )
+    memories = [_memory(schedule, ranks, rank, micro_batches, stages) for rank in range(ranks)]
+    memory, used_ratio = max(memories, key=lambda each: each[1])
+    found = StepAnswer(parts, slowest, answers[longest].communication)
+    tasks, last_of = pipeline_tasks(schedule, ranks, micro_batches, costs)
+    step = PipelinedStep(
+        tasks=tasks,
+        last=last_of,
+        tails_s=tails,
+        points=[each.stage.point for each in stages[1:]],
+        ranks=stages[0].plan.mesh.placement.ranks,
+    )
+    return PipelineAnswer(found, stages[longest].plan, memory, used_ratio, step)
+
+
+def _costs(stage: StagePlan, kind: RankKind) -> StageCosts:
+    """Passes in a run of micro-batches, whose host is ahead where it can be."""
+    lanes = replace(kind.program.lanes, count=3, lead_s=0.0)
+    before, own = lanes.ends_s(0), lanes.ends_s(1)
+    forward = sum(op.phase == "forward" for op in stage.stage.graph.ops)
+    scale = kind.slowdown_ratio * stage.plan.coefficients.compute_ratio
+    ended_s = float(own[forward - 1])
+    forward_s = scale * (ended_s - float(before[-1]))
+    backward_s = scale * (float(own[-1]) - ended_s)
+    spent = (lanes.device_s + lanes.host_s).tolist()
+    _, input_s, weight_s = pass_seconds(stage.stage, spent.__getitem__)
+    share = weight_s / (input_s + weight_s or 1.0)
+    return StageCosts(
+        forward_s=forward_s,
+        input_s=backward_s * (1 - share),
+        weight_s=backward_s * share,
+        sent_s=stage.sent_s,
+        returned_s=stage.returned_s,
+    )
+
+
+def _tail_s(
+    answers: Sequence[StepAnswer],
+    stages: Sequence[StagePlan],
+    own: Sequence[int],
+    micro_batches: int,
+) -> float:
+    """What a rank does after its last pass, and the spread between ranks."""
+    parts = [answers[number].parts for number in own]
+    after_s = sum(p.communication_exposed_s + p.copies_exposed_s + p.update_s for p in parts)
+    spread_s = sum(p.straggler_s for p in parts) * micro_batches
+    return float(after_s + spread_s + sum(stages[number].tied_s for number in own))
+
+
+def _ends_s(
+    schedule: Schedule, ranks: int, micro_batches: int, costs: Sequence[StageCosts]
+) -> list[float]:
+    """When each rank has ended its last pass."""
+    tasks, last = pipeline_tasks(schedule, ranks, micro_batches, costs)
+    ends = simulate(tasks.tasks, NO_OVERLAP).end_s[:, 0]
+    return [float(ends[number]) for number in last]
+
+
+def _parts(
+    each: Sequence[Breakdown],
+    passes_s: float,
+    micro_batches: int,
+    *,
+    tied_s: float,
+    moved_s: float,
+    step_s: float,
+) -> Breakdown:
+    """The parts of the rank that ends last: its stages' passes as often as there are micro-batches.
+
+    What its passes take beyond kernels and the collectives among them is the host's.
+    """
+    total = {
+        item.name: float(sum(getattr(parts, item.name) for parts in each))
+        for item in fields(Breakdown)
+    }
+    for name in ("forward_s", "backward_s", "layer_communication_s", "straggler_s"):
+        total[name] *= micro_batches
+    kernels_s = total["forward_s"] + total["backward_s"] + total["layer_communication_s"]
+    total["host_exposed_s"] = max(passes_s * micro_batches - kernels_s, 0.0)
+    total["communication_exposed_s"] += tied_s + moved_s
+    busy_s = sum(total.values())
+    return Breakdown(**{**total, "idle_s": max(step_s - busy_s, 0.0)})
+
+
+def _with_lanes(longest: RankKind, own: Sequence[RankKind], micro_batches: int) -> RankKind:
+    """The longest stage's rank with the lanes of all its stages and micro-batches together."""
+    sums = {
+        name: micro_batches * sum(getattr(kind.lane, name) for kind in own)
+        for name in LaneCosts._fields
+        if name.endswith("_s")
+    }
+    variance = sum(kind.lane.kernels_variance_s2 for kind in own) * micro_batches**2
+    lane = longest.lane._replace(**{**sums, "kernels_variance_s2": variance})
+    # What it computes in one micro-batch is told by all its stages.
+    peaks = {
+        name: sum(getattr(kind.lane, name) for kind in own)
+        for name in ("model_peak_s", "hardware_peak_s")
+    }
+    return replace(longest, lane=lane._replace(**peaks))
+
+
+def _memory(
+    schedule: Schedule, ranks: int, rank: int, micro_batches: int, stages: Sequence[StagePlan]
+) -> tuple[PeakMemory, float]:
+    """(what a rank needs at most, its share of the device): all its stages, and what waits.
+
+    The peak of a stage counts one micro-batch; the others hold what their backward pass will read.
+    """
+    own = schedule.stages_of(rank, ranks)
+    kept = {n: held_between_passes(stages[n].plan.kinds[0].program.bound) for n in own}
+    waiting = most_held_bytes(schedule, ranks, rank, micro_batches, kept) - max(kept.values())
+    peaks = [stages[number].plan.memory()[0] for number in own]
+    activations = max(peak.activations_bytes for peak in peaks) + waiting
+    sums = {
+        item.name: sum(getattr(peak, item.name) for peak in peaks)
+        for item in fields(PeakMemory)
+        if item.name != "peak_op"
+    }
+    # Beside one stage at its peak the others are not at theirs.
+    resting = sum(peak.activations_bytes for peak in peaks) - max(
+        peak.activations_bytes for peak in peaks
+    )
+    sums["activations_bytes"] = activations
+    sums["total_bytes"] += waiting - resting
+    found = PeakMemory(**sums, peak_op=None)
+    device = min(kind.device.usable_bytes for n in own for kind in stages[n].plan.kinds)
+    return found, found.total_bytes / device
+
+
+def most_held_bytes(
+    schedule: Schedule, ranks: int, rank: int, micro_batches: int, kept: Mapping[int, int]
+) -> int:
+    """The most that micro-batches hold on a rank, whose stages keep `kept` bytes for each.
+
+    That is p − s times as much at stage s of 1F1B, and all micro-batches in GPipe. What a gradient
+    of weights still needs counts.
+    """
+    held = most = 0
+    for action in schedule.orders(ranks, micro_batches)[rank]:
+        if action.kind == "forward":
+            held += kept[action.stage]
+            most = max(most, held)
+        elif action.kind in ("backward", "weight"):
+            held -= kept[action.stage]
+    return most

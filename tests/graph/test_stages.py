@@ -1,0 +1,125 @@
+"""Stages of a traced model: every op once, what passes between them, worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from estimator import OpGraph, trace_model
+from estimator.errors import WorkloadError
+from estimator.graph.stages import (
+    balanced_points,
+    pass_seconds,
+    split_points,
+    stage_graphs,
+    weight_ops,
+)
+
+
+class Blocks(nn.Module):
+    """An embedding, residual blocks under a mask, and a head tied to the embedding."""
+
+    def __init__(self, blocks: int, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(blocks))
+        self.head = nn.Linear(16, 50, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = (tokens > 0).float()[..., None]
+        state = self.embedding(tokens)
+        for layer in self.layers:
+            state = state + torch.relu(layer(state)) * mask
+        return self.head(state).logsumexp(-1).mean()
+
+
+def traced(blocks: int = 4, *, tied: bool = False) -> OpGraph:
+    return trace_model(Blocks(blocks, tied=tied), torch.zeros(8, 10, dtype=torch.long))
+
+
+def test_every_op_is_in_one_stage_but_for_masks() -> None:
+    graph = traced()
+    first, second = stage_graphs(graph, ["layers.2"])
+    assert sorted({*first.ops, *second.ops}) == list(range(len(graph.ops)))
+    again = [graph.ops[index] for index in set(first.ops) & set(second.ops)]
+    assert {op.phase for op in again} == {"forward"}
+    assert {op.module for op in again} == {""}
+    assert first.graph.parameter_count == 50 * 16 + 2 * (16 * 16 + 16)
+    assert second.graph.parameter_count == graph.parameter_count - first.graph.parameter_count
+
+
+def test_one_activation_passes_between_blocks() -> None:
+    graph = traced()
+    first, second = stage_graphs(graph, ["layers.2"])
+    # 8 sequences of 10 tokens of 16 fp32 numbers.
+    assert first.sent_bytes(graph.at()) == 8 * 10 * 16 * 4
+    assert first.sent_bytes(graph.at(24)) == 24 * 10 * 16 * 4
+    assert second.sent == ()
+    received = [v for v in second.graph.values if v.kind == "input" and v.spec.shape == (8, 10, 16)]
+    assert len(received) == 1
+
+
+def test_a_stage_is_a_graph_of_its_own_at_any_batch() -> None:
+    for stage in stage_graphs(traced(), ["layers.1", "layers.3"]):
+        bound = stage.graph.at(64)
+        assert len(bound.calls) == len(stage.graph.ops)
+        assert all(p.gradient is not None for p in stage.graph.parameters)
+        for parameter in stage.graph.parameters:
+            assert parameter.ready_after is not None
+            assert parameter.gradient in stage.graph.ops[parameter.ready_after].outputs
+
+
+def test_a_tied_weight_has_a_gradient_on_both_ends() -> None:
+    first, middle, last = stage_graphs(traced(tied=True), ["layers.1", "layers.2"])
+    held = [[p.name for p in stage.graph.parameters] for stage in (first, middle, last)]
+    assert "embedding.weight" in held[0]
+    assert "embedding.weight" not in held[1]
+    assert "embedding.weight" in held[2]
+
+
+def test_blocks_are_the_points_and_cuts_balance_the_time() -> None:
+    graph = traced(6)
+    assert split_points(graph) == tuple(f"layers.{n}" for n in range(6))
+    even = np.array([1.0 if op.module.startswith("layers") else 0.0 for op in graph.ops])
+    assert balanced_points(graph, 3, even) == ["layers.2", "layers.4"]
+    # The head takes as long as two blocks.
+    of_block = sum(even) / 6
+    head = sum(op.module == "head" for op in graph.ops)
+    loaded = even + [2 * of_block / head if op.module == "head" else 0.0 for op in graph.ops]
+    assert balanced_points(graph, 2, loaded) == ["layers.4"]
+    assert balanced_points(graph, 1, even) == []
+
+
+def test_a_linear_layers_weight_gradient_waits_for_nothing() -> None:
+    graph = traced(2)
+    _, second = stage_graphs(graph, ["layers.1"])
+    alone = [second.graph.ops[index] for index in weight_ops(second.graph)]
+    matmuls = [op.name for op in alone if op.call.target == "aten.mm.default"]
+    # Of the block's four products backward two make the gradients of weights, the head's own too.
+    assert len(matmuls) == 2
+    seconds = [
+        1.0 if op.call.target in ("aten.mm.default", "aten.addmm.default") else 0.0
+        for op in second.graph.ops
+    ]
+    assert pass_seconds(second, seconds.__getitem__) == (2.0, 2.0, 2.0)
+
+
+def test_the_first_stage_has_no_gradient_of_its_input() -> None:
+    first, _ = stage_graphs(traced(2), ["layers.1"])
+    forward, of_input, of_weights = pass_seconds(first, lambda _: 1.0)
+    assert of_input == 0.0
+    assert forward + of_weights == len(first.ops)
+
+
+def test_names_that_make_no_stages_are_refused() -> None:
+    graph = traced(3)
+    with pytest.raises(WorkloadError, match=r"'layers\.9' names no module of Blocks that computes"):
+        stage_graphs(graph, ["layers.9"])
+    with pytest.raises(WorkloadError, match=r"begins at 'layers\.1' would leave the one before"):
+        stage_graphs(graph, ["layers.2", "layers.1"])
+    with pytest.raises(WorkloadError, match=r"3 repeated blocks, which cannot make 4 stages"):
+        balanced_points(graph, 4, [1.0] * len(graph.ops))

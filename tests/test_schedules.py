@@ -1,0 +1,129 @@
+"""Orders of passes against those of torch's own schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from estimator.errors import StrategyError
+from estimator.workload.schedules import Action, Schedule
+
+LETTERS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+
+
+def torch_orders(text: str, ranks: int, micro_batches: int) -> list[list[Action]]:
+    """What torch's class computes for each rank."""
+    from torch.distributed.pipelining import schedules
+
+    if text in ("gpipe", "1f1b"):
+        kind: Any = schedules.ScheduleGPipe if text == "gpipe" else schedules.Schedule1F1B
+        return [_run(kind, _RecordingStage(rank, ranks), micro_batches) for rank in range(ranks)]
+    names = {
+        "zb": "ScheduleInterleavedZeroBubble",
+        "zbv": "ScheduleZBVZeroBubble",
+        "dualpipev": "ScheduleDualPipeV",
+    }
+    kind = getattr(schedules, names.get(text, "ScheduleInterleaved1F1B"))
+    virtual = Schedule.parse(text).virtual
+    made = kind.__new__(kind)
+    made._n_microbatches = micro_batches
+    made.pp_group_size = ranks
+    made._num_stages = made.num_stages = ranks * virtual
+    made.n_local_stages = virtual
+    made.number_of_rounds = max(1, micro_batches // ranks)
+    made.microbatches_per_round = micro_batches // made.number_of_rounds
+    lists = [made._calculate_single_rank_operations(rank) for rank in range(ranks)]
+    return [list(_passes(actions)) for actions in lists]
+
+
+class _RecordingStage:
+    """A stage without neighbours that keeps what it is told to compute."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.stage_index, self.num_stages, self.group_size = rank, ranks, ranks
+        self.is_last, self.has_backward, self.actions = False, True, list[Action]()
+
+    def forward_one_chunk(self, number: int, *_: Any, **__: Any) -> None:
+        self.actions.append(Action("forward", self.stage_index, number))
+
+    def backward_one_chunk(self, number: int, **_: Any) -> None:
+        self.actions.append(Action("backward", self.stage_index, number))
+
+    def __getattr__(self, name: str) -> Any:
+        # Whatever is sent or received: nothing.
+        return lambda *_, **__: []
+
+
+def _run(kind: Any, stage: _RecordingStage, micro_batches: int) -> list[Action]:
+    made = kind.__new__(kind)
+    made._stage, made._num_stages, made._n_microbatches = stage, stage.num_stages, micro_batches
+    made.scale_grads, made._has_backward, made._loss_fn = False, True, None
+    made._initialize_stage = made._update_losses = lambda *_: None
+    made._maybe_compute_loss = made._maybe_get_loss = lambda *_: None
+    made._step_microbatches([()] * micro_batches, [{}] * micro_batches)
+    return stage.actions
+
+
+def _passes(actions: Any) -> Any:
+    for action in actions:
+        if action is None:
+            continue
+        for each in action.sub_actions or (action,):
+            letter = each.computation_type.value
+            if letter in LETTERS:
+                yield Action(LETTERS[letter], each.stage_index, each.microbatch_index)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["gpipe", "1f1b", "interleaved:2", "zb", "zbv", "dualpipev"])
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches"), [(1, 2), (2, 4), (2, 7), (4, 8), (4, 12), (8, 16), (3, 9)]
+)
+def test_the_order_is_that_of_torch(text: str, ranks: int, micro_batches: int) -> None:
+    schedule = Schedule.parse(text)
+    try:
+        orders = schedule.orders(ranks, micro_batches)
+    except StrategyError:
+        assert text in ("interleaved:2", "zb")
+        assert micro_batches % (micro_batches // ranks)
+        return
+    assert [list(order) for order in orders] == torch_orders(text, ranks, micro_batches)
+
+
+def test_three_virtual_stages_go_round_as_torch_has_it() -> None:
+    orders = Schedule.parse("interleaved:3").orders(4, 8)
+    assert [list(order) for order in orders] == torch_orders("interleaved:3", 4, 8)
+
+
+def test_zb_v_with_few_micro_batches_leaves_out_those_that_lack() -> None:
+    orders = Schedule.parse("zbv").orders(4, 3)
+    assert [list(order) for order in orders] == torch_orders("zbv", 4, 3)
+
+
+def test_the_second_rank_of_two_alternates_from_its_first_micro_batch() -> None:
+    _, last = Schedule.parse("1f1b").orders(2, 2)
+    assert [(action.kind[0], action.micro_batch) for action in last] == [
+        ("f", 0),
+        ("b", 0),
+        ("f", 1),
+        ("b", 1),
+    ]
+
+
+def test_a_v_ends_on_the_rank_it_began_on() -> None:
+    schedule = Schedule.parse("zbv")
+    assert [schedule.rank_of(stage, 3) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert schedule.stages_of(1, 3) == (1, 4)
+
+
+@pytest.mark.parametrize("text", ["2f2b", "interleaved", "interleaved:1", "zb:2", ""])
+def test_what_is_no_schedule_is_refused(text: str) -> None:
+    with pytest.raises(StrategyError, match=r"is no pipeline schedule; write one of gpipe, 1f1b"):
+        Schedule.parse(text)
+
+
+def test_too_few_micro_batches_are_refused() -> None:
+    with pytest.raises(StrategyError, match="1f1b over 4 stages of ranks needs at least 4"):
+        Schedule.parse("1f1b").orders(4, 3)
+    with pytest.raises(StrategyError, match="9 micro-batches in 2 rounds over 4 ranks"):
+        Schedule.parse("interleaved:2").orders(4, 9)

@@ -1,0 +1,94 @@
+"""Estimates of ranks that hold stages, through the public interface."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import estimator as est
+from estimator.errors import StrategyError, WorkloadError
+from estimator.estimates import Estimate
+from tests.graph.test_stages import traced
+from tests.synthetic import Machine, with_every_collective
+
+PROFILE = with_every_collective(Machine(rank_jitter_ratio=0.0).profile())
+GRAPH = traced(8)
+
+
+def answer(allocation: str, layout: str | None, micro_batches: int = 8, **more: object) -> Estimate:
+    return est.estimate(
+        GRAPH,
+        allocation,
+        layout=layout,
+        accumulation_steps=micro_batches,
+        profile=PROFILE,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp=2,dp=1",
+        "pp=2,schedule=gpipe,dp=1",
+        "pp=2,schedule=interleaved:2,dp=1",
+        "pp=2,schedule=zb,dp=1",
+        "pp=2,schedule=zbv,dp=1",
+        "pp=2,schedule=dualpipev,dp=1",
+    ],
+)
+def test_the_parts_add_up_and_the_timeline_ends_with_the_step(layout: str) -> None:
+    found = answer("1x2:m", layout)
+    assert found.breakdown.total_s == pytest.approx(found.step_time_s, rel=1e-6)
+    assert found.timeline.step_time_s == pytest.approx(found.step_time_s, rel=1e-6)
+    assert found.breakdown.idle_s > 0
+    assert found.global_batch == 8 * 8
+    assert sum(share for _, _, share, _ in found.provenance) == pytest.approx(1.0, abs=1e-6)
+    spans = list(found.timeline.spans)
+    assert {span.rank for span in spans} == {0, 1}
+
+
+def test_micro_batches_in_the_middle_add_the_period_of_the_slowest_stage() -> None:
+    found = {count: answer("1x4:m", "pp=4,dp=1", count) for count in (8, 16, 32)}
+    steps_s = {count: each.step_time_s for count, each in found.items()}
+    assert steps_s[32] - steps_s[16] == pytest.approx(2 * (steps_s[16] - steps_s[8]), rel=1e-6)
+    # Ramps are paid once: the share of idle ranks falls.
+    shares = [each.breakdown.idle_s / each.step_time_s for each in found.values()]
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_1f1b_holds_less_than_gpipe_and_a_stage_less_than_the_model() -> None:
+    one_by_one, all_first = (
+        answer("1x2:m", f"pp=2,schedule={name},dp=1") for name in ("1f1b", "gpipe")
+    )
+    assert one_by_one.peak_memory_bytes < all_first.peak_memory_bytes
+    assert one_by_one.memory.parameters_bytes < answer("1x1:m", None).memory.parameters_bytes
+
+
+def test_data_parallel_ranks_of_each_stage_reduce_its_gradients() -> None:
+    found = answer("1x4:m", "pp=2,dp=*")
+    assert found.plan.mesh.parallelism.dp == 2
+    assert found.breakdown.communication_exposed_s > 0
+    assert found.global_batch == 2 * 8 * 8
+
+
+def test_the_answer_is_that_of_the_whole_model_and_can_be_pickled() -> None:
+    found = answer("1x2:m", "pp=2,dp=1")
+    assert found.model == GRAPH.name
+    assert found.layout == "pp=2,schedule=1f1b,dp=1"
+    assert any("stages begin at layers." in each for each in found.assumptions)
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found
+    assert again.spare_memory_bytes == found.spare_memory_bytes
+
+
+def test_what_a_pipeline_cannot_do_is_refused_in_one_sentence() -> None:
+    with pytest.raises(StrategyError, match="1f1b over 2 stages of ranks needs at least 2"):
+        answer("1x2:m", "pp=2,dp=1", 1)
+    with pytest.raises(WorkloadError, match="8 repeated blocks, which cannot make 16 stages"):
+        answer("2x8:m", "pp=16,dp=1", 16)
+    with pytest.raises(StrategyError, match="schedule is that of pipeline ranks; write pp=2"):
+        answer("1x2:m", "schedule=1f1b")
+    with pytest.raises(StrategyError, match="'2f2b' is no pipeline schedule"):
+        answer("1x2:m", "pp=2,schedule=2f2b")

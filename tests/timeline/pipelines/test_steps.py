@@ -1,0 +1,109 @@
+"""Steps of pipelines, worked out by hand and against the simulation by events."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from estimator.timeline.evaluator import play
+from estimator.timeline.overlaps import NO_OVERLAP
+from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks
+from estimator.timeline.simulation import simulate
+from estimator.workload.schedules import Schedule
+
+EQUAL = StageCosts(forward_s=1.0, input_s=1.0, weight_s=1.0)
+
+
+def step_s(text: str, ranks: int, micro_batches: int, stages: list[StageCosts]) -> float:
+    tasks, _ = pipeline_tasks(Schedule.parse(text), ranks, micro_batches, stages)
+    return float(play(tasks.tasks, NO_OVERLAP))
+
+
+@pytest.mark.parametrize("text", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (4, 4), (4, 16), (8, 32)])
+def test_equal_stages_idle_for_p_minus_1_of_m_plus_p_minus_1(
+    text: str, ranks: int, micro_batches: int
+) -> None:
+    total_s = step_s(text, ranks, micro_batches, [EQUAL] * ranks)
+    assert total_s == pytest.approx(3 * (micro_batches + ranks - 1))
+
+
+def test_interleaving_divides_the_bubble_by_the_virtual_stages() -> None:
+    # (p − 1) / (v·m + p − 1) of the step (Narayanan et al. 2021, section 2.2): each of v stages
+    # takes a v-th of the passes.
+    ranks, micro_batches, virtual = 4, 8, 2
+    third = StageCosts(*(seconds / virtual for seconds in EQUAL[:3]))
+    total_s = step_s("interleaved:2", ranks, micro_batches, [third] * ranks * virtual)
+    assert total_s == pytest.approx(3 * micro_batches + 3 * (ranks - 1) / virtual)
+
+
+def test_zb_h1_has_a_third_of_the_bubble() -> None:
+    # Qi et al. 2023, table 1: (p − 1)(T_F + T_B − T_W) instead of (p − 1)(T_F + T_B + T_W).
+    assert step_s("zb", 4, 12, [EQUAL] * 4) == pytest.approx(3 * 12 + 3 * 1.0)
+
+
+def test_zb_v_has_no_bubble_beyond_its_ramp() -> None:
+    # Equal passes fill each other: a rank idles only until its first and after its last pass.
+    half = StageCosts(0.5, 0.5, 0.5)
+    tasks, _ = pipeline_tasks(Schedule.parse("zbv"), 4, 16, [half] * 8)
+    played = simulate(tasks.tasks, NO_OVERLAP)
+    for rank in range(4):
+        numbers = [n for n, task in enumerate(tasks.tasks) if task.lane == f"rank {rank}"]
+        begun, ended = played.start_s[numbers].min(), played.end_s[numbers].max()
+        assert ended - begun == pytest.approx(16 * 3.0)
+
+
+def test_two_stages_that_send_for_a_tenth_of_a_second() -> None:
+    # 1F1B, p = 2, m = 2; F = 1, B = 2, a transfer 0.1. Rank 1: F0 1.1–2.1, B0 –4.1; F1 is there
+    # since 2.2, but rank 1 waits for what it sends: F1 4.2–5.2, B1 –7.2, sent until 7.3. Rank 0:
+    # B0 4.2–6.2, B1 7.3–9.3.
+    stage = StageCosts(1.0, 1.0, 1.0, sent_s=0.1, returned_s=0.1)
+    assert step_s("1f1b", 2, 2, [stage] * 2) == pytest.approx(9.3)
+
+
+def test_gpipe_does_not_wait_for_what_it_sends() -> None:
+    # F0 0–1, F1 1–2 on rank 0; rank 1 F0 1.1–2.1, F1 –3.1, B0 –5.1, B1 –7.1; rank 0 B0 5.2–7.2,
+    # B1 7.2–9.2.
+    stage = StageCosts(1.0, 1.0, 1.0, sent_s=0.1, returned_s=0.1)
+    assert step_s("gpipe", 2, 2, [stage] * 2) == pytest.approx(9.2)
+
+
+def test_rows_are_steps_of_their_own() -> None:
+    rows = [
+        StageCosts(np.array([1.0, 2.0]), np.array([1.0, 2.0]), np.array([1.0, 2.0]))
+        for _ in range(4)
+    ]
+    tasks, _ = pipeline_tasks(Schedule.parse("1f1b"), 4, 8, rows)
+    assert play(tasks.tasks, NO_OVERLAP).tolist() == pytest.approx([33.0, 66.0])
+
+
+SECONDS = st.floats(0.01, 3.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_evaluator_equals_the_simulation_for_every_schedule(data: st.DataObject) -> None:
+    schedule = Schedule.parse(
+        data.draw(
+            st.sampled_from(
+                ["gpipe", "1f1b", "interleaved:2", "interleaved:3", "zb", "zbv", "dualpipev"]
+            )
+        )
+    )
+    ranks = data.draw(st.integers(1, 5))
+    micro_batches = ranks * data.draw(st.integers(2, 4))
+    stages = [
+        StageCosts(*(data.draw(SECONDS) for _ in range(5))) for _ in range(ranks * schedule.virtual)
+    ]
+    tasks, last = pipeline_tasks(schedule, ranks, micro_batches, stages)
+    played = simulate(tasks.tasks, NO_OVERLAP)
+    assert play(tasks.tasks, NO_OVERLAP) == pytest.approx(played.step_s, rel=1e-9)
+    # No rank computes more than the step, and the last pass of some rank ends it.
+    busy = [
+        sum(task.cost_s for task in tasks.tasks if task.lane == f"rank {rank}")
+        for rank in range(ranks)
+    ]
+    assert max(busy) <= played.step_s * (1 + 1e-9)
+    assert max(played.end_s[last, 0]) <= played.step_s
