@@ -112,6 +112,16 @@ def test_a_form_that_the_model_cannot_tell_from_itself_counts_more() -> None:
     assert taken == pytest.approx([31 / 32, 0.5], rel=0.01)
 
 
+def test_agreement_counts_nothing_where_the_model_corrects_an_engine() -> None:
+    mixture = fitted(ROWS, OPTIMUS_S, model_error=0.05, engine_log_s=np.log(OPTIMUS_S))
+    row = np.array([(4.0, 1, 24, 1, 4)])
+    form = np.log(mixture.forms_["optimus"].predict(row))
+    mixture.forms_ = {"optimus": mixture.forms_["optimus"]}
+    mixture.weights_ = {MODEL: np.full(3, 0.5), "optimus": np.full(3, 0.5), ENGINE: np.zeros(3)}
+    found, _ = mixture.combine(row, form + 0.02, np.array([1.0]), form)
+    assert found == pytest.approx(form + 0.01)
+
+
 def test_one_outlier_does_not_reach_the_forms() -> None:
     times_s = OPTIMUS_S.copy()
     times_s[5] *= 3
