@@ -46,9 +46,11 @@ PRIORS = (
     PRIOR,
     *(dataclasses.replace(PRIOR, weights=weights) for weights in WEIGHTS),
     dataclasses.replace(PRIOR, exponent=1.0),
-    dataclasses.replace(PRIOR, error_sigma=0.03),
+    dataclasses.replace(PRIOR, error_sigma=0.1),
     dataclasses.replace(PRIOR, standard_errors=0.0),
-    dataclasses.replace(PRIOR, half=0.0),
+    dataclasses.replace(PRIOR, half=(3.0, 3.0, 3.0)),
+    dataclasses.replace(PRIOR, agreement=0.0),
+    dataclasses.replace(PRIOR, agreement=100.0, agreeing=1.0),
 )
 MEDIAN, P90, MEAN = range(3)
 
@@ -84,6 +86,7 @@ def draws_of(job: Job[MeasuredStep], source: str, ks: Sequence[int], draws: int)
             for name, form in RIVALS.items()
         }
         for place, prior in enumerate(PRIORS):
+            ours.mixture_.prior = prior
             ours.mixture_.weights_ = ours.mixture_.posterior_weights(prior)
             errors[place] = _errors(ours.predict(rows), measured_s)
         yield Draw(source, job.label, split.k, errors, measured_s, predicted_s, low_s, high_s)

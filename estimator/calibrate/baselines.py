@@ -91,7 +91,11 @@ class LinearScaling:
 
     def predict(self, X: ArrayLike) -> Array:
         """Step times of rows, in seconds."""
-        return np.asarray(self._features(_rows(X)) @ self.coefficients_)
+        return self.step_s(_rows(X))
+
+    def step_s(self, rows: Array) -> Array:
+        """The same of rows that are known to be right."""
+        return np.asarray(self._features(rows) @ self.coefficients_)
 
     @staticmethod
     def _features(rows: Array) -> Array:
@@ -113,7 +117,11 @@ class OptimusRegressor:
 
     def predict(self, X: ArrayLike) -> Array:
         """Step times of rows, in seconds."""
-        return np.asarray(self._features(_rows(X)) @ self.coefficients_)
+        return self.step_s(_rows(X))
+
+    def step_s(self, rows: Array) -> Array:
+        """The same of rows that are known to be right."""
+        return np.asarray(self._features(rows) @ self.coefficients_)
 
     @staticmethod
     def _features(rows: Array) -> Array:
@@ -197,7 +205,10 @@ class PolluxRegressor:
 
     def predict(self, X: ArrayLike) -> Array:
         """Step times of rows, in seconds."""
-        rows = _rows(X)
+        return self.step_s(_rows(X))
+
+    def step_s(self, rows: Array) -> Array:
+        """The same of rows that are known to be right."""
         gradient_s, _, both_s = self._parts_s(self.parameters_, rows)
         return np.asarray((rows[:, ACCUMULATION] - 1) * gradient_s + both_s)
 

@@ -175,18 +175,21 @@ class _Fitted:
         self, job: str, questions: Sequence[StepQuestion], allocations: Sequence[Allocation]
     ) -> list[Coefficients]:
         """The factors for steps of a job that is known."""
-        found = {question: self._answers.get(question) for question in questions}
+        known = [self._answers.get(question) for question in questions]
+        found = [each for each in known if each is not None]
+        if len(found) == len(questions):
+            return found
         new = {
             question: where
-            for question, where in zip(questions, allocations, strict=True)
-            if found[question] is None
+            for question, where, each in zip(questions, allocations, known, strict=True)
+            if each is None
         }
         answers = dict(self.seen[job].answers(new))
         with self._writing:
             self._answers.update(answers)
             while len(self._answers) > _MOST_ANSWERS:
                 self._answers.popitem(last=False)
-        return [found[question] or answers[question] for question in questions]
+        return [each or answers[q] for each, q in zip(known, questions, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,7 +8,10 @@ unknown variance with an inverse-gamma prior (a Student t distribution). A form 
 performance model by no more than chance gets no credit for it: its squared errors are raised by
 standard errors of their difference from the model's (as of cross-validation in Vehtari, Gelman and
 Gabry 2017). The weights are local: on one device, within a node and across nodes, observations of
-the same kind count most. Where experts disagree, that is part of the answer's uncertainty.
+the same kind count most. Where a form says what the performance model cannot tell from its own
+answer, within its predictive standard deviation, the form counts more: of two that fit alike the
+one with fewer parameters is to be preferred. Where experts disagree, that is part of the answer's
+uncertainty.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ from estimator.calibrate.baselines import (
     LinearScaling,
     OptimusRegressor,
     PolluxRegressor,
-    Regressor,
 )
 from estimator.calibrate.gaussian_process import noise_variance
 from estimator.calibrate.performance_model import BATCH, NODES, RANKS
@@ -43,21 +45,26 @@ class MixturePrior:
     a number of errors and their standard deviation. `exponent` tempers the likelihood, since
     leave-one-out errors depend on each other. `standard_errors` is by how many of them an expert
     must be better than the performance model. A form's prior weight is that of n / (n + `half`)
-    where n are of the same kind of placement: it says nothing of what it has not seen.
+    where n are of the same kind of placement: it says nothing of what it has not seen, and across
+    nodes little before it has seen many, since it does not know how many nodes there are. Where it
+    agrees with the performance model within `agreeing` standard deviations, it counts `agreement`
+    times as much again, unless that corrects an engine.
     """
 
     weights: Mapping[str, float]
     errors: float = 4.0
-    error_sigma: float = 0.1
+    error_sigma: float = 0.05
     exponent: float = 0.5
     standard_errors: float = 2.0
-    half: float = 3.0
+    half: tuple[float, float, float] = (1.0, 1.0, 100.0)
+    agreement: float = 30.0
+    agreeing: float = 0.5
 
 
 # Chosen on shared tables, judged with each source left out (`benchmarks/calibration_pairs.py`). The
 # performance model is centred on the engine, which alone is but a quarter of a form.
 PRIOR = MixturePrior(
-    weights={MODEL: 2.0, ENGINE: 0.25, "linear": 0.3, "optimus": 1.0, "pollux": 2.0}
+    weights={MODEL: 2.0, ENGINE: 0.25, "linear": 0.1, "optimus": 1.0, "pollux": 2.0}
 )
 # An error beyond this factor, in logarithms, says no more than this one.
 _LARGEST_ERROR = 1.0
@@ -68,6 +75,8 @@ _MOST_ROWS, _FEW_ROWS, _GROUPS_OF_FEW, _GROUPS_OF_MANY = 60, 20, 10, 4
 # four at most one: where more are, the job scatters, and they count.
 _MOST_OUTLIERS_RATIO = 0.25
 _KINDS = 3
+# How far forms usually are from steps, in logarithms.
+_FORM_SIGMA = 0.1
 # How far from forms and engine, in logarithms, a prediction beyond all observed batches may be.
 _LEEWAY = 0.1
 
@@ -99,7 +108,7 @@ class Mixture:
         chosen = _without_outliers(observation_weights[left_out.observation])
         kept = left_out.observation[chosen]
         self.kinds_ = _kinds(rows[kept])
-        self.forms_: dict[str, Regressor] = {}
+        self.forms_: dict[str, LinearScaling | OptimusRegressor | PolluxRegressor] = {}
         self.model_ = left_out, chosen
         self.left_out_ = {MODEL: left_out.log_ratio[chosen]}
         if engine_log_s is not None:
@@ -149,7 +158,7 @@ class Mixture:
             total = prior.errors * prior.error_sigma**2 + counts @ squares
             total += prior.standard_errors * standard_error
             variance = total / (prior.errors + counts.sum())
-            known = same.sum() / (same.sum() + prior.half) if prior.half else 1.0
+            known = same.sum() / (same.sum() + prior.half[kind])
             prior_weights = [
                 prior.weights[name] * (known if name in self.forms_ else 1.0) for name in experts
             ]
@@ -163,27 +172,38 @@ class Mixture:
         return np.asarray((rows[:, None, :] == self.rows_).all(axis=2) @ self.counts_)
 
     def combine(
-        self, rows: Array, log_model: Array, engine_log_s: Array | None = None
+        self, rows: Array, log_model: Array, variance: Array, engine_log_s: Array | None = None
     ) -> tuple[Array, Array]:
         """Log step times of rows, and the variance between the experts there.
 
-        What was observed of a row itself, the performance model knows: its n observations have n
-        times the precision of one, beside which an expert that keeps none has that of its errors.
+        `variance` is the performance model's predictive one. What was observed of a row itself, the
+        performance model knows: its n observations have n times the precision of one, beside which
+        an expert that keeps none has that of its usual errors.
         """
-        logs = {name: _log(form.predict(rows)) for name, form in self.forms_.items()}
+        logs = {name: _log(form.step_s(rows)) for name, form in self.forms_.items()}
         if engine_log_s is not None:
             logs[ENGINE] = engine_log_s
-        share = 1 / (
-            1 + self.counts(rows) * self.prior.error_sigma**2 / noise_variance(np.zeros(1))
-        )
-        kinds = _kinds(rows)
-        weighted = [
-            (share * self.weights_[name][kinds], log - log_model) for name, log in logs.items()
-        ]
-        mean = np.sum([weight * away for weight, away in weighted], axis=0)
-        square = np.sum([weight * away**2 for weight, away in weighted], axis=0)
-        mixed = self._bounded(rows, log_model + mean, list(logs.values()))
-        return mixed, np.asarray(np.maximum(square - mean**2, 0))
+        share = 1 / (1 + self.counts(rows) * _FORM_SIGMA**2 / noise_variance(np.zeros(1)))
+        away = {name: log - log_model for name, log in logs.items()}
+        mean, between = self._pooled(_kinds(rows), away, variance, share)
+        return self._bounded(rows, log_model + mean, list(logs.values())), between
+
+    def _pooled(
+        self, kinds: NDArray[np.intp], away: Mapping[str, Array], variance: Array, share: Array
+    ) -> tuple[Array, Array]:
+        """Mean and variance over experts of how far they are `away` from the performance model."""
+        if not away:
+            return np.zeros(len(kinds)), np.zeros(len(kinds))
+        prior = self.prior
+        distances = np.array(list(away.values()))
+        weights = np.array([self.weights_[name][kinds] for name in away])
+        # A model that corrects the engine knows more than a form that fits alike.
+        if ENGINE not in self.weights_:
+            near = np.exp(-(distances**2) / (2 * prior.agreeing**2 * variance))
+            weights *= 1 + prior.agreement * near
+        weights *= share / (self.weights_[MODEL][kinds] + weights.sum(axis=0))
+        mean = (weights * distances).sum(axis=0)
+        return mean, np.maximum((weights * distances**2).sum(axis=0) - mean**2, 0)
 
     def _bounded(self, rows: Array, log_s: Array, others: Sequence[Array]) -> Array:
         """Keep predictions beyond the batches of few rows between those of forms and engine.
@@ -202,12 +222,19 @@ class Mixture:
     def left_out(self) -> LeftOut:
         """Errors of the mixture on what was left out; of the performance model on outliers."""
         model, chosen = self.model_
-        weights = np.column_stack([each[self.kinds_] for each in self.weights_.values()])
-        away = np.column_stack(list(self.left_out_.values())) - model.log_ratio[chosen, None]
-        mean = (weights * away).sum(axis=1)
+        mean, between = self._pooled(
+            self.kinds_,
+            {
+                name: errors - model.log_ratio[chosen]
+                for name, errors in self.left_out_.items()
+                if name != MODEL
+            },
+            model.variance[chosen],
+            np.ones(len(chosen)),
+        )
         errors, variance = model.log_ratio.copy(), model.variance.copy()
         errors[chosen] += mean
-        variance[chosen] += np.maximum((weights * away**2).sum(axis=1) - mean**2, 0)
+        variance[chosen] += between
         return replace(model, log_ratio=errors, variance=variance)
 
 

@@ -336,7 +336,9 @@ def _read_all(rows: Iterable[Sequence[Any]], read: Callable[[Sequence[Any]], Rea
     return found
 
 
-def _read(row: Sequence[Any]) -> Observation:
+# Rows never change, and checking one costs more than reading it.
+@lru_cache(maxsize=16384, typed=True)
+def _read(row: tuple[Any, ...]) -> Observation:
     return Observation(
         identity=row[0],
         at=datetime.fromisoformat(row[1]),

@@ -61,6 +61,7 @@ _CONFIRMED = 3
 _RANGE_COLUMNS = [RANKS, NODES, BATCH, LARGEST_NODE]
 # The Gaussian process takes so many distinct rows, the last observed: its cost is cubic in them.
 _MOST_INPUTS = 1000
+_ENGINE_MEDIANS = ENGINE_PRIORS.log_medians()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -192,8 +193,9 @@ class StepTimeRegressor:
         """Step times of rows, in seconds."""
         inputs, model = self._inputs(X, engine_times)
         jacobian = model.jacobian * self.prior_sigmas_
-        log_model = model.log_step + self.posterior_.mean(inputs, jacobian)
-        return np.exp(self._mixed(inputs.rows, log_model, engine_times)[0])
+        mean, variance = self.posterior_.mean_and_variance(inputs, jacobian)
+        log_step, _ = self._mixed(inputs.rows, model.log_step + mean, variance, engine_times)
+        return np.exp(log_step)
 
     def predict_interval(
         self,
@@ -226,7 +228,7 @@ class StepTimeRegressor:
         inputs, model = self._inputs(X, engine_times)
         jacobian = model.jacobian * self.prior_sigmas_
         mean, variance = self.posterior_.mean_and_variance(inputs, jacobian)
-        log_step, between = self._mixed(inputs.rows, model.log_step + mean, engine_times)
+        log_step, between = self._mixed(inputs.rows, model.log_step + mean, variance, engine_times)
         variance = variance + between + self._scatter(inputs.rows)
         quantiles = self._score_quantiles(model.sync_share, coverage_ratio)
         parameter_sigma = np.sqrt(self.posterior_.parameter_variance(jacobian))
@@ -240,11 +242,11 @@ class StepTimeRegressor:
         )
 
     def _mixed(
-        self, rows: Array, log_model: Array, engine_times: EngineTimes | None
+        self, rows: Array, log_model: Array, variance: Array, engine_times: EngineTimes | None
     ) -> tuple[Array, Array]:
         """Log step times of the mixture, and the variance between its experts."""
         log_model = log_model + _log_offsets(rows, engine_times)
-        return self.mixture_.combine(rows, log_model, _engine_log_s(engine_times))
+        return self.mixture_.combine(rows, log_model, variance, _engine_log_s(engine_times))
 
     def _score_quantiles(self, sync_share: Array, coverage_ratio: float) -> Array:
         """Half-widths, in predictive standard deviations, that cover the given share of steps."""
@@ -380,8 +382,5 @@ def _log_offsets(rows: Array, times: EngineTimes | None) -> Array:
     """Log of the engine's step over the performance model's at the medians of its priors."""
     if times is None or times.step_s is None:
         return np.zeros(len(rows))
-    reference = Reference(compute_s=1.0, batch=1.0)
-    return (
-        np.log(times.step_s)
-        - evaluate_model(ENGINE_PRIORS.log_medians(), rows, reference, times).log_step
-    )
+    at_medians = evaluate_model(_ENGINE_MEDIANS, rows, Reference(compute_s=1.0, batch=1.0), times)
+    return np.asarray(np.log(times.step_s) - at_medians.log_step)

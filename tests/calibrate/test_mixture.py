@@ -21,8 +21,11 @@ ROWS = np.array(
 # Optimus' form exactly: 5 ms a sample, 30 ms, and 20 ms for every rank.
 OPTIMUS_S = 0.005 * ROWS[:, 2] + 0.03 + 0.02 * ROWS[:, 0]
 PRIOR = MixturePrior(
-    weights={MODEL: 1.0, ENGINE: 1.0, "linear": 1.0, "optimus": 1.0, "pollux": 1.0}
+    weights={MODEL: 1.0, ENGINE: 1.0, "linear": 1.0, "optimus": 1.0, "pollux": 1.0},
+    error_sigma=0.1,
 )
+
+VARIANCE = np.array([0.01])
 
 
 def fitted(rows: np.ndarray, times_s: np.ndarray, model_error: float, **other: object) -> Mixture:
@@ -82,8 +85,8 @@ def test_where_experts_disagree_the_variance_says_so() -> None:
     mixture = fitted(ROWS, OPTIMUS_S, model_error=0.02)
     rows = np.array([(32.0, 8, 16, 1, 4)])
     log_s = np.log(OptimusRegressor().fit(ROWS, OPTIMUS_S).predict(rows))
-    _, agreed = mixture.combine(rows, log_s)
-    _, disputed = mixture.combine(rows, log_s + 1)
+    _, agreed = mixture.combine(rows, log_s, VARIANCE)
+    _, disputed = mixture.combine(rows, log_s + 1, VARIANCE)
     assert disputed > agreed + 0.01
 
 
@@ -92,6 +95,31 @@ def test_a_form_says_little_of_placements_of_a_kind_that_it_has_not_seen() -> No
     mixture = fitted(ROWS[within], OPTIMUS_S[within], model_error=0.05)
     assert mixture.weights_[MODEL][2] > 0.99
     assert mixture.weights_["optimus"][1] > 0.3
+
+
+def test_a_form_that_the_model_cannot_tell_from_itself_counts_more() -> None:
+    mixture = fitted(ROWS, OPTIMUS_S, model_error=0.05)
+    row = np.array([(4.0, 1, 24, 1, 4)])
+    form = np.log(mixture.forms_["optimus"].predict(row))
+    mixture.forms_ = {"optimus": mixture.forms_["optimus"]}
+    mixture.weights_ = {MODEL: np.full(3, 0.5), "optimus": np.full(3, 0.5)}
+    # Of a model that is 0.02 away from the form, the share that the form takes back.
+    taken = [
+        1 - (mixture.combine(row, form + 0.02, np.array([variance]))[0] - form).item() / 0.02
+        for variance in (1.0, 1e-6)
+    ]
+    # (1 + 30)·0.5 against 0.5; and 0.5 against 0.5, where 0.02 is twenty standard deviations.
+    assert taken == pytest.approx([31 / 32, 0.5], rel=0.01)
+
+
+def test_agreement_counts_nothing_where_the_model_corrects_an_engine() -> None:
+    mixture = fitted(ROWS, OPTIMUS_S, model_error=0.05, engine_log_s=np.log(OPTIMUS_S))
+    row = np.array([(4.0, 1, 24, 1, 4)])
+    form = np.log(mixture.forms_["optimus"].predict(row))
+    mixture.forms_ = {"optimus": mixture.forms_["optimus"]}
+    mixture.weights_ = {MODEL: np.full(3, 0.5), "optimus": np.full(3, 0.5), ENGINE: np.zeros(3)}
+    found, _ = mixture.combine(row, form + 0.02, np.array([1.0]), form)
+    assert found == pytest.approx(form + 0.01)
 
 
 def test_one_outlier_does_not_reach_the_forms() -> None:
@@ -122,9 +150,11 @@ def test_beyond_the_observed_batches_no_step_grows_faster_than_its_batch(batch: 
     rows = np.array([(4, 1, batch, 1, 4)])
     forms_s = [form.predict(rows) for form in mixture.forms_.values()]
     for wild in (-5.0, 5.0):
-        found, _ = mixture.combine(rows, np.log(forms_s[0]) + wild)
+        found, _ = mixture.combine(rows, np.log(forms_s[0]) + wild, VARIANCE)
         assert np.min(forms_s) * np.exp(-0.11) < np.exp(found) < np.max(forms_s) * np.exp(0.11)
     # Within them the model may say what no form does.
     inside = np.array([(4, 1, 20.0, 1, 4)])
-    free, _ = mixture.combine(inside, np.log(mixture.forms_["optimus"].predict(inside)) + 5)
+    free, _ = mixture.combine(
+        inside, np.log(mixture.forms_["optimus"].predict(inside)) + 5, VARIANCE
+    )
     assert free > np.log(mixture.forms_["optimus"].predict(inside)) + 1
