@@ -48,7 +48,7 @@ class MixturePrior:
     where n are of the same kind of placement: it says nothing of what it has not seen, and across
     nodes little before it has seen many, since it does not know how many nodes there are. Where it
     agrees with the performance model within `agreeing` standard deviations, it counts `agreement`
-    times as much again, unless that corrects an engine.
+    times as much again.
     """
 
     weights: Mapping[str, float]
@@ -65,6 +65,14 @@ class MixturePrior:
 # performance model is centred on the engine, which alone is but a quarter of a form.
 PRIOR = MixturePrior(
     weights={MODEL: 2.0, ENGINE: 0.25, "linear": 0.1, "optimus": 1.0, "pollux": 2.0}
+)
+# A performance model that corrects an engine knows more than a form that fits alike, and more of
+# what was not seen (`benchmarks/published_accuracy.py`, after 8).
+ENGINE_PRIOR = MixturePrior(
+    weights={**PRIOR.weights, "linear": 0.3},
+    error_sigma=0.1,
+    half=(3.0, 3.0, 3.0),
+    agreement=0.0,
 )
 # An error beyond this factor, in logarithms, says no more than this one.
 _LARGEST_ERROR = 1.0
@@ -84,7 +92,7 @@ _LEEWAY = 0.1
 class Mixture:
     """The weights of experts on one job, and the simple forms among them."""
 
-    def __init__(self, prior: MixturePrior = PRIOR) -> None:
+    def __init__(self, prior: MixturePrior | None = None) -> None:
         self.prior = prior
 
     def fit(
@@ -115,7 +123,8 @@ class Mixture:
             self.left_out_[ENGINE] = (engine_log_s - log_times)[kept]
         if len(np.unique(places[kept])) > 1:
             self.left_out_ |= self._fit_forms(rows[kept], np.exp(log_times[kept]))
-        self.weights_ = self.posterior_weights(self.prior)
+        self.prior_ = self.prior or (PRIOR if engine_log_s is None else ENGINE_PRIOR)
+        self.weights_ = self.posterior_weights(self.prior_)
         return self
 
     def _fit_forms(self, rows: Array, times: Array) -> dict[str, Array]:
@@ -194,13 +203,11 @@ class Mixture:
         """Mean and variance over experts of how far they are `away` from the performance model."""
         if not away:
             return np.zeros(len(kinds)), np.zeros(len(kinds))
-        prior = self.prior
+        prior = self.prior_
         distances = np.array(list(away.values()))
         weights = np.array([self.weights_[name][kinds] for name in away])
-        # A model that corrects the engine knows more than a form that fits alike.
-        if ENGINE not in self.weights_:
-            near = np.exp(-(distances**2) / (2 * prior.agreeing**2 * variance))
-            weights *= 1 + prior.agreement * near
+        near = np.exp(-(distances**2) / (2 * prior.agreeing**2 * variance))
+        weights *= 1 + prior.agreement * near
         weights *= share / (self.weights_[MODEL][kinds] + weights.sum(axis=0))
         mean = (weights * distances).sum(axis=0)
         return mean, np.maximum((weights * distances**2).sum(axis=0) - mean**2, 0)

@@ -339,7 +339,7 @@ class _Splitter:
         )
         assumptions = [
             f"{self.axis}={self.degree} divides layers by {self.plan.source}; its collectives "
-            "overlap nothing, as in eager torch"
+            "overlap nothing, as in eager torch, and what DTensor does on the host is not counted"
         ]
         if self.unknown:
             assumptions.append(

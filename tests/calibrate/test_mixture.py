@@ -28,7 +28,13 @@ PRIOR = MixturePrior(
 VARIANCE = np.array([0.01])
 
 
-def fitted(rows: np.ndarray, times_s: np.ndarray, model_error: float, **other: object) -> Mixture:
+def fitted(
+    rows: np.ndarray,
+    times_s: np.ndarray,
+    model_error: float,
+    prior: MixturePrior | None = PRIOR,
+    **other: object,
+) -> Mixture:
     """A mixture whose performance model is off by a factor on all that it has not seen."""
     count = len(rows)
     left_out = LeftOut(
@@ -37,7 +43,7 @@ def fitted(rows: np.ndarray, times_s: np.ndarray, model_error: float, **other: o
         variance=np.full(count, 0.01),
         sync_share=np.zeros(count),
     )
-    return Mixture(PRIOR).fit(
+    return Mixture(prior).fit(
         rows,
         np.log(times_s),
         left_out=left_out,
@@ -113,7 +119,7 @@ def test_a_form_that_the_model_cannot_tell_from_itself_counts_more() -> None:
 
 
 def test_agreement_counts_nothing_where_the_model_corrects_an_engine() -> None:
-    mixture = fitted(ROWS, OPTIMUS_S, model_error=0.05, engine_log_s=np.log(OPTIMUS_S))
+    mixture = fitted(ROWS, OPTIMUS_S, 0.05, prior=None, engine_log_s=np.log(OPTIMUS_S))
     row = np.array([(4.0, 1, 24, 1, 4)])
     form = np.log(mixture.forms_["optimus"].predict(row))
     mixture.forms_ = {"optimus": mixture.forms_["optimus"]}
