@@ -140,9 +140,7 @@ class Scaled(nn.Module):
 def held(graph: OpGraph) -> set[tuple[str, frozenset[str]]]:
     """(operator, matmuls that read an activation held until it has run), by name."""
     products = ("aten.addmm.default", "aten.mm.default")
-    matmuls = [
-        op for op in graph.ops if op.call.target in ("aten.addmm.default", "aten.mm.default")
-    ]
+    matmuls = [op for op in graph.ops if op.call.target in products]
     return {
         (op.name, frozenset(each.name for each in matmuls if value in each.inputs))
         for op in graph.ops
