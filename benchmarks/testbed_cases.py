@@ -24,6 +24,7 @@ class Case:
     strategy: str = "ddp"
     accumulation_steps: int = 1
     batch: int | None = None
+    layout: str | None = None
     title: str = ""
 
     @property
@@ -35,11 +36,13 @@ class Case:
         """The group of cases that this one is judged in."""
         if not self.is_paced:
             return "computing"
+        if self.layout:
+            return "paced pipelines"
         return "paced fsdp" if self.strategy.startswith("fsdp") else "paced"
 
     @property
     def key(self) -> str:
-        parts = [self.bed, self.model, self.allocation, self.strategy]
+        parts = [self.bed, self.model, self.allocation, self.layout or self.strategy]
         parts += [f"a{self.accumulation_steps}"] if self.accumulation_steps > 1 else []
         return " ".join([*parts, *([f"b{self.batch}"] if self.batch else [])])
 
@@ -56,6 +59,7 @@ class Case:
             "ranks": self.ranks,
             "nodes": self.nodes,
             "strategy": self.strategy,
+            "layout": self.layout,
             "precision": "fp32",
             "method": self.method,
             "k": 0,
@@ -193,6 +197,7 @@ def cases() -> list[Case]:
         _case("fast", "resnet", "n0[0]+n1[0]"),
         _case("fast", "few_big", "n0[0]+n1[0]"),
         *_sharded_cases(),
+        *_pipelined_cases(),
     ]
 
 
@@ -207,6 +212,32 @@ def _sharded_cases() -> Iterator[Case]:
     for bed in ("shard500", "shard2000"):
         _, model = _SHARDED[bed]
         yield _case(bed, model, across, "fsdp:shard=2", title="groups across nodes")
+
+
+# Schedules of pipelines with the least micro-batches for each rank that fill them.
+_SCHEDULES = ("gpipe", "1f1b", "interleaved:2", "zb", "zbv", "dualpipev")
+_PIPES = {
+    2: ("n0[0]+n1[0]", (4, 8)),
+    4: ("n0[0]+n1[0]+n2[0]+n3[0]", (8, 16)),
+    8: ("n0[0,1]+n1[0,1]+n2[0,1]+n3[0,1]", (16,)),
+}
+
+
+def _pipelined_cases() -> Iterator[Case]:
+    """Stages on unlike numbers of nodes, under each schedule."""
+    for bed in ("even", "thin"):
+        for ranks, (allocation, counts) in _PIPES.items():
+            if bed == "thin" and ranks > 2:
+                continue
+            for schedule in _SCHEDULES:
+                for count in counts:
+                    yield Case(
+                        bed=bed,
+                        model="wide",
+                        allocation=allocation,
+                        layout=f"pp={ranks},schedule={schedule},dp=1",
+                        accumulation_steps=count,
+                    )
 
 
 def _split(bed: str, model: str, allocation: str, even_batch: int) -> Case:

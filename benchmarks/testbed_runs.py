@@ -8,14 +8,17 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from records import Progress, Record, Records, say
+from testbed import paced
 from testbed.launch import launch
 from testbed.measure import measure
 from testbed.network import Testbed, testbed, unavailable_reason
 from testbed.paced import paced_graph, paced_machine
+from testbed.pipelines import step_seconds
 from testbed_cases import Case, beds
 
 from estimator.engine import estimate_graph
@@ -25,6 +28,7 @@ from estimator.graph.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.topology import Cluster
+from estimator.workload.layout import Layout
 
 MACHINE = "testbed"
 MODELS = Path(__file__).with_name("local_models.py")
@@ -178,13 +182,19 @@ class ModelBench(Bench):
 
     def estimate(self, case: Case, allocation: str, **changed: Any) -> Estimate:
         """The engine's answer about a case on an allocation; raises EstimatorError."""
-        options = {"batch_per_gpu": case.batch, "accumulation_steps": case.accumulation_steps}
+        options = {
+            "batch_per_gpu": case.batch,
+            "accumulation_steps": case.accumulation_steps,
+            "layout": case.layout,
+        }
         return estimate_graph(
             self.graph(case), allocation, **{**self.asked(case), **options, **changed}
         )
 
     def train(self, bed: Testbed, case: Case, **changed: Any) -> Record:
         """One launch of a case: the slowest rank's seconds of a step; raises TrainingError."""
+        if case.layout:
+            return {"step_s": self.train_stages(bed, case)}
         options = {"batch": case.batch, "steps": self.options.steps, **changed}
         run = measure(
             bed,
@@ -196,6 +206,22 @@ class ModelBench(Bench):
             **options,
         )
         return {"step_s": run.step_s}
+
+    def train_stages(self, bed: Testbed, case: Case) -> float:
+        """The same of a model in stages, cut where the engine has them begin."""
+        answer = self.estimate(case, case.allocation)
+        assert answer.pipeline is not None
+        model, _ = getattr(paced, case.model)()
+        begins = [0, *map(int, answer.pipeline.points), len(model)]
+        return step_seconds(
+            bed,
+            case.model,
+            case.allocation,
+            schedule=Layout.parse(case.layout or "").schedule,
+            micro_batches=case.accumulation_steps,
+            layers=[end - begin for begin, end in pairwise(begins)],
+            steps=self.options.steps,
+        )
 
 
 def shared_host(profile: MachineProfile) -> MachineProfile:

@@ -324,13 +324,13 @@ def language_model(batch: int = 8) -> Built:
     return PacedModel(OrderedDict(layers)), torch.zeros(batch, _FEATURES)
 
 
-def wide(batch: int = 4) -> Built:
-    """Sixteen even layers between which 1 MB passes: 0.19 s at batch 4."""
-    layers = [PacedLayer([(200, 200)], 1e-3, 2.0) for _ in range(16)]
-    return PacedModel(*layers), torch.zeros(batch, 65536)
+def wide(batch: int = 8) -> Built:
+    """Sixteen even layers between which 1 MB passes: 0.19 s at batch 8."""
+    layers = [PacedLayer([(200, 200)], 0.5e-3, 2.0) for _ in range(16)]
+    return PacedModel(*layers), torch.zeros(batch, 32768)
 
 
-ALL = (wide, few_big, many_small, big_last, big_first, eight_even, transformer, language_model)
+ALL = (few_big, many_small, big_last, big_first, eight_even, transformer, language_model, wide)
 
 
 def paced_graph(name: str, batch: int = 8, other_batches: Iterable[int] = ()) -> OpGraph:

@@ -30,7 +30,7 @@ def step_seconds(
     model: str,
     allocation: str,
     *,
-    schedule: str,
+    schedule: Schedule,
     micro_batches: int,
     layers: Sequence[int],
     steps: int = 5,
@@ -47,7 +47,7 @@ def step_seconds(
         f"{__name__}:train_rank",
         {
             "model": model,
-            "schedule": schedule,
+            "schedule": str(schedule),
             "micro_batches": micro_batches,
             "layers": list(layers),
             "steps": steps,

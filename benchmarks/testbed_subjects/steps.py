@@ -29,6 +29,7 @@ BOUNDS = {
     "computing": Bound(median_ratio=0.08, worst_ratio=0.25),
     "paced": Bound(median_ratio=0.03, worst_ratio=0.10),
     "paced fsdp": Bound(median_ratio=0.03, worst_ratio=0.10),
+    "paced pipelines": Bound(median_ratio=0.03, worst_ratio=0.10),
 }
 FORMS = {"linear": LinearScaling, "optimus": OptimusRegressor, "pollux": PolluxRegressor}
 LONG_STEP_S = 1.0
@@ -41,7 +42,8 @@ class StepBench(ModelBench):
         answer = self.estimate(case, case.allocation)
         # One rank has nobody to share with.
         first = case.allocation.split("[")[0] + "[0]"
-        alone = self.estimate(case, first, strategy=case.strategy.partition(":")[0])
+        of_one = {"strategy": case.strategy.partition(":")[0], "layout": None}
+        alone = self.estimate(case, first, **of_one)
         return {
             "predicted_s": answer.step_time_s,
             "low_s": answer.low_s,
@@ -85,8 +87,11 @@ def _assembled(case: Case, records: Records) -> Record:
 
 
 def _forms(ours: Sequence[Record]) -> Iterator[Record]:
-    """Each form's prediction of each measured case from the other cases of its model and bed."""
-    whole = [case for case in ours if case["status"] == "ok"]
+    """Each form's prediction of each measured case from the other cases of its model and bed.
+
+    Of pipelines the forms know nothing.
+    """
+    whole = [case for case in ours if case["status"] == "ok" and not case["layout"]]
     for case in whole:
         others = [
             other

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from estimator.cache import Cache
 from estimator.coefficients import UNCALIBRATED, Coefficients
-from estimator.errors import StrategyError
+from estimator.errors import ProfileError, StrategyError
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.stages import Stage, balanced_points, stage_graphs
 from estimator.machines.profile import CollectiveName
@@ -24,8 +24,8 @@ from estimator.workload.schedules import Schedule
 
 Indices = NDArray[np.intp]
 
-# One rank sends what the other receives, and nothing is reduced: a broadcast among the two.
-_SEND: CollectiveName = "broadcast"
+# What two ranks gather is twice what each sends the other, in one round: what sending it takes.
+_SEND: CollectiveName = "all_gather"
 
 
 def stage_plans(
@@ -136,7 +136,7 @@ def _passing_s(
     if not 0 <= to < ranks * schedule.virtual or not size_bytes:
         return 0.0
     return _pair_s(mesh, schedule.rank_of(number, ranks), schedule.rank_of(to, ranks),
-                   _SEND, size_bytes, cache)  # fmt: skip
+                   _SEND, 2 * size_bytes, cache)  # fmt: skip
 
 
 def _pair_s(
@@ -157,8 +157,14 @@ def _pair_s(
         ),
         op,
     )
+    model = costs.model(group)
+    if model.unknown:
+        raise ProfileError(
+            f"profile '{node.profile.name}' has no {op.replace('_', '-')} costs, by which what "
+            "stages send is costed; run 'estimator probe' with a larger --budget"
+        )
     sized = SizedCollective(costs.corrections, np.array([float(size_bytes)]))
-    return float(sized.time_s(costs.model(group)))
+    return float(sized.time_s(model))
 
 
 def _tied_s(

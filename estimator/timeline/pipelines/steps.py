@@ -2,9 +2,10 @@
 
 Every rank computes its passes in the order of the schedule; what a stage sends travels on a lane of
 its own from rank to rank, in the order in which it is sent, and the pass that needs it waits for
-it. Schedules with one stage on each rank wait for what they send as well before they go on, as
-``Schedule1F1B`` of torch.distributed.pipelining and Megatron-LM's do: between a forward and a
-backward pass for the one just sent, within a run of either for the one before.
+it. As in torch.distributed.pipelining, GPipe and 1F1B receive only once they have nothing else to
+do before, and nothing is sent before it is received; the other schedules have asked for it earlier.
+1F1B (Megatron-LM's too) waits for what it sends as well: between a forward and a backward pass for
+the one just sent, within a run of either for the one before.
 """
 
 from __future__ import annotations
@@ -82,44 +83,73 @@ class _Ordering:
     """Puts the passes of all ranks and what they send into one order."""
 
     def __init__(self, schedule: Schedule, ranks: int, orders: Sequence[Sequence[Action]]) -> None:
-        self._schedule, self._ranks = schedule, ranks
+        self._schedule, self._ranks, self._orders = schedule, ranks, orders
         self._stages = ranks * schedule.virtual
         self._awaits_sends = schedule.name == "1f1b"
+        self._receives_late = schedule.virtual == 1 and schedule.name != "zb"
         self.items: list[_Item] = []
         # What a pass leaves for that of its neighbour: the transfer, or itself on the same rank.
         self._left: dict[Action, int] = {}
-        self._sent: list[list[int | None]] = [[] for _ in orders]
-        places = [0] * len(orders)
-        while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        self._passes: list[list[int]] = [[] for _ in orders]
+        # For each pass of a rank the number of what it sends, None for nothing.
+        self._sent: list[dict[int, int | None]] = [{} for _ in orders]
+        self._unsent: list[tuple[int, int]] = []
+        while any(len(done) < len(order) for done, order in zip(self._passes, orders, strict=True)):
             before = len(self.items)
-            for rank, order in enumerate(orders):
-                while places[rank] < len(order) and self._add(rank, order, places[rank]):
-                    places[rank] += 1
+            for rank in range(ranks):
+                while self._add(rank):
+                    self._send()
             if len(self.items) == before:
                 raise RuntimeError(f"the passes of {schedule} wait for each other")
 
-    def _add(self, rank: int, order: Sequence[Action], place: int) -> bool:
-        """Add a pass if all that it needs is there already."""
+    def _add(self, rank: int) -> bool:
+        """Add the next pass of a rank if all that it needs is there already."""
+        order, place = self._orders[rank], len(self._passes[rank])
+        if place == len(order):
+            return False
         action = order[place]
         needed = self._needed(action)
         if needed is not None and needed not in self._left:
             return False
         after = [] if needed is None else [self._left[needed]]
-        if self._awaits_sends:
-            turns = place > 0 and order[place - 1].kind != action.kind
-            waited = self._sent[rank][: place if turns else max(place - 1, 0)]
-            after += [sent for sent in waited[-1:] if sent is not None]
+        if self._awaits_sends and place:
+            turns = order[place - 1].kind != action.kind
+            awaited = place - 1 if turns else place - 2
+            if awaited >= 0:
+                if awaited not in self._sent[rank]:
+                    return False
+                sent = self._sent[rank][awaited]
+                after += [] if sent is None else [sent]
         self.items.append(_Item(action, rank, None, tuple(after)))
-        number = len(self.items) - 1
+        self._passes[rank].append(len(self.items) - 1)
         receiver = self._receiver(action)
-        sent = None
-        if receiver is not None and receiver != rank:
-            self.items.append(_Item(action, rank, receiver, (number,)))
-            number = sent = len(self.items) - 1
-        self._sent[rank].append(sent)
-        kind = "input" if action.kind == "backward" else action.kind
-        self._left[action._replace(kind=kind)] = number
+        if receiver is None or receiver == rank:
+            self._sent[rank][place] = None
+            self._left[_result(action)] = len(self.items) - 1
+        else:
+            self._unsent.append((rank, place))
         return True
+
+    def _send(self) -> None:
+        """Add the transfers whose receiver has come to where it receives them."""
+        for rank, place in tuple(self._unsent):
+            action = self._orders[rank][place]
+            receiver = self._receiver(action)
+            assert receiver is not None
+            after = [self._passes[rank][place]]
+            if self._receives_late:
+                before = self._place_of_use(action, receiver) - 1
+                if before >= len(self._passes[receiver]):
+                    continue
+                after += self._passes[receiver][before : before + 1] if before >= 0 else []
+            self._unsent.remove((rank, place))
+            self.items.append(_Item(action, rank, receiver, tuple(after)))
+            self._sent[rank][place] = self._left[_result(action)] = len(self.items) - 1
+
+    def _place_of_use(self, action: Action, receiver: int) -> int:
+        """Where in the receiver's order the pass stands that needs what one sends."""
+        stage = action.stage + (1 if action.kind == "forward" else -1)
+        return self._orders[receiver].index(action._replace(stage=stage))
 
     def _needed(self, action: Action) -> Action | None:
         """The pass of the neighbouring stage that one waits for; the rank's own come before."""
@@ -138,3 +168,8 @@ class _Ordering:
         if not 0 <= stage < self._stages:
             return None
         return self._schedule.rank_of(stage, self._ranks)
+
+
+def _result(action: Action) -> Action:
+    """What the neighbouring stage asks for: gradients of inputs, however they were computed."""
+    return action._replace(kind="input") if action.kind == "backward" else action

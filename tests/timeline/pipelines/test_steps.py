@@ -63,11 +63,11 @@ def test_two_stages_that_send_for_a_tenth_of_a_second() -> None:
     assert step_s("1f1b", 2, 2, [stage] * 2) == pytest.approx(9.3)
 
 
-def test_gpipe_does_not_wait_for_what_it_sends() -> None:
-    # F0 0–1, F1 1–2 on rank 0; rank 1 F0 1.1–2.1, F1 –3.1, B0 –5.1, B1 –7.1; rank 0 B0 5.2–7.2,
-    # B1 7.2–9.2.
+def test_gpipe_receives_once_it_has_nothing_else_to_do() -> None:
+    # F0 0–1, F1 1–2 on rank 0; rank 1 F0 1.1–2.1, receives F1 until 2.2, F1 –3.2, B0 –5.2, B1 –7.2;
+    # rank 0 B0 5.3–7.3, receives until 7.4, B1 –9.4.
     stage = StageCosts(1.0, 1.0, 1.0, sent_s=0.1, returned_s=0.1)
-    assert step_s("gpipe", 2, 2, [stage] * 2) == pytest.approx(9.2)
+    assert step_s("gpipe", 2, 2, [stage] * 2) == pytest.approx(9.4)
 
 
 def test_rows_are_steps_of_their_own() -> None:
