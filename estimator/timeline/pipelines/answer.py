@@ -17,6 +17,7 @@ import numpy as np
 
 from estimator.graph.memory import PeakMemory
 from estimator.graph.stages import Stage, held_between_passes, pass_seconds
+from estimator.timeline.evaluator import ends_alone
 from estimator.timeline.overlaps import NO_OVERLAP
 from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks
 from estimator.timeline.plan import StepAnswer, StepPlan, answer_of
@@ -24,7 +25,6 @@ from estimator.timeline.ranks import LaneCosts, RankKind
 from estimator.timeline.simulation import simulate
 from estimator.timeline.spans import LANES, Label, SpanColumns, Timeline
 from estimator.timeline.step import Breakdown
-from estimator.timeline.tasks import TaskList
 from estimator.workload.schedules import Schedule
 
 
@@ -43,30 +43,36 @@ class StagePlan:
 class PipelinedStep:
     """The passes and transfers of a pipeline's step, and what its ranks do after their last pass.
 
-    `points` are the modules at which stages begin, `ranks` how many ranks the mesh has.
+    `costs` are those of the stages, `points` the modules at which they begin, `ranks` how many
+    ranks the mesh has.
     """
 
-    tasks: TaskList
-    last: Sequence[int]
+    schedule: Schedule
+    micro_batches: int
+    costs: Sequence[StageCosts]
     tails_s: Sequence[float]
     points: Sequence[str]
     ranks: int
 
     def timeline(self) -> Timeline:
         """Passes on the lane of compute, what is sent on that of the network of who sends it."""
-        played = simulate(self.tasks.tasks, NO_OVERLAP)
+        count = len(self.tails_s)
+        tasks, last = pipeline_tasks(
+            self.schedule, count, self.micro_batches, self.costs, labelled=True
+        )
+        played = simulate(tasks.tasks, NO_OVERLAP)
         ends = played.end_s[:, 0]
         rows = [
             (number, *self._where(task.lane), float(played.start_s[number, 0]), float(task.cost_s))
-            for number, task in enumerate(self.tasks.tasks)
+            for number, task in enumerate(tasks.tasks)
         ]
-        each, compute = self.ranks // len(self.last), LANES.index("compute")
-        labels = [task.label for task in self.tasks.tasks] + [Label("gradients and update")]
-        for rank, (number, tail_s) in enumerate(zip(self.last, self.tails_s, strict=True)):
+        each, compute = self.ranks // count, LANES.index("compute")
+        labels = [task.label for task in tasks.tasks] + [Label("gradients and update")]
+        for rank, (number, tail_s) in enumerate(zip(last, self.tails_s, strict=True)):
             rows.append((len(labels) - 1, rank * each, compute, float(ends[number]), tail_s))
         columns = [np.array(column) for column in zip(*rows, strict=True)]
         return Timeline(
-            step_time_s=float(max(ends[self.last] + np.array(self.tails_s))),
+            step_time_s=float(max(ends[last] + np.array(self.tails_s))),
             spans=SpanColumns(
                 labels=labels,
                 label=columns[0],
@@ -82,7 +88,7 @@ class PipelinedStep:
         """(the first rank of those that work or send there, the number of their lane)."""
         words = lane.split()
         sends = words[0] == "from"
-        each = self.ranks // len(self.last)
+        each = self.ranks // len(self.tails_s)
         return int(words[2 if sends else 1]) * each, LANES.index("network" if sends else "compute")
 
 
@@ -128,10 +134,10 @@ def pipeline_answer(
     memories = [_memory(schedule, ranks, rank, micro_batches, stages) for rank in range(ranks)]
     memory, used_ratio = max(memories, key=lambda each: each[1])
     found = StepAnswer(parts, slowest, answers[longest].communication)
-    tasks, last_of = pipeline_tasks(schedule, ranks, micro_batches, costs)
     step = PipelinedStep(
-        tasks=tasks,
-        last=last_of,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        costs=costs,
         tails_s=tails,
         points=[each.stage.point for each in stages[1:]],
         ranks=stages[0].plan.mesh.placement.ranks,
@@ -178,7 +184,7 @@ def _ends_s(
 ) -> list[float]:
     """When each rank has ended its last pass."""
     tasks, last = pipeline_tasks(schedule, ranks, micro_batches, costs)
-    ends = simulate(tasks.tasks, NO_OVERLAP).end_s[:, 0]
+    ends = ends_alone(tasks.tasks)
     return [float(ends[number]) for number in last]
 
 

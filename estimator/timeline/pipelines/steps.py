@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from estimator.timeline.spans import Label
-from estimator.timeline.tasks import TaskList
-from estimator.workload.schedules import Action, Schedule
+from estimator.timeline.tasks import NO_LABEL, Task, TaskList
+from estimator.workload.schedules import Action, Pass, Schedule
 
 
 class StageCosts(NamedTuple):
@@ -50,25 +50,36 @@ class _Item(NamedTuple):
 
 
 def pipeline_tasks(
-    schedule: Schedule, ranks: int, micro_batches: int, stages: Sequence[StageCosts]
+    schedule: Schedule,
+    ranks: int,
+    micro_batches: int,
+    stages: Sequence[StageCosts],
+    *,
+    labelled: bool = False,
 ) -> tuple[TaskList, list[int]]:
     """All passes and transfers of a step, and the number of each rank's last pass.
 
     `stages` are `ranks * schedule.virtual`, in the order of the model. Raises StrategyError where
     the schedule cannot run that many micro-batches.
     """
-    items = _items(schedule, ranks, micro_batches)
     tasks, last = TaskList(), [0] * ranks
-    for item in items:
-        action, rank, to_rank, after = item
-        stage = stages[action.stage]
-        label = Label(f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}")
+    passes = [
+        {kind: stage.pass_s(Action(kind, 0, 0)) for kind in get_args(Pass)} for stage in stages
+    ]
+    computing = [f"rank {rank}" for rank in range(ranks)]
+    for number, (action, rank, to_rank, after) in enumerate(_items(schedule, ranks, micro_batches)):
+        kind, stage, micro_batch = action
+        label = NO_LABEL
+        if labelled:
+            label = Label(f"{kind} of stage {stage}, micro-batch {micro_batch}", phase=kind)
         if to_rank is None:
-            last[rank] = tasks.add(f"rank {rank}", stage.pass_s(action), *after, label=label)
+            last[rank] = number
+            task = Task(computing[rank], passes[stage][kind], after, label=label)
         else:
-            seconds = stage.sent_s if action.kind == "forward" else stage.returned_s
-            lane = f"from rank {rank} to {to_rank}"
-            tasks.add(lane, seconds, *after, label=label)
+            costs = stages[stage]
+            seconds = costs.sent_s if kind == "forward" else costs.returned_s
+            task = Task(f"from rank {rank} to {to_rank}", seconds, after, label=label)
+        tasks.tasks.append(task)
     return tasks, last
 
 
