@@ -331,9 +331,8 @@ def weight_ops(graph: OpGraph) -> frozenset[int]:
     return frozenset(only)
 
 
-def held_between_passes(bound: BoundGraph, structure: GraphStructure | None = None) -> int:
+def held_between_passes(bound: BoundGraph, known: GraphStructure) -> int:
     """Bytes that a micro-batch whose backward pass has not begun holds: what that will read."""
-    known = structure or GraphStructure.of(bound.graph)
     begin = int(known.is_forward.sum())
     waits = (known.born < begin) & (known.dies >= begin)
     kinds = np.array([storage.kind for storage in known.storages])

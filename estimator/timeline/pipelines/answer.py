@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from estimator.graph.memory import PeakMemory
-from estimator.graph.stages import Stage, held_between_passes, pass_seconds
+from estimator.graph.stages import Stage, pass_seconds
 from estimator.timeline.evaluator import ends_alone
 from estimator.timeline.overlaps import NO_OVERLAP
 from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks
@@ -30,13 +30,17 @@ from estimator.workload.schedules import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """A stage, the plan of one micro-batch on its ranks, and what passing on its output takes."""
+    """A stage, the plan of one micro-batch on its ranks, and what passing on its output takes.
+
+    A micro-batch holds `kept_bytes` between its passes.
+    """
 
     stage: Stage
     plan: StepPlan
     sent_s: float
     returned_s: float
-    tied_s: float = 0.0
+    tied_s: float
+    kept_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,21 +243,19 @@ def _memory(
     The peak of a stage counts one micro-batch; the others hold what their backward pass will read.
     """
     own = schedule.stages_of(rank, ranks)
-    kept = {n: held_between_passes(stages[n].plan.kinds[0].program.bound) for n in own}
+    kept = {n: stages[n].kept_bytes for n in own}
     waiting = most_held_bytes(schedule, ranks, rank, micro_batches, kept) - max(kept.values())
     peaks = [stages[number].plan.memory()[0] for number in own]
-    activations = max(peak.activations_bytes for peak in peaks) + waiting
+    highest = max(peak.activations_bytes for peak in peaks)
     sums = {
         item.name: sum(getattr(peak, item.name) for peak in peaks)
         for item in fields(PeakMemory)
         if item.name != "peak_op"
     }
     # Beside one stage at its peak the others are not at theirs.
-    resting = sum(peak.activations_bytes for peak in peaks) - max(
-        peak.activations_bytes for peak in peaks
-    )
-    sums["activations_bytes"] = activations
-    sums["total_bytes"] += waiting - resting
+    beside = waiting - (sums["activations_bytes"] - highest)
+    sums["activations_bytes"] += beside
+    sums["total_bytes"] += beside
     found = PeakMemory(**sums, peak_op=None)
     device = min(kind.device.usable_bytes for n in own for kind in stages[n].plan.kinds)
     return found, found.total_bytes / device

@@ -9,17 +9,19 @@ from numpy.typing import NDArray
 
 from estimator.cache import Cache
 from estimator.coefficients import UNCALIBRATED, Coefficients
-from estimator.errors import ProfileError, StrategyError
-from estimator.graph.op_graph import OpGraph
-from estimator.graph.stages import Stage, balanced_points, stage_graphs
+from estimator.errors import StrategyError
+from estimator.graph.op_graph import BoundGraph, OpGraph
+from estimator.graph.stages import Stage, balanced_points, held_between_passes, stage_graphs
 from estimator.machines.profile import CollectiveName
 from estimator.placement.mesh import Mesh
 from estimator.placement.process_groups import groups_along
 from estimator.timeline.collectives import CollectiveCosts, SizedCollective
+from estimator.timeline.durations import structure_of
 from estimator.timeline.pipelines.answer import StagePlan
 from estimator.timeline.plan import Members, members_of, step_plan
 from estimator.timeline.program import step_program
 from estimator.timeline.ranks import StepShape
+from estimator.timeline.strategies.registry import without_cost
 from estimator.workload.schedules import Schedule
 
 Indices = NDArray[np.intp]
@@ -36,41 +38,45 @@ def stage_plans(
     schedule: Schedule,
     cache: Cache,
     *,
-    points: Sequence[str] | None = None,
     coefficients: Coefficients = UNCALIBRATED,
 ) -> tuple[StagePlan, ...]:
     """The stages of the graph of one rank, in the order of the model, for one micro-batch each.
 
-    They begin at the modules `points`, by default where the slowest one takes least. Raises
-    StrategyError, WorkloadError, ProfileError.
+    They begin where the slowest one takes least. Raises StrategyError, WorkloadError, ProfileError.
     """
     if graph.is_summary:
         raise StrategyError(
             f"{graph.name} is known by a summary, which cannot be cut into stages; trace it"
         )
     batch = batches[0] if batches else None
-    stages = _stages(graph, mesh, batch, shape, schedule, cache, points)
+    stages = _stages(graph, mesh, batch, shape, schedule, cache)
     one = shape._replace(accumulation_steps=1)
     merging = mesh.parallelism.dp > 1
     whole = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
     found = []
+    ratio, returned_s = coefficients.communication_ratio, 0.0
     for number, stage in enumerate(stages):
         members = members_of(stage.graph, mesh.placement, batches, one, cache, merging=merging)
         own = _held(mesh, members, schedule.rank_of(number, mesh.parallelism.pp))
-        sent_s = _passing_s(mesh, schedule, number, number + 1, stage.sent_bytes(whole), cache)
-        before = stages[number - 1].sent_bytes(whole) if number else 0
+        sent_s = ratio * _passing_s(mesh, schedule, number, stage.sent_bytes(whole), cache)
         found.append(
             StagePlan(
                 stage=stage,
                 plan=step_plan(mesh, own, cache, coefficients),
-                sent_s=sent_s * coefficients.communication_ratio,
-                returned_s=_passing_s(mesh, schedule, number, number - 1, before, cache)
-                * coefficients.communication_ratio,
-                tied_s=_tied_s(mesh, schedule, number, stages, cache)
-                * coefficients.communication_ratio,
+                sent_s=sent_s,
+                returned_s=returned_s,
+                tied_s=ratio * _tied_s(mesh, schedule, number, stages, cache),
+                kept_bytes=_kept_bytes(own.kinds[0].program.bound, cache),
             )
         )
+        # What a stage sends on comes back as its gradient, over the same link.
+        returned_s = sent_s
     return tuple(found)
+
+
+def _kept_bytes(bound: BoundGraph, cache: Cache) -> int:
+    structure = structure_of(bound.graph, cache)
+    return cache.get("held between passes", (bound,), lambda: held_between_passes(bound, structure))
 
 
 def _stages(
@@ -80,19 +86,11 @@ def _stages(
     shape: StepShape,
     schedule: Schedule,
     cache: Cache,
-    points: Sequence[str] | None,
 ) -> tuple[Stage, ...]:
     count = mesh.parallelism.pp * schedule.virtual
     node = mesh.placement.kinds[0]
 
     def cut() -> tuple[Stage, ...]:
-        if points is not None and len(points) != count - 1:
-            raise StrategyError(
-                f"{len(points)} split points make {len(points) + 1} stages, but pp="
-                f"{mesh.parallelism.pp} with the schedule {schedule} has {count}; name {count - 1}"
-            )
-        if points is not None:
-            return stage_graphs(graph, points)
         program = step_program(
             graph,
             node.profile,
@@ -106,7 +104,7 @@ def _stages(
         spent = program.durations.device_s + program.durations.host_s
         return stage_graphs(graph, balanced_points(graph, count, spent))
 
-    details = (count, batch, node.ranks_per_node, shape.exchanges, tuple(points or ()))
+    details = (count, batch, node.ranks_per_node, shape.exchanges)
     return cache.get("stages", (graph, node.profile), cut, *details)
 
 
@@ -128,15 +126,13 @@ def _held(mesh: Mesh, members: Members, rank: int) -> Members:
     )
 
 
-def _passing_s(
-    mesh: Mesh, schedule: Schedule, number: int, to: int, size_bytes: int, cache: Cache
-) -> float:
-    """Seconds of passing on what a stage makes to a neighbour; 0 on the same rank or at an end."""
-    ranks = mesh.parallelism.pp
-    if not 0 <= to < ranks * schedule.virtual or not size_bytes:
+def _passing_s(mesh: Mesh, schedule: Schedule, number: int, size_bytes: int, cache: Cache) -> float:
+    """Seconds of passing on what a stage makes; 0 on the same rank and at the end."""
+    if not size_bytes:
         return 0.0
-    return _pair_s(mesh, schedule.rank_of(number, ranks), schedule.rank_of(to, ranks),
-                   _SEND, 2 * size_bytes, cache)  # fmt: skip
+    ranks = mesh.parallelism.pp
+    pair = schedule.rank_of(number, ranks), schedule.rank_of(number + 1, ranks)
+    return _pair_s(mesh, *pair, _SEND, 2 * size_bytes, cache)
 
 
 def _pair_s(
@@ -159,10 +155,7 @@ def _pair_s(
     )
     model = costs.model(group)
     if model.unknown:
-        raise ProfileError(
-            f"profile '{node.profile.name}' has no {op.replace('_', '-')} costs, by which what "
-            "stages send is costed; run 'estimator probe' with a larger --budget"
-        )
+        raise without_cost(node.profile, op)
     sized = SizedCollective(costs.corrections, np.array([float(size_bytes)]))
     return float(sized.time_s(model))
 

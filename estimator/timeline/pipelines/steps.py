@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from estimator.timeline.spans import Label
 from estimator.timeline.tasks import NO_LABEL, Task, TaskList
@@ -32,12 +32,14 @@ class StageCosts(NamedTuple):
     sent_s: Any = 0.0
     returned_s: Any = 0.0
 
-    def pass_s(self, action: Action) -> Any:
-        """Seconds of a pass."""
-        if action.kind == "backward":
-            return self.input_s + self.weight_s
-        seconds = {"forward": self.forward_s, "input": self.input_s, "weight": self.weight_s}
-        return seconds[action.kind]
+    def passes_s(self) -> dict[Pass, Any]:
+        """Seconds of each kind of pass."""
+        return {
+            "forward": self.forward_s,
+            "backward": self.input_s + self.weight_s,
+            "input": self.input_s,
+            "weight": self.weight_s,
+        }
 
 
 class _Item(NamedTuple):
@@ -63,9 +65,7 @@ def pipeline_tasks(
     the schedule cannot run that many micro-batches.
     """
     tasks, last = TaskList(), [0] * ranks
-    passes = [
-        {kind: stage.pass_s(Action(kind, 0, 0)) for kind in get_args(Pass)} for stage in stages
-    ]
+    passes = [stage.passes_s() for stage in stages]
     computing = [f"rank {rank}" for rank in range(ranks)]
     for number, (action, rank, to_rank, after) in enumerate(_items(schedule, ranks, micro_batches)):
         kind, stage, micro_batch = action
