@@ -31,13 +31,14 @@ class Stage:
     """One stage: its own graph, the ops of the whole one that are in it, and what it sends on.
 
     `point` is the module that it begins at, "" for the first stage. `sent` are values of the whole
-    graph; the gradients of the same come back.
+    graph; the gradients of the same come back. `weight_ops` are those of `weight_ops(graph)`.
     """
 
     graph: OpGraph
     point: str
     ops: tuple[int, ...]
     sent: tuple[int, ...]
+    weight_ops: frozenset[int]
 
     def sent_bytes(self, whole: BoundGraph) -> int:
         """Bytes of one micro-batch that go to the next stage, and come back as gradients."""
@@ -221,27 +222,23 @@ class _Cutting:
         ops = tuple(self._op(graph.ops[index]) for index in self._ops)
         parameters = tuple(self._parameters())
         frozen = self._bytes_of("parameter") - sum(p.spec.nbytes for p in parameters)
-        return Stage(
-            graph=replace(
-                graph,
-                name=f"{graph.name}, stage {number}",
-                ops=ops,
-                parameters=parameters,
-                values=tuple(self._values),
-                frozen_parameter_bytes=max(frozen, 0) if graph.frozen_parameter_bytes else 0,
-                buffer_bytes=self._bytes_of("buffer"),
-                buffers=sum(value.kind == "buffer" for value in self._values),
-                inputs=tuple(
-                    replace(each, value=self._numbers[each.value])
-                    for each in graph.inputs
-                    if each.value in self._numbers
-                ),
-                module_calls=round(graph.module_calls * len(ops) / max(len(graph.ops), 1)),
+        own = replace(
+            graph,
+            name=f"{graph.name}, stage {number}",
+            ops=ops,
+            parameters=parameters,
+            values=tuple(self._values),
+            frozen_parameter_bytes=max(frozen, 0) if graph.frozen_parameter_bytes else 0,
+            buffer_bytes=self._bytes_of("buffer"),
+            buffers=sum(value.kind == "buffer" for value in self._values),
+            inputs=tuple(
+                replace(each, value=self._numbers[each.value])
+                for each in graph.inputs
+                if each.value in self._numbers
             ),
-            point=point,
-            ops=self._ops,
-            sent=sent,
+            module_calls=round(graph.module_calls * len(ops) / max(len(graph.ops), 1)),
         )
+        return Stage(graph=own, point=point, ops=self._ops, sent=sent, weight_ops=weight_ops(own))
 
     def _bytes_of(self, kind: str) -> int:
         return sum(value.spec.nbytes for value in self._values if value.kind == kind)
@@ -298,7 +295,6 @@ def pass_seconds(stage: Stage, seconds: Callable[[int], float]) -> tuple[float, 
     of each.
     """
     graph = stage.graph
-    of_weights = weight_ops(graph)
     trained = {p.gradient for p in graph.parameters}
     forward_s = input_s = weight_s = 0.0
     for index, op in enumerate(graph.ops):
@@ -306,7 +302,7 @@ def pass_seconds(stage: Stage, seconds: Callable[[int], float]) -> tuple[float, 
         if op.phase == "forward":
             forward_s += spent_s
             continue
-        share = 1.0 if index in of_weights else 0.0 if trained.isdisjoint(op.outputs) else 0.5
+        share = 1.0 if index in stage.weight_ops else 0.0 if trained.isdisjoint(op.outputs) else 0.5
         weight_s += share * spent_s
         input_s += (1.0 - share) * spent_s
     return forward_s, input_s, weight_s
