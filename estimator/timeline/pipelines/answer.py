@@ -17,8 +17,8 @@ import numpy as np
 
 from estimator.graph.memory import PeakMemory
 from estimator.graph.stages import Stage, pass_seconds
-from estimator.timeline.evaluator import ends_alone
 from estimator.timeline.overlaps import NO_OVERLAP
+from estimator.timeline.pipelines.periods import last_ends_s
 from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks
 from estimator.timeline.plan import StepAnswer, StepPlan, answer_of
 from estimator.timeline.ranks import LaneCosts, RankKind
@@ -117,12 +117,12 @@ def pipeline_answer(
     costs = [_costs(each, found.slowest) for each, found in zip(stages, answers, strict=True)]
     held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
     tails = [_tail_s(answers, stages, own, micro_batches) for own in held]
-    ends = _ends_s(schedule, ranks, micro_batches, costs)
+    ends = last_ends_s(schedule, ranks, micro_batches, costs)
     step_s, last = max(
         (end + tail, rank) for rank, (end, tail) in enumerate(zip(ends, tails, strict=True))
     )
     still = [cost._replace(sent_s=0.0, returned_s=0.0) for cost in costs]
-    unsent_s = _ends_s(schedule, ranks, micro_batches, still)[last] + tails[last]
+    unsent_s = last_ends_s(schedule, ranks, micro_batches, still)[last] + tails[last]
     parts = _parts(
         [answers[number].parts for number in held[last]],
         sum(costs[n].forward_s + costs[n].input_s + costs[n].weight_s for n in held[last]),
@@ -181,15 +181,6 @@ def _tail_s(
     after_s = sum(p.communication_exposed_s + p.copies_exposed_s + p.update_s for p in parts)
     spread_s = sum(p.straggler_s for p in parts) * micro_batches
     return float(after_s + spread_s + sum(stages[number].tied_s for number in own))
-
-
-def _ends_s(
-    schedule: Schedule, ranks: int, micro_batches: int, costs: Sequence[StageCosts]
-) -> list[float]:
-    """When each rank has ended its last pass."""
-    tasks, last = pipeline_tasks(schedule, ranks, micro_batches, costs)
-    ends = ends_alone(tasks.tasks)
-    return [float(ends[number]) for number in last]
 
 
 def _parts(
