@@ -18,7 +18,7 @@ from estimator.graph.split_kernels import placed
 from estimator.graph.split_placements import PARTIAL, Placement, Shard, local_spec
 from estimator.graph.split_plan import Plan, Style
 from estimator.graph.split_rules import Given, Placed
-from estimator.graph.split_weights import divided_weights
+from estimator.graph.split_weights import divided_weights, dtensor_modules
 from estimator.machines.profile import CollectiveName
 from estimator.tensors import OpCall, TensorSpec
 
@@ -58,6 +58,8 @@ class _Splitter:
         self.styles: dict[str, Style | None] = {name: plan.style_of(name) for name in modules}
         for weight, shard in divided_weights(graph, self.styles, axis, degree).items():
             self.at[weight] = shard
+        self.entered: set[tuple[str, str]] = set()
+        self.dtensors = dtensor_modules(graph, self.styles, sequence=plan.sequence)
 
     def split(self) -> OpGraph:
         final: dict[int, list[int]] = {}
@@ -77,8 +79,8 @@ class _Splitter:
         inputs = [self._current(value, op) for value in op.inputs]
         before = tuple([self.at[value] for value in inputs])
         if not any(before) and not self._fills_vocabulary(op):
-            if inputs != list(op.inputs):
-                op = replace(op, inputs=tuple(inputs))
+            if inputs != list(op.inputs) or op.module in self.dtensors:
+                op = replace(op, inputs=tuple(inputs), enters_dtensor=self._enters(op))
             self.ops.append(op)
             self._mark(op, (None,) * len(op.outputs))
             return
@@ -103,9 +105,18 @@ class _Splitter:
                 inputs=tuple(inputs),
                 call=self._localized(op.call, found),
                 other_call=self._localized(op.other_call, found),
+                enters_dtensor=self._enters(op),
             )
         )
         self._mark(op, found.outputs)
+
+    def _enters(self, op: Op) -> bool:
+        """Whether a module that DTensor runs is called with an operator, once a pass."""
+        call = op.module, op.phase
+        if call in self.entered or op.module not in self.dtensors:
+            return False
+        self.entered.add(call)
+        return True
 
     def _mark(self, op: Op, outputs: Sequence[Placement]) -> None:
         for value, at in zip(op.outputs, outputs, strict=True):
@@ -222,20 +233,38 @@ class _Splitter:
         return isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim
 
     def _exchanged(self, kind: CollectiveName, value: int, want: Placement, op: Op) -> int:
-        known = self.values[value]
-        new = len(self.values)
-        self.values.append(
-            Value(spec=known.spec, other_spec=known.other_spec, kind="activation", base=None)
-        )
-        self.at.append(want)
-        self.made_in[new] = ""
+        """What a collective makes of a value.
+
+        torch's functional ones sum in a copy, and exchange along the first dimension alone: parts
+        of another are put in order by one more copy (_functional_collectives.py).
+        """
         have = self.at[value]
+        if kind == "all_reduce" or (isinstance(want, Shard) and want.dim):
+            value = self._copied(value, op)
+        known = self.values[value]
+        new = self._added(known, want)
         calls = [
             collective_call(kind, self.axis, self._spec(spec, have), self._spec(spec, want))
             for spec in (known.spec, known.other_spec)
         ]
         self._issue(kind, calls, op, (value,), (new,))
+        return self._copied(new, op) if isinstance(have, Shard) and have.dim else new
+
+    def _copied(self, value: int, op: Op) -> int:
+        known, at = self.values[value], self.at[value]
+        new = self._added(known, at)
+        specs = [self._spec(spec, at) for spec in (known.spec, known.other_spec)]
+        calls = [OpCall("aten.clone.default", (spec,), (), (spec,)) for spec in specs]
+        name = f"{self.axis}_copy_{new}"
+        self._add(name, calls, op, (value,), (new,), is_view=False)
         return new
+
+    def _added(self, known: Value, at: Placement) -> int:
+        """A new value of the shape of another one."""
+        self.values.append(replace(known, kind="activation", base=None))
+        self.at.append(at)
+        self.made_in[len(self.values) - 1] = ""
+        return len(self.values) - 1
 
     def _issue(
         self,
@@ -256,8 +285,10 @@ class _Splitter:
         op: Op,
         inputs: tuple[int, ...],
         outputs: tuple[int, ...],
+        *,
+        is_view: bool = True,
     ) -> None:
-        """Add what runs no kernel, before an operator."""
+        """Add an operator before another one; collectives run no kernel of their own."""
         call, other = (self._calls.setdefault((each,), each) for each in calls)
         self.ops.append(
             Op(
@@ -268,7 +299,7 @@ class _Splitter:
                 module=op.module,
                 inputs=inputs,
                 outputs=outputs,
-                is_view=True,
+                is_view=is_view,
             )
         )
 
@@ -321,8 +352,13 @@ class _Splitter:
         divides = self.styles[op.module] not in (None, "replicate", "sequence")
         if self.at[gradient] == PARTIAL or (self.at[gradient] is not None and not divides):
             gradient = self._met(gradient, None, op)
-        spec = self._spec(parameter.spec, self.at[gradient])
-        return replace(parameter, spec=spec, gradient=gradient, ready_after=len(self.ops) - 1)
+        return replace(
+            parameter,
+            spec=self._spec(parameter.spec, self.at[gradient]),
+            gradient=gradient,
+            ready_after=len(self.ops) - 1,
+            is_dtensor=op.module in self.dtensors,
+        )
 
     def _finished(self, parameters: tuple[Parameter, ...]) -> OpGraph:
         values = tuple(
@@ -339,7 +375,7 @@ class _Splitter:
         )
         assumptions = [
             f"{self.axis}={self.degree} divides layers by {self.plan.source}; its collectives "
-            "overlap nothing, as in eager torch, and what DTensor does on the host is not counted"
+            "overlap nothing, as in eager torch"
         ]
         if self.unknown:
             assumptions.append(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from estimator.probe.backend import Backend
+from estimator.probe.dtensor_costs import dtensor_costs
 from estimator.probe.jobs import Emit
 from estimator.probe.shard_costs import shard_costs
 
@@ -48,6 +49,9 @@ def measure_host(backend: Backend, emit: Emit, *, budget_s: float) -> None:
         emit(found)
     if time.monotonic() < end and backend.kind == "cpu":
         found["shard_unit_s"], found["shard_update_tensor_s"] = shard_costs()
+        emit(found)
+    if time.monotonic() < end and backend.kind == "cpu":
+        found |= dtensor_costs()
         emit(found)
 
 

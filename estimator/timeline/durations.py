@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.costs import Features, features_of
+from estimator.graph.exchanges import is_collective
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.structure import GraphStructure
 from estimator.machines.profile import HostCost, MachineProfile
@@ -312,9 +313,22 @@ def _host_seconds(
     for parameter in graph.parameters:
         if parameter.ready_after is not None:  # autograd hands the gradient to the parameter
             per_op[parameter.ready_after] += node_s[parameter.ready_after]
+    per_op += _dtensor_seconds(graph, host)
     if len(per_op):
         per_op[0] += host.step_s + graph.module_calls * host.module_call_s
     return per_op
+
+
+def _dtensor_seconds(graph: OpGraph, host: HostCost) -> Array:
+    """What DTensor does per call of a module that it runs, and per collective."""
+    entered = {"forward": host.dtensor_forward_s, "backward": host.dtensor_backward_s}
+    return np.array(
+        [
+            (entered[op.phase] if op.enters_dtensor else 0.0)
+            + (host.dtensor_exchange_s if is_collective(op.call) else 0.0)
+            for op in graph.ops
+        ]
+    )
 
 
 def _between(cached_s: float | None, cold_s: float, cold: Array) -> Array:

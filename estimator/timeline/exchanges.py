@@ -75,7 +75,9 @@ class Exchanges:
                     f"{axis} needs; run 'estimator probe' with a larger --budget"
                 )
             sizes = np.array([float(each.size_bytes) for each in some])
-            times_s = SizedCollective(costs.corrections, sizes).times_s(model)
+            known = costs.references[model.reference : model.reference + 1]
+            delay_s = sum(each.cost.delay_s for each in known)
+            times_s = SizedCollective(costs.corrections, sizes).times_s(model) + delay_s
             each_s[[each.op_index for each in some]] = times_s
             error_s += float(times_s.sum()) * float(model.relative_error)
             sources.add(costs.source(group))

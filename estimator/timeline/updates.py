@@ -33,6 +33,7 @@ class Trained:
     size_bytes: int
     words: int
     idle: float
+    dtensors: int = 0
     matrices: tuple[tuple[tuple[int, int], int], ...] = ()
 
     @classmethod
@@ -45,6 +46,7 @@ class Trained:
             size_bytes=sum(sizes),
             words=sum(size // 4 for size in sizes),
             idle=_idle_parameters(bound),
+            dtensors=sum(p.is_dtensor for p in bound.graph.parameters if p.gradient is not None),
             matrices=_matrices(bound.graph),
         )
 
@@ -81,9 +83,11 @@ def update_cost(
         seconds = timing.seconds
     slowdown = slowdown_ratio(profile, "update", devices_busy, float(trained.size_bytes))
     fixed_s = cost.launch_s
-    if sharding:
+    hooks_s = profile.host.shard_update_tensor_s if profile.host else 0.0
+    if not sharding:
+        seconds += trained.dtensors * hooks_s
+    else:
         # Every rank updates a part of each tensor; under ZeRO-1 and 2 it updates whole tensors.
-        hooks_s = profile.host.shard_update_tensor_s if profile.host else 0.0
         fixed_s += trained.tensors * (cost.per_tensor_s + hooks_s)
         seconds += trained.tensors * hooks_s
     return seconds * slowdown, fixed_s * slowdown, cost.provenance
