@@ -68,7 +68,10 @@ class StepCorrections:
         this job by its name alone.
         """
         rows, times = _rows(predicted), _engine_times(predicted)
-        self.regressor_ = StepTimeRegressor(priors=_pooled_priors(self.content, others))
+        self.regressor_ = StepTimeRegressor(
+            priors=_pooled_priors(self.content, others),
+            peers=[other.regressor_.spread_.posterior for other in others],
+        )
         self.regressor_.fit(rows, step_times_s, weights, engine_times=times)
         if len(rows):
             # What all questions need is worked out before the first is asked.
