@@ -68,7 +68,7 @@ class StepCorrections:
         this job by its name alone.
         """
         rows, times = _rows(predicted), _engine_times(predicted)
-        self.regressor_ = StepTimeRegressor(
+        self.regressor_: StepTimeRegressor = StepTimeRegressor(
             priors=_pooled_priors(self.content, others),
             peers=[other.regressor_.spread_.posterior for other in others],
         )
