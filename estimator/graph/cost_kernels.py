@@ -259,18 +259,33 @@ def whole_attention_flops(call: OpCall) -> tuple[float, float]:
 
 
 def _recurrent_dims(call: OpCall) -> tuple[float, ...]:
-    """(steps x batch, multiplications per step and sample, steps)."""
+    """As `Features.dims` says.
+
+    Both directions of a layer run at once, and layers of one direction as a wavefront, each a step
+    behind the one before (Appleyard et al.: Optimizing Performance of Recurrent Neural Networks on
+    GPUs, 2016).
+    """
     image, rest = call.arguments[0], call.arguments[1:]
     name = call.target.split(".")[1]
     one_layer = name.startswith("mkldnn_rnn_layer")
     # mkldnn takes one layer's tensors one by one, and (steps, batch, features) whatever its
     # batch_first says; the others take a list of the weights of all layers.
     given = rest[:4] if one_layer else tuple(item for item in rest if isinstance(item, tuple))
-    work = sum(spec.numel for spec in specs_in(given) if len(spec.shape) == 2)
+    weights = [spec for spec in specs_in(given) if len(spec.shape) == 2]
+    work = sum(spec.numel for spec in weights)
     positions = {"_cudnn_rnn": 10, "_cudnn_rnn_backward": 14, "lstm": 8}
-    batch_first = not one_layer and argument(call, positions.get(name, 8), "batch_first", False)
+    position = positions.get(name, 8)
+    batch_first = not one_layer and argument(call, position, "batch_first", False)
+    both_ways = {"_cudnn_rnn": 13, "_cudnn_rnn_backward": 17}.get(name, position - 1)
+    bidirectional = not one_layer and argument(call, both_ways, "bidirectional", False)
     steps = image.shape[1 if batch_first else 0] if len(image.shape) == 3 else 1
-    return (image.numel / image.shape[-1], float(work), float(steps))
+    # A state in lists of its own is no weight; of each layer's the second multiplies the state.
+    recurrent = [spec for spec in weights if spec.shape[0] == weights[0].shape[0]][1::2]
+    columns, inner = recurrent[0].shape if recurrent else (1, 1)
+    chains = max(len(recurrent) // 2, 1) if bidirectional else 1
+    at_once = max(len(recurrent), 1) / chains
+    samples = image.numel / image.shape[-1]
+    return tuple(map(float, (samples, work, chains, at_once, columns, inner, steps)))
 
 
 @cost_of(
@@ -280,7 +295,7 @@ def _recurrent_dims(call: OpCall) -> tuple[float, ...]:
     dims=_recurrent_dims,
 )
 def _recurrent(call: OpCall) -> OpCost:
-    samples, work, _ = _recurrent_dims(call)
+    samples, work = _recurrent_dims(call)[:2]
     return OpCost(2 * samples * work, bytes_of(call.inputs), written(call))
 
 
@@ -291,5 +306,5 @@ def _recurrent(call: OpCall) -> OpCost:
     dims=_recurrent_dims,
 )
 def _recurrent_backward(call: OpCall) -> OpCost:
-    samples, work, _ = _recurrent_dims(call)
+    samples, work = _recurrent_dims(call)[:2]
     return OpCost(4 * samples * work, bytes_of(call.inputs), written(call))

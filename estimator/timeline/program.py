@@ -193,7 +193,7 @@ def _compile(asked: _Asked) -> StepProgram:
     host_s = lane_s - copies_s - forward_s - backward_s - exchanges_s
     kernels = _kernel_seconds(asked, kernels_alone)
     kernels_s = float(kernels_alone.device_s.sum()) or 1.0
-    variance_s2 = _variance(kernels, asked.exchanged) + (durations.shared_error * kernels_s) ** 2
+    variance_s2 = _variance(asked, kernels, durations.shared_error * kernels_s)
     return StepProgram(
         bound=bound,
         profile=asked.profile,
@@ -218,7 +218,7 @@ def _compile(asked: _Asked) -> StepProgram:
         update_launch_s=min(launch_s, update_s),
         update_error=_UPDATE_ERROR if update.relative_error is None else update.relative_error,
         update_source=update.source,
-        kernels_variance_s2=variance_s2 * accumulation_steps**2,
+        kernels_variance_s2=variance_s2 + _hidden_host_s2(asked, lanes, host_s),
         kernels=kernels,
         memory=_memory(asked, lane.buckets),
         flops=asked.cache.get("flops", (bound,), lambda: step_flops(bound)),
@@ -367,11 +367,20 @@ def _kernel_seconds(
 
 
 def _variance(
-    kernels: Mapping[tuple[str, str], tuple[float, float]], exchanged: ExchangeSeconds
+    asked: _Asked, kernels: Mapping[tuple[str, str], tuple[float, float]], shared_s: float
 ) -> float:
     """Families, and what ranks exchange, err independently, ops of one family together."""
-    errors_s = [*(error_s for _, error_s in kernels.values()), exchanged.error_s]
-    return sum((MEDIAN_TO_SIGMA * error_s) ** 2 for error_s in errors_s)
+    errors_s = [*(error_s for _, error_s in kernels.values()), asked.exchanged.error_s]
+    each_s2 = sum((MEDIAN_TO_SIGMA * error_s) ** 2 for error_s in errors_s)
+    return (each_s2 + shared_s**2) * asked.accumulation_steps**2
+
+
+def _hidden_host_s2(asked: _Asked, lanes: MicroBatches, exposed_s: float) -> float:
+    """What a slower host adds beyond the error of what is exposed of it, squared."""
+    host = asked.profile.host
+    error = (host and host.provenance.relative_error) or 0.0
+    more_s = lanes.slower_host_s(error) * asked.accumulation_steps / lanes.count
+    return MEDIAN_TO_SIGMA**2 * max(more_s**2 - (error * exposed_s) ** 2, 0.0)
 
 
 def _ddp_costs(

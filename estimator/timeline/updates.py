@@ -96,9 +96,13 @@ def update_cost(
 def update_lanes(
     trained: Trained, graph: OpGraph, profile: MachineProfile, stored_ratio: int = 1
 ) -> tuple[float, float] | None:
-    """Seconds of host and device in an update whose two lanes were measured; None for others."""
+    """Seconds of host and device in an update whose two lanes are known; None for others.
+
+    They are where they were measured, and where a GPU's host loops over the tensors.
+    """
     cost = cost_of_update(profile, graph.optimizer, graph.target)
-    if not cost.lanes or graph.is_summary:
+    loops = cost.form == "loop" and graph.target == "cuda"
+    if graph.is_summary or not (cost.lanes or loops):
         return None
     host_s = cost.launch_s + _tensors(trained, graph) * cost.per_tensor_s
     idle_s = trained.idle * cost.per_idle_parameter_s
