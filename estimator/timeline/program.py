@@ -173,8 +173,7 @@ def _compile(asked: _Asked) -> StepProgram:
     kernels_alone = durations = _durations(asked)
     asked = replace(asked, exchanged=asked.exchanged.exposed(durations))
     exchanges_s = asked.exchanged.total_s * accumulation_steps
-    if exchanges_s:
-        durations = asked.exchanged.beside(durations)
+    durations = asked.exchanged.beside(durations) if exchanges_s else durations
     sharding = asked.merging and strategy.kind == "fsdp"
     accumulate = (accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)
     if strategy.offload and not sharding:
