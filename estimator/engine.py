@@ -157,7 +157,7 @@ class Engine:
         """
         if not layout.divides_layers:
             return graph
-        key = (layout.tp, layout.sequence, layout.vocabulary, plan)
+        key = (layout.tp, layout.cp, layout.sequence, layout.vocabulary, layout.ring, plan)
         return self.cache.get("split", (graph,), lambda: split_by_layout(graph, layout, plan), *key)
 
     def content(self, graph: OpGraph) -> JobContent:
@@ -208,7 +208,7 @@ class Engine:
         exchanges = exchanges_of(mesh, self.cache) if layout.divides_layers else None
         shape = StepShape(parsed, accumulation_steps, loader, exchanges)
         members = members_of(
-            graph, placement, batches, shape, self.cache, merging=mesh.parallelism.dp > 1
+            graph, placement, batches, shape, self.cache, merging=mesh.parallelism.replicas > 1
         )
         return _Asked(mesh, shape, batches, members, layout)
 

@@ -201,7 +201,6 @@ def _convolution_backward(call: OpCall) -> OpCost:
     return OpCost((bool(mask[0]) + bool(mask[1])) * flops, bytes_of(read), written(call))
 
 
-# Where each attention operator has its query, whether it is backward, and its is_causal flag.
 _ATTENTION = {
     "aten._scaled_dot_product_flash_attention_for_cpu": (0, False, 4),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": (1, True, 7),
@@ -216,9 +215,14 @@ _ATTENTION = {
 }
 
 
+def attention_arguments(call: OpCall) -> tuple[int, bool, int]:
+    """Where a call of attention has its query, whether it is backward, and its is_causal flag."""
+    return _ATTENTION[".".join(call.target.split(".")[:2])]
+
+
 def _attention_dims(call: OpCall) -> tuple[float, ...]:
     """(batch x heads, queries, keys, head size, 1 if causal) of (batch, heads, length, size)."""
-    start, _, causal = _ATTENTION[".".join(call.target.split(".")[:2])]
+    start, _, causal = attention_arguments(call)
     query, key = call.arguments[start], call.arguments[start + 1]
     return (
         float(math.prod(query.shape[:-2])),
@@ -232,7 +236,7 @@ def _attention_dims(call: OpCall) -> tuple[float, ...]:
 @cost_of(*_ATTENTION, family="attention", dims=_attention_dims)
 def _attention(call: OpCall) -> OpCost:
     """Scores and their sum over values: 2 matmuls forward; backward recomputes the scores, 5."""
-    start, backward, _ = _ATTENTION[".".join(call.target.split(".")[:2])]
+    start, backward, _ = attention_arguments(call)
     heads, queries, keys, size, causal = _attention_dims(call)
     seen = queries * keys
     if causal:
@@ -249,7 +253,7 @@ def whole_attention_flops(call: OpCall) -> tuple[float, float]:
 
     Every query counts with every key, whatever is masked.
     """
-    start, backward, _ = _ATTENTION[".".join(call.target.split(".")[:2])]
+    start, backward, _ = attention_arguments(call)
     heads, queries, keys, size, _ = _attention_dims(call)
     value_size = call.arguments[start + 2].shape[-1]
     forward = 2 * heads * queries * keys * (size + value_size)

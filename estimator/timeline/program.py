@@ -7,7 +7,7 @@ strategy. It holds no allocation: what the network costs is added where the step
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,9 +171,9 @@ def _compile(asked: _Asked) -> StepProgram:
     bound, graph, strategy = asked.bound, asked.graph, asked.strategy
     accumulation_steps = asked.accumulation_steps
     kernels_alone = durations = _durations(asked)
+    asked = replace(asked, exchanged=asked.exchanged.exposed(durations))
     exchanges_s = asked.exchanged.total_s * accumulation_steps
-    if exchanges_s:
-        durations = asked.exchanged.beside(durations)
+    durations = asked.exchanged.beside(durations) if exchanges_s else durations
     sharding = asked.merging and strategy.kind == "fsdp"
     accumulate = (accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)
     if strategy.offload and not sharding:

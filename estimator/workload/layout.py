@@ -18,29 +18,34 @@ class Layout:
     """Ranks along each axis; `dp` None takes what the others leave.
 
     `sequence` divides tokens between the layers that `tp` divides (sequence parallelism),
-    `vocabulary` the rows of the embedding, the last layer and its loss. `pp` pipeline ranks hold
+    `vocabulary` the rows of the embedding, the last layer and its loss. `cp` ranks share the tokens
+    of every sample; keys and values are gathered, or go around a `ring`. `pp` pipeline ranks hold
     stages of the model, which `schedule` has them compute.
     """
 
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     schedule: Schedule = DEFAULT_SCHEDULE
     dp: int | None = None
     sequence: bool = False
     vocabulary: bool = False
+    ring: bool = False
 
     @property
     def divides_layers(self) -> bool:
         """Whether ranks share a micro-batch's computing."""
-        return self.tp > 1
+        return self.tp * self.cp > 1
 
     @property
     def is_data_parallel(self) -> bool:
         """Whether every rank has batches of its own."""
-        return self.tp * self.pp == 1
+        return self.tp * self.cp * self.pp == 1
 
     def __str__(self) -> str:
         parts = [f"tp={self.tp}"] if self.tp > 1 else []
+        parts += [f"cp={self.cp}"] if self.cp > 1 else []
+        parts += ["ring"] if self.ring else []
         parts += [f"pp={self.pp}", f"schedule={self.schedule}"] if self.pp > 1 else []
         parts += ["sp"] if self.sequence else []
         parts += ["vocab"] if self.vocabulary else []
@@ -66,7 +71,7 @@ class Layout:
 
     def parallelism(self, ranks: int, strategy: Strategy, *, micro_batches: int = 1) -> Parallelism:
         """All ranks along the axes; raises StrategyError where these do not multiply to them."""
-        each = self.tp * self.pp
+        each = self.tp * self.cp * self.pp
         dp = ranks // each if self.dp is None else self.dp
         if dp * each != ranks:
             some = f"a multiple of {each}" if self.dp is None else f"{dp * each}"
@@ -74,9 +79,18 @@ class Layout:
                 f"layout '{self}' takes {some} ranks, found {ranks}; change an axis or the "
                 "allocation"
             )
-        shard = strategy.shard or dp if strategy.kind == "fsdp" else None
+        shard = self._shard(dp, strategy.shard) if strategy.kind == "fsdp" else None
         data = Parallelism.data_parallel(dp, shard=shard, micro_batches=micro_batches)
-        return replace(data, tp=self.tp, pp=self.pp, schedule=str(self.schedule))
+        return replace(data, tp=self.tp, cp=self.cp, pp=self.pp, schedule=str(self.schedule))
+
+    def _shard(self, dp: int, shard: int | None) -> int:
+        """Of the ranks that FSDP shards over, those with batches of their own."""
+        if shard is not None and shard % self.cp:
+            raise StrategyError(
+                f"'fsdp:shard={shard}' shards over all cp={self.cp} ranks that share samples; "
+                f"choose a multiple of {self.cp}"
+            )
+        return dp if shard is None else shard // self.cp
 
 
 DATA_PARALLEL = Layout()
@@ -85,7 +99,7 @@ DATA_PARALLEL = Layout()
 @lru_cache(maxsize=4096)
 def _read(text: str) -> Layout:
     sizes: dict[str, int | None] = {}
-    flags = {"sp": False, "vocab": False}
+    flags = {"sp": False, "vocab": False, "ring": False}
     schedule: Schedule | None = None
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
@@ -98,7 +112,7 @@ def _read(text: str) -> Layout:
         if name not in _AXES or name in sizes or not _is_size(value):
             raise StrategyError(
                 f"layout {quoted(text)}: {quoted(part)} is none of {', '.join(_AXES)} with a "
-                "number from 1 (one may be *), sp, vocab or schedule=1f1b, each once; write "
+                "number from 1 (one may be *), sp, vocab, ring or schedule=1f1b, each once; write "
                 "tp=2,dp=*"
             )
         sizes[name] = None if value == "*" else int(value)
@@ -107,12 +121,15 @@ def _read(text: str) -> Layout:
         raise StrategyError(
             f"layout {quoted(text)}: only dp may be *, found {', '.join(free)}; give a number"
         )
-    if missing := [name for name in ("cp", "ep") if (sizes.get(name) or 1) > 1]:
+    if (sizes.get("ep") or 1) > 1:
+        raise StrategyError(f"layout {quoted(text)}: ep cannot be estimated yet; leave it out")
+    tp, cp = sizes.get("tp") or 1, sizes.get("cp") or 1
+    if cp == 1 and flags["ring"]:
         raise StrategyError(
-            f"layout {quoted(text)}: {missing[0]} cannot be estimated yet; leave it out"
+            f"layout {quoted(text)}: keys and values of cp ranks go around a ring; write cp=2 or "
+            "more"
         )
-    tp = sizes.get("tp") or 1
-    if tp == 1 and any(flags.values()):
+    if tp == 1 and (flags["sp"] or flags["vocab"]):
         raise StrategyError(
             f"layout {quoted(text)}: sp and vocab divide what tp ranks share; write tp=2 or more"
         )
@@ -123,11 +140,13 @@ def _read(text: str) -> Layout:
         )
     return Layout(
         tp=tp,
+        cp=cp,
         pp=pp,
         schedule=schedule or DEFAULT_SCHEDULE,
         dp=sizes.get("dp"),
         sequence=flags["sp"],
         vocabulary=flags["vocab"],
+        ring=flags["ring"],
     )
 
 

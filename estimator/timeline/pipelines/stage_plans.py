@@ -51,7 +51,7 @@ def stage_plans(
     batch = batches[0] if batches else None
     stages = _stages(graph, mesh, batch, shape, schedule, cache)
     one = shape._replace(accumulation_steps=1)
-    merging = mesh.parallelism.dp > 1
+    merging = mesh.parallelism.replicas > 1
     whole = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
     found = []
     ratio, returned_s = coefficients.communication_ratio, 0.0
