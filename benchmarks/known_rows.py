@@ -1,8 +1,8 @@
 """List published step times with the recipe that each was measured with, and where it stands.
 
 Every figure is quoted from its source; what a source leaves open is in the remark of its rows.
-Left out, as the engine cannot say their layout or kernels yet: torchtitan's rows in float8 and with
-context, tensor or pipeline parallelism; llm-foundry's with transformer-engine's FP8.
+Those of models that ranks share are in `known_layouts`. Left out: torchtitan's rows in float8 and
+with context parallelism; llm-foundry's with transformer-engine's FP8.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from published.graphs import ModelSpec
-from published.language_sources import bert, llama, mpt
+from published.language_sources import bert, by_operator, llama, mpt
 from published.machines import Setting
 from published.scheduler_sources import RESNET50
 
@@ -39,6 +39,7 @@ class KnownRow:
     precision: str
     optimizer: str = "adamw"
     strategy: str = "ddp"
+    layout: str | None = None
     accumulation_steps: int = 1
     setting: Setting | None = None
     scales_loss: bool = False
@@ -50,6 +51,7 @@ class KnownRow:
     def id(self) -> str:
         compiled = ", compiled" if self.spec.compiled else ""
         where = f"{self.gpus} x {self.machine}, batch {self.batch_per_gpu}"
+        where += f", {self.layout} x {self.accumulation_steps}" if self.layout else ""
         return f"{self.spec.name}{compiled}, {self.precision}, {where}"
 
     @property
@@ -176,11 +178,7 @@ def _torchtitan() -> Iterator[KnownRow]:
             step_time_s=tokens_per_s and batch * length / tokens_per_s,
         )
     # train_configs/llama3_8b.toml: selective_ac_option 'op'; blocks are compiled one by one.
-    by_operator = replace(
-        llama("llama-3-8b", 8192, "no"),
-        name="llama-3-8b 8192 selective recomputation",
-        checkpoint="selective:op",
-    )
+    selective = by_operator(llama("llama-3-8b", 8192, "selective"))
     for gpus, compiled, tokens_per_s in (
         (8, False, 5762),
         (8, "blocks", 6667),
@@ -188,7 +186,7 @@ def _torchtitan() -> Iterator[KnownRow]:
         (128, "blocks", 6514),
     ):
         yield row(
-            spec=replace(by_operator, compiled=compiled),
+            spec=replace(selective, compiled=compiled),
             machine="h100-sxm",
             gpus=gpus,
             batch_per_gpu=2,

@@ -122,8 +122,20 @@ def test_what_is_no_schedule_is_refused(text: str) -> None:
         Schedule.parse(text)
 
 
+def test_1f1b_warms_up_with_as_many_micro_batches_as_there_are() -> None:
+    """As Megatron-LM's does; torch's class asks for as many as ranks."""
+    first, *_, last = Schedule.parse("1f1b").orders(4, 2)
+    assert [(action.kind[0], action.micro_batch) for action in first] == [
+        ("f", 0),
+        ("f", 1),
+        ("b", 0),
+        ("b", 1),
+    ]
+    assert [action.kind[0] for action in last] == ["f", "b", "f", "b"]
+
+
 def test_too_few_micro_batches_are_refused() -> None:
-    with pytest.raises(StrategyError, match="1f1b over 4 stages of ranks needs at least 4"):
-        Schedule.parse("1f1b").orders(4, 3)
+    with pytest.raises(StrategyError, match="dualpipev over 4 stages of ranks needs at least 8"):
+        Schedule.parse("dualpipev").orders(4, 7)
     with pytest.raises(StrategyError, match="9 micro-batches in 2 rounds over 4 ranks"):
         Schedule.parse("interleaved:2").orders(4, 9)

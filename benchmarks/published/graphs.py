@@ -15,6 +15,7 @@ from records import say
 
 import estimator as est
 from estimator.errors import EstimatorError
+from published.own_kernels import with_own_kernels
 from published.rows import NotMapped
 
 # Shapes are affine in the batch size: one traced batch serves all.
@@ -22,6 +23,7 @@ _TRACE_BATCH = 2
 BUILDERS = {
     "decoder": "zoo.language",
     "from_transformers": "zoo.language",
+    "megatron_gpt": "zoo.megatron",
     "resnet": "zoo.convolutional",
     "cifar_resnet18": "zoo.convolutional",
     "efficientnet": "zoo.convolutional",
@@ -43,8 +45,9 @@ BUILDERS = {
 class ModelSpec:
     """A builder of the zoo and its settings; `name` is what people call the model.
 
-    The setting `trace_batch` is not the builder's: the batch to trace with. `compiled` and
-    `checkpoint` are those of `trace_model`.
+    The setting `trace_batch` is not the builder's: the batch to trace with. `compiled`,
+    `checkpoint` and `float8` are those of `trace_model`; `own_softmax` names modules whose softmax
+    is a kernel of their library's.
     """
 
     name: str
@@ -53,6 +56,8 @@ class ModelSpec:
     compiled: bool | str = False
     channels_last: bool = False
     checkpoint: str | None = None
+    float8: str | None = None
+    own_softmax: str | None = None
 
     @property
     def is_forward_only(self) -> bool:
@@ -90,9 +95,12 @@ class GraphStore:
             graph = est.OpGraph.load(path)
             # Calibration tells jobs apart by this name.
             name = f"{spec.name}, {precision}"
+            name += f", float8 {spec.float8}" if spec.float8 else ""
             name += (", compiled" if spec.compiled else "") + (
                 ", nhwc" if spec.channels_last else ""
             )
+            if spec.own_softmax:
+                graph = with_own_kernels(graph, spec.own_softmax)
             if spec.is_forward_only:
                 graph, name = forward_only(graph), f"{name}, forward"
             self._known[key] = replace(graph, name=name, optimizer=optimizer)
@@ -114,6 +122,7 @@ class GraphStore:
                 compiled=spec.compiled,
                 channels_last=spec.channels_last,
                 checkpoint=spec.checkpoint,
+                float8=spec.float8,
             )
         except EstimatorError as error:
             raise NotMapped(f"its model cannot be traced: {error}") from None
@@ -124,7 +133,9 @@ class GraphStore:
 def _file_name(spec: ModelSpec, precision: str) -> str:
     """Readable, and different for different models, settings and precisions."""
     modes = [mode for mode in ("compiled", "channels_last") if getattr(spec, mode)]
-    modes += [text for text in (spec.compiled, spec.checkpoint) if isinstance(text, str)]
+    modes += [
+        text for text in (spec.compiled, spec.checkpoint, spec.float8) if isinstance(text, str)
+    ]
     described = json.dumps([spec.builder, spec.settings, precision, *modes], sort_keys=True)
     plain = re.sub(r"[^a-z0-9]+", "-", spec.name.lower()).strip("-")
     return f"{plain}_{precision}_{hashlib.sha256(described.encode()).hexdigest()[:12]}.graph"

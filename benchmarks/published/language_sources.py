@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from estimator.calibrate.tables import Row
 from published.graphs import ModelSpec
+from published.layouts import COLUMN as LAYOUT
+from published.layouts import with_layout
 from published.machines import Setting
-from published.rows import NotMapped, NotQualified, PublishedRow
+from published.rows import NotMapped, PublishedRow
 from published.sources import Source, Workload
 
 # (width, heads, layers): scripts/train/yamls/pretrain of mosaicml/llm-foundry.
@@ -107,6 +110,27 @@ def megatron_gpt(
         drop=0.1,
         **more,
     )
+
+
+# Gradients are summed at the end of the step, all in one; the optimizer updates fp32 copies.
+_DEEPSPEED = "ddp:bucket=1TB,master"
+
+
+def megatron_deepspeed(
+    name: str, width: int, layers: int, heads: int, length: int | None, *, recomputes: str
+) -> ModelSpec:
+    """GPT by Megatron-LM's own functions and kernels; its vocabulary is padded."""
+    spec = ModelSpec.of(
+        f"{name} {length} {recomputes} recomputed",
+        "megatron_gpt",
+        width=width,
+        heads=heads,
+        layers=layers,
+        length=length,
+        vocabulary=51200,
+        recomputes=recomputes,
+    )
+    return replace(spec, own_softmax="softmax")
 
 
 def _neusight(row: PublishedRow) -> Workload:
@@ -212,6 +236,11 @@ def llama(name: str, length: int, recompute: str) -> ModelSpec:
     )
 
 
+def by_operator(spec: ModelSpec) -> ModelSpec:
+    """Selective checkpoints as torchtitan's train_configs/llama3_8b.toml has them: 'op'."""
+    return replace(spec.with_settings(recompute_every=0), checkpoint="selective:op")
+
+
 def _recomputation(notes: str) -> str:
     if re.search(r"selective ac", notes, re.IGNORECASE):
         return "selective"
@@ -226,12 +255,8 @@ def _remarks(notes: str) -> tuple[str, ...]:
 
 
 def _torchtitan_cells(cells: Row) -> Row:
-    if "float8" in cells.get("precision", ""):
-        raise NotQualified("its products are in float8, a precision that the engine has not")
-    parallelism = cells.get("parallelism", "")
-    if degree := re.search(r"(tp|cp|pp)([2-9]|\d\d+)", parallelism):
-        raise NotQualified(f"it is not data parallel alone but {degree[0]}")
-    return {**cells, "parallelism": re.sub(r"^(fsdp|hsdp)\d*.*", r"\1", parallelism)}
+    kind = re.match(r"fsdp|hsdp", cells.get("parallelism", ""))
+    return with_layout(cells, flags="sp,vocab", data_parallel=kind[0] if kind else "dp")
 
 
 def _llama_name(model: str) -> str:
@@ -246,8 +271,15 @@ def _llama_name(model: str) -> str:
 def _torchtitan(row: PublishedRow) -> Workload:
     """Llama 3 by FSDP2: parameters gathered in bf16, gradients summed in float32."""
     notes = row.text("notes")
-    spec = llama(_llama_name(row.step.model), row.seq_len or 8192, _recomputation(notes))
-    spec = replace(spec, compiled="blocks" if "compile" in notes else False)
+    recompute = _recomputation(notes)
+    spec = llama(_llama_name(row.step.model), row.seq_len or 8192, recompute)
+    if recompute == "selective":
+        spec = by_operator(spec)
+    spec = replace(
+        spec,
+        compiled="blocks" if "compile" in notes else False,
+        float8="tensorwise" if "float8" in row.step.precision else None,
+    )
     odd = "2.4TB/s" in row.step.gpu
     setting = Setting(
         network="infiniband",
@@ -260,8 +292,8 @@ def _torchtitan(row: PublishedRow) -> Workload:
         spec=spec,
         precision="bf16",
         strategy=_sharded(row, "param=bf16,reduce=fp32"),
+        layout=row.text(LAYOUT) or None,
         setting=setting,
-        remarks=_remarks(notes),
     )
 
 
@@ -292,17 +324,52 @@ def _fms_fsdp(row: PublishedRow) -> Workload:
     )
 
 
+# "inter_node_bandwidth ... 800 Gbps": src/config.py of VIA-Research/vTrain.
+_VTRAIN = Setting(
+    machine="a100-sxm-80gb",
+    network="infiniband",
+    network_bit_per_s=800e9,
+    source="src/config.py of the simulator",
+)
+
+
 def _vtrain(row: PublishedRow) -> Workload:
-    """Megatron's GPT, every block recomputed; its data-parallel rows alone qualify."""
+    """Megatron-DeepSpeed's GPT, every block recomputed, the vocabulary divided like its layers."""
     width, layers, heads = (int(row.notes[name]) for name in ("hidden", "layers", "heads"))
-    spec = megatron_gpt(
-        f"{row.step.model} {row.seq_len} recomputed",
-        *(width, layers, heads, row.seq_len),
-        vocabulary=51200,
-        recompute_every=1,
-    )
+    sizes = width, layers, heads, row.seq_len
     return Workload(
-        spec=spec, precision="fp16", optimizer="adam", remarks=("precision taken as fp16",)
+        spec=megatron_deepspeed(row.step.model, *sizes, recomputes="block"),
+        precision="fp16",
+        optimizer="adam-fused",
+        strategy=_DEEPSPEED,
+        layout=row.text(LAYOUT) or None,
+        setting=_VTRAIN,
+        remarks=("precision taken as fp16, GPUs as those of 80 GB",),
+    )
+
+
+def _sailor(row: PublishedRow) -> Workload:
+    """OPT-350M as Megatron-DeepSpeed's GPT, nothing run again, as the memory it took says."""
+    width, layers, heads = (int(size) for size in re.findall(r"[hLa](\d+)", row.step.model))
+    sizes = width, layers, heads, row.seq_len
+    return Workload(
+        spec=megatron_deepspeed(row.step.model, *sizes, recomputes="none"),
+        precision="fp16",
+        optimizer="adam-fused",
+        strategy=_DEEPSPEED,
+        layout=row.text(LAYOUT) or None,
+        remarks=("precision taken as fp16", "attention taken as written out"),
+    )
+
+
+def _dgxc(row: PublishedRow) -> Workload:
+    """Llama 3.1 by NeMo: Transformer Engine's attention, sequence parallel, nothing run again."""
+    return Workload(
+        spec=llama(_llama_name(row.step.model), row.seq_len or 8192, "no"),
+        precision="bf16",
+        strategy="distributed-optimizer:reduce=fp32",
+        layout=row.text(LAYOUT) or None,
+        setting=Setting(machine="dgx-h100"),
     )
 
 
@@ -311,5 +378,7 @@ SOURCES = (
     Source(pattern="llm-foundry", workload=_llm_foundry),
     Source(pattern="torchtitan", workload=_torchtitan, complete=_torchtitan_cells),
     Source(pattern="fms-fsdp", workload=_fms_fsdp),
-    Source(pattern="vtrain", workload=_vtrain),
+    Source(pattern="vtrain", workload=_vtrain, complete=with_layout),
+    Source(pattern="sailor", workload=_sailor, complete=with_layout),
+    Source(pattern="dgxc", workload=_dgxc, complete=partial(with_layout, flags="sp,vocab")),
 )

@@ -53,6 +53,7 @@ def ask(question: Question, calibration: est.Calibrator | None = None) -> Predic
         batch_per_gpu=question.batch_per_gpu,
         accumulation_steps=question.row.step.accumulation_steps,
         strategy=workload.strategy,
+        layout=workload.layout,
         calibration=calibration,
         profile=question.profile,
     )

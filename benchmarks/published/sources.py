@@ -15,14 +15,15 @@ from published.rows import NotQualified, PublishedRow, other_framework
 class Workload:
     """What was trained: model, precision, optimizer, strategy, and the machine beside its GPU.
 
-    With `has_update` False the optimizer's step was not measured. `remarks` are what had to be
-    assumed.
+    `layout` is how ranks share the model, as the engine reads it. With `has_update` False the
+    optimizer's step was not measured. `remarks` are what had to be assumed.
     """
 
     spec: ModelSpec
     precision: str
     optimizer: str = "adamw"
     strategy: str = "ddp"
+    layout: str | None = None
     has_update: bool = True
     setting: Setting | None = None
     remarks: tuple[str, ...] = ()

@@ -60,13 +60,14 @@ _PLAIN_FIELDS = (
     "timed_on",
 )
 # Absent from files written before the package knew of them.
-_LATER_FIELDS: dict[str, str | bool | None] = {
+_LATER_FIELDS: dict[str, str | bool | int | None] = {
     "execution": "eager",
     "channels_last": False,
     "grad_scaler": False,
     "clip_grad_norm": False,
     "checkpoint": None,
     "float8": None,
+    "function_calls": 0,
 }
 _DAMAGE = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 # More of one thing than any model has: they bound what an estimate of a graph takes.
@@ -382,6 +383,7 @@ def _check_plain_fields(graph: Mapping[str, Any]) -> None:
         ("buffer_bytes", _MOST_BYTES_HELD),
         ("buffers", _MOST_COUNT),
         ("module_calls", _MOST_COUNT),
+        ("function_calls", _MOST_COUNT),
     ):
         value = graph[name]
         if type(value) is not int or not 0 <= value <= most:

@@ -43,7 +43,8 @@ class OpGraph:
     `execution` says how its calls are issued, `channels_last` that images were laid out so,
     `grad_scaler` that gradients are unscaled and checked before the update, `clip_grad_norm` that
     they are clipped by their norm. `checkpoint` is the form of activation checkpointing that was
-    asked for; what it computes again is among `ops`, as is what `float8` casts.
+    asked for; what it computes again is among `ops`, as is what `float8` casts. `function_calls`
+    are those of ``torch.autograd.Function`` in the forward pass.
     `timings` holds the calls measured on the machine `timed_on` when tracing asked for it. A graph
     made from a summary has `timed_on` if whole steps were timed there.
     """
@@ -69,6 +70,7 @@ class OpGraph:
     buffers: int = 0
     inputs: tuple[GraphInput, ...] = ()
     module_calls: int = 0
+    function_calls: int = 0
     unknown_ops: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -107,6 +107,7 @@ class Recorder(TorchDispatchMode):
         self.fake_mode = fake_mode
         self.phase: Phase = "forward"
         self.module_calls = 0
+        self.function_calls = 0
         self.placed = 0
         self._names = {id(module): name for name, module in model.named_modules()}
         self._open: list[str] = []

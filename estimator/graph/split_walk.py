@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from estimator.graph.exchanges import collective_call
+from estimator.graph.fused_calls import FUSED, FusedKernel
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Op, Parameter, Value
 from estimator.graph.split_kernels import placed
@@ -283,6 +284,9 @@ class Walk(ABC):
         arguments = tuple([local(item) for item in call.arguments])
         keywords = tuple([(name, local(item)) for name, item in call.keywords])
         made = OpCall(call.target, arguments, keywords, outputs)
+        if call.target.startswith(FUSED):
+            part = outputs[0].nbytes / call.outputs[0].nbytes
+            made = FusedKernel.of(made).share(part).call(made.inputs, outputs)
         made = self._calls[key] = self._calls.setdefault((made,), made)
         return made
 

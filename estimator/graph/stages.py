@@ -222,6 +222,7 @@ class _Cutting:
         ops = tuple(self._op(graph.ops[index]) for index in self._ops)
         parameters = tuple(self._parameters())
         frozen = self._bytes_of("parameter") - sum(p.spec.nbytes for p in parameters)
+        share = len(ops) / max(len(graph.ops), 1)
         own = replace(
             graph,
             name=f"{graph.name}, stage {number}",
@@ -236,7 +237,8 @@ class _Cutting:
                 for each in graph.inputs
                 if each.value in self._numbers
             ),
-            module_calls=round(graph.module_calls * len(ops) / max(len(graph.ops), 1)),
+            module_calls=round(graph.module_calls * share),
+            function_calls=round(graph.function_calls * share),
         )
         return Stage(graph=own, point=point, ops=self._ops, sent=sent, weight_ops=weight_ops(own))
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.graph.op_graph import BoundGraph, OpGraph
+from estimator.graph.shards import unit_path
 from estimator.graph.storages import Storage, storages
 from estimator.tensors import OpCall
 
@@ -38,7 +39,8 @@ class GraphStructure:
     all. `first_op` is an op of each distinct call; `spec_of` and `first_value` are the same for the
     shapes of values. `storage_of` is the number of each value's storage; storages are held from the
     start of op `born` to the end of op `dies`, and after op `ready` the last gradient in one is
-    final, where there are any.
+    final, where there are any. Python issues the ops of the forward pass and those that a
+    checkpoint runs again; `checkpoints` are the first ones that each checkpoint does.
     """
 
     graph: OpGraph
@@ -54,6 +56,8 @@ class GraphStructure:
     touches: Touches
     is_view: Flags
     is_forward: Flags
+    is_run_again: Flags
+    checkpoints: Indices
 
     @classmethod
     def of(cls, graph: OpGraph) -> GraphStructure:
@@ -64,6 +68,7 @@ class GraphStructure:
         for number, storage in enumerate(found):
             storage_of[list(storage.values)] = number
         dies = np.array([storage.dies for storage in found], dtype=np.intp)
+        is_run_again = _is_run_again(graph)
         return cls(
             graph=graph,
             call_of=call_of,
@@ -78,6 +83,8 @@ class GraphStructure:
             touches=_touches(graph, storage_of.tolist()),
             is_view=np.array([op.is_view for op in graph.ops], dtype=np.bool_),
             is_forward=np.array([op.phase == "forward" for op in graph.ops], dtype=np.bool_),
+            is_run_again=is_run_again,
+            checkpoints=_checkpoints(graph, is_run_again),
         )
 
     def distinct_calls(self, bound: BoundGraph) -> tuple[OpCall, ...]:
@@ -90,6 +97,22 @@ class GraphStructure:
         sizes = np.zeros(len(self.storages), dtype=np.int64)
         np.maximum.at(sizes, self.storage_of, np.array(of_spec, dtype=np.int64)[self.spec_of])
         return sizes
+
+
+def _is_run_again(graph: OpGraph) -> Flags:
+    """Whether a checkpoint calls an op again; gradients need forward work of their own, too."""
+    forward = {(op.module, op.call) for op in graph.ops if op.phase == "forward"}
+    again = [op.is_repeated and (op.module, op.call) in forward for op in graph.ops]
+    return np.array(again, dtype=np.bool_)
+
+
+def _checkpoints(graph: OpGraph, is_run_again: Flags) -> Indices:
+    """The first kernel that each block runs again; views of weights belong to no checkpoint."""
+    first: dict[str, int] = {}
+    for index in np.flatnonzero(is_run_again).tolist():
+        if not graph.ops[index].is_view:
+            first.setdefault(unit_path(graph.ops[index].module), index)
+    return np.array(list(first.values()), dtype=np.intp)
 
 
 def _ready(graph: OpGraph, storage_of: Indices, dies: Indices) -> Indices:

@@ -13,10 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 
 from estimator.errors import EstimatorError, ModelError, TraceError
 from estimator.graph.batches import (
@@ -45,6 +41,7 @@ from estimator.graph.packed_sequences import packed_as_padded
 from estimator.graph.record import Recorder
 from estimator.graph.training_call import Loss, TrainingCall
 from estimator.graph.user_code import UserCode
+from estimator.graph.watched_calls import watched_calls
 from estimator.machines.profile import DeviceKind
 from estimator.workload.optimizers import check_optimizer
 from estimator.workload.precision import check_precision
@@ -169,6 +166,7 @@ def _graph(
         buffers=len(first.fakes.buffers),
         inputs=first.inputs,
         module_calls=first.recorder.module_calls,
+        function_calls=first.recorder.function_calls,
         unknown_ops=_unknown_ops(joined.ops),
         assumptions=tuple(dict.fromkeys(assumptions)),
         versions={"torch": torch.__version__, "python": platform.python_version()},
@@ -256,7 +254,7 @@ class _Tracer:
             self._place_model(run)
             fake_batch = self._place_batch(run, batch, dtype)
             gradients = _GradientOrder(run)
-            with gradients.watching(), _module_hooks(recorder), torch.enable_grad():
+            with gradients.watching(), watched_calls(recorder), torch.enable_grad():
                 self._step(recorder, fake_batch)
             run.ready = gradients.ready()
         return run
@@ -378,17 +376,6 @@ class _GradientOrder:
             if parameter.requires_grad and name not in self._done and index is not None:
                 found.append((name, index, None, None))
         return tuple(found)
-
-
-@contextmanager
-def _module_hooks(recorder: Recorder) -> Iterator[None]:
-    before = register_module_forward_pre_hook(recorder.enter_module)
-    after = register_module_forward_hook(recorder.leave_module, always_call=True)
-    try:
-        yield
-    finally:
-        before.remove()
-        after.remove()
 
 
 def _unknown_ops(ops: Any) -> tuple[str, ...]:

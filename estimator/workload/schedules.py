@@ -2,7 +2,8 @@
 
 Ranks of a schedule hold several stages where it has virtual stages; a V holds stage r and, counted
 from the end, stage r again. The orders are those of ``torch.distributed.pipelining.schedules``
-(torch 2.13) and a test holds them against it. Sources: GPipe (Huang et al. 2019), 1F1B (Narayanan
+(torch 2.13) and a test holds them against it; 1F1B also takes fewer micro-batches than ranks, as
+Megatron-LM's does. Sources: GPipe (Huang et al. 2019), 1F1B (Narayanan
 et al. 2019, PipeDream-Flush), interleaved 1F1B (Narayanan et al. 2021), zero-bubble ZB-H1 and ZB-V
 (Qi et al. 2023, 2024), DualPipeV (DeepSeek-AI 2025).
 """
@@ -110,7 +111,7 @@ def unchecked_orders(schedule: Schedule, ranks: int, micro_batches: int) -> tupl
 
 
 def _check_micro_batches(schedule: Schedule, ranks: int, micro_batches: int) -> None:
-    least = {"1f1b": ranks, "dualpipev": 2 * ranks}.get(schedule.name, 1)
+    least = {"dualpipev": 2 * ranks}.get(schedule.name, 1)
     if micro_batches < least:
         raise StrategyError(
             f"the schedule {schedule} over {ranks} stages of ranks needs at least {least} "

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published import known_sources, mapping
+from published import known_sources, layouts, mapping
 from published.goals import goals
 from published.graphs import GraphStore, ModelSpec, forward_only
 from published.known_sources import source_of
 from published.machines import machine_name
 from published.mapping import Verdict, verdicts
 from published.methods import calibrated_cases, cold_cases, naive_cases
+from published.own_kernels import with_own_kernels
 from published.page import PageError, filled, read_runs
 from published.report import constant_score_ratio
 from published.rows import NotMapped, NotQualified, parsed
@@ -24,8 +25,13 @@ from published.sources import Source, Workload
 from torch import nn
 from zoo.convolutional import resnet
 from zoo.language import decoder
+from zoo.megatron import megatron_gpt
 
 import estimator as est
+from estimator.errors import StrategyError
+from estimator.graph.fused_calls import FusedKernel
+from estimator.graph.split import split
+from estimator.graph.split_found import found_plan
 
 ROW = {
     "source": "Lambda deeplearning-benchmark",
@@ -84,7 +90,6 @@ def test_a_gpu_that_the_catalogue_lacks_is_not_guessed() -> None:
         ({"parallelism": "tp2/dp4/pp1"}, "not data parallel alone but tp2"),
         ({"notes": "suspect=copy error"}, "notes call it suspect"),
         ({"source": "OneFlow DLPerf", "framework_version": "MxNet"}, "measured with MxNet"),
-        ({"source": "torchtitan", "precision": "bf16+float8 linear"}, "float8"),
     ],
 )
 def test_a_row_that_is_no_data_parallel_pytorch_training_does_not_qualify(
@@ -93,6 +98,73 @@ def test_a_row_that_is_no_data_parallel_pytorch_training_does_not_qualify(
     verdict = outcome(cells, monkeypatch, tmp_path)
     assert verdict.outcome == "not_qualified"
     assert reason in verdict.reason
+
+
+MEGATRON = {
+    "source": "vTrain MICRO24",
+    "model": "GPT h64 L2 a4",
+    "gpu": "A100",
+    "nodes": "4",
+    "gpus": "32",
+    "notes": "hidden=64;layers=2;heads=4",
+}
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "layout"),
+    [
+        ("tp1/dp32/pp1", None),
+        ("tp8/dp4/pp1", "tp=8,vocab,dp=*"),
+        ("tp4/dp2/pp4", "tp=4,vocab,pp=4,schedule=1f1b,dp=*"),
+        ("TP=2, PP=4, VP=5, MBS=1, GA=64", "tp=2,vocab,pp=4,schedule=interleaved:5,dp=*"),
+    ],
+)
+def test_ranks_that_share_a_model_are_asked_as_a_layout_on_any_number_of_nodes(
+    parallelism: str, layout: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    verdict = outcome({**MEGATRON, "parallelism": parallelism}, monkeypatch, tmp_path)
+    assert verdict.outcome == "mapped", verdict.reason
+    assert verdict.question is not None
+    assert verdict.question.workload.layout == layout
+    assert verdict.question.allocation == "4x8:a100-sxm-80gb"
+
+
+def test_a_layout_that_the_engine_has_not_counts_against_the_share_mapped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(layouts.Layout, "parse", Refusing.parse)
+    verdict = outcome({**MEGATRON, "parallelism": "tp2/cp2/dp8"}, monkeypatch, tmp_path)
+    assert verdict.outcome == "unmapped"
+    assert verdict.reason == "tp=2,vocab,cp=2,dp=* is none"
+
+
+class Refusing:
+    @staticmethod
+    def parse(text: str) -> None:
+        raise StrategyError(f"{text} is none")
+
+
+def test_a_kernel_of_ones_own_makes_one_pass_and_is_divided_like_its_scores() -> None:
+    model, batch, loss = megatron_gpt(
+        2, width=16, heads=4, layers=1, length=8, vocabulary=32, recomputes="none"
+    )
+    traced = est.trace_model(model, batch, loss=loss, target="cuda")
+    graph = with_own_kernels(traced, "softmax")
+    rank = split(graph, found_plan(graph, vocabulary=True), tp=2)
+
+    def kernels(graph: est.OpGraph) -> list[FusedKernel]:
+        calls = [op.call for op in graph.ops if op.call.target == "fused.softmax.default"]
+        return [FusedKernel.of(call) for call in calls]
+
+    # Scores of 2 samples, 4 heads, 8 x 8 tokens in float32: read once forward, with gradients
+    # once backward. Of two ranks each has two heads.
+    assert [each.read_bytes for each in kernels(graph)] == [2048, 4096]
+    assert [each.rows for each in kernels(graph)] == [64, 64]
+    assert [each.read_bytes for each in kernels(rank)] == [1024, 2048]
+    assert [each.rows for each in kernels(rank)] == [32, 32]
+    assert not any("want of a rule" in each for each in rank.assumptions)
+    # Four layers, each with a region, three norms, softmax and GELU.
+    assert graph.function_calls == 13
 
 
 @pytest.mark.parametrize("cells", [{"model": "Parrot-9000"}, {"source": "a blog"}])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import estimator as est
 from estimator.cache import Cache
 from estimator.engine import estimate_graph
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import OpTiming
 from estimator.graph.optimizer_memory import update_call
-from estimator.machines.profile import Contention, MachineProfile
+from estimator.machines.profile import Contention, HostCost, MachineProfile
 from estimator.timeline.durations import op_durations
 from tests.synthetic import CHOSEN, Machine, perceptron
 
@@ -51,6 +55,88 @@ def test_the_host_waits_for_its_own_code_after_a_kernel_that_fills_the_private_c
     assert all(seconds <= 1e-6 for seconds in host_s(profile, 64))
     assert max(host_s(profile, 4096)) == pytest.approx(4e-6)
     assert host_s(plain, 64) == host_s(plain, 4096)
+
+
+class Block(nn.Module):
+    """A product and a sigmoid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.linear(x))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * gradient
+
+
+class TwiceDoubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Doubled.apply(Doubled.apply(x * self.weight))
+        return found
+
+
+def host_us(model: nn.Module, checkpoint: str | None = None, **costs: float) -> float:
+    """Microseconds of the host in a step where nothing but some costs takes any."""
+    graph = est.trace_model(model, torch.ones(4, 8), checkpoint=checkpoint, target="cuda")
+    nothing = dict.fromkeys(("forward_op_s", "forward_view_s", "backward_op_s", "bare_op_s"), 0.0)
+    own = {**nothing, "module_call_s": 0.0, "step_s": 0.0, **costs}
+    profile = replace(Machine().profile(), host=HostCost(**own, provenance=CHOSEN))
+    return 1e6 * float(op_durations(graph.at(), profile, cache=Cache(limit_bytes=0)).host_s.sum())
+
+
+def test_what_a_checkpoint_runs_again_is_issued_by_python() -> None:
+    once, again = (host_us(Blocks(), form, forward_op_s=1e-6) for form in (None, "full"))
+    # A product and a sigmoid in each of two blocks.
+    assert again - once == pytest.approx(4)
+
+
+def test_a_checkpoint_itself_takes_the_host_some_calls() -> None:
+    once, again = (host_us(Blocks(), form, module_call_s=1e-6) for form in (None, "full"))
+    # Blocks, two of Block and of Linear; the second run calls each Linear.
+    assert once == pytest.approx(5)
+    assert again - once == pytest.approx(2 * 120 + 2)
+
+
+def test_forward_work_that_a_gradient_does_itself_is_no_checkpoint() -> None:
+    class Cube(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight) ** 3
+
+    # Its gradient computes a square of what the forward pass has saved.
+    assert host_us(Cube(), module_call_s=1e-6) == pytest.approx(1)
+
+
+def test_functions_of_autograd_call_python_both_ways() -> None:
+    # One call of a module; 5 calls' worth forward and 9 backward for each of two functions.
+    assert host_us(TwiceDoubled(), module_call_s=1e-6) == pytest.approx(1 + 2 * (5 + 9))
 
 
 _CACHED = ("cached_forward_op_s", "cached_forward_view_s", "cached_backward_op_s")

@@ -42,7 +42,9 @@ def test_the_parts_add_up_and_the_timeline_ends_with_the_step(layout: str) -> No
     found = answer("1x2:m", layout)
     assert found.breakdown.total_s == pytest.approx(found.step_time_s, rel=1e-6)
     assert found.timeline.step_time_s == pytest.approx(found.step_time_s, rel=1e-6)
-    assert found.breakdown.idle_s > 0
+    # Interleaved, the rank with the longer passes waits for transfers alone.
+    assert found.breakdown.idle_s > 0 or "interleaved" in layout
+    assert found.breakdown.communication_exposed_s > 0
     assert found.global_batch == 8 * 8
     assert sum(share for _, _, share, _ in found.provenance) == pytest.approx(1.0, abs=1e-6)
     spans = list(found.timeline.spans)
@@ -84,8 +86,8 @@ def test_the_answer_is_that_of_the_whole_model_and_can_be_pickled() -> None:
 
 
 def test_what_a_pipeline_cannot_do_is_refused_in_one_sentence() -> None:
-    with pytest.raises(StrategyError, match="1f1b over 2 stages of ranks needs at least 2"):
-        answer("1x2:m", "pp=2,dp=1", 1)
+    with pytest.raises(StrategyError, match="dualpipev over 2 stages of ranks needs at least 4"):
+        answer("1x2:m", "pp=2,schedule=dualpipev,dp=1", 1)
     with pytest.raises(WorkloadError, match="8 repeated blocks, which cannot make 16 stages"):
         answer("2x8:m", "pp=16,dp=1", 16)
     with pytest.raises(StrategyError, match="schedule is that of pipeline ranks; write pp=2"):
