@@ -15,7 +15,7 @@ from estimator.graph.exchanges import is_collective
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.structure import GraphStructure
 from estimator.machines.profile import HostCost, MachineProfile
-from estimator.machines.typical import is_known_by_datasheet
+from estimator.machines.typical import is_known_by_datasheet, with_typical_costs
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.caches import cold_ratios, evicted
 from estimator.timeline.compiled_host import compiled_host_seconds
@@ -124,6 +124,11 @@ class KernelSeconds:
     cached_bytes: float
 
 
+def costed(profile: MachineProfile, cache: Cache) -> MachineProfile:
+    """The profile with the costs of typical machines where it has none of its own."""
+    return cache.get("typical", (profile,), lambda: with_typical_costs(profile))
+
+
 def structure_of(graph: OpGraph, cache: Cache) -> GraphStructure:
     """The structure of a graph, worked out once."""
     return cache.get("structure", (graph,), lambda: GraphStructure.of(graph))
@@ -165,10 +170,7 @@ def op_durations(
         (bound, profile),
         lambda: _kernel_seconds(bound, profile, structure, costs, cache),
     )
-    compute = slowdown_curve(profile, "compute", devices_busy)
-    memory = slowdown_curve(profile, "memory", devices_busy).beyond(kernels.cached_bytes)
-    share, moved = costs.compute_share, costs.moved_bytes
-    slowdown = share * compute.at(moved) + (1.0 - share) * memory.at(moved)
+    slowdown = _slowdowns(costs, profile, devices_busy, kernels.cached_bytes)
     return Durations(
         host_s=cache.get(
             "host seconds",
@@ -181,6 +183,40 @@ def op_durations(
         in_grid=kernels.in_grid,
         shared_error=kernels.shared_error,
     )
+
+
+def least_device_s(
+    bound: BoundGraph, profile: MachineProfile, *, devices_busy: int, cache: Cache
+) -> float:
+    """What the device seconds of all ops are at least, whatever stands beside these.
+
+    All that they read is in cache.
+    """
+    structure = structure_of(bound.graph, cache)
+    costs = _call_costs(bound, structure, cache)
+    graph = bound.graph
+    compiled = graph.execution != "eager"
+    fits = kernel_fits(profile, graph.precision, compiled=compiled, cache=cache)
+    warm_s = np.array([each.warm_s for each in _timed(graph, costs, fits, profile)])
+    each_s = warm_s * _slowdowns(costs, profile, devices_busy, _cached_bytes(profile, fits))
+    return float(each_s[structure.call_of[~structure.is_view]].sum())
+
+
+def _slowdowns(
+    costs: CallCosts, profile: MachineProfile, devices_busy: int, cached_bytes: float
+) -> Array:
+    """How much slower each distinct call is beside other busy devices."""
+    compute = slowdown_curve(profile, "compute", devices_busy)
+    memory = slowdown_curve(profile, "memory", devices_busy).beyond(cached_bytes)
+    share, moved = costs.compute_share, costs.moved_bytes
+    return np.asarray(share * compute.at(moved) + (1.0 - share) * memory.at(moved))
+
+
+def _cached_bytes(profile: MachineProfile, fits: KernelFits | Roofline) -> float:
+    # CPUs' devices share the last-level cache, busy or not: virtual machines have neighbours.
+    shared = profile.memory.shared_cache_bytes if profile.memory else 0
+    sharers = len(profile.devices) if profile.kind == "cpu" else 1
+    return shared / sharers or fits.cache_bytes
 
 
 def _private_bytes(profile: MachineProfile) -> float:
@@ -201,10 +237,7 @@ def _kernel_seconds(
     graph = bound.graph
     compiled = graph.execution != "eager"
     fits = kernel_fits(profile, graph.precision, compiled=compiled, cache=cache)
-    # CPUs' devices share the last-level cache, busy or not: virtual machines have neighbours.
-    shared = profile.memory.shared_cache_bytes if profile.memory else 0
-    sharers = len(profile.devices) if profile.kind == "cpu" else 1
-    cached_bytes = shared / sharers or fits.cache_bytes
+    cached_bytes = _cached_bytes(profile, fits)
     cold = cold_ratios(bound, cached_bytes, threads=fits.threads, structure=structure)
     timed = _timed(graph, costs, fits, profile)
     of, is_view = structure.call_of, structure.is_view

@@ -268,6 +268,11 @@ def step_plan(
     )
 
 
+def calibrated(plan: StepPlan, coefficients: Coefficients) -> StepPlan:
+    """The same plan under other coefficients."""
+    return plan._replace(coefficients=coefficients, ratios=_ratios(coefficients))
+
+
 def _ratios(known: Coefficients) -> Ratios:
     if known is UNCALIBRATED:
         return UNCALIBRATED_RATIOS

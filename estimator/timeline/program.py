@@ -19,9 +19,8 @@ from estimator.graph.sharded_memory import ShardedMemory
 from estimator.graph.step_memory import step_memory
 from estimator.graph.utilization import StepFlops, step_flops
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance
-from estimator.machines.typical import with_typical_costs
 from estimator.timeline.buckets import Bucket, gradient_buckets
-from estimator.timeline.durations import Durations, op_durations, structure_of
+from estimator.timeline.durations import Durations, costed, op_durations, structure_of
 from estimator.timeline.exchanges import NO_EXCHANGES, Exchanges, ExchangeSeconds
 from estimator.timeline.host_copies import copies_of_one_rank_s
 from estimator.timeline.kernel_groups import kernel_groups
@@ -121,10 +120,9 @@ def step_program(
 
     def compiled() -> StepProgram:
         bound = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
-        known = cache.get("typical", (profile,), lambda: with_typical_costs(profile))
         asked = _Asked(
             bound=bound,
-            profile=known,
+            profile=costed(profile, cache),
             devices_busy=devices_busy,
             merging=merging,
             strategy=strategy,

@@ -20,7 +20,8 @@ class Layout:
     `sequence` divides tokens between the layers that `tp` divides (sequence parallelism),
     `vocabulary` the rows of the embedding, the last layer and its loss. `cp` ranks share the tokens
     of every sample; keys and values are gathered, or go around a `ring`. `pp` pipeline ranks hold
-    stages of the model, which `schedule` has them compute.
+    stages of the model, which `schedule` has them compute; they begin at the modules of `cut`, by
+    default so that the slowest takes least.
     """
 
     tp: int = 1
@@ -31,6 +32,7 @@ class Layout:
     sequence: bool = False
     vocabulary: bool = False
     ring: bool = False
+    cut: tuple[str, ...] = ()
 
     @property
     def divides_layers(self) -> bool:
@@ -47,6 +49,7 @@ class Layout:
         parts += [f"cp={self.cp}"] if self.cp > 1 else []
         parts += ["ring"] if self.ring else []
         parts += [f"pp={self.pp}", f"schedule={self.schedule}"] if self.pp > 1 else []
+        parts += [f"cut={'+'.join(self.cut)}"] if self.cut else []
         parts += ["sp"] if self.sequence else []
         parts += ["vocab"] if self.vocabulary else []
         parts.append(f"dp={'*' if self.dp is None else self.dp}")
@@ -56,9 +59,9 @@ class Layout:
     def parse(cls, text: str | Layout) -> Layout:
         """Read ``tp=8,dp=*``, ``tp=2,sp``, ``tp=4,pp=2,schedule=interleaved:2,dp=2``.
 
-        What is left out is 1, the schedule 1f1b.
-
-        Without ``dp`` the rest of the ranks are data-parallel. Raises StrategyError.
+        What is left out is 1, the schedule 1f1b. ``pp=3,cut=layers.10+layers.20`` names the modules
+        at which the second stage and those after it begin. Without ``dp`` the rest of the ranks are
+        data-parallel. Raises StrategyError.
 
         >>> Layout.parse("tp=2,sp,dp=*").parallelism(8, Strategy()).dp
         4
@@ -101,6 +104,7 @@ def _read(text: str) -> Layout:
     sizes: dict[str, int | None] = {}
     flags = {"sp": False, "vocab": False, "ring": False}
     schedule: Schedule | None = None
+    cut: tuple[str, ...] = ()
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
         if name in flags and not equals:
@@ -109,11 +113,14 @@ def _read(text: str) -> Layout:
         if name == "schedule" and schedule is None:
             schedule = Schedule.parse(value)
             continue
+        if name == "cut" and value and not cut:
+            cut = tuple(module.strip() for module in value.split("+"))
+            continue
         if name not in _AXES or name in sizes or not _is_size(value):
             raise StrategyError(
                 f"layout {quoted(text)}: {quoted(part)} is none of {', '.join(_AXES)} with a "
-                "number from 1 (one may be *), sp, vocab, ring or schedule=1f1b, each once; write "
-                "tp=2,dp=*"
+                "number from 1 (one may be *), sp, vocab, ring, schedule=1f1b or cut=MODULE+MODULE, "
+                "each once; write tp=2,dp=*"
             )
         sizes[name] = None if value == "*" else int(value)
     free = [name for name, size in sizes.items() if size is None]
@@ -138,15 +145,22 @@ def _read(text: str) -> Layout:
         raise StrategyError(
             f"layout {quoted(text)}: schedule is that of pipeline ranks; write pp=2 or more"
         )
+    chosen = schedule or DEFAULT_SCHEDULE
+    if cut and len(cut) != pp * chosen.virtual - 1:
+        raise StrategyError(
+            f"layout {quoted(text)}: {pp} ranks with {chosen.virtual} stages each begin at "
+            f"{pp * chosen.virtual - 1} modules after the first stage, found {len(cut)} in cut"
+        )
     return Layout(
         tp=tp,
         cp=cp,
         pp=pp,
-        schedule=schedule or DEFAULT_SCHEDULE,
+        schedule=chosen,
         dp=sizes.get("dp"),
         sequence=flags["sp"],
         vocabulary=flags["vocab"],
         ring=flags["ring"],
+        cut=cut,
     )
 
 

@@ -85,6 +85,14 @@ class Schedule:
         """Raise StrategyError where so many micro-batches do not fit."""
         _check_micro_batches(self, ranks, micro_batches)
 
+    def runs(self, ranks: int, micro_batches: int) -> bool:
+        """Whether so many micro-batches fit."""
+        try:
+            self.check(ranks, micro_batches)
+        except StrategyError:
+            return False
+        return True
+
     def round_of(self, ranks: int, micro_batches: int) -> int:
         """After how many micro-batches the passes repeat, but for their number."""
         return micro_batches // _rounds(ranks, micro_batches) if self.name == "interleaved" else 1
