@@ -52,7 +52,7 @@ class PlannedStorages:
     def __init__(
         self, graph: OpGraph, problem: SwapProblem, plan: SwapPlan, host: Host, owners: list[Tensor]
     ) -> None:
-        self._problem, self.plan, self._host = problem, plan, host
+        self.problem, self.plan, self._host = problem, plan, host
         wanted = self._wanted()
         self.results = _wanted_results(graph, problem, wanted)
         self.repeated = {op for each in plan.recomputes for op in each.ops}
@@ -71,8 +71,8 @@ class PlannedStorages:
         for again in self.plan.recomputes:
             found.add(again.tensor)
             for op in again.ops:
-                found.update(self._problem.reads[op], self._problem.writes[op])
-        return {n for n in found if self._problem.tensors[n].kind == "activation"}
+                found.update(self.problem.reads[op], self.problem.writes[op])
+        return {n for n in found if self.problem.tensors[n].kind == "activation"}
 
     def _events(self, wanted: Iterable[int]) -> dict[int, list[tuple[str, Any]]]:
         found: defaultdict[int, list[tuple[str, Any]]] = defaultdict(list)
@@ -85,7 +85,7 @@ class PlannedStorages:
             found[each.after + 1].append(("drop", each.tensor))
             found[each.before].append(("recompute", each))
         for number in wanted:
-            found[self._problem.tensors[number].dies + 1].append(("forget", number))
+            found[self.problem.tensors[number].dies + 1].append(("forget", number))
         for some in found.values():
             some.sort(key=lambda event: KINDS.index(event[0]))
         return dict(found)
@@ -162,7 +162,7 @@ class PlannedStorages:
             empty = torch.empty(0, dtype=leaf.dtype, device=storage.device)
             return empty.set_(storage, leaf.offset, leaf.size, leaf.stride)
 
-        last_read = {t: op for op in again.ops for t in self._problem.reads[op]}
+        last_read = {t: op for op in again.ops for t in self.problem.reads[op]}
         self.is_recomputing = True
         # As in the forward pass: without gradients oneDNN's LSTM leaves nothing for its backward.
         with torch._C._DisableTorchDispatch(), torch.enable_grad():
@@ -172,7 +172,7 @@ class PlannedStorages:
                 found = func(*_without_running(func, args), **kwargs)
                 outputs = [each for each in tree_flatten(found)[0] if isinstance(each, Tensor)]
                 for index, number in self.results[op]:
-                    if index < len(outputs) and self._problem.tensors[number].born == op:
+                    if index < len(outputs) and self.problem.tensors[number].born == op:
                         fresh[number] = outputs[index].untyped_storage()
                 del args, kwargs, found, outputs
                 for number in [n for n in fresh if last_read.get(n, -1) <= op]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from estimator.errors import WorkloadError
 from estimator.interop.planned_storages import KINDS, PlannedStorages, StorageView
+from estimator.interop.swap_calls import CallTimes, SwapCalls
 
 # The number of a tensor that is saved outside of a step.
 _OUTSIDE = -1
@@ -177,6 +178,7 @@ def planned_events(
         last[number] = max(last.get(number, 0), by)
         return saved_at[number]
 
+    swaps = []
     for swap in storages.plan.swaps:
         use = calls.before(swap.use)
         send = max(calls.after(swap.after + 1), found_at(swap.tensor, use))
@@ -184,10 +186,18 @@ def planned_events(
         fetch = max(min(calls.after(swap.fetch_before), use), free)
         if fetch > use:
             raise _NotSavedError
-        add(send, swap.after + 1, "send", swap.tensor)
-        add(free, swap.free_before, "free", swap.tensor)
-        add(fetch, swap.fetch_before, "fetch", swap.tensor)
-        add(use, swap.use, "use", swap.tensor)
+        size_bytes = storages.problem.tensors[swap.tensor].size_bytes
+        swaps.append(
+            SwapCalls(swap=swap, size_bytes=size_bytes, send=send, free=free, fetch=fetch, use=use)
+        )
+    CallTimes(calls.places, storages.problem, storages.plan).retime(swaps)
+    for each in swaps:
+        swap = each.swap
+        add(each.send, swap.after + 1, "send", swap.tensor)
+        add(each.free, swap.free_before, "free", swap.tensor)
+        # At one call what is needed first is fetched first.
+        add(each.fetch, swap.use, "fetch", swap.tensor)
+        add(each.use, swap.use, "use", swap.tensor)
     for again in storages.plan.recomputes:
         before = calls.before(again.before)
         drop = max(calls.after(again.after + 1), found_at(again.tensor, before))
