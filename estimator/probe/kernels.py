@@ -57,6 +57,10 @@ _TOUCHED_BYTES = 896 << 20
 
 def prepare(backend: Backend, emit: Emit, *, budget_s: float) -> None:
     """Make this process time calls as a long-running step does: memory resident, clocks steady."""
+    import torch
+
+    # As ranks that train: what chains of operators leave of gradients may vanish.
+    torch.set_flush_denormal(True)
     if backend.kind == "cpu":
         resident = keep_memory_resident()
         touch_memory(_TOUCHED_BYTES)
