@@ -233,10 +233,10 @@ def told_slowdowns(request: Request, allocations: Sequence[str]) -> dict[str, fl
 
 
 def counting_told_drifts(
-    request: Request, graph: OpGraph, allocation: str
+    request: Request, graph: OpGraph, allocations: Sequence[str]
 ) -> tuple[Request, list[str]]:
     """The request with hosts as slow as the store shows them, and what it said of them."""
-    counting, drifts = request.counting_drifts(graph, allocation)
+    counting, drifts = request.counting_drifts(graph, allocations)
     for drift in drifts:
         remark(drift)
     return counting, drifts
