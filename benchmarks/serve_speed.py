@@ -50,14 +50,18 @@ def main() -> None:
 
 def measure(graph: str, group: int, seconds: int, home: Path) -> None:
     """Print what the service does in some seconds of each load."""
-    question = {"graph": graph, "on": "4x8:h100-sxm"}
-    for _ in range(40):  # every worker becomes warm
-        ask("POST", "/estimate", question)
-    before_s = cpu_s(group)
-    text = wrk(question, seconds, home, connections=32)
-    rate = found(r"Requests/sec:\s+([\d.]+)", text)
-    each_ms = 1e3 * (cpu_s(group) - before_s) / max(1.0, rate * seconds)
-    print(f"single estimates: {rate:.0f}/s, {each_ms:.2f} ms of CPU each")
+    rate = 0.0
+    for reasons in (True, False):
+        asked = [{"graph": graph, "on": on, "reasons": reasons} for on in COUNTS[:64]]
+        for question in asked * 6:  # every worker becomes warm
+            ask("POST", "/estimate", question)
+        before_s = cpu_s(group)
+        text = wrk(asked, seconds, home, connections=32)
+        rate = found(r"Requests/sec:\s+([\d.]+)", text)
+        each_ms = 1e3 * (cpu_s(group) - before_s) / max(1.0, rate * seconds)
+        told = "with" if reasons else "without"
+        print(f"single estimates {told} reasons: {rate:.0f}/s, {each_ms:.2f} ms of CPU each")
+    question = asked[-1]
     for what, load in (("half load", None), ("half load during refits", train)):
         stop = threading.Event()
         thread = threading.Thread(target=load or stop.wait, args=(graph, stop) if load else ())
@@ -79,14 +83,18 @@ def measure(graph: str, group: int, seconds: int, home: Path) -> None:
     print(f"tables of {len(rows)} texts, four columns, one after another: {rate:.0f} rows/s")
 
 
-def wrk(question: Any, seconds: int, home: Path, *, connections: int) -> str:
-    """What wrk prints of a load without pauses."""
+def wrk(questions: list[Any], seconds: int, home: Path, *, connections: int) -> str:
+    """What wrk prints of questions in turn without pauses."""
+    bodies = ",".join(f"[[{json.dumps(question)}]]" for question in questions)
     script = home / "load.lua"
     script.write_text(
-        'wrk.method = "POST"\n'
-        f"wrk.body = [[{json.dumps(question)}]]\n"
+        f"local bodies, number = {{{bodies}}}, 0\n"
         'wrk.headers["Content-Type"] = "application/json"\n'
         f'wrk.headers["Authorization"] = "Bearer {TOKEN}"\n'
+        "request = function()\n"
+        "  number = number % #bodies + 1\n"
+        '  return wrk.format("POST", nil, nil, bodies[number])\n'
+        "end\n"
     )
     words = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "-s", str(script)]
     address = f"http://127.0.0.1:{PORT}/estimate"

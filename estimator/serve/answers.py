@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Hashable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -164,6 +165,23 @@ class Answers:
             logger.warning("cannot refit now: %s", error)
         finally:
             self._fitting.release()
+
+
+def said(answer: Estimate, *, reasons: bool) -> dict[str, Any]:
+    """An answer as plain values, with or without what it rests on."""
+    if reasons:
+        return answer.to_dict()
+    names = ("step_time_s", "low_s", "high_s", "samples_per_s", "tokens_per_s", "mfu_ratio")
+    more = ("peak_memory_bytes", "fits", "ranks", "batch_per_gpu", "global_batch", "strategy")
+    return {
+        "model": answer.model,
+        "allocation": str(answer.allocation),
+        **{name: getattr(answer, name) for name in (*names, *more)},
+        "breakdown": {
+            item.name: getattr(answer.breakdown, item.name) for item in fields(answer.breakdown)
+        },
+        "bottleneck": answer.breakdown.largest_share[0],
+    }
 
 
 def _machines(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 import estimator
 from estimator.errors import EstimatorError, StoreError, printable
 from estimator.machines.files import home
-from estimator.serve.answers import Answers
+from estimator.serve.answers import Answers, said
 from estimator.serve.graphs import UnknownGraphError
 from estimator.serve.guard import HOSTS, STORE, TOKEN, App, Guard, check_token
 from estimator.serve.metrics import CONTENT_TYPE, Metrics, exposition
@@ -82,7 +82,7 @@ def _add_questions(app: FastAPI, answers: Answers) -> None:
             answer = answers.estimate(question)
         else:
             answer = await run_in_threadpool(answers.estimate, question)
-        return _json(answer.to_dict())
+        return _json(said(answer, reasons=question.reasons))
 
     @app.post("/estimate_many", responses={200: {"content": {ARROW: {}, "application/json": {}}}})
     def estimate_many(question: ManyQuestion, accept: Annotated[str, Header()] = "") -> Response:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import time
+from functools import lru_cache
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,6 +14,7 @@ from estimator.placement.allocation import Allocation
 
 MOST_ROWS = 200_000
 _MOST_MACHINES = 32
+_FRESH_S = 2.0
 
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$", description="Of an uploaded graph.")]
 Text = Annotated[str, Field(min_length=1, max_length=400)]
@@ -56,6 +59,9 @@ class EstimateQuestion(Question):
     on: Text
     layout: Text | None = None
     loader: Text | None = None
+    reasons: Annotated[
+        bool, Field(description="Also assumptions, provenance and memory, at twice the time.")
+    ] = True
 
 
 class ManyQuestion(Question):
@@ -153,10 +159,11 @@ def check_machine(name: str | None) -> None:
     """Raise AllocationError for what is not the name of a machine."""
     if name is None:
         raise AllocationError("hosts need a cluster file; name machine types, as in 2x8:h100-sxm")
-    if name.partition("@")[0] not in known_machines():
+    if name.partition("@")[0] not in _names(round(time.monotonic() / _FRESH_S)):
         raise AllocationError(f"there is no machine {name[:80]!r}; GET /machines lists those known")
 
 
-def described(problem: Problem) -> dict[str, Any]:
-    """The fields of a problem."""
-    return problem.model_dump()
+@lru_cache(maxsize=2)
+def _names(_moment: int) -> frozenset[str]:
+    """Machines that have profiles, looked up again every moment: folders are read for it."""
+    return frozenset(known_machines())

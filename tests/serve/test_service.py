@@ -72,6 +72,15 @@ def test_an_answer_is_that_of_the_package(client: TestClient, graph: str, saved:
         assert found.json() == json.loads(json.dumps(expected.to_dict()))
 
 
+def test_without_reasons_an_answer_has_the_same_figures(client: TestClient, graph: str) -> None:
+    question = {"graph": graph, "on": "2x4:t4-g4dn"}
+    whole = client.post("/estimate", json=question).json()
+    brief = client.post("/estimate", json=question | {"reasons": False}).json()
+    assert brief.pop("bottleneck") == whole["bottleneck"]["part"]
+    assert {name: whole[name] for name in brief} == brief
+    assert "assumptions" not in brief
+
+
 def test_columns_are_those_of_a_table(client: TestClient, graph: str, saved: Path) -> None:
     on = ["1x1:t4-g4dn", "1x9:t4-g4dn", "2x4:t4-g4dn"]
     expected = estimate_many(OpGraph.load(saved), on)
