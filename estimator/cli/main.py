@@ -22,6 +22,7 @@ from estimator.cli.memory import memory
 from estimator.cli.plan import plan
 from estimator.cli.replay import replay
 from estimator.cli.report import report
+from estimator.cli.serve import serve
 from estimator.cli.stalls import stalls
 from estimator.errors import EstimatorError
 
@@ -117,6 +118,7 @@ for command in (
     profiles,
     replay,
     report,
+    serve,
     stalls,
     sweep,
     trace,

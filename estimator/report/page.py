@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -55,7 +57,15 @@ def template(name: str) -> Any:
     environment.filters |= {"seconds": format_seconds, "figure": _figure}
     environment.globals["style"] = _raw("style.css")
     environment.globals["zoom"] = _raw("zoom.js")
+    environment.globals["zoom_hash"] = zoom_hash()
     return environment.get_template(name)
+
+
+@cache
+def zoom_hash() -> str:
+    """The hash by which a page allows its one script and no other."""
+    content = read_text(_TEMPLATES / "zoom.js").encode()
+    return f"sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}"
 
 
 def _raw(name: str) -> Any:
