@@ -11,6 +11,8 @@ from typing import Literal
 import estimator as est
 from estimator.calibrate.tables import Row
 from estimator.machines.profile import MachineProfile
+from estimator.workload import Strategy
+from estimator.workload.layout import Layout
 from published.graphs import GraphStore
 from published.known_sources import source_of
 from published.machines import machine_of
@@ -37,6 +39,13 @@ class Question:
             sizes = groupby([1] * self.row.step.ranks)
         name = self.profile.name
         return "+".join(f"{len(list(same))}x{size}:{name}" for size, same in sizes)
+
+    @property
+    def global_batch(self) -> float:
+        """Samples of one step: ranks that share a model share its samples."""
+        step, ranks = self.row.step, self.row.step.ranks
+        layout = Layout.parse(self.workload.layout or "dp=*")
+        return step.global_batch * layout.parallelism(ranks, Strategy()).dp / ranks
 
     @property
     def batch_per_gpu(self) -> int:

@@ -90,7 +90,11 @@ def naive_cases(questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
 def calibrated_cases(
     questions: Sequence[Question], *, draws: int = DRAWS, observations: int = OBSERVATIONS
 ) -> Iterator[dict[str, Any]]:
-    """Cases of the rows that were not observed, for each draw of observations of one GPU."""
+    """Cases of the rows that were not observed, for each draw of observations of one GPU.
+
+    Observations have no layout yet: rows of ranks that share a model are left out.
+    """
+    questions = [each for each in questions if each.workload.layout is None]
     for draw in range(draws):
         order = random.Random(draw).sample(range(len(questions)), len(questions))
         if len(order) <= observations:
@@ -184,6 +188,8 @@ def _case(
         "gpu": row.step.gpu,
         "allocation": question.allocation,
         "strategy": question.workload.strategy,
+        "layout": question.workload.layout,
+        "global_batch": question.global_batch,
         "precision": question.workload.precision,
         "method": method,
         "k": k,

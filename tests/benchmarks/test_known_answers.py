@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import pytest
 from known_answers import is_right_of_memory, table_of, verdicts
+from known_layouts import known_layout_rows
 from known_rows import KnownRow, known_rows, unseen
 from published.graphs import ModelSpec
 from published.machines import Setting, variant
 from published.page import with_known_answers
+
+from estimator.workload import Strategy
+from estimator.workload.layout import Layout
 
 ROW = KnownRow(
     source="a page",
@@ -46,6 +50,24 @@ def test_there_are_forty_rows_and_more_each_once_and_half_of_them_are_kept_back(
     assert len(hidden) == len(rows) // 2
     # The draw is of the ids and the committed seed alone.
     assert unseen(tuple(reversed(rows))) == hidden
+
+
+def test_layouts_are_of_ten_published_pipelines_and_more_each_once() -> None:
+    rows = known_layout_rows()
+    assert len({row.id for row in rows}) == len(rows)
+    assert sum("pp=" in (row.layout or "") for row in rows) >= 10
+    assert sum("tp=" in (row.layout or "") for row in rows) >= 10
+    for row in rows:
+        made = Layout.parse(row.layout or "dp=*").parallelism(row.gpus, Strategy())
+        assert made.dp * made.tp * made.pp == row.gpus
+
+
+def test_a_step_follows_from_operations_as_its_source_counts_them() -> None:
+    """Table 1 of the SC21 paper: 1.7B on 32 GPUs at 137 TFLOP/s each, 4.4 PFLOP/s in all."""
+    (row,) = (row for row in known_layout_rows() if "GPT 1.7B" in row.id)
+    assert row.step_time_s is not None
+    # 96 x 512 x 2048 x 24 x 2304² x (1 + 2048 / 13824 + 51200 / 884736) = 1.547e16.
+    assert row.step_time_s == pytest.approx(1.547e16 / (32 * 137e12), rel=1e-3)
 
 
 def test_an_allocation_is_of_whole_nodes() -> None:

@@ -29,7 +29,8 @@ DEVICES = {profile.devices[0].name: profile.devices[0] for profile in PROFILES.v
 WANTED = """
 k80 p100-pcie p100-sxm v100-pcie v100-sxm v100-sxm-32gb t4 rtx-2080-ti rtx-3090 rtx-4090 a10 a40
 rtx-a6000 a100-pcie-40gb a100-pcie-80gb a100-sxm-40gb a100-sxm-80gb l4 l40s h100-pcie h100-sxm
-h100-nvl h200 gh200 b200 gb200 mi100 mi210 mi250x mi300x k80-p2 v100-p3 v100-p3dn a100-p4d
+h100-nvl h200 gh200 gh200-alps b200 gb200 mi100 mi210 mi250x mi300x k80-p2 v100-p3 v100-p3dn
+a100-p4d
 a100-p4de h100-p5 t4-g4dn a10g-g5 l4-g6 a100-a2 h100-a3 a100-nd-v4 h100-nd-v5 dgx-1 dgx-2 dgx-a100
 dgx-h100 gtx-1080-roce
 """
