@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from estimator.engine import Engine
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.optimizer_memory import optimizer_memory
@@ -41,11 +43,11 @@ class LayoutBounds:
             device_memory(kind.profile, 0).usable_bytes for kind in placement.kinds
         )
         self._held: dict[int, Held] = {}
-        self._passes: dict[tuple[Layout, int], tuple[float, int]] = {}
+        self._passes: dict[tuple[Layout, int], tuple[float, int, float]] = {}
 
     def step_s(self, layout: Layout, batch: int, micro_batches: int) -> float:
         """Seconds that a step takes at least."""
-        each_s, _ = self._micro_batch(layout, batch)
+        each_s, _, _ = self._micro_batch(layout, batch)
         ranks = layout.pp
         if layout.pp > 1 and layout.schedule.name in _ONE_WAY:
             # The one that begins as number s waits for the passes of those before it, then has m of
@@ -68,32 +70,35 @@ class LayoutBounds:
         parameters = held.parameters / (shards if strategy.kind == "fsdp" else 1)
         if strategy.kind == "fsdp":
             states = held.states / shards
-        _, kept = self._micro_batch(layout, batch)
+        _, kept, touched = self._micro_batch(layout, batch)
         if layout.pp > 1 and layout.schedule.name == "gpipe":
             kept *= micro_batches
-        least = parameters + states + max(gradients, kept)
-        return least / layout.pp / self._usable_bytes
+        each = (parameters + states + max(gradients, kept)) / layout.pp
+        return max(each, touched) / self._usable_bytes
 
-    def _micro_batch(self, layout: Layout, batch: int) -> tuple[float, int]:
-        """(device seconds, bytes that wait for the backward pass) of one micro-batch."""
+    def _micro_batch(self, layout: Layout, batch: int) -> tuple[float, int, float]:
+        """(device seconds, bytes that wait for the backward pass, most that one op touches)."""
         alone = Layout(tp=layout.tp, sequence=layout.sequence, vocabulary=layout.vocabulary)
         found = self._passes.get((alone, batch))
         if found is None:
             found = self._passes[alone, batch] = self._worked_out(alone, batch)
         return found
 
-    def _worked_out(self, layout: Layout, batch: int) -> tuple[float, int]:
+    def _worked_out(self, layout: Layout, batch: int) -> tuple[float, int, float]:
         cache, placement = self._engine.cache, self._placement
         graph = self._engine.split(self._graph, layout)
         bound = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
+        structure = structure_of(graph, cache)
         kept = cache.get(
             "held between passes",
             (bound,),
-            lambda: held_between_passes(bound, structure_of(graph, cache)),
+            lambda: held_between_passes(bound, structure),
         )
+        touches, sizes = structure.touches, structure.storage_bytes(bound)
+        touched = float(np.bincount(touches.op, weights=sizes[touches.storage]).max())
         if graph.timings or graph.has_step_times:
             # What was timed depends on what stands beside it.
-            return 0.0, kept
+            return 0.0, kept, touched
         least = min(
             node.slowdown_ratio
             * least_device_s(
@@ -104,7 +109,7 @@ class LayoutBounds:
         if layout.divides_layers:
             mesh = Mesh.laid_out(placement, layout, Strategy())
             least += exchanges_of(mesh, cache).seconds(bound).total_s
-        return least, kept
+        return least, kept, touched
 
 
 def _held(graph: OpGraph) -> Held:

@@ -18,7 +18,8 @@ from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
 from estimator.placement.topology import Cluster
-from estimator.tables.answers import Allocations, Question, RowAnswers
+from estimator.tables.answers import RowAnswers
+from estimator.tables.question import Allocations, Question
 from estimator.tables.table import (
     EstimateTable,
     check_asked,

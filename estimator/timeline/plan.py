@@ -262,18 +262,13 @@ def step_plan(
         coefficients=coefficients,
         groups=groups,
         network=network,
-        ratios=_ratios(coefficients),
+        ratios=ratios_of(coefficients),
         share=rules.update_share(ranks),
         shards=rules.shards(ranks),
     )
 
 
-def calibrated(plan: StepPlan, coefficients: Coefficients) -> StepPlan:
-    """The same plan under other coefficients."""
-    return plan._replace(coefficients=coefficients, ratios=_ratios(coefficients))
-
-
-def _ratios(known: Coefficients) -> Ratios:
+def ratios_of(known: Coefficients) -> Ratios:
     if known is UNCALIBRATED:
         return UNCALIBRATED_RATIOS
     return Ratios(known.compute_ratio, known.update_ratio, known.communication_ratio)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import estimator as est
 from estimator import advise
-from estimator.advise.layouts import LayoutRanking, best_layout, divisors, why_slower
+from estimator.advise.layout_candidates import divisors
+from estimator.advise.layouts import LayoutRanking, best_layout, why_slower
 from estimator.engine import Engine
 from estimator.errors import WorkloadError
 from estimator.graph.op_graph import OpGraph

@@ -24,8 +24,8 @@ from estimator.timeline.pipelines.answer import StagePlan
 from estimator.timeline.plan import (
     Members,
     StepPlan,
-    calibrated,
     members_of,
+    ratios_of,
     slowest_kind,
     step_plan,
 )
@@ -71,11 +71,11 @@ def stage_plans(
     )
     if coefficients is UNCALIBRATED:
         return found
-    ratio = coefficients.communication_ratio
+    ratio, ratios = coefficients.communication_ratio, ratios_of(coefficients)
     return tuple(
         replace(
             each,
-            plan=calibrated(each.plan, coefficients),
+            plan=each.plan._replace(coefficients=coefficients, ratios=ratios),
             sent_s=ratio * each.sent_s,
             returned_s=ratio * each.returned_s,
             tied_s=ratio * each.tied_s,
