@@ -86,7 +86,7 @@ class _PlannedSteps:
 
     def __init__(self, graph: OpGraph, storages: PlannedStorages) -> None:
         self._ops = _FollowedOps(graph, storages)
-        self._is_first = True
+        self._steps = 0
         self._by_ops = False
         self.saved = SavedTensors(storages, self._ops.reach)
 
@@ -102,9 +102,10 @@ class _PlannedSteps:
     def begin(self) -> None:
         """A step begins: the model is called."""
         self.end()
-        if self._is_first:
-            self._is_first = False
-        elif self._by_ops and _get_current_dispatch_mode() is self._ops and self.saved.take_over():
+        self._steps += 1
+        # A mode that was entered since would have to be left first.
+        is_last = _get_current_dispatch_mode() is self._ops
+        if self._steps == 2 and self.saved.take_over() and is_last:
             self.__exit__(None, None, None)
         if self._by_ops:
             self._ops.begin()

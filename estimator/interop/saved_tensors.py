@@ -66,18 +66,20 @@ class SavedTensors:
     def __init__(self, storages: PlannedStorages, reach: Callable[[], int | None]) -> None:
         self._storages, self._reach = storages, reach
         self._calls = HookCalls()
-        self._actions: dict[int, list[tuple[Callable[[Any], None], Any]]] | None = None
+        self._actions: dict[int, list[tuple[Callable[[Any], None], Any]]] = defaultdict(list)
         self._registered: dict[int, list[int]] = defaultdict(list)
+        self._is_recording = True
         self._next = 0
 
     def take_over(self) -> bool:
         """Run the plan from now on; False where the tensors saved in the first step do not do."""
+        self._is_recording = False
         try:
             calls, events = planned_events(self._calls, self._storages)
         except _NotSavedError:
+            self._calls = HookCalls()
             return False
         self._storages.calls = calls
-        self._actions = defaultdict(list)
         for event in sorted(events, key=lambda each: each[:3]):
             self._actions[event.call].append((event.action, event.which))
         for number, call in self._calls.saved_at.items():
@@ -92,7 +94,7 @@ class SavedTensors:
 
     def end(self) -> None:
         """Raise WorkloadError where the step before has not come to its end."""
-        if self._actions is not None and self._next < len(self._calls.sizes):
+        if self._next < len(self._calls.sizes):
             raise self._left()
         self._storages.clear()
 
@@ -107,7 +109,7 @@ class SavedTensors:
         call = self._call(tensor.numel())
         if call == _OUTSIDE:
             return call, tensor
-        if self._actions is None:
+        if self._is_recording:
             storage = tensor.untyped_storage()._cdata
             self._calls.of_storage[storage].append(call)
             number = self._storages.numbers.get(storage)
@@ -116,24 +118,24 @@ class SavedTensors:
             return call, tensor
         for number in self._registered.get(call, ()):
             self._storages.register(number, tensor)
-        for action, which in self._actions.get(call, ()):
-            action(which)
+        self._run(call)
         return call, tensor
 
     def unpack(self, packed: tuple[int, Tensor]) -> Tensor:
         """Autograd takes a tensor back."""
         saved, tensor = packed
         if saved != _OUTSIDE:
-            call = self._call(-1 - saved)
-            if self._actions is not None:
-                for action, which in self._actions.get(call, ()):
-                    action(which)
+            self._run(self._call(-1 - saved))
         return tensor
+
+    def _run(self, call: int) -> None:
+        for action, which in self._actions.get(call, ()):
+            action(which)
 
     def _call(self, size: int) -> int:
         if self._storages.is_recomputing:
             return _OUTSIDE
-        if self._actions is None:
+        if self._is_recording:
             place = self._reach()
             return _OUTSIDE if place is None else self._calls.add(place, size)
         call, sizes = self._next, self._calls.sizes
