@@ -23,6 +23,7 @@ from estimator.cli.plan import plan
 from estimator.cli.replay import replay
 from estimator.cli.report import report
 from estimator.cli.serve import serve
+from estimator.cli.slurm import slurm
 from estimator.cli.stalls import stalls
 from estimator.errors import EstimatorError
 
@@ -119,6 +120,7 @@ for command in (
     replay,
     report,
     serve,
+    slurm,
     stalls,
     sweep,
     trace,
