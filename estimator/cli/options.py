@@ -169,7 +169,10 @@ def training_options(command: Command, *, batch: Any = None) -> Command:
             default="ddp",
             help="Such as ddp:bucket=5MiB,view, zero2, fsdp:shard=8 or ps:2.",
         ),
-        click.option("--layout", help="Ranks that share layers, such as tp=2,sp,dp=*."),
+        click.option(
+            "--layout",
+            help="Ranks that share layers, tokens or experts: tp=2,sp,dp=* or cp=2,ep=8.",
+        ),
         click.option(
             "--tp-plan",
             metavar="FILE",

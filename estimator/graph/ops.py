@@ -83,7 +83,8 @@ class Parameter:
 
     `ready_after` is the index in `OpGraph.ops` of the op after which its gradient is final;
     `gradient` is the value that holds it (None: it gets no gradient). Of one that `is_dtensor` a
-    rank keeps its part in a DTensor.
+    rank keeps its part in a DTensor; the gradient of one that `is_expert` is reduced among the
+    ranks with the same experts, among the operators.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Parameter:
     gradient: int | None
     ready_after: int | None
     is_dtensor: bool = False
+    is_expert: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

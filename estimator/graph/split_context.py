@@ -17,6 +17,8 @@ from estimator.tensors import TensorSpec
 
 _ATTENTION = frozenset(attention_names())
 _PRODUCTS = ("bmm", "baddbmm")
+# What routes tokens to experts: every rank does so for its own.
+_ROUTING = ("sort", "index", "index_put", "index_put_", "histc", "scatter", "new_zeros")
 _TOKENS = 2  # of (samples, heads, tokens, width)
 
 
@@ -33,6 +35,8 @@ class _Splitter(Walk):
         super().__init__(graph, "cp", degree)
         self.ring = ring
         self.divides_attention = False
+        # (samples, tokens of each) of the batch.
+        self.batch = (1, 1)
         for index, value in enumerate(graph.values):
             if value.kind == "input" and len(value.spec.shape) == 3:
                 self.at[index] = self._tokens(value.spec, "")
@@ -61,6 +65,7 @@ class _Splitter(Walk):
                 f"cp={self.degree} gives every rank two equal parts of a sample, but those{where} "
                 f"have {spec.shape[1]} tokens; choose a multiple of {2 * self.degree}"
             )
+        self.batch = spec.shape[0], spec.shape[1]
         return Shard.along(spec, 1)
 
     # What the walk asks
@@ -79,7 +84,24 @@ class _Splitter(Walk):
                 f"cp={self.degree} divides fused attention alone, but module '{op.module}' "
                 "multiplies tokens with each other; use scaled_dot_product_attention"
             )
+        if op_name(op) in _ROUTING:
+            inputs = tuple(map(self._rows, op.call.inputs))
+            return Placed(inputs, tuple(map(self._rows, op.call.outputs)))
+        if op_name(op) == "_grouped_mm":
+            left, right, *_ = op.call.inputs
+            if len(right.shape) == 2:
+                rows = self._rows(right)
+                wants: list[Placement] = [rows.at(1) if rows else None, rows]
+                return Placed((*wants, *before[2:]), (PARTIAL,))
+            return Placed((self._rows(left), None, *before[2:]), (self._rows(op.call.outputs[0]),))
         return super()._placed(op, before)
+
+    def _rows(self, spec: TensorSpec) -> Shard | None:
+        """The rank's part of what has a row, or several, for every token."""
+        samples, length = self.batch
+        rows = spec.shape[0] if spec.shape else 0
+        whole = rows > 0 and rows % (samples * length) == 0
+        return Shard(0, length, rows // (samples * length)) if whole else None
 
     def _op(self, op: Op) -> None:
         if op_name(op) in _ATTENTION and any(self.at[value] for value in op.inputs):
@@ -94,7 +116,9 @@ class _Splitter(Walk):
     def _keeps_partial(self, op: Op, before: tuple[Placement, ...]) -> bool:
         # Gradients of weights are summed with those of other samples, when all are there.
         name = op_name(op)
-        return name in KEEP_PARTIAL or (name == "add" and before == (PARTIAL, PARTIAL))
+        if name in KEEP_PARTIAL or name == "all_reduce":
+            return True
+        return name == "add" and before == (PARTIAL, PARTIAL)
 
     def _trained(self, parameter: Parameter, op: Op) -> Parameter:
         gradient = parameter.gradient

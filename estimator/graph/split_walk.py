@@ -17,7 +17,7 @@ from estimator.graph.fused_calls import FUSED, FusedKernel
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Op, Parameter, Value
 from estimator.graph.split_kernels import placed
-from estimator.graph.split_placements import PARTIAL, Placement, Shard, local_spec
+from estimator.graph.split_placements import PARTIAL, Placement, Routed, Shard, local_spec
 from estimator.graph.split_rules import Given, Placed
 from estimator.machines.profile import CollectiveName
 from estimator.tensors import OpCall, TensorSpec
@@ -298,7 +298,7 @@ class Walk(ABC):
                     spec=self._spec(value.spec, at),
                     other_spec=self._spec(value.other_spec, at),
                 )
-                if isinstance(at, Shard)
+                if isinstance(at, (Shard, Routed))
                 else value
                 for value, at in zip(self.values, self.at, strict=True)
             ]

@@ -80,6 +80,9 @@ class Exchanges:
         beside = []
         for collective in collectives_of(bound):
             # On CPUs a collective is work for the cores that compute.
+            if collective.axis not in self.groups:
+                # A group of one rank.
+                continue
             if collective.beside is not None and bound.graph.target == "cuda":
                 beside.append((collective.op_index, collective.beside))
             found.setdefault((collective.op, collective.axis), []).append(collective)
@@ -109,7 +112,7 @@ def exchanges_of(mesh: Mesh, cache: Cache) -> Exchanges:
     """Those of a mesh: of the groups along an axis, which work at once, the slowest counts."""
     found = [
         (axis, *min(groups, key=lambda each: each[0].bytes_per_s))
-        for axis in ("tp", "cp")
+        for axis in ("tp", "cp", "ep", "expert_dp")
         if (groups := mesh.groups(axis))
     ]
     named = tuple((axis, group) for axis, group, _ in found)
