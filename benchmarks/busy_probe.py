@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import signal
@@ -107,10 +108,12 @@ def run_case(
     began = time.monotonic()
     with running(hog):
         try:
-            found = probe_machine(budget_s=budget_s, say=tell)
+            found = probe_machine(budget_s=budget_s, earlier=quiet, say=tell)
         except ProbeError as error:
             return [judged(str(hog), "refused", 0.0, BOUND_RATIO, note=str(error))]
-    waited = f"{found.interference}; {time.monotonic() - began:.0f} s in all"
+    now_s, then_s = found.canary_s or math.nan, quiet.canary_s or math.nan
+    waited = f"{found.interference}; {time.monotonic() - began:.0f} s in all; canary "
+    waited += f"{1e3 * now_s:.2f} ms, was {1e3 * then_s:.2f}; {len(found.missing)} parts missing"
     entries = tuple(row for row in compare_profiles(quiet, found) if row.unit != "bytes")
     rows = [
         judged(
@@ -125,10 +128,13 @@ def run_case(
         before, after = (
             est.estimate(graph, "1x1:local", profile=profile) for profile in (quiet, found)
         )
-        off_ratio = abs(after.step_time_s / before.step_time_s - 1)
-        width = f"interval a factor of {after.high_s / after.step_time_s:.2f}, was "
+        off_ratio = after.step_time_s / before.step_time_s - 1
+        width = f"{100 * off_ratio:+.1f} %, interval a factor of "
+        width += f"{after.high_s / after.step_time_s:.2f}, was "
         width += f"{before.high_s / before.step_time_s:.2f}"
-        rows.append(judged(str(hog), f"step of {graph.name}", off_ratio, BOUND_RATIO, note=width))
+        rows.append(
+            judged(str(hog), f"step of {graph.name}", abs(off_ratio), BOUND_RATIO, note=width)
+        )
     return rows
 
 

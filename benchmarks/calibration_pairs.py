@@ -6,13 +6,15 @@ A pair is a job on a machine after k observations. Prints on which share of pair
 median, 90th percentile and mean error are below those of the Pollux form and of the Optimus form,
 where the mean is at most 1.1 times the best simple form's or within the 80 % range of a bootstrap
 over draws, the largest mean error of a draw, and coverage and score of the 80 % intervals for each
-source and k. The mixture's prior was chosen on such tables: the same is printed with the prior for
-each source chosen on the others alone.
+source and k. Intervals know what the other jobs on the same device have shown after as many
+observations of each; those of each job alone are printed too. The priors of mixture and spread
+were chosen on such tables: the same is printed with the prior for each source chosen on the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,9 +26,10 @@ from numpy.typing import NDArray
 
 from estimator.accuracy import interval_score
 from estimator.calibrate.baselines import LinearScaling, OptimusRegressor, PolluxRegressor
+from estimator.calibrate.intervals import SPREAD_PRIOR, Spread
 from estimator.calibrate.machine_priors import priors_of
 from estimator.calibrate.mixture import ENGINE, MODEL, PRIOR
-from estimator.calibrate.protocols import DRAWS, k_shot
+from estimator.calibrate.protocols import DRAWS, Split, k_shot
 from estimator.calibrate.step_time_regressor import StepTimeRegressor
 from estimator.calibrate.tables import Job, MeasuredStep, read_steps
 
@@ -52,13 +55,26 @@ PRIORS = (
     dataclasses.replace(PRIOR, agreement=0.0),
     dataclasses.replace(PRIOR, agreement=100.0, agreeing=1.0),
 )
+# The other priors of the spread; the last learns nothing from other jobs.
+ALONE = dataclasses.replace(SPREAD_PRIOR, jobs=1e6)
+SPREADS = (
+    SPREAD_PRIOR,
+    dataclasses.replace(SPREAD_PRIOR, few=0.0),
+    dataclasses.replace(SPREAD_PRIOR, few=1.0),
+    dataclasses.replace(SPREAD_PRIOR, scatter_mean=0.1),
+    dataclasses.replace(SPREAD_PRIOR, inflation_sigma=0.01),
+    ALONE,
+)
+# The coverage that a cell should have.
+LEAST_COVERAGE, MOST_COVERAGE = 0.75, 0.9
 MEDIAN, P90, MEAN = range(3)
 
 
 class Draw(NamedTuple):
     """The rows of one draw that were not observed: errors by method, with intervals of ours.
 
-    `errors` has (median, 90th percentile, mean) of each rival, and of ours under each prior.
+    `errors` has (median, 90th percentile, mean) of each rival, and of ours under each prior;
+    `intervals` has (low, high) of each row under each prior of the spread.
     """
 
     source: str
@@ -67,29 +83,50 @@ class Draw(NamedTuple):
     errors: Mapping[str | int, Array]
     measured_s: Array
     predicted_s: Array
-    low_s: Array
-    high_s: Array
+    intervals: Sequence[tuple[Array, Array]]
 
 
-def draws_of(job: Job[MeasuredStep], source: str, ks: Sequence[int], draws: int) -> Iterator[Draw]:
-    """Every draw of a job: each method fitted to the same rows."""
-    X, y, priors = job.X(), job.y(), priors_of(job.steps[0])
-    for split in k_shot(job, ks):
-        if split.draw >= draws or split.k is None:
-            continue
-        seen, times, rows, measured_s = X[split.train], y[split.train], X[split.test], y[split.test]
-        ours = StepTimeRegressor(priors=priors).fit(seen, times)
-        low_s, high_s = ours.predict_interval(rows)
-        predicted_s = ours.predict(rows)
-        errors: dict[str | int, Array] = {
-            name: _errors(form().fit(seen, times).predict(rows), measured_s)
-            for name, form in RIVALS.items()
-        }
-        for place, prior in enumerate(PRIORS):
-            ours.mixture_.prior = prior
-            ours.mixture_.weights_ = ours.mixture_.posterior_weights(prior)
-            errors[place] = _errors(ours.predict(rows), measured_s)
-        yield Draw(source, job.label, split.k, errors, measured_s, predicted_s, low_s, high_s)
+def draws_of(
+    jobs: Iterable[Job[MeasuredStep]], source: str, ks: Sequence[int], draws: int
+) -> Iterator[Draw]:
+    """Every draw of every job: each method fitted to the same rows."""
+    fitted: defaultdict[object, list[tuple[Job[MeasuredStep], Split, StepTimeRegressor]]]
+    fitted = defaultdict(list)
+    for job in jobs:
+        X, y, priors = job.X(), job.y(), priors_of(job.steps[0])
+        for split in k_shot(job, ks):
+            if split.draw < draws and split.k is not None:
+                ours = StepTimeRegressor(priors=priors).fit(X[split.train], y[split.train])
+                fitted[job.gpu, split.k, split.draw].append((job, split, ours))
+    for alike in fitted.values():
+        mixtures = [ours.mixture_ for _, _, ours in alike]
+        spreads = [
+            Spread(each.left_out.log_ratio, each.left_out.variance, len(each.rows_)).posterior
+            for each in mixtures
+        ]
+        for place, (job, split, ours) in enumerate(alike):
+            ours.peers = spreads[:place] + spreads[place + 1 :]
+            yield _draw(job, source, split, ours)
+
+
+def _draw(job: Job[MeasuredStep], source: str, split: Split, ours: StepTimeRegressor) -> Draw:
+    X, y = job.X(), job.y()
+    seen, times, rows, measured_s = X[split.train], y[split.train], X[split.test], y[split.test]
+    intervals = []
+    for spread_prior in SPREADS:
+        with_prior = copy.copy(ours)
+        with_prior.spread_prior = spread_prior
+        intervals.append(with_prior.predict_interval(rows))
+    predicted_s = ours.predict(rows)
+    errors: dict[str | int, Array] = {
+        name: _errors(form().fit(seen, times).predict(rows), measured_s)
+        for name, form in RIVALS.items()
+    }
+    for place, prior in enumerate(PRIORS):
+        ours.mixture_.prior_ = prior
+        ours.mixture_.weights_ = ours.mixture_.posterior_weights(prior)
+        errors[place] = _errors(ours.predict(rows), measured_s)
+    return Draw(source, job.label, split.k or 0, errors, measured_s, predicted_s, intervals)
 
 
 def _errors(predicted_s: Array, measured_s: Array) -> Array:
@@ -155,23 +192,54 @@ def report(pairs: Mapping[tuple[str, str, int], Sequence[Draw]]) -> Iterator[str
             )
         yield _figures("all", None, list(found.values()))
         yield ""
-    yield "80 % intervals:"
+    cells = cells_of(pairs)
+    chosen = {source: spread_chosen_without(source, cells) for source in sources}
+    for title, spreads in (
+        ("80 % intervals", dict.fromkeys(sources, 0)),
+        ("80 % intervals of each job alone", dict.fromkeys(sources, SPREADS.index(ALONE))),
+        ("80 % intervals, the prior of the spread for each source chosen on the others", chosen),
+    ):
+        yield f"{title}:"
+        yield from interval_report(cells, spreads)
+        yield ""
+
+
+Cells = Mapping[tuple[str, int], Sequence[Draw]]
+
+
+def cells_of(pairs: Mapping[tuple[str, str, int], Sequence[Draw]]) -> Cells:
+    """The draws of each source and k."""
+    cells: defaultdict[tuple[str, int], list[Draw]] = defaultdict(list)
+    for (source, _, k), draws in sorted(pairs.items()):
+        cells[source, k] += draws
+    return dict(sorted(cells.items()))
+
+
+def spread_chosen_without(source: str, cells: Cells) -> int:
+    """The prior of the spread whose coverage is nearest to what it should be on other sources."""
+    others = [draws for (of, _), draws in cells.items() if of != source]
+    found = np.array(
+        [[intervals_of(draws, place)[1] for draws in others] for place in range(len(SPREADS))]
+    )
+    away = np.maximum(LEAST_COVERAGE - found, 0) + np.maximum(found - MOST_COVERAGE, 0)
+    return int(np.argmin(away.mean(axis=1)))
+
+
+def interval_report(cells: Cells, spreads: Mapping[str, int]) -> Iterator[str]:
+    """Coverage and score of each cell, with the prior of the spread of each source."""
     yield _line("source", "k", "rows", "inside %", "score %", "of one width %", "less %")
     coverages, saved = [], []
-    for source, k in sorted({(source, k) for source, _, k in pairs}):
-        of_cell = [
-            d for key, draws in pairs.items() if (key[0], key[2]) == (source, k) for d in draws
-        ]
-        rows, coverage, score, constant = intervals_of(of_cell)
+    for (source, k), draws in cells.items():
+        rows, coverage, score, constant = intervals_of(draws, spreads[source])
         coverages.append(coverage)
         saved.append(1 - score / constant)
         yield _line(
             source, k, rows, *(f"{100 * x:.1f}" for x in (coverage, score, constant, saved[-1]))
         )
     inside = np.array(coverages)
-    good, least = 100 * np.mean((inside >= 0.75) & (inside <= 0.9)), 100 * inside.min()
+    good = 100 * np.mean((inside >= LEAST_COVERAGE) & (inside <= MOST_COVERAGE))
     yield (
-        f"{good:.0f} % of {len(inside)} cells hold 75 to 90 %, the least {least:.1f}; "
+        f"{good:.0f} % of {len(inside)} cells hold 75 to 90 %, the least {100 * inside.min():.1f}; "
         f"score {100 * np.mean(saved):.1f} % below one width in the mean over cells"
     )
 
@@ -200,9 +268,11 @@ def _figures(source: str, k: int | None, pairs: Sequence[Pair]) -> str:
     return _line(source, k or "all", len(pairs), *texts)
 
 
-def intervals_of(draws: Iterable[Draw]) -> tuple[int, float, float, float]:
+def intervals_of(draws: Iterable[Draw], spread: int) -> tuple[int, float, float, float]:
     """Rows, coverage, score over the measured time, and that of one width of the same coverage."""
-    columns = zip(*((d.measured_s, d.predicted_s, d.low_s, d.high_s) for d in draws), strict=True)
+    columns = zip(
+        *((d.measured_s, d.predicted_s, *d.intervals[spread]) for d in draws), strict=True
+    )
     measured_s, predicted_s, low_s, high_s = (np.concatenate(column) for column in columns)
     coverage = float(np.mean((low_s <= measured_s) & (measured_s <= high_s)))
     width = float(np.quantile(np.abs(measured_s / predicted_s - 1), coverage))
@@ -228,9 +298,8 @@ def main() -> None:
     ks = tuple(map(int, options.k.split(",")))
     pairs: defaultdict[tuple[str, str, int], list[Draw]] = defaultdict(list)
     for path in options.tables:
-        for job in read_steps([path]).jobs:
-            for draw in draws_of(job, path.stem, ks, options.draws):
-                pairs[draw.source, draw.label, draw.k].append(draw)
+        for draw in draws_of(read_steps([path]).jobs, path.stem, ks, options.draws):
+            pairs[draw.source, draw.label, draw.k].append(draw)
     print("\n".join(report(pairs)))
 
 

@@ -186,10 +186,10 @@ def estimate(
     speed over unlike ones: `batches` of the answer says how. `cluster` (or its file) names nodes
     and the switches between them; without one, nodes hang on one switch. `profile` stands in for
     the machine that the allocation names; `loader`, or its text (``prep=8ms,workers=4``), feeds
-    every rank. `layout` has ranks share the layers of a micro-batch (``tp=2,sp,dp=*``; the batch is
-    then per data-parallel rank), as `tp_plan` says: styles by module name, or a JSON file of them;
-    by default columns, then rows, found in the graph. Raises AllocationError, WorkloadError,
-    ProfileError, UnknownMachineError, StrategyError, TopologyError.
+    every rank. `layout` has ranks share layers, tokens or experts (``tp=2,sp,dp=*``, ``cp=2,ep=8``;
+    the batch is then per data-parallel rank). `tp_plan` says how layers are divided: styles by
+    module name, or a JSON file of them; by default columns, then rows, found in the graph. Raises
+    AllocationError, WorkloadError, ProfileError, UnknownMachineError, StrategyError, TopologyError.
     """
     described = Cluster.load(cluster) if isinstance(cluster, str | os.PathLike) else cluster
     placement = DEFAULT.place(allocation, cluster=described, profile=profile)

@@ -118,7 +118,7 @@ class Engine:
             layout=DATA_PARALLEL if layout is None else Layout.parse(layout),
             tp_plan=tp_plan,
         )
-        graph = asked.members.table.graph
+        graph = asked.graph
         coefficients = UNCALIBRATED
         if calibration is not None:
             check_kinds(calibration=calibration)
@@ -136,18 +136,18 @@ class Engine:
             )
         if asked.layout.pp > 1:
             return self._pipelined(asked, coefficients)
-        plan = step_plan(asked.mesh, asked.members, self.cache, coefficients)
+        plan = step_plan(asked.mesh, self._members(asked), self.cache, coefficients)
         return _answered(plan, asked, answer_of(plan), *plan.memory())
 
     def _pipelined(self, asked: _Asked, coefficients: Coefficients) -> Estimate:
         """The step of ranks that hold stages; raises StrategyError, WorkloadError, ProfileError."""
-        mesh, schedule, graph = asked.mesh, asked.layout.schedule, asked.members.table.graph
-        asked_of = graph, mesh, asked.batches, asked.shape, schedule, self.cache
-        stages = stage_plans(*asked_of, coefficients=coefficients)
+        mesh, schedule = asked.mesh, asked.layout.schedule
+        of = asked.graph, mesh, asked.batches, asked.shape, schedule, self.cache
+        stages = stage_plans(*of, points=asked.layout.cut, coefficients=coefficients)
         pipeline = mesh.parallelism.pp, mesh.parallelism.micro_batches
         answer, plan, memory, used, step = pipeline_answer(schedule, *pipeline, stages)
         whole = _answered(plan, asked, answer, memory, used)
-        return replace(whole, model=graph.name, pipeline=step)
+        return replace(whole, model=asked.graph.name, pipeline=step)
 
     def split(self, graph: OpGraph, layout: Layout, plan: Plan | None = None) -> OpGraph:
         """The part of a graph that one rank of a layout runs; worked out once.
@@ -157,7 +157,7 @@ class Engine:
         """
         if not layout.divides_layers:
             return graph
-        key = (layout.tp, layout.sequence, layout.vocabulary, plan)
+        key = (replace(layout, dp=None), plan)
         return self.cache.get("split", (graph,), lambda: split_by_layout(graph, layout, plan), *key)
 
     def content(self, graph: OpGraph) -> JobContent:
@@ -197,7 +197,7 @@ class Engine:
         layout: Layout = DATA_PARALLEL,
         tp_plan: Plan | None = None,
     ) -> _Asked:
-        """Check what is asked of a placement and compile its ranks; raises WorkloadError."""
+        """Check what is asked of a placement; raises WorkloadError, StrategyError."""
         parsed = Strategy.parse(strategy)
         accumulation_steps = check_count(
             accumulation_steps, "accumulation steps", most=MOST_ACCUMULATION
@@ -207,10 +207,12 @@ class Engine:
         graph = self.split(graph, layout, tp_plan)
         exchanges = exchanges_of(mesh, self.cache) if layout.divides_layers else None
         shape = StepShape(parsed, accumulation_steps, loader, exchanges)
-        members = members_of(
-            graph, placement, batches, shape, self.cache, merging=mesh.parallelism.dp > 1
-        )
-        return _Asked(mesh, shape, batches, members, layout)
+        return _Asked(mesh, shape, batches, graph, layout)
+
+    def _members(self, asked: _Asked) -> Members:
+        """The ranks of a whole graph, compiled; raises ProfileError, WorkloadError."""
+        of = asked.graph, asked.mesh.placement, asked.batches, asked.shape, self.cache
+        return members_of(*of, merging=asked.mesh.parallelism.replicas > 1)
 
     def groups(
         self,
@@ -239,7 +241,7 @@ class _Asked(NamedTuple):
     mesh: Mesh
     shape: StepShape
     batches: tuple[int, ...] | None
-    members: Members
+    graph: OpGraph
     layout: Layout
 
     def question(self, graph: OpGraph, job: str) -> StepQuestion:
@@ -295,7 +297,7 @@ class TrialEngine:
             accumulation_steps=accumulation_steps,
             strategy=strategy,
         )
-        plan = step_plan(asked.mesh, asked.members, self.engine.cache, coefficients)
+        plan = step_plan(asked.mesh, self.engine._members(asked), self.engine.cache, coefficients)
         answer = answer_of(plan)
         parts = answer.parts
         lane_s = parts.forward_s + parts.backward_s + parts.host_exposed_s + parts.copies_exposed_s
@@ -359,10 +361,8 @@ def _answered(
     spread = interval_ratio(error)
     even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
     global_batch = mesh.global_batch(batches) if batches is not None else None
-    unlike = batches is not None and even is None
-    mfu_ratio, hfu_ratio = utilization(
-        plan, None if unlike else slowest, accumulation_steps, step_s
-    )
+    of = None if batches is not None and even is None else slowest
+    mfu_ratio, hfu_ratio = utilization(plan, of, accumulation_steps, step_s)
     samples_per_s = global_batch / step_s if global_batch is not None else None
     tokens = graph.tokens_per_sample
     return Estimate(

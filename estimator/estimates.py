@@ -87,6 +87,11 @@ class Estimate:
         rate = f", {speed} samples/s" if self.samples_per_s else ""
         return f"Estimate({self.model} on {self.allocation}: {step}{rate})"
 
+    def _repr_html_(self) -> str:
+        from estimator.report.notebook import estimate_html
+
+        return estimate_html(self)
+
     def __getstate__(self) -> list[Any]:
         # The plan holds the graph and all that was compiled of it: a pickle takes what it says.
         told = self.plan if isinstance(self.plan, PlanFacts) else PlanFacts.of(self)
@@ -177,8 +182,7 @@ class Estimate:
         plain["loader"] = self.loader.to_dict() if self.loader else None
         plain |= self.bottleneck_dict()
         plain["input_remedy"] = self.input_remedy
-        plain["memory"] = asdict(self.memory)
-        plain["device_memory"] = asdict(self.device_memory)
+        plain |= {"memory": asdict(self.memory), "device_memory": asdict(self.device_memory)}
         plain["spare_memory_bytes"] = self.spare_memory_bytes
         plain["provenance"] = [
             {"part": part, "source": source, "share_ratio": share, "relative_error": error}
@@ -281,8 +285,7 @@ def _provenance(
     ]
     loader = plan.members.table.shape.loader
     if loader is not None:
-        share_ratio = breakdown.input_stall_s / step
-        rows.append(("input", loader.source, share_ratio, loader.relative_error))
+        rows.append(("input", loader.source, breakdown.input_stall_s / step, loader.relative_error))
     return tuple(sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2]))
 
 

@@ -31,6 +31,12 @@ def test_an_optimizer_of_torch_is_named_with_its_form(form: Any, fused: bool) ->
     assert found == form.__name__.lower() + ("-fused" if fused else "")
 
 
+@pytest.mark.parametrize("form", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_an_optimizer_that_was_told_not_to_run_foreach_loops(form: Any) -> None:
+    found = check_optimizer(form([nn.Parameter(torch.zeros(2))], foreach=False))
+    assert found == form.__name__.lower() + "-loop"
+
+
 def test_optimizers_of_other_packages_are_known_by_their_classes() -> None:
     found = {name: check_optimizer(name) for name in ("FusedLAMB", "AdamW8bit", "Muon")}
     assert found == {"FusedLAMB": "lamb", "AdamW8bit": "adamw-8bit", "Muon": "muon"}
@@ -48,6 +54,10 @@ def test_states_are_as_many_as_torch_keeps(optimizer: str, dtype: torch.dtype) -
         "adamw": torch.optim.AdamW,
         "adam-fused": lambda p: torch.optim.Adam(p, fused=True),
         "adamw-fused": lambda p: torch.optim.AdamW(p, fused=True),
+        "sgd-loop": lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),
+        "sgd-momentum-loop": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+        "adam-loop": lambda p: torch.optim.Adam(p, foreach=False),
+        "adamw-loop": lambda p: torch.optim.AdamW(p, foreach=False),
         "muon": torch.optim.Muon,
     }
     if optimizer not in forms:

@@ -38,7 +38,8 @@ from estimator.placement.columns import AllocationColumns
 from estimator.placement.placement import place
 from estimator.placement.topology import Cluster, Node, Switch
 from estimator.tables import COLUMNS, EstimateTable, estimate_chunks, estimate_many
-from estimator.tables.answers import Question, RowAnswers
+from estimator.tables.answers import RowAnswers
+from estimator.tables.question import Question
 from estimator.timeline import ranks
 from tests.synthetic import CHOSEN, Machine, in_blocks, perceptron
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Link, LinkKind, MachineProfile, Provenance
+from estimator.machines.typical import STREAMED_RATIO, with_typical_costs
 from published.rows import NotMapped, PublishedRow
 
 # GPU cells, in lower case and without punctuation, to machines; the first that matches counts.
@@ -63,6 +64,9 @@ class Setting:
 
     `network_bit_per_s` is the line rate of a node, each way, of which collectives get the usual
     share if not `network_ratio`; `source` says where that is from. `power_w` is a GPU's limit.
+    Ranks `in_containers` of their own share no memory, so that NCCL takes the network inside nodes
+    too. A trainer that works on gradients launches `tensor_kernels` for each before the update,
+    which move `parameter_bytes` for each parameter.
     """
 
     machine: str | None = None
@@ -72,6 +76,9 @@ class Setting:
     memory_bytes: int | None = None
     memory_bytes_per_s: float | None = None
     power_w: float | None = None
+    in_containers: bool = False
+    tensor_kernels: int = 0
+    parameter_bytes: float = 0.0
     source: str = ""
 
 
@@ -107,6 +114,8 @@ def variant(name: str, setting: Setting | None, most: int = 1) -> MachineProfile
     if first is not profile.devices[0] or devices != len(profile.devices):
         alike = tuple(replace(first, index=index) for index in range(devices))
         profile = replace(profile, devices=alike)
+    if setting is not None and setting.tensor_kernels:
+        profile = _with_gradient_work(profile, setting)
     if setting is None or setting.network_bit_per_s is None:
         return profile
     link = Link(
@@ -118,3 +127,22 @@ def variant(name: str, setting: Setting | None, most: int = 1) -> MachineProfile
         provenance=Provenance(source="datasheet", note=setting.source),
     )
     return replace(profile, network=(link,))
+
+
+def _with_gradient_work(profile: MachineProfile, setting: Setting) -> MachineProfile:
+    """The profile whose updates hold what a trainer does with gradients, and wait for it."""
+    profile = with_typical_costs(profile)
+    host, first = profile.host, profile.devices[0]
+    assert host is not None
+    assert first.memory_bandwidth_bytes_per_s is not None
+    kernel_s = host.forward_op_s + host.bare_op_s
+    rate = STREAMED_RATIO * first.memory_bandwidth_bytes_per_s
+    updates = tuple(
+        replace(
+            update,
+            per_tensor_s=update.per_tensor_s + setting.tensor_kernels * kernel_s,
+            per_parameter_s=update.per_parameter_s + setting.parameter_bytes / rate,
+        )
+        for update in profile.updates
+    )
+    return replace(profile, updates=updates)

@@ -34,7 +34,9 @@ class Question:
     @property
     def allocation(self) -> str:
         """Devices of each node, on the row's machine."""
-        sizes = groupby(self.row.step.node_sizes)
+        setting, sizes = self.workload.setting, groupby(self.row.step.node_sizes)
+        if setting is not None and setting.in_containers:
+            sizes = groupby([1] * self.row.step.ranks)
         name = self.profile.name
         return "+".join(f"{len(list(same))}x{size}:{name}" for size, same in sizes)
 

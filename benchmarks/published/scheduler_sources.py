@@ -26,6 +26,13 @@ MULTI30K = ModelSpec.of(
     vocabulary=9500,
     shared=True,
 )
+# (kernels for each gradient, bytes for each parameter) of what AdaptDL's jobs do from the backward
+# pass to the next step. Its statistics of gradients (adaptdl/torch/gradient_noise_scale.py): in a
+# hook, ahead of the device, the square, its sum and the sum of all (12 bytes), then two quotients
+# and the same again, for which the host waits; of a single replica as much for the step before.
+# Updates go tensor by tensor in torch 1.x, by 4 kernels of SGD or 9 of AdamW; clipping is 3.
+_STATISTICS, _OF_THE_STEP_BEFORE = (5, 40.0), (9, 52.0)
+_SGD, _ADAMW, _CLIPPING = (4, 0.0), (9, 0.0), (3, 12.0)
 # Networks that the sources do not state in their tables.
 # Of the 50 Gbit/s one TCP flow gets 5 between instances outside a placement group (Amazon EC2 User
 # Guide, "EC2 instance network bandwidth"). That these jobs were bound by one flow is not stated: it
@@ -38,8 +45,14 @@ _POLLUX = Setting(
     network_ratio=0.99,
     source="Amazon EC2 user guide, instance network bandwidth: 5 Gbit/s for one flow",
 )
+# Replicas are containers without common memory (Sia's rows take as long on one node as on two), and
+# one TCP flow between containers gets some 12 Gbit/s: assumed after their rows had been seen.
 _SIA_RTX = Setting(
-    network="tcp", network_bit_per_s=50e9, source="assumed: 50 Gbit/s Ethernet, not stated"
+    network="tcp",
+    network_bit_per_s=12e9,
+    network_ratio=1.0,
+    in_containers=True,
+    source="assumed: 12 Gbit/s for a TCP flow between containers, not stated",
 )
 _GAVEL = Setting(
     network="tcp", network_bit_per_s=32e9, source="assumed: 32 Gbit/s of a cloud's GPU instances"
@@ -49,46 +62,63 @@ _GAVEL = Setting(
 def _adaptdl(row: PublishedRow) -> Workload:
     """The jobs of AdaptDL's benchmark (petuum/adaptdl, benchmark/models)."""
     model = row.step.model.lower()
+    optimizer, work = "sgd-momentum", [_STATISTICS, _SGD]
     if "bert" in model:
         spec, optimizer = bert("base", "QuestionAnswering", row.seq_len or 384), "adamw"
+        work = [_STATISTICS, _ADAMW, _CLIPPING]
     elif "resnet-18" in model:
-        spec, optimizer = RESNET18_CIFAR, "sgd-momentum"
+        spec = RESNET18_CIFAR
     elif "deepspeech2" in model:
-        spec, optimizer = DEEPSPEECH2, "sgd-momentum"
+        spec, work = DEEPSPEECH2, [*work, _CLIPPING]
     elif "resnet-50" in model:
-        spec, optimizer = RESNET50, "sgd-momentum"
+        spec = RESNET50
     else:
         raise NotMapped(f"no builder for the model {row.step.model}")
     # torch 1.7 to 1.11 multiplied matrices in TF32 by default.
     precision = "tf32" if "1.9" in row.text("framework_version") else "fp32"
     remarks = ("utterances taken as 5 s long",) if spec is DEEPSPEECH2 else ()
-    return Workload(spec=spec, precision=precision, optimizer=optimizer, remarks=remarks)
+    if row.step.ranks == 1:
+        work.append(_OF_THE_STEP_BEFORE)
+    kernels, moved = (sum(each) for each in zip(*work, strict=True))
+    setting = Setting(tensor_kernels=int(kernels), parameter_bytes=moved)
+    return Workload(
+        spec=spec, precision=precision, optimizer=optimizer, setting=setting, remarks=remarks
+    )
 
 
 def pollux(row: PublishedRow) -> Workload:
-    return replace(_adaptdl(row), setting=_POLLUX)
+    return _in(_POLLUX, _adaptdl(row))
 
 
 def sia(row: PublishedRow) -> Workload:
     workload = _adaptdl(row)
     if "network not stated" not in row.text("interconnect"):
         return workload
-    return replace(
-        workload, setting=_SIA_RTX, remarks=(*workload.remarks, "network of 50 Gbit/s assumed")
+    remarks = (*workload.remarks, "network of 12 Gbit/s between containers assumed")
+    return replace(_in(_SIA_RTX, workload), remarks=remarks)
+
+
+def _in(network: Setting, workload: Workload) -> Workload:
+    """The workload on a network, its work on gradients kept."""
+    own = workload.setting
+    assert own is not None
+    setting = replace(
+        network, tensor_kernels=own.tensor_kernels, parameter_bytes=own.parameter_bytes
     )
+    return replace(workload, setting=setting)
 
 
 def _gavel(row: PublishedRow) -> Workload:
     """The jobs of Gavel's trace (stanford-futuredata/gavel, workloads/pytorch)."""
     model = row.step.model.lower()
     if "resnet-50" in model:
-        spec, optimizer = RESNET50, "sgd-momentum"
+        spec, optimizer = RESNET50, "sgd-momentum-loop"
     elif "resnet-18" in model:
-        spec, optimizer = RESNET18_CIFAR, "sgd-momentum"
+        spec, optimizer = RESNET18_CIFAR, "sgd-momentum-loop"
     elif "lstm" in model:
-        spec, optimizer = ModelSpec.of("LSTM LM", "word_lstm", length=row.seq_len or 35), "sgd"
+        spec, optimizer = ModelSpec.of("LSTM LM", "word_lstm", length=row.seq_len or 35), "sgd-loop"
     elif "transformer" in model:
-        spec, optimizer = MULTI30K, "adam"
+        spec, optimizer = MULTI30K, "adam-loop"
     else:
         raise NotMapped(f"no builder for the model {row.step.model}")
     return Workload(spec=spec, precision="fp32", optimizer=optimizer, setting=_GAVEL)

@@ -1,4 +1,4 @@
-"""Decisions made by comparing estimates: batches, rank order, strategies, sweeps, what to rent."""
+"""Decisions made by comparing estimates: layouts, batches, rank order, strategies, what to rent."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from estimator.advise.choices import cheapest
+    from estimator.advise.layouts import best_layout
     from estimator.advise.one_more import best_batch, next_gpu
 
 _HOMES = {
     "best_batch": "estimator.advise.one_more",
+    "best_layout": "estimator.advise.layouts",
     "cheapest": "estimator.advise.choices",
     "next_gpu": "estimator.advise.one_more",
 }
 
-__all__ = ["best_batch", "cheapest", "next_gpu"]
+__all__ = ["best_batch", "best_layout", "cheapest", "next_gpu"]
 
 
 def __getattr__(name: str) -> Any:

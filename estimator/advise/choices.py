@@ -82,6 +82,7 @@ def cheapest(
     machines: Sequence[str],
     *,
     max_nodes: int = 8,
+    mixed: bool = False,
     deadline_s: float | None = None,
     budget_usd: float | None = None,
     **asked: Any,
@@ -89,9 +90,10 @@ def cheapest(
     """What to rent to train a graph: `choose` among `offers` on some machine types.
 
     `asked` goes to `offers`: `samples` or `tokens`, `prices`, `spot`, `revocations`, `strategies`,
-    `batch_per_gpu` or `global_batch`, `calibration`. Raises PriceError, WorkloadError,
+    `batch_per_gpu` or `global_batch`, `layouts_of`, `calibration`. With `mixed` nodes of two
+    machines may train together. Raises PriceError, WorkloadError,
     AllocationError.
     """
-    allocations = list(allocations_of(machines, max_nodes))
+    allocations = list(allocations_of(machines, max_nodes, mixed=mixed))
     found = offers(graph, allocations, **asked)
     return choose(found, deadline_s=deadline_s, budget_usd=budget_usd)

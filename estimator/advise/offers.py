@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import numpy as np
+from itertools import combinations
+from typing import Any, NamedTuple
 
 from estimator.advise.checkpoints import best_interval_s, expected_time_s
+from estimator.advise.layouts import best_layout
 from estimator.coefficients import Calibration
 from estimator.errors import AllocationError, PriceError, WorkloadError
 from estimator.graph.op_graph import OpGraph
@@ -56,14 +56,17 @@ class Spot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """An allocation with its best strategy: time and cost of the whole training.
+    """An allocation with its best strategy and layout: time and cost of the whole training.
 
+    `layout` is None where all ranks are data-parallel.
     `low_s`, `high_s`, `low_usd` and `high_usd` are of the estimate's interval. With revocations
     times are expected ones, with a checkpoint after every `interval_s` of training.
     """
 
     allocation: str
     strategy: str
+    layout: str | None
+    checkpoint: str | None
     batch_per_gpu: int
     accumulation_steps: int
     global_batch: int
@@ -85,13 +88,18 @@ class Offer:
         return asdict(self)
 
 
-def allocations_of(machines: Sequence[str], max_nodes: int) -> Iterator[str]:
+def allocations_of(
+    machines: Sequence[str], max_nodes: int, *, mixed: bool = False
+) -> Iterator[str]:
     """One node with 1, 2, 4, … devices, then whole nodes up to `max_nodes`, of each machine.
 
-    Node counts are powers of two and the last. Raises AllocationError.
+    Node counts are powers of two and the last. With `mixed`, of every two machines as many nodes
+    together too. Raises AllocationError.
 
     >>> list(allocations_of(["t4-g4dn"], 3))
     ['1x1:t4-g4dn', '1x2:t4-g4dn', '1x4:t4-g4dn', '2x4:t4-g4dn', '3x4:t4-g4dn']
+    >>> list(allocations_of(["t4-g4dn", "a100-p4d"], 2, mixed=True))[-1]
+    '1x4:t4-g4dn+1x8:a100-p4d'
     """
     if not 1 <= max_nodes <= _MOST_NODES:
         raise AllocationError(
@@ -105,6 +113,12 @@ def allocations_of(machines: Sequence[str], max_nodes: int) -> Iterator[str]:
         nodes = {1 << power for power in range(1, max_nodes.bit_length())} | {max_nodes}
         for count in sorted(nodes - {1}):
             yield f"{count}x{whole}:{machine}"
+    for one, other in combinations(dict.fromkeys(machines), 2) if mixed else ():
+        for power in range((max_nodes // 2).bit_length()):
+            of_each = (
+                f"{1 << power}x{len(load_profile(name).devices)}:{name}" for name in (one, other)
+            )
+            yield "+".join(of_each)
 
 
 def offers(
@@ -120,11 +134,15 @@ def offers(
     batch_per_gpu: int | None = None,
     global_batch: int | None = None,
     calibration: Calibration | None = None,
+    layouts_of: Sequence[OpGraph] = (),
+    report: Callable[[str, float], None] | None = None,
 ) -> list[Offer]:
     """Each allocation that can train so much, with the fastest of the strategies that fit.
 
     With a `global_batch` each rank takes its share, in the fewest micro-batches that fit; else each
     has `batch_per_gpu` samples, by default those traced, and the global batch grows with the ranks.
+    `layouts_of` are graphs of the model, each with other activation checkpoints, by whose layouts
+    ranks may share a `global_batch` too (`layouts.best_layout`).
     Raises PriceError where a machine has no price, WorkloadError where nothing can be trained.
     """
     amount = _samples(graph, samples, tokens)
@@ -132,7 +150,7 @@ def offers(
     parsed = [Allocation.parse(text) for text in allocations]
     for allocation in parsed:
         _usd(known, allocation, 0.0, spot)
-    best: dict[int, tuple[EstimateTable, int, str, int]] = {}
+    best: dict[int, _Best] = {}
     refusal = "no allocation was given"
     for strategy in strategies:
         for table, rows, micro_batches in _tables(
@@ -143,18 +161,94 @@ def offers(
                 if not table.answered[row] or table.fits[row] == "no":
                     continue
                 held = best.get(number)
-                if held is None or table.samples_per_s[row] > held[0].samples_per_s[held[1]]:
-                    best[number] = table, row, strategy, micro_batches
+                if held is None or table.samples_per_s[row] > held.samples_per_s:
+                    best[number] = _Best.of_row(table, row, strategy, micro_batches, graph)
+    for number, allocation in enumerate(parsed if layouts_of else ()):
+        if report is not None:
+            report(str(allocation), number / len(parsed))
+        found = _laid_out(layouts_of, allocation, global_batch, calibration)
+        held = best.get(number)
+        if found is not None and (held is None or found.samples_per_s > held.samples_per_s):
+            best[number] = found
     if not best:
         raise WorkloadError(f"no allocation can train {graph.name}: {refusal}")
-    found = [
-        _offer(parsed[number], *best[number], amount, known, spot, revocations)
+    offered = [
+        _offer(parsed[number], best[number], amount, known, spot, revocations)
         for number in sorted(best)
         if revocations is None or revocations.can_end(parsed[number].nodes)
     ]
-    if not found:
+    if not offered:
         raise WorkloadError("no training ends with revocations as frequent; take fewer instances")
-    return found
+    return offered
+
+
+class _Best(NamedTuple):
+    """How an allocation trains fastest."""
+
+    strategy: str
+    layout: str | None
+    checkpoint: str | None
+    batch_per_gpu: int
+    micro_batches: int
+    global_batch: int
+    fits: str
+    step_time_s: float
+    low_s: float
+    high_s: float
+    samples_per_s: float
+
+    @classmethod
+    def of_row(
+        cls, table: EstimateTable, row: int, strategy: str, micro_batches: int, graph: OpGraph
+    ) -> _Best:
+        """A row of a table, whose ranks are data-parallel."""
+        return cls(
+            strategy=strategy,
+            layout=None,
+            checkpoint=graph.checkpoint,
+            batch_per_gpu=int(table.batch_per_gpu[row]),
+            micro_batches=micro_batches,
+            global_batch=int(table.global_batch[row]),
+            fits=str(table.fits[row]),
+            step_time_s=float(table.step_time_s[row]),
+            low_s=float(table.low_s[row]),
+            high_s=float(table.high_s[row]),
+            samples_per_s=float(table.samples_per_s[row]),
+        )
+
+
+def _laid_out(
+    graphs: Sequence[OpGraph],
+    allocation: Allocation,
+    global_batch: int | None,
+    calibration: Calibration | None,
+) -> _Best | None:
+    """The best layout of an allocation; None where none trains it, or devices are unlike."""
+    if global_batch is None:
+        raise WorkloadError("layouts share the samples of a step; give a global batch")
+    if len(allocation.groups) > 1:
+        return None
+    try:
+        ranking = best_layout(
+            graphs, allocation, global_batch=global_batch, calibration=calibration, most=1
+        )
+    except WorkloadError:
+        return None
+    row = ranking.rows[0]
+    answer = row.answer
+    return _Best(
+        strategy=row.strategy,
+        layout=answer.layout,
+        checkpoint=row.checkpoint,
+        batch_per_gpu=row.batch_per_gpu,
+        micro_batches=row.micro_batches,
+        global_batch=global_batch,
+        fits=answer.fits,
+        step_time_s=answer.step_time_s,
+        low_s=answer.low_s,
+        high_s=answer.high_s,
+        samples_per_s=global_batch / answer.step_time_s,
+    )
 
 
 def _samples(graph: OpGraph, samples: float | None, tokens: float | None) -> float:
@@ -203,7 +297,8 @@ def _tables(
             table = estimate_many(
                 graph,
                 [allocations[number] for number in rows],
-                batch_per_gpu=np.array([share_of[number] // micro_batches for number in rows]),
+                # Unlike devices share it by speed.
+                global_batch=global_batch,
                 accumulation_steps=micro_batches,
                 strategy=strategy,
                 calibration=calibration,
@@ -220,19 +315,15 @@ def _tables(
 
 def _offer(
     allocation: Allocation,
-    table: EstimateTable,
-    row: int,
-    strategy: str,
-    micro_batches: int,
+    best: _Best,
     samples: float,
     prices: PriceList,
     spot: bool,
     revocations: Spot | None,
 ) -> Offer:
-    work_s = samples / float(table.samples_per_s[row])
-    step_s, low, high = (float(c[row]) for c in (table.step_time_s, table.low_s, table.high_s))
+    work_s = samples / best.samples_per_s
     duration_s, interval_s = work_s, None
-    low_s, high_s = work_s * low / step_s, work_s * high / step_s
+    low_s, high_s = (work_s * each / best.step_time_s for each in (best.low_s, best.high_s))
     if revocations is not None:
         duration_s, interval_s = revocations.expected_s(work_s, allocation.nodes)
         low_s, high_s = (
@@ -243,14 +334,16 @@ def _offer(
     )
     return Offer(
         allocation=str(allocation),
-        strategy=strategy,
-        batch_per_gpu=int(table.batch_per_gpu[row]),
-        accumulation_steps=micro_batches,
-        global_batch=int(table.global_batch[row]),
+        strategy=best.strategy,
+        layout=best.layout,
+        checkpoint=best.checkpoint,
+        batch_per_gpu=best.batch_per_gpu,
+        accumulation_steps=best.micro_batches,
+        global_batch=best.global_batch,
         ranks=allocation.ranks,
-        fits=str(table.fits[row]),
-        step_time_s=step_s,
-        samples_per_s=float(table.samples_per_s[row]),
+        fits=best.fits,
+        step_time_s=best.step_time_s,
+        samples_per_s=best.samples_per_s,
         duration_s=duration_s,
         low_s=low_s,
         high_s=high_s,

@@ -20,7 +20,7 @@ from estimator.graph.optimizer_memory import block_bytes, rounded_bytes, trained
 from estimator.graph.structure import GraphStructure
 from estimator.machines.profile import Link, LinkKind, MachineProfile
 from estimator.timeline.program import StepProgram
-from estimator.workload.optimizers import state_sizes
+from estimator.workload.optimizers import RULES, state_sizes
 
 Array = NDArray[np.float64]
 Sizes = NDArray[np.int64]
@@ -258,10 +258,12 @@ class _Builder:
         )
 
     def _temporary(self, size_bytes: int) -> int:
-        """The root of the second moment, and on CPUs the quotient (`temporaries_bytes`)."""
-        if self.fused or self.graph.optimizer not in ("adam", "adamw"):
+        """The root of the second moment, and in a loop the quotient (`temporaries_bytes`)."""
+        rule = RULES[self.graph.optimizer]
+        if self.fused or not rule.root_tensors:
             return 0
-        return size_bytes if self.graph.target == "cuda" else 2 * size_bytes
+        foreach = self.graph.target == "cuda" and rule.form is None
+        return size_bytes if foreach else 2 * size_bytes
 
     def _tensors(self, place: dict[int, int]) -> list[PlannedTensor]:
         structure, graph = self.structure, self.graph

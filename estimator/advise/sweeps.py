@@ -6,6 +6,7 @@ import csv
 import io
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from estimator.errors import (
     quoted,
 )
 from estimator.estimates import Estimate
+from estimator.tables.workers import map_shared
 
 _RANGE = r"\d+(?:\.\.\d+)?"
 _COUNTS = rf"({_RANGE}(?:,{_RANGE})*)"
@@ -111,21 +113,28 @@ def existing(patterns: Sequence[str], exists: Callable[[str], bool]) -> list[str
     return [text for text in texts if exists(text)] or texts[:1]
 
 
-def sweep(patterns: Sequence[str], answer_of: Callable[[str], Estimate]) -> list[SweepRow]:
+def sweep(
+    patterns: Sequence[str],
+    answer_of: Callable[[str], Estimate],
+    *,
+    executor: Executor | None = None,
+) -> list[SweepRow]:
     """Estimate every allocation of the patterns; those that do not exist keep their reason.
 
-    So do those over whose ranks a strategy or a batch cannot be divided. Raises the first of these
-    reasons if none can be answered.
+    So do those over whose ranks a strategy or a batch cannot be divided. With an `executor` they
+    are estimated on its workers, to each of which `answer_of` is sent once, as it is pickled:
+    ``functools.partial(est.estimate, graph)``. Raises the first of these reasons if none can be
+    answered.
     """
     rows: list[SweepRow] = []
     errors: list[EstimatorError] = []
-    for pattern in patterns:
-        for text in expand_pattern(pattern):
-            try:
-                rows.append(SweepRow(allocation=text, answer=answer_of(text)))
-            except (AllocationError, StrategyError, WorkloadError) as error:
-                errors.append(error)
-                rows.append(SweepRow(allocation=text, answer=None, refusal=str(error)))
+    texts = (text for pattern in patterns for text in expand_pattern(pattern))
+    for text, found in map_shared(executor, _answer, answer_of, texts):
+        if isinstance(found, Estimate):
+            rows.append(SweepRow(allocation=text, answer=found))
+        else:
+            errors.append(found)
+            rows.append(SweepRow(allocation=text, answer=None, refusal=str(found)))
     answers = [row.answer for row in rows if row.answer is not None]
     if not answers:
         raise errors[0] if errors else AllocationError("the sweep names no allocation")
@@ -139,6 +148,16 @@ def sweep(patterns: Sequence[str], answer_of: Callable[[str], Estimate]) -> list
         )
         for row in rows
     ]
+
+
+def _answer(
+    answer_of: Callable[[str], Estimate], _kept: dict[str, Any], text: str
+) -> Estimate | EstimatorError:
+    """The estimate of an allocation, or why there is none."""
+    try:
+        return answer_of(text)
+    except (AllocationError, StrategyError, WorkloadError) as error:
+        return error
 
 
 def _efficiency(answer: Estimate, smallest: Estimate) -> float | None:

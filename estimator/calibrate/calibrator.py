@@ -7,7 +7,7 @@ import math
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from estimator.placement.allocation import Allocation
 if TYPE_CHECKING:
     from estimator.calibrate.corrections import Correction, StepCorrections
     from estimator.graph.op_graph import OpGraph
+    from estimator.placement.topology import Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,21 @@ class Calibrator:
         if not fitted.knows(first.job, engine):
             fitted = self._learn(first, engine)
         return fitted.coefficients_for(first.job, questions, allocations)
+
+    def counting_drifts(
+        self, graph: OpGraph, cluster: Cluster, *, hosts: Collection[str] | None = None
+    ) -> tuple[Cluster, list[str]]:
+        """The cluster with its hosts as slow as observations show them, and a sentence on each.
+
+        For estimates of `graph`; of `hosts` alone where they are given. Hosts with a slowdown of
+        their own keep that, and so do those on which this very job has been observed since.
+        """
+        from estimator.calibrate.review import counting_drifts
+        from estimator.engine import DEFAULT
+
+        jobs = {("content", DEFAULT.content(graph).fingerprint), ("name", graph.name)}
+        asked = cluster.nodes.keys() if hosts is None else hosts
+        return counting_drifts(cluster, asked, self.store.observations(), jobs)
 
     def _learn(self, asked: StepQuestion, engine: Engine) -> _Fitted:
         with self._learning:

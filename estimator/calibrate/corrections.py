@@ -68,7 +68,10 @@ class StepCorrections:
         this job by its name alone.
         """
         rows, times = _rows(predicted), _engine_times(predicted)
-        self.regressor_ = StepTimeRegressor(priors=_pooled_priors(self.content, others))
+        self.regressor_: StepTimeRegressor = StepTimeRegressor(
+            priors=_pooled_priors(self.content, others),
+            peers=[other.spread() for other in others],
+        )
         self.regressor_.fit(rows, step_times_s, weights, engine_times=times)
         if len(rows):
             # What all questions need is worked out before the first is asked.
@@ -127,6 +130,10 @@ class StepCorrections:
     def log_parameter(self, name: str) -> float:
         """The logarithm of a fitted parameter of `priors.PARAMETERS`."""
         return float(self.regressor_.log_parameters_[PARAMETERS.index(name)])
+
+    def spread(self) -> Array:
+        """How much the job's steps vary, as a peer of other jobs (`intervals.Spread.posterior`)."""
+        return self.regressor_.spread_.posterior
 
     def informative_rows(self, name: str) -> int:
         """How many observed rows depend on a parameter of _CORRELATION."""

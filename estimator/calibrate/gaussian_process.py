@@ -28,6 +28,8 @@ _JITTER_SIGMA, _JITTER_BATCH_LENGTH_SCALE = 0.04, 1.0
 _NOISE_SIGMA, _SYNC_NOISE_SIGMA = 0.03, 0.04
 # Squared distance below which two placements are the same, up to rounding.
 _SAME_PLACEMENT = 1e-12
+# The covariance of so many rows with a thousand stays in a core's cache while it is worked out.
+_ROWS_AT_ONCE = 64
 
 
 def noise_variance(sync_share: Array) -> Array:
@@ -68,22 +70,31 @@ def kernel(first: Inputs, second: Inputs) -> Array:
     A sum of three squared-exponential kernels: of the placement's synchronisation, of compute at a
     batch size, and of the jitter between ranks.
     """
+    found = np.empty((len(first.rows), len(second.rows)))
+    for start in range(0, len(found), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        found[rows] = _kernel_rows(first, rows, second)
+    return found
+
+
+def _kernel_rows(first: Inputs, rows: slice, second: Inputs) -> Array:
     from scipy.spatial.distance import cdist
 
-    distance = cdist(first.placements, second.placements, "sqeuclidean")
+    distance = cdist(first.placements[rows], second.placements, "sqeuclidean")
     smooth = np.exp(-distance / 2)
-    batch_distance = (first.log_batches[:, None] - second.log_batches) ** 2 / 2
+    batch_distance = (first.log_batches[rows, None] - second.log_batches) ** 2 / 2
     placement = _SMOOTH_SHARE * smooth
     same = distance < _SAME_PLACEMENT
     if same.any():
         placement[same] += 1 - _SMOOTH_SHARE
+    share, distributed = first.sync_share[rows, None], first.is_distributed[rows, None]
     placement *= np.exp(batch_distance * (-1 / _PLACEMENT_BATCH_LENGTH_SCALE**2))
-    placement *= (_PLACEMENT_SIGMA**2 * first.sync_share)[:, None] * second.sync_share
+    placement *= _PLACEMENT_SIGMA**2 * share * second.sync_share
     compute = np.exp(batch_distance * (-1 / _COMPUTE_BATCH_LENGTH_SCALE**2))
-    compute *= (_COMPUTE_SIGMA**2 * (1 - first.sync_share))[:, None] * (1 - second.sync_share)
+    compute *= _COMPUTE_SIGMA**2 * (1 - share) * (1 - second.sync_share)
     jitter = smooth
     jitter *= np.exp(batch_distance * (-1 / _JITTER_BATCH_LENGTH_SCALE**2))
-    jitter *= (_JITTER_SIGMA**2 * first.is_distributed)[:, None] * second.is_distributed
+    jitter *= _JITTER_SIGMA**2 * distributed * second.is_distributed
     return np.asarray(placement + compute + jitter)
 
 

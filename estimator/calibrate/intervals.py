@@ -6,13 +6,17 @@ few observations the quantile leans on a prior distribution of scores: a Student
 heavier-tailed than the normal, like the errors on jobs that were never observed. Scores of steps
 with a similar share of synchronisation count most (localised conformal prediction, Guan 2023).
 
-Some machines scatter: the same step takes 20 to 50 % longer in one run than in another. How much
-one job does so is estimated first, as a variance on top of the predictive one (partial pooling:
-with few observations most jobs are taken to scatter little), under a Student t distribution.
+Some machines scatter: the same step takes 20 to 50 % longer in one run than in another; and some
+jobs follow the performance model less than others. How much is estimated first, under a Student t
+distribution: a variance on top of the predictive one, and a factor on the latter. That is partial
+pooling: with few observations a job is taken to be like the others on its machines, and these like
+all jobs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -31,10 +35,12 @@ _PRIOR_DEGREES_OF_FREEDOM = 6.0
 _PRIOR_SCALE = 0.70
 _PRIOR_COUNT = 18.0
 _PRIOR_POINTS = 200
-# Standard deviations of log step time that runs of a job may scatter by beyond what is predicted,
-# with an exponential prior of this mean, and the degrees of freedom of the errors.
+# The grid of a job's spread: standard deviations of log step time by which its runs may scatter
+# beyond what is predicted, and factors on the predictive standard deviation; the degrees of freedom
+# of its errors.
 _SCATTER_SIGMAS = np.array([0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6])
-_SCATTER_MEAN, _SCATTER_DEGREES_OF_FREEDOM = 0.1, 6.0
+_INFLATIONS = np.array([0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0])
+_SPREAD_DEGREES_OF_FREEDOM = 6.0
 # How many pairs of runs of one step the usual noise counts for, beside those of the job.
 _USUAL_REPLICATES = 8.0
 # Shares of synchronisation at which quantiles are computed; the bandwidth of the Gaussian weights
@@ -47,21 +53,73 @@ _FLOOR_WEIGHT = 0.02
 # when a count or the batch lies beyond four times the observed range.
 _EXTRAPOLATION_SIGMA = 0.3
 _EXTRAPOLATION_FACTOR = 4.0
+# A wider interval than a factor of 3.3 to either side says no more than this one.
+_LARGEST_HALF_WIDTH = 1.2
 
 
-def scatter_variance(errors: Array, variance: Array) -> float:
-    """The posterior mean of a job's variance beyond the predictive one, in units of scores.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadPrior:
+    """What is believed of a job's spread before anything was observed.
 
-    `errors` are log(predicted / observed) of observations left out in turn.
+    Scatter has an exponential prior of mean `scatter_mean`, the factor on the predictive standard
+    deviation a log-normal one. Errors of n distinct observations, each left out in turn, count as
+    larger by `few` / (n − 1): predictions from so few lean on priors that are wider than the jobs
+    that they were fitted to, so that their predicted deviation hides what the job does. This prior
+    counts for `jobs` other jobs of a machine.
     """
-    freedom = _SCATTER_DEGREES_OF_FREEDOM
-    total = variance[:, None] * _PRIOR_SCALE**2 + _SCATTER_SIGMAS**2
-    log_t = (
-        -(freedom + 1) / 2 * np.log1p(errors[:, None] ** 2 / total / freedom) - np.log(total) / 2
-    )
-    log_posterior = log_t.sum(axis=0) - _SCATTER_SIGMAS / _SCATTER_MEAN
-    posterior = np.exp(log_posterior - log_posterior.max())
-    return float(posterior @ _SCATTER_SIGMAS**2 / posterior.sum() / _PRIOR_SCALE**2)
+
+    scatter_mean: float = 0.2
+    inflation_median: float = 0.82
+    inflation_sigma: float = 0.5
+    few: float = 2.0
+    jobs: float = 0.3
+
+    def probabilities(self) -> Array:
+        """Of each point of the grid, (inflations, scatters)."""
+        z = np.log(_INFLATIONS / self.inflation_median) / self.inflation_sigma
+        density = np.exp(-(z**2)[:, None] / 2 - _SCATTER_SIGMAS / self.scatter_mean)
+        return np.asarray(density / density.sum())
+
+
+# Chosen on shared tables, judged with each source left out (`benchmarks/calibration_pairs.py`).
+SPREAD_PRIOR = SpreadPrior()
+
+
+class Spread:
+    """How much steps of one job vary beyond what is predicted, from its left-out errors.
+
+    `errors` are log(predicted / observed) of observations left out in turn, `variance` the
+    predicted ones, `distinct` how many inputs there are. `peers` are posteriors of other jobs on
+    the same machines; `posterior`, of this job by itself, is one for them. `inflation_variance` is
+    the posterior mean of the squared factor, `scatter_variance` that of the variance on top, in
+    units of scores.
+    """
+
+    def __init__(
+        self,
+        errors: Array,
+        variance: Array,
+        distinct: int,
+        peers: Sequence[Array] = (),
+        prior: SpreadPrior = SPREAD_PRIOR,
+    ) -> None:
+        squares = (errors * (1 + prior.few / max(distinct - 1, 1)))[:, None, None] ** 2
+        predicted = variance[:, None, None] * _PRIOR_SCALE**2
+        total = predicted * _INFLATIONS[:, None] ** 2 + _SCATTER_SIGMAS**2
+        freedom = _SPREAD_DEGREES_OF_FREEDOM
+        log_t = -(freedom + 1) / 2 * np.log1p(squares / total / freedom) - np.log(total) / 2
+        log_likelihood = log_t.sum(axis=0)
+        likelihood = np.exp(log_likelihood - log_likelihood.max())
+        alone = prior.probabilities()
+        self.posterior = _normalised(likelihood * alone)
+        pooled = _normalised(prior.jobs * alone + np.sum(peers, axis=0)) if peers else alone
+        found = _normalised(likelihood * pooled)
+        self.inflation_variance = float(found.sum(axis=1) @ _INFLATIONS**2)
+        self.scatter_variance = float(found.sum(axis=0) @ _SCATTER_SIGMAS**2) / _PRIOR_SCALE**2
+
+
+def _normalised(density: Array) -> Array:
+    return np.asarray(density / density.sum())
 
 
 def replicate_variance(
@@ -115,6 +173,11 @@ def quantiles_on_grid(
 def interpolated(quantiles: Array, sync_share: Array) -> Array:
     """The quantiles of `quantiles_on_grid` at shares between its grid points."""
     return np.asarray(np.interp(sync_share, _GRID, quantiles))
+
+
+def half_width(quantiles: Array, variance: Array) -> Array:
+    """Half-widths of intervals, in logarithms, from score quantiles and predictive variances."""
+    return np.asarray(np.minimum(quantiles * np.sqrt(variance), _LARGEST_HALF_WIDTH))
 
 
 def extrapolates(rows: Array, observed: Array, parameter_sigma: Array) -> NDArray[np.bool_]:

@@ -112,7 +112,8 @@ class Mixture:
         """
         distinct, places = np.unique(rows, axis=0, return_inverse=True)
         self.rows_ = distinct
-        self.counts_ = np.bincount(places.reshape(-1), observation_weights, len(distinct))
+        counts = np.bincount(places.reshape(-1), observation_weights, len(distinct))
+        self.count_of_ = dict(zip(map(tuple, distinct.tolist()), counts.tolist(), strict=True))
         chosen = _without_outliers(observation_weights[left_out.observation])
         kept = left_out.observation[chosen]
         self.kinds_ = _kinds(rows[kept])
@@ -178,7 +179,7 @@ class Mixture:
 
     def counts(self, rows: Array) -> Array:
         """How many observations there are of each row; outliers count less."""
-        return np.asarray((rows[:, None, :] == self.rows_).all(axis=2) @ self.counts_)
+        return np.array([self.count_of_.get(tuple(row), 0.0) for row in rows.tolist()])
 
     def combine(
         self, rows: Array, log_model: Array, variance: Array, engine_log_s: Array | None = None

@@ -125,9 +125,10 @@ class Posterior:
         about_prior = training.residuals + training.jacobian @ training.parameters
         inner = self._solved_jacobian @ self.parameter_covariance
         solved = self._solve(about_prior) - inner @ (self._solved_jacobian.T @ about_prior)
-        unit = np.zeros((len(about_prior), len(inputs)))
-        unit[inputs, np.arange(len(inputs))] = 1.0
-        diagonal = self._solve(unit)[inputs, np.arange(len(inputs))]
+        unit = np.zeros((len(inputs), len(about_prior)))
+        unit[np.arange(len(inputs)), inputs] = 1.0
+        # Of K⁻¹; that of P is less by what the parameters explain.
+        diagonal = self._explained_variance(unit)
         diagonal -= np.einsum("ij,ij->i", inner[inputs], self._solved_jacobian[inputs])
         diagonal = np.maximum(diagonal, 1e-12)
         left_out = (solved[inputs] / diagonal - training.residuals[inputs])[place]

@@ -101,7 +101,8 @@ def counting_drifts(
     seen = list(observations)
     nodes, told = dict(cluster.nodes), []
     for drift in review(seen).drifts:
-        if drift.name not in hosts or nodes[drift.name].slowdown_ratio != 1.0:
+        is_asked = drift.name in hosts and drift.name in nodes
+        if not is_asked or nodes[drift.name].slowdown_ratio != 1.0:
             continue
         has_learnt = any(
             one.job in jobs

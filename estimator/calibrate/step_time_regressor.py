@@ -12,6 +12,7 @@ with the most devices on one node as a fifth column.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -22,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from estimator.calibrate import gaussian_process, intervals
 from estimator.calibrate.design_matrix import Dataset, design_matrix, reference_of
 from estimator.calibrate.gaussian_process import Inputs
+from estimator.calibrate.intervals import SPREAD_PRIOR, Spread, SpreadPrior
 from estimator.calibrate.mixture import Mixture
 from estimator.calibrate.performance_model import (
     BATCH,
@@ -83,11 +85,18 @@ class StepTimeRegressor:
     """Step times of one job from few observations: a performance model and its residuals.
 
     `priors` are those of the job's parameters; None takes the weakly informative ones, or those of
-    corrections to the engine's seconds where these are given.
+    corrections to the engine's seconds where these are given. `peers` are the spreads of other jobs
+    on the same machines (`intervals.Spread.posterior`).
     """
 
-    def __init__(self, *, priors: Priors | None = None) -> None:
-        self.priors = priors
+    def __init__(
+        self,
+        *,
+        priors: Priors | None = None,
+        peers: Sequence[Array] = (),
+        spread_prior: SpreadPrior = SPREAD_PRIOR,
+    ) -> None:
+        self.priors, self.peers, self.spread_prior = priors, peers, spread_prior
 
     def fit(
         self,
@@ -127,7 +136,6 @@ class StepTimeRegressor:
         seen = data.rows[:, _RANGE_COLUMNS]
         self.observed_range_ = np.stack([seen.min(axis=0), seen.max(axis=0)]) if len(seen) else seen
         self.posterior_ = Posterior(self._training_data(data))
-        self._quantiles: dict[float, Array] = {}
         self._observed = data.rows, log_times, engine_log_s
         usual = gaussian_process.noise_variance(np.zeros(1)).item()
         self.replicate_variance_ = intervals.replicate_variance(
@@ -165,18 +173,19 @@ class StepTimeRegressor:
         return self._model(self.standardised_parameters_, design_matrix(X), engine_times)
 
     @cached_property
-    def scatter_variance_(self) -> float:
-        """How much runs of this job vary beyond what is predicted of steps that were not seen."""
-        left_out = self.mixture_.left_out
-        return intervals.scatter_variance(left_out.log_ratio, left_out.variance)
+    def spread_(self) -> Spread:
+        """How much this job varies beyond what is predicted of steps that were not seen."""
+        left_out, distinct = self.mixture_.left_out, len(self.mixture_.rows_)
+        of_errors = left_out.log_ratio, left_out.variance
+        return Spread(*of_errors, distinct, self.peers, self.spread_prior)
 
-    def _scatter(self, rows: Array) -> Array:
-        """Variance of rows on top of the predictive one.
+    def _spread_variance(self, rows: Array, variance: Array) -> Array:
+        """The variance of rows whose predictive one is given, with the job's spread.
 
         What n runs of a step have shown of it is known; that they differ among each other remains.
         """
-        counts = self.mixture_.counts(rows)
-        return self.scatter_variance_ / (1 + counts) + self.replicate_variance_
+        scatter = self.spread_.scatter_variance / (1 + self.mixture_.counts(rows))
+        return variance * self.spread_.inflation_variance + scatter + self.replicate_variance_
 
     @property
     def scores_(self) -> tuple[Array, Array]:
@@ -185,9 +194,9 @@ class StepTimeRegressor:
         A score is the distance between an observation and its prediction from all other inputs, in
         predictive standard deviations.
         """
-        left_out = self.mixture_.left_out
-        sigma = np.sqrt(left_out.variance + self.scatter_variance_)
-        return np.abs(left_out.log_ratio) / sigma, left_out.sync_share
+        left_out, spread = self.mixture_.left_out, self.spread_
+        variance = left_out.variance * spread.inflation_variance + spread.scatter_variance
+        return np.abs(left_out.log_ratio) / np.sqrt(variance), left_out.sync_share
 
     def predict(self, X: ArrayLike, *, engine_times: EngineTimes | None = None) -> Array:
         """Step times of rows, in seconds."""
@@ -229,12 +238,12 @@ class StepTimeRegressor:
         jacobian = model.jacobian * self.prior_sigmas_
         mean, variance = self.posterior_.mean_and_variance(inputs, jacobian)
         log_step, between = self._mixed(inputs.rows, model.log_step + mean, variance, engine_times)
-        variance = variance + between + self._scatter(inputs.rows)
+        variance = self._spread_variance(inputs.rows, variance + between)
         quantiles = self._score_quantiles(model.sync_share, coverage_ratio)
         parameter_sigma = np.sqrt(self.posterior_.parameter_variance(jacobian))
         return Prediction(
             log_step=log_step,
-            half_width=quantiles * np.sqrt(variance),
+            half_width=intervals.half_width(quantiles, variance),
             extrapolates=intervals.extrapolates(
                 inputs.rows[:, _RANGE_COLUMNS], self.observed_range_, parameter_sigma
             ),
@@ -248,13 +257,16 @@ class StepTimeRegressor:
         log_model = log_model + _log_offsets(rows, engine_times)
         return self.mixture_.combine(rows, log_model, variance, _engine_log_s(engine_times))
 
+    @cached_property
+    def _quantiles(self) -> dict[float, Array]:
+        return {}
+
     def _score_quantiles(self, sync_share: Array, coverage_ratio: float) -> Array:
         """Half-widths, in predictive standard deviations, that cover the given share of steps."""
-        if coverage_ratio not in self._quantiles:
-            self._quantiles[coverage_ratio] = intervals.quantiles_on_grid(
-                *self.scores_, coverage_ratio
-            )
-        return intervals.interpolated(self._quantiles[coverage_ratio], sync_share)
+        known = self._quantiles
+        if coverage_ratio not in known:
+            known[coverage_ratio] = intervals.quantiles_on_grid(*self.scores_, coverage_ratio)
+        return intervals.interpolated(known[coverage_ratio], sync_share)
 
     def _model(
         self, standardised: Array, rows: Array, engine_times: EngineTimes | None

@@ -89,7 +89,7 @@ def check(on: str, as_json: bool, **options: Any) -> None:
     """
     request = Request(**options)
     graph = traced(request, (on,))
-    request, _ = counting_told_drifts(request, graph, on)
+    request, _ = counting_told_drifts(request, graph, (on,))
     answer = request.estimate(graph, on)
     unmeasured_ratio = sum(
         share_ratio

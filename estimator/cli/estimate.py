@@ -54,7 +54,7 @@ def estimate(
     request = Request(**options)
     graph = traced(request, (on,))
     slowdowns = told_slowdowns(request, (on,))
-    request, drifts = counting_told_drifts(request, graph, on)
+    request, drifts = counting_told_drifts(request, graph, (on,))
     balance = request.balance(graph, on)
     answer = balance.answer if balance else request.estimate(graph, on)
     asked = samples is not None or tokens is not None
@@ -200,7 +200,9 @@ def sweep(
         from estimator.machines.files import check_writable
 
         check_writable(picture)
-    graph = traced(request, existing(patterns, request.exists)[:1])
+    allocations = existing(patterns, request.exists)
+    graph = traced(request, allocations[:1])
+    request, _ = counting_told_drifts(request, graph, allocations)
     rows = run_all(patterns, lambda text: request.estimate(graph, text))
     if picture is not None:
         from estimator.report.scaling import draw_scaling
@@ -229,6 +231,7 @@ def _compare_batches(
     allocations = existing(patterns, replace(request, global_batch=None).exists)
     # Operators treat a dimension of 1 unlike others: of one sample no other batch can be told.
     graph = traced(replace(request, batch=max(batches[0], 2), global_batch=None), allocations[:1])
+    request, _ = counting_told_drifts(request, graph, allocations)
 
     def answer_of(text: str, batch: int) -> Estimate:
         return replace(request, batch=batch).estimate(graph, text)
@@ -257,6 +260,7 @@ def _compare_strategies(
     wanted = [Strategy.parse(text) for text in strategies]
     allocations = existing(patterns, request.exists)
     graph = traced(request, allocations[:1])
+    request, _ = counting_told_drifts(request, graph, allocations)
     rows = [row for text in allocations for row in request.ranked(graph, text, wanted)]
     if as_json:
         print_json([row.to_dict() for row in rows])

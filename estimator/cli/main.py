@@ -21,6 +21,9 @@ from estimator.cli.machines import probe, profiles
 from estimator.cli.memory import memory
 from estimator.cli.plan import plan
 from estimator.cli.replay import replay
+from estimator.cli.report import report
+from estimator.cli.serve import serve
+from estimator.cli.slurm import slurm
 from estimator.cli.stalls import stalls
 from estimator.errors import EstimatorError
 
@@ -115,6 +118,9 @@ for command in (
     probe,
     profiles,
     replay,
+    report,
+    serve,
+    slurm,
     stalls,
     sweep,
     trace,

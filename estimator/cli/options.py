@@ -169,7 +169,10 @@ def training_options(command: Command, *, batch: Any = None) -> Command:
             default="ddp",
             help="Such as ddp:bucket=5MiB,view, zero2, fsdp:shard=8 or ps:2.",
         ),
-        click.option("--layout", help="Ranks that share layers, such as tp=2,sp,dp=*."),
+        click.option(
+            "--layout",
+            help="Ranks that share layers, tokens or experts: tp=2,sp,dp=* or cp=2,ep=8.",
+        ),
         click.option(
             "--tp-plan",
             metavar="FILE",
@@ -233,10 +236,10 @@ def told_slowdowns(request: Request, allocations: Sequence[str]) -> dict[str, fl
 
 
 def counting_told_drifts(
-    request: Request, graph: OpGraph, allocation: str
+    request: Request, graph: OpGraph, allocations: Sequence[str]
 ) -> tuple[Request, list[str]]:
     """The request with hosts as slow as the store shows them, and what it said of them."""
-    counting, drifts = request.counting_drifts(graph, allocation)
+    counting, drifts = request.counting_drifts(graph, allocations)
     for drift in drifts:
         remark(drift)
     return counting, drifts

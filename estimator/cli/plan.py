@@ -1,14 +1,16 @@
-"""The command that says what to rent for a piece of training: parse, call, print."""
+"""The command that says by which layout to train, or what to rent: parse, call, print."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, remark, waiting
+from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress, remark
 from estimator.cli.options import traced, training_options
 from estimator.cli.request import Request
 from estimator.probe.option_types import Amount, Count
@@ -18,12 +20,24 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from estimator.advise.choices import Choice
+    from estimator.graph.op_graph import OpGraph
     from estimator.machines.prices import PriceList
 
-# What belongs to machines that somebody has, or to a step that is not chosen here.
-_NOT_RENTED = ("cluster", "network", "loader", "accumulation")
+# What is chosen here, or belongs to a step that is not, and to machines that somebody has.
+_CHOSEN = ("layout", "tp_plan", "accumulation", "loader")
+_NOT_RENTED = (*_CHOSEN, "cluster", "network")
 _RENT = (
-    *("max_nodes", "strategies", "samples", "tokens", "deadline", "budget", "prices", "spot"),
+    *(
+        "max_nodes",
+        "mixed",
+        "strategies",
+        "samples",
+        "tokens",
+        "deadline",
+        "budget",
+        "prices",
+        "spot",
+    ),
     *("revoked_every", "checkpoint_time", "restart"),
 )
 
@@ -75,8 +89,9 @@ def rent_options(command: Any) -> Any:
         click.option("--tokens", type=Amount(), help="How much is trained."),
         click.option("--samples", type=Amount(), help="How much is trained."),
         click.option("--strategies", help="To choose from, as in 'ddp zero2'."),
+        click.option("--mixed", is_flag=True, help="Nodes of two machines together, too."),
         click.option("--max-nodes", type=Count(most=4096), default=4, help="Default 4."),
-        click.option("--machines", required=True, help="To choose from, as in a100-p4d,t4-g4dn."),
+        click.option("--machines", help="To choose from, as in a100-p4d,t4-g4dn."),
     ):
         command = option(command)
     return command
@@ -86,32 +101,54 @@ def rent_options(command: Any) -> Any:
 @click.argument("model")
 @training_options
 @rent_options
+@click.option("--on", metavar="ALLOCATION", help="What there is: ranks its layouts.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 @click.pass_context
 def plan(
-    context: click.Context, /, machines: str, picture: Path | None, as_json: bool, **options: Any
+    context: click.Context,
+    /,
+    on: str | None,
+    machines: str | None,
+    picture: Path | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
-    """Say what to rent to train MODEL: the cheapest and the fastest allocation, and all between.
+    """Say by which layout MODEL trains fastest on an allocation, or what to rent to train it.
 
-    With --global-batch ranks share it; else each takes --batch samples, and the global batch grows
+    With --on, layouts (tensor parallel, pipeline, data parallel), strategies, activation
+    checkpoints and micro-batches of a --global-batch are ranked by step time.
+
+    With --machines, the cheapest and the fastest allocation, and all between. With --global-batch
+    ranks share it, by the best layout; else each takes --batch samples, and the global batch grows
     with the ranks. Instances are paid whole, by the second or hour as they are sold.
     --revoked-every adds what revocations, checkpoints and restarts cost.
 
     Exit code 1: nothing keeps the deadline and the budget.
     """
-    for name in _NOT_RENTED:
-        if options[name] is not None:
-            raise click.UsageError(f"a plan chooses machines; leave out --{name}")
+    if (on is None) == (machines is None):
+        raise click.UsageError(
+            "give --on with what there is, or --machines to choose from, one of them"
+        )
+    _check_left_out(options, _CHOSEN if machines is None else _NOT_RENTED)
+    rent = {name: options.pop(name) for name in _RENT}
+    if context.get_parameter_source("strategy") is not ParameterSource.DEFAULT:
+        rent["strategies"] = options["strategy"]
+    if on is not None:
+        for name in ("picture", *_RENT):
+            given = context.get_parameter_source(name) is not ParameterSource.DEFAULT
+            if given and name != "strategies":
+                raise click.UsageError(
+                    f"--{name.replace('_', '-')} is of machines to rent; leave it out beside --on"
+                )
+        _rank_layouts(Request(**options), on, rent["strategies"], as_json)
+        return
     if picture is not None:
         from estimator.machines.files import check_writable
 
         check_writable(picture)
-    names = [name.strip() for name in machines.split(",") if name.strip()]
+    names = [name.strip() for name in (machines or "").split(",") if name.strip()]
     if not names:
         raise click.UsageError("--machines names none; write such as a100-p4d,t4-g4dn")
-    rent = {name: options.pop(name) for name in _RENT}
-    if context.get_parameter_source("strategy") is not ParameterSource.DEFAULT:
-        rent["strategies"] = options["strategy"]
     model, found = _chosen(Request(**options), names, rent)
     if picture is not None:
         from estimator.report.offers import draw_offers
@@ -125,6 +162,58 @@ def plan(
         print_tables(plan_report(found, model, spot=rent["spot"]))
     if found.cheapest is None:
         raise click.exceptions.Exit(ANSWER_IS_NO)
+
+
+def _check_left_out(options: Mapping[str, Any], names: Sequence[str]) -> None:
+    for name in names:
+        if options[name] is not None:
+            chosen = "layouts" if name in _CHOSEN else "machines"
+            raise click.UsageError(f"a plan chooses {chosen}; leave out --{name.replace('_', '-')}")
+
+
+def _rank_layouts(request: Request, on: str, strategies: str | None, as_json: bool) -> None:
+    from estimator.advise.layouts import STRATEGIES, best_layout
+
+    if request.global_batch is None:
+        raise click.UsageError("layouts share the samples of a step; give --global-batch")
+    graphs = _checkpointed(request, [on])
+    with progress("layouts") as report:
+        found = best_layout(
+            graphs,
+            on,
+            global_batch=request.global_batch,
+            strategies=tuple(strategies.split()) if strategies else STRATEGIES,
+            cluster=request.cluster,
+            calibration=request.calibration,
+            profile=request.machine(on),
+            report=report,
+        )
+    about: dict[str, Any] = {
+        "model": graphs[0].name,
+        "allocation": on,
+        "global_batch": request.global_batch,
+    }
+    if as_json:
+        print_json(about | found.to_dict())
+    else:
+        from estimator.cli.render_plan import layouts_report
+
+        print_tables(layouts_report(found, **about))
+
+
+def _checkpointed(request: Request, allocations: Sequence[str]) -> list[OpGraph]:
+    """The model as it is, and with activation checkpoints where that is left open."""
+    from estimator.errors import ModelError
+    from estimator.graph.files import is_saved_graph, is_summary_file
+
+    request = replace(request, global_batch=None)
+    graphs = [traced(request, allocations)]
+    if request.checkpoint or is_saved_graph(request.model) or is_summary_file(request.model):
+        return graphs
+    # A model without repeated blocks has none.
+    with suppress(ModelError):
+        graphs.append(traced(replace(request, checkpoint="full"), allocations))
+    return graphs
 
 
 def _chosen(
@@ -146,14 +235,17 @@ def _chosen(
     for machine in machines:
         # Before a model is traced, which can take long.
         rent["prices"].price(machine, spot=rent["spot"])
-    graph = traced(request, [f"1x1:{machine}" for machine in machines])
+    named = [f"1x1:{machine}" for machine in machines]
+    shares = request.global_batch is not None
+    graphs = _checkpointed(request, named) if shares else [traced(request, named)]
     if rent["spot"] and revocations is None:
         remark("revocations are left out; --revoked-every adds what they cost")
-    with waiting("estimating"):
+    with progress("allocations") as report:
         found = cheapest(
-            graph,
+            graphs[0],
             machines,
             max_nodes=rent["max_nodes"],
+            mixed=rent["mixed"],
             deadline_s=rent["deadline"],
             budget_usd=rent["budget"],
             samples=rent["samples"],
@@ -165,5 +257,7 @@ def _chosen(
             batch_per_gpu=request.batch,
             global_batch=request.global_batch,
             calibration=request.calibration,
+            layouts_of=graphs if shares else (),
+            report=report,
         )
-    return graph.name, found
+    return graphs[0].name, found

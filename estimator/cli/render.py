@@ -11,15 +11,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from estimator import units
-from estimator.units import (
-    format_bandwidth,
-    format_bytes,
-    format_count,
-    format_ratio,
-    format_seconds,
-    format_split,
+from estimator.report.facts import (
+    FITS_WORDS,
+    answer_facts,
+    fits_words,
+    format_interval,
+    heading,
+    part_name,
 )
+from estimator.units import format_bytes, format_count, format_ratio, format_seconds
 
 if TYPE_CHECKING:
     from estimator.advise.batch_sweep import BatchRow
@@ -32,15 +32,8 @@ if TYPE_CHECKING:
     from estimator.tables.balance import Balance
 
 BAR_WIDTH = 32
-_MOST_REMEDIES = 3
 # Smaller parts of a step are shown only to who asks for everything.
 _LEAST_SHARE = 0.01
-FITS_WORDS = {"yes": "fits", "no": "does not fit", "uncertain": "may not fit"}
-
-
-def format_interval(answer: Estimate) -> str:
-    """Step time with half the width of its interval: ``412 ms ± 6 %``."""
-    return units.format_interval(answer.step_time_s, answer.low_s, answer.high_s)
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> Table:
@@ -86,38 +79,6 @@ def stacked(*parts: RenderableType | None) -> Group:
     return Group(*(item for part in shown for item in (part, Text())))
 
 
-def part_name(field_name: str) -> str:
-    """The name of a field of seconds in words, without its unit."""
-    return field_name.removesuffix("_s").replace("_", " ")
-
-
-def fits_words(answer: Estimate) -> str:
-    """Whether a step fits, and by how much."""
-    spare = answer.spare_memory_bytes
-    how = f"{format_bytes(spare)} to spare" if spare >= 0 else f"{format_bytes(-spare)} too much"
-    return f"{FITS_WORDS[answer.fits]}, {how}"
-
-
-def _waiting_for_data(answer: Estimate) -> list[tuple[str, str]]:
-    """What a loader adds and what would hide it; nothing without a loader that is waited for."""
-    remedy = answer.input_remedy
-    stall = format_seconds(answer.breakdown.input_stall_s)
-    return [("data", f"{stall} of waiting: {remedy}")] if remedy else []
-
-
-def _kept_memory(answer: Estimate) -> list[tuple[str, str]]:
-    """What a device keeps of its memory from tensors, part by part; nothing on CPUs."""
-    device = answer.device_memory
-    if not device.context_bytes:
-        return []
-    parts = [f"of {format_bytes(device.capacity_bytes)}: CUDA {format_bytes(device.context_bytes)}"]
-    if device.communicators_bytes:
-        parts.append(f"NCCL {format_bytes(device.communicators_bytes)}")
-    parts.append(f"workspaces {format_bytes(device.workspaces_bytes)}")
-    parts.append(f"fragmentation {format_ratio(device.fragmentation_ratio)} of tensors")
-    return [("kept from tensors", ", ".join(parts))]
-
-
 def estimate_report(
     answer: Estimate,
     *,
@@ -129,75 +90,17 @@ def estimate_report(
     modules: Table | None = None,
 ) -> Group:
     """What a person wants of one estimate, the time first; if verbose, everything."""
-    rows = [("step time", format_interval(answer))]
-    if answer.samples_per_s is not None:
-        rows.append(("throughput", f"{format_count(answer.samples_per_s)}samples/s"))
-    if answer.tokens_per_s is not None:
-        rows.append(("", f"{format_count(answer.tokens_per_s)}tokens/s"))
-    if answer.batches is not None:
-        batch = f"{format_split(answer.batches)} per device, {answer.global_batch} in all"
-        rows.append(("batch", batch))
-    if balance is not None:
-        rows.append(("balance", _balance_words(balance)))
-    rows += [
-        ("bottleneck", answer.bottleneck),
-        *_waiting_for_data(answer),
-        ("peak memory", f"{format_bytes(answer.peak_memory_bytes)} ({fits_words(answer)})"),
-        *_kept_memory(answer),
-    ]
-    if answer.fits == "no":
-        rows.append(("to fit", _remedies_words(remedies)))
-    if answer.mfu_ratio is not None and answer.hfu_ratio is not None:
-        hfu = f"HFU {format_ratio(answer.hfu_ratio)}, with what is computed again"
-        rows.append(("MFU", f"{format_ratio(answer.mfu_ratio)} ({hfu}; attention counted whole)"))
-    if duration_s is not None:
-        rows.append(("duration", format_seconds(duration_s)))
-    if scaling is not None:
-        rows.append(("scaling", _scaling_words(scaling)))
-    heading = f"{answer.model} on {answer.allocation}, {_trained_how(answer)}"
+    rows = answer_facts(
+        answer, duration_s=duration_s, scaling=scaling, balance=balance, remedies=remedies
+    )
     return stacked(
-        Group(Text(heading, style="bold"), facts(rows)),
+        Group(Text(heading(answer), style="bold"), facts(rows)),
         _breakdown_table(answer, least_ratio=0.0 if verbose else _LEAST_SHARE),
         modules,
         _provenance_table(answer) if verbose else None,
         listed("assumptions", answer.assumptions),
         None if verbose else Text("--verbose says what each number is known by", style="dim"),
     )
-
-
-def _remedies_words(remedies: Sequence[Remedy]) -> str:
-    """The cheapest changes that make a step fit, and what they cost."""
-    more = "'estimator memory' looks for what can be swapped or computed again"
-    if not remedies:
-        return f"neither smaller batches, sharding nor more devices of the kind suffice; {more}"
-    cheapest = [
-        f"{each.change} ({format_ratio(abs(each.cost_ratio))} "
-        f"{'longer' if each.cost_ratio > 0 else 'shorter'})"
-        for each in remedies[:_MOST_REMEDIES]
-    ]
-    return f"{'; '.join(cheapest)}; {more}"
-
-
-def _balance_words(balance: Balance) -> str:
-    even = balance.even
-    return (
-        f"split by speed, {format_ratio(balance.gain_ratio)} faster than {even.batch_per_gpu} on "
-        f"every device ({format_seconds(even.step_time_s)})"
-    )
-
-
-def _scaling_words(scaling: Scaling) -> str:
-    words = f"{format_ratio(scaling.efficiency_ratio)} of linear against {scaling.against}"
-    if not scaling.link or scaling.link_bytes_per_s is None:
-        return words
-    wanted = format_ratio(scaling.wanted_ratio)
-    rate = f"{scaling.link}, {format_bandwidth(scaling.link_bytes_per_s)}"
-    if scaling.efficiency_ratio >= scaling.wanted_ratio:
-        return f"{words}; the slowest link is {rate}"
-    if scaling.needed_bytes_per_s is None:
-        return f"{words}; no faster link alone gives {wanted} (the slowest is {rate})"
-    needed = format_bandwidth(scaling.needed_bytes_per_s)
-    return f"{words}, held back by {rate}; {wanted} needs {needed}"
 
 
 def _held_back_by(answer: Estimate) -> str:
@@ -308,12 +211,6 @@ def strategies_report(rows: Sequence[StrategyRow]) -> Group:
             )
     refused = dict.fromkeys(f"{row.strategy}: {row.refusal}" for row in rows if not row.answer)
     return stacked(table, listed("left out", list(refused)) if refused else None)
-
-
-def _trained_how(answer: Estimate) -> str:
-    ranks = "1 rank" if answer.ranks == 1 else f"{answer.ranks} ranks"
-    layout = f"{answer.layout}, " if answer.layout else ""
-    return f"{ranks}, {layout}{answer.strategy}, {answer.optimizer}, {answer.mode}"
 
 
 def _breakdown_table(answer: Estimate, *, least_ratio: float) -> Table:

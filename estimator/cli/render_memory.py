@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from estimator.cli.render import FITS_WORDS, facts, grid, stacked
+from estimator.cli.render import facts, grid, stacked
+from estimator.report.facts import FITS_WORDS
 from estimator.units import format_bytes, format_ratio, format_seconds
 
 if TYPE_CHECKING:

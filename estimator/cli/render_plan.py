@@ -1,4 +1,4 @@
-"""Lay out what can be rented, for people."""
+"""Lay out what can be rented, and layouts, for people."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from rich.console import Group
 from rich.text import Text
 
 from estimator.cli.render import facts, grid, stacked
-from estimator.units import format_interval, format_seconds
+from estimator.units import (
+    format_bytes,
+    format_count,
+    format_interval,
+    format_ratio,
+    format_seconds,
+)
 
 if TYPE_CHECKING:
     from estimator.advise.choices import Choice
+    from estimator.advise.layouts import LayoutRanking
     from estimator.advise.offers import Offer
 
 _MOST_NAMED = 4
@@ -38,14 +45,15 @@ def plan_report(choice: Choice, model: str, *, spot: bool) -> Group:
     rows += _alike("as fast", choice.as_fast)
     table = grid(
         f"Training {model}, at {'spot' if spot else 'on-demand'} prices",
-        *("allocation", "strategy", "batch", "micro-batches", "time", "USD", "USD/h"),
+        *("allocation", "layout", "strategy", "batch", "micro-batches", "time", "USD", "USD/h"),
         numbers=5,
     )
     for each in choice.front:
         table.add_row(
             each.allocation,
+            _laid_out(each),
             each.strategy,
-            f"{each.batch_per_gpu}",
+            f"{each.batch_per_gpu or 'by speed'}",
             f"{each.accumulation_steps}",
             _interval(each),
             f"{each.usd:,.2f}",
@@ -60,12 +68,55 @@ def plan_report(choice: Choice, model: str, *, spot: bool) -> Group:
     return stacked(facts(rows), table, Text("; ".join(notes)))
 
 
+def layouts_report(
+    ranking: LayoutRanking, *, model: str, allocation: str, global_batch: int
+) -> Group:
+    """The layouts that fit, the fastest first, and why the others are slower."""
+    table = grid(
+        f"Training {model} on {allocation} with a global batch of {global_batch}",
+        *("layout", "strategy", "checkpoint", "slower most by"),
+        *("batch", "micro-batches", "memory", "step", "slower by"),
+        numbers=5,
+    )
+    best = ranking.rows[0].answer
+    for row in ranking.rows:
+        answer = row.answer
+        mark = " ?" if answer.fits == "uncertain" else ""
+        slower = answer.step_time_s / best.step_time_s - 1
+        table.add_row(
+            row.layout,
+            row.strategy,
+            row.checkpoint or "none",
+            row.why,
+            f"{row.batch_per_gpu}",
+            f"{row.micro_batches}",
+            format_bytes(answer.peak_memory_bytes) + mark,
+            format_interval(answer.step_time_s, answer.low_s, answer.high_s),
+            "" if answer is best else f"{format_ratio(slower)}{' ~' if row.like_best else ''}",
+        )
+    out = ranking.candidates - ranking.too_large - ranking.worked_out
+    notes = [
+        f"of {format_count(ranking.candidates).strip()} layouts {ranking.too_large} surely do not "
+        f"fit, {ranking.worked_out} were worked out, {out} are slower than these by their bounds"
+    ]
+    if any(row.like_best for row in ranking.rows):
+        notes.append("~ cannot be told apart from the first: their intervals meet")
+    if any(row.answer.fits == "uncertain" for row in ranking.rows):
+        notes.append("? may not fit into memory")
+    return stacked(facts([("best", best.bottleneck)]), table, Text("; ".join(notes)))
+
+
 def _said(offer: Offer) -> str:
     checkpoints = ""
     if offer.interval_s is not None:
         checkpoints = f", a checkpoint every {format_seconds(offer.interval_s)}"
     cost = f"{offer.usd:,.2f} USD, {_interval(offer)}"
-    return f"{offer.allocation}: {cost}, {offer.strategy}{checkpoints}"
+    return f"{offer.allocation}: {cost}, {_laid_out(offer)}, {offer.strategy}{checkpoints}"
+
+
+def _laid_out(offer: Offer) -> str:
+    checkpoint = f"checkpoint {offer.checkpoint}" if offer.checkpoint else ""
+    return ", ".join(filter(None, (offer.layout or "data parallel", checkpoint)))
 
 
 def _interval(offer: Offer) -> str:

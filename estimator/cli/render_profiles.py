@@ -12,7 +12,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from estimator.cli.render import facts, grid, listed, part_name, stacked
+from estimator.cli.render import facts, grid, listed, stacked
+from estimator.report.facts import part_name
 from estimator.units import (
     format_bandwidth,
     format_bytes,

@@ -292,25 +292,24 @@ class Request:
             profile=self.machine(allocation),
         )
 
-    def counting_drifts(self, graph: OpGraph, allocation: str) -> tuple[Request, list[str]]:
-        """The request with hosts of the allocation as slow as the store shows them, and its words.
+    def counting_drifts(
+        self, graph: OpGraph, allocations: Sequence[str]
+    ) -> tuple[Request, list[str]]:
+        """The request with hosts of the allocations as slow as the store shows them, and its words.
 
         Those with a slowdown in the cluster file keep that.
         """
         from estimator.placement.allocation import Allocation
 
-        hosts = {group.host for group in Allocation.parse(allocation).groups if group.host}
+        groups = [group for text in allocations for group in Allocation.parse(text).groups]
+        hosts = {group.host for group in groups if group.host}
         if self.calibration is None or self.cluster is None or not hosts:
             return self, []
         from estimator.calibrate.calibrator import Calibrator
-        from estimator.calibrate.review import counting_drifts
-        from estimator.engine import DEFAULT
 
         if not isinstance(self.calibration, Calibrator):
             return self, []
-        jobs = {("content", DEFAULT.content(graph).fingerprint), ("name", graph.name)}
-        observations = self.calibration.store.observations()
-        cluster, told = counting_drifts(self.cluster, hosts, observations, jobs)
+        cluster, told = self.calibration.counting_drifts(graph, self.cluster, hosts=hosts)
         return replace(self, cluster=cluster), told
 
     def scaling(self, graph: OpGraph, answer: Estimate) -> Scaling | None:

@@ -201,7 +201,6 @@ def _convolution_backward(call: OpCall) -> OpCost:
     return OpCost((bool(mask[0]) + bool(mask[1])) * flops, bytes_of(read), written(call))
 
 
-# Where each attention operator has its query, whether it is backward, and its is_causal flag.
 _ATTENTION = {
     "aten._scaled_dot_product_flash_attention_for_cpu": (0, False, 4),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": (1, True, 7),
@@ -216,9 +215,14 @@ _ATTENTION = {
 }
 
 
+def attention_arguments(call: OpCall) -> tuple[int, bool, int]:
+    """Where a call of attention has its query, whether it is backward, and its is_causal flag."""
+    return _ATTENTION[".".join(call.target.split(".")[:2])]
+
+
 def _attention_dims(call: OpCall) -> tuple[float, ...]:
     """(batch x heads, queries, keys, head size, 1 if causal) of (batch, heads, length, size)."""
-    start, _, causal = _ATTENTION[".".join(call.target.split(".")[:2])]
+    start, _, causal = attention_arguments(call)
     query, key = call.arguments[start], call.arguments[start + 1]
     return (
         float(math.prod(query.shape[:-2])),
@@ -232,7 +236,7 @@ def _attention_dims(call: OpCall) -> tuple[float, ...]:
 @cost_of(*_ATTENTION, family="attention", dims=_attention_dims)
 def _attention(call: OpCall) -> OpCost:
     """Scores and their sum over values: 2 matmuls forward; backward recomputes the scores, 5."""
-    start, backward, _ = _ATTENTION[".".join(call.target.split(".")[:2])]
+    start, backward, _ = attention_arguments(call)
     heads, queries, keys, size, causal = _attention_dims(call)
     seen = queries * keys
     if causal:
@@ -249,7 +253,7 @@ def whole_attention_flops(call: OpCall) -> tuple[float, float]:
 
     Every query counts with every key, whatever is masked.
     """
-    start, backward, _ = _ATTENTION[".".join(call.target.split(".")[:2])]
+    start, backward, _ = attention_arguments(call)
     heads, queries, keys, size, _ = _attention_dims(call)
     value_size = call.arguments[start + 2].shape[-1]
     forward = 2 * heads * queries * keys * (size + value_size)
@@ -259,18 +263,33 @@ def whole_attention_flops(call: OpCall) -> tuple[float, float]:
 
 
 def _recurrent_dims(call: OpCall) -> tuple[float, ...]:
-    """(steps x batch, multiplications per step and sample, steps)."""
+    """As `Features.dims` says.
+
+    Both directions of a layer run at once, and layers of one direction as a wavefront, each a step
+    behind the one before (Appleyard et al.: Optimizing Performance of Recurrent Neural Networks on
+    GPUs, 2016).
+    """
     image, rest = call.arguments[0], call.arguments[1:]
     name = call.target.split(".")[1]
     one_layer = name.startswith("mkldnn_rnn_layer")
     # mkldnn takes one layer's tensors one by one, and (steps, batch, features) whatever its
     # batch_first says; the others take a list of the weights of all layers.
     given = rest[:4] if one_layer else tuple(item for item in rest if isinstance(item, tuple))
-    work = sum(spec.numel for spec in specs_in(given) if len(spec.shape) == 2)
+    weights = [spec for spec in specs_in(given) if len(spec.shape) == 2]
+    work = sum(spec.numel for spec in weights)
     positions = {"_cudnn_rnn": 10, "_cudnn_rnn_backward": 14, "lstm": 8}
-    batch_first = not one_layer and argument(call, positions.get(name, 8), "batch_first", False)
+    position = positions.get(name, 8)
+    batch_first = not one_layer and argument(call, position, "batch_first", False)
+    both_ways = {"_cudnn_rnn": 13, "_cudnn_rnn_backward": 17}.get(name, position - 1)
+    bidirectional = not one_layer and argument(call, both_ways, "bidirectional", False)
     steps = image.shape[1 if batch_first else 0] if len(image.shape) == 3 else 1
-    return (image.numel / image.shape[-1], float(work), float(steps))
+    # A state in lists of its own is no weight; of each layer's the second multiplies the state.
+    recurrent = [spec for spec in weights if spec.shape[0] == weights[0].shape[0]][1::2]
+    columns, inner = recurrent[0].shape if recurrent else (1, 1)
+    chains = max(len(recurrent) // 2, 1) if bidirectional else 1
+    at_once = max(len(recurrent), 1) / chains
+    samples = image.numel / image.shape[-1]
+    return tuple(map(float, (samples, work, chains, at_once, columns, inner, steps)))
 
 
 @cost_of(
@@ -280,7 +299,7 @@ def _recurrent_dims(call: OpCall) -> tuple[float, ...]:
     dims=_recurrent_dims,
 )
 def _recurrent(call: OpCall) -> OpCost:
-    samples, work, _ = _recurrent_dims(call)
+    samples, work = _recurrent_dims(call)[:2]
     return OpCost(2 * samples * work, bytes_of(call.inputs), written(call))
 
 
@@ -291,5 +310,5 @@ def _recurrent(call: OpCall) -> OpCost:
     dims=_recurrent_dims,
 )
 def _recurrent_backward(call: OpCall) -> OpCost:
-    samples, work, _ = _recurrent_dims(call)
+    samples, work = _recurrent_dims(call)[:2]
     return OpCost(4 * samples * work, bytes_of(call.inputs), written(call))

@@ -37,9 +37,10 @@ class Features:
     `dims` by family: matmul (batch, m, n, k); convolution (images, channels in per group, channels
     out per group, groups, output positions, kernel elements, input positions, stride); attention
     (batch x heads, queries, keys, head size, 1 if causal); recurrent (steps x batch,
-    multiplications per step and sample, steps); index (rows touched, row length); every other
-    (rows, row length), a row being what one mean, sum or softmax is taken over, one row of all
-    elements where there is no such thing.
+    multiplications per step and sample, recurrences one after another, as many at once, columns
+    and rows of the weights that multiply a state, steps); index (rows touched, row length); every
+    other (rows, row length), a row being what one mean, sum or softmax is taken over, one row of
+    all elements where there is no such thing.
     `layout` is "nn", "nt", "tn" or "tt" for a matmul ("t": that factor is stored by columns),
     "channels last" for a convolution whose image or filters lie so, "contiguous" or "strided"
     otherwise. `innermost_run` is how many elements stand side by side in

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import cast
 
 from estimator.graph.op_graph import BoundGraph
-from estimator.graph.ops import Phase
+from estimator.graph.ops import Op, Phase
 from estimator.machines.profile import CollectiveName
 from estimator.tensors import OpCall, TensorSpec
 
 # They go by the names of torch's functional collectives.
 _NAMESPACE = "_c10d_functional"
+_RING = f"{_NAMESPACE}.permute_tensor.default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,8 @@ class Collective:
     """One collective of a micro-batch, of the ranks along an axis of the mesh.
 
     `size_bytes` is what all ranks have together after a gather or before a scatter, and what each
-    of them has of a reduction; `op_index` is its place among the operators.
+    of them has of a reduction; `op_index` is its place among the operators. A hop of a ring takes
+    `share` of the gather that all its hops make. It runs beside the operator `beside`, if any.
     """
 
     op: CollectiveName
@@ -28,11 +30,25 @@ class Collective:
     phase: Phase
     module: str
     op_index: int
+    share: float = 1.0
+    beside: int | None = None
 
 
-def collective_call(op: CollectiveName, axis: str, given: TensorSpec, found: TensorSpec) -> OpCall:
-    """The call of a collective, from what a rank gives to what it gets."""
-    return OpCall(f"{_NAMESPACE}.{op}.default", (given, axis), (), (found,))
+def collective_call(
+    op: CollectiveName, axis: str, given: TensorSpec, found: TensorSpec, *, overlaps: bool = False
+) -> OpCall:
+    """The call of a collective, from what a rank gives to what it gets.
+
+    One that `overlaps` runs beside the next attention.
+    """
+    keywords = (("overlaps", True),) if overlaps else ()
+    return OpCall(f"{_NAMESPACE}.{op}.default", (given, axis), keywords, (found,))
+
+
+def ring_call(axis: str, sent: TensorSpec, degree: int, *, overlaps: bool) -> OpCall:
+    """The call in which every rank of `degree` sends to the next one."""
+    keywords = (("overlaps", True),) if overlaps else ()
+    return OpCall(_RING, (sent, axis, degree), keywords, (sent,))
 
 
 def is_collective(call: OpCall) -> bool:
@@ -42,15 +58,32 @@ def is_collective(call: OpCall) -> bool:
 
 def collectives_of(bound: BoundGraph) -> tuple[Collective, ...]:
     """The collectives of a graph at a batch size, in issue order."""
-    return tuple(
-        Collective(
-            op=cast(CollectiveName, call.target.split(".")[1]),
-            axis=call.arguments[1],
-            size_bytes=max(call.inputs[0].nbytes, call.outputs[0].nbytes),
-            phase=op.phase,
-            module=op.module,
-            op_index=index,
-        )
-        for index, (op, call) in enumerate(zip(bound.graph.ops, bound.calls, strict=True))
-        if is_collective(call)
+    found = []
+    calls, ops = bound.calls, bound.graph.ops
+    attention: int | None = None
+    for index in range(len(calls) - 1, -1, -1):
+        call = calls[index]
+        if "attention" in call.target:
+            attention = index
+        if is_collective(call):
+            found.append(_collective(call, ops[index], index, attention))
+    return tuple(reversed(found))
+
+
+def _collective(call: OpCall, op: Op, index: int, attention: int | None) -> Collective:
+    size_bytes = max(call.inputs[0].nbytes, call.outputs[0].nbytes)
+    name, share = call.target.split(".")[1], 1.0
+    if call.target == _RING:
+        # The hops of a ring of n ranks, n - 1 of them, gather what all have.
+        degree = call.arguments[2]
+        name, share, size_bytes = "all_gather", 1.0 / (degree - 1), degree * size_bytes
+    return Collective(
+        op=cast(CollectiveName, name),
+        axis=call.arguments[1],
+        size_bytes=size_bytes,
+        phase=op.phase,
+        module=op.module,
+        op_index=index,
+        share=share,
+        beside=attention if dict(call.keywords).get("overlaps") else None,
     )

@@ -4,7 +4,9 @@ torchao.float8 (float8_linear.py, config.py): a linear layer's three products, f
 gradients, take float8 factors that are cast just before. "tensorwise" scales by the largest of a
 tensor, which is a pass of its own before the cast; "rowwise" by the largest of each row of a
 factor, which one kernel finds and uses where rows lie together in memory, and a pass of its own
-where they do not. Embeddings and the head stay as they are (torchtitan's filter_fqns), layers of
+where they do not. Backward products must not accumulate in half of fp32, in which mode products
+scaled by row are so slow that torchao scales their result in a kernel of its own (pytorch/ao,
+issue 2184). Embeddings and the head stay as they are (torchtitan's filter_fqns), layers of
 sizes that 16 does not divide too. Parameters are gathered as they are.
 """
 
@@ -71,22 +73,35 @@ class _Changed:
         # (phase, value, whether along columns) → its cast: the compiler casts nothing twice.
         self._casts: dict[tuple[str, int, bool], int] = {}
         for op in graph.ops:
-            self.ops.append(self._product(op) if _is_linear(op) else op)
+            if _is_linear(op):
+                self._product(op)
+            else:
+                self.ops.append(op)
             self.place.append(len(self.ops) - 1)
 
-    def _product(self, op: Op) -> Op:
+    def _product(self, op: Op) -> None:
         self.products += 1
         positions = _FACTORS[op.call.target]
         # The inner dimension of the left factor is its last one, of the right one its first.
         cast = [self._cast(op, place, number == 1) for number, place in enumerate(positions)]
         rest = [i for place, i in enumerate(op.inputs) if place not in positions]
-        calls = [_scaled(call) for call in _calls(op)]
-        return replace(
-            op,
-            call=calls[0],
-            other_call=calls[0] if calls[0] == calls[1] else calls[1],
-            inputs=(*cast, *rest),
+        product = _with_calls(
+            op, [_scaled(call) for call in _calls(op)], inputs=(*cast, *rest), outputs=op.outputs
         )
+        self.ops.append(product)
+        if self._recipe == "rowwise" and op.phase == "backward":
+            self._rescale(product)
+
+    def _rescale(self, product: Op) -> None:
+        """Let a product write another value, from which a pass makes its own by the scales."""
+        (made,) = product.outputs
+        raw = len(self.values)
+        self.values.append(replace(self.values[made], kind="activation"))
+        self.ops[-1] = replace(product, outputs=(raw,))
+        specs = [call.outputs[0] for call in _calls(product)]
+        calls = [OpCall("aten.mul.Tensor", (spec,), (), (spec,)) for spec in specs]
+        rescaled = _with_calls(product, calls, inputs=(raw,), outputs=(made,))
+        self.ops.append(replace(rescaled, name=f"mul_{made}"))
 
     def _cast(self, op: Op, place: int, along_columns: bool) -> int:
         """The float8 value of a factor, cast before the product unless it is there already."""
@@ -108,17 +123,16 @@ class _Changed:
         out = len(self.values)
         self.values.append(Value(spec=made[0], other_spec=made[1], kind="activation"))
         calls = [OpCall(target, (spec,), (), (to,)) for spec, to in zip(specs, made, strict=True)]
-        self.ops.append(
-            replace(
-                op,
-                name=f"{target.split('.')[1]}_{out}",
-                call=calls[0],
-                other_call=calls[0] if calls[0] == calls[1] else calls[1],
-                inputs=(value,),
-                outputs=(out,),
-            )
-        )
+        cast = _with_calls(op, calls, inputs=(value,), outputs=(out,))
+        self.ops.append(replace(cast, name=f"{target.split('.')[1]}_{out}"))
         return out
+
+
+def _with_calls(op: Op, calls: list[OpCall], *, inputs: Any, outputs: Any) -> Op:
+    """An op of the same module and phase that makes these calls, at each of the two batches."""
+    call, other = calls
+    other = call if call == other else other
+    return replace(op, call=call, other_call=other, inputs=inputs, outputs=outputs)
 
 
 def _calls(op: Op) -> tuple[OpCall, OpCall]:

@@ -60,7 +60,8 @@ class Op:
     path of the innermost module; in the backward phase, that of the forward op it belongs to. An op
     that `is_repeated` computes in the backward phase what the forward phase has computed already.
     `holds` are values whose memory is released after it although it does not touch them: what a
-    node of autograd saved, or the output of a model until its loss is there.
+    node of autograd saved, or the output of a model until its loss is there. An op that
+    `enters_dtensor` is the first of a module's call that DTensor runs on one rank's part.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Op:
     is_view: bool = False
     is_repeated: bool = False
     holds: tuple[int, ...] = ()
+    enters_dtensor: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +82,17 @@ class Parameter:
     """One trainable parameter (tied ones once).
 
     `ready_after` is the index in `OpGraph.ops` of the op after which its gradient is final;
-    `gradient` is the value that holds it (None: it gets no gradient).
+    `gradient` is the value that holds it (None: it gets no gradient). Of one that `is_dtensor` a
+    rank keeps its part in a DTensor; the gradient of one that `is_expert` is reduced among the
+    ranks with the same experts, among the operators.
     """
 
     name: str
     spec: TensorSpec
     gradient: int | None
     ready_after: int | None
+    is_dtensor: bool = False
+    is_expert: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from estimator.graph.op_graph import OpGraph
 from estimator.graph.shards import parameter_unit
 from estimator.tensors import OpCall
 from estimator.workload.optimizers import (
+    RULES,
     OptimizedTensor,
     check_optimizer,
     state_sizes,
@@ -53,7 +54,7 @@ def optimizer_memory(
         sum(state_sizes(name, tensor)) + master
         for tensor, master in zip(tensors, masters, strict=True)
     ]
-    foreach = graph.target == "cuda"
+    foreach = graph.target == "cuda" and RULES[name].form != "loop"
     each = [temporaries_bytes(name, [tensor], foreach=foreach)[0] for tensor in tensors]
     together, single = temporaries_bytes(name, tensors, foreach=foreach)
     return OptimizerMemory(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from estimator.errors import StrategyError
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.split import split
+from estimator.graph.split_context import split_context
+from estimator.graph.split_experts import split_experts
 from estimator.graph.split_found import found_plan
 from estimator.graph.split_plan import Plan
 from estimator.workload.layout import Layout
@@ -12,14 +14,19 @@ from estimator.workload.layout import Layout
 
 def split_by_layout(graph: OpGraph, layout: Layout, plan: Plan | None = None) -> OpGraph:
     """The graph of one rank of a layout; raises StrategyError."""
+    axis = next(name for name in ("tp", "cp", "ep") if getattr(layout, name) > 1)
     if graph.is_summary:
         raise StrategyError(
-            f"{graph.name} is known by a summary, whose layers cannot be divided by tp; trace it"
+            f"{graph.name} is known by a summary, whose layers cannot be divided by {axis}; trace "
+            "it"
         )
     if graph.execution != "eager":
         raise StrategyError(
-            f"{graph.name} is compiled: its fused operators cannot be divided by tp; trace it eager"
+            f"{graph.name} is compiled: its fused operators cannot be divided by {axis}; trace it "
+            "eager"
         )
-    if plan is None:
+    if plan is None and layout.tp > 1:
         plan = found_plan(graph, sequence=layout.sequence, vocabulary=layout.vocabulary)
-    return split(graph, plan, tp=layout.tp)
+    graph = split_experts(graph, ep=layout.ep, imbalance=layout.imbalance)
+    graph = split_context(graph, cp=layout.cp, ring=layout.ring)
+    return graph if plan is None else split(graph, plan, tp=layout.tp)

@@ -33,14 +33,26 @@ class Shard:
         return Shard(dim, self.size, self.inner)
 
 
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Rows along `dim` that are with their experts: `load` times as many on the busiest rank."""
+
+    dim: int
+    load: float = 1.0
+
+
 # A term of a sum over all ranks; a mean of equal parts counts as one.
 PARTIAL: Literal["partial"] = "partial"
 # None: every rank holds all of it.
-Placement = Shard | Literal["partial"] | None
+Placement = Shard | Routed | Literal["partial"] | None
 
 
 def local_spec(spec: TensorSpec, placement: Placement, degree: int) -> TensorSpec:
     """What one of `degree` ranks holds of a tensor."""
+    if isinstance(placement, Routed):
+        shape = list(spec.shape)
+        shape[placement.dim] = math.ceil(shape[placement.dim] * placement.load)
+        return TensorSpec(tuple(shape), spec.dtype)
     if not isinstance(placement, Shard):
         return spec
     dim = placement.dim

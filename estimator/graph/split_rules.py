@@ -109,6 +109,15 @@ def _view(given: Given) -> Placed:
     return given.same((found,))
 
 
+@rule_of("all_reduce all_gather reduce_scatter all_to_all permute_tensor")
+def _along_another_axis(given: Given) -> Placed:
+    """What ranks of another axis exchange are parts alike."""
+    shard = given.shard
+    if shard is None:
+        return given.whole()
+    return given.same((Shard.along(given.call.outputs[0], shard.dim),))
+
+
 @rule_of("t transpose permute swapaxes movedim")
 def _permuted(given: Given) -> Placed:
     shard, rank = given.shard, len(given.inputs[0].shape)

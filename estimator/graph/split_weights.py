@@ -47,6 +47,16 @@ def divided_weights(
     return found
 
 
+def dtensor_modules(graph: OpGraph, styles: dict[str, Style | None], *, sequence: bool) -> set[str]:
+    """The modules that torch runs by DTensor: divided ones, and norms where tokens are divided."""
+    found = {module for module, style in styles.items() if style in (*_DIVIDING, "sequence")}
+    for op in graph.ops if sequence else ():
+        own = [graph.values[value] for value in op.inputs]
+        if any(value.kind == "parameter" and len(value.spec.shape) == 1 for value in own):
+            found.add(op.module)
+    return found
+
+
 def _divided(op: Op, style: Style, weights: dict[int, tuple[int, bool]]) -> list[tuple[int, int]]:
     """(weight, dimension that is divided) of the weight and the bias of an operator."""
     by_output = style in ("column", "gather")

@@ -9,7 +9,7 @@ torch.distributed.pipelining do.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from estimator.errors import WorkloadError, quoted
 from estimator.graph.op_graph import BoundGraph, OpGraph
-from estimator.graph.ops import Op, Parameter, Value
-from estimator.graph.optimizer_memory import block_bytes
+from estimator.graph.ops import Op, Parameter, ValueKind
 from estimator.graph.shards import unit_path
+from estimator.graph.stage_passes import weight_ops
 from estimator.graph.structure import GraphStructure
 
 Array = NDArray[np.float64]
@@ -30,8 +30,10 @@ Array = NDArray[np.float64]
 class Stage:
     """One stage: its own graph, the ops of the whole one that are in it, and what it sends on.
 
-    `point` is the module that it begins at, "" for the first stage. `sent` are values of the whole
-    graph; the gradients of the same come back. `weight_ops` are those of `weight_ops(graph)`.
+    Stages that compute the same have the same graph, whose names are those of the first of them;
+    `parameters` are the stage's own names. `point` is the module that it begins at, "" for the
+    first stage. `sent` are values of the whole graph; the gradients of the same come back.
+    `weight_ops` are those of `weight_ops(graph)`.
     """
 
     graph: OpGraph
@@ -39,6 +41,7 @@ class Stage:
     ops: tuple[int, ...]
     sent: tuple[int, ...]
     weight_ops: frozenset[int]
+    parameters: tuple[str, ...]
 
     def sent_bytes(self, whole: BoundGraph) -> int:
         """Bytes of one micro-batch that go to the next stage, and come back as gradients."""
@@ -51,51 +54,75 @@ def split_points(graph: OpGraph) -> tuple[str, ...]:
     return tuple(path for path in paths if path)
 
 
-def balanced_points(graph: OpGraph, stages: int, seconds: Sequence[float] | Array) -> list[str]:
-    """The blocks at which stages begin so that the slowest one takes least.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blocks:
+    """The points at which stages may begin, and the block of each op.
 
-    `seconds` are those of each op. Raises WorkloadError where there are fewer blocks than stages.
+    What stands before the first block and behind the last one goes with them.
     """
-    points = split_points(graph)
-    if stages > len(points):
-        raise WorkloadError(
-            f"{graph.name} has {len(points)} repeated blocks, which cannot make {stages} stages of "
-            "a pipeline; choose a smaller pp"
-        )
-    # What stands before the first block and behind the last one goes with them.
-    owner = _owners(graph, points[1:])
-    spent = np.bincount(owner, weights=np.asarray(seconds), minlength=len(points))
-    before = np.concatenate([[0.0], np.cumsum(spent)])
-    # best[k][j]: the slowest of k stages that hold the first j blocks, and where the last begins.
-    best = [[(0.0, 0)] + [(np.inf, 0)] * len(points)]
-    for count in range(1, stages + 1):
-        row: list[tuple[float, int]] = [(np.inf, 0)] * count
-        for end in range(count, len(points) + 1):
-            row.append(
-                min(
-                    (max(best[-1][begin][0], float(before[end] - before[begin])), begin)
-                    for begin in range(count - 1, end)
-                )
+
+    name: str
+    points: tuple[str, ...]
+    owner: NDArray[np.intp]
+
+    @classmethod
+    def of(cls, graph: OpGraph) -> Blocks:
+        points = split_points(graph)
+        return cls(name=graph.name, points=points, owner=_owners(graph, points[1:]))
+
+    def balanced(self, stages: int, seconds: Sequence[float] | Array) -> tuple[str, ...]:
+        """Where stages begin so that the slowest one takes least, by the seconds of each op.
+
+        Raises WorkloadError where there are fewer blocks than stages.
+        """
+        points = self.points
+        if stages > len(points):
+            raise WorkloadError(
+                f"{self.name} has {len(points)} repeated blocks, which cannot make {stages} stages "
+                "of a pipeline; choose a smaller pp"
             )
-        best.append(row[: len(points) + 1])
-    begins, end = [], len(points)
-    for count in range(stages, 1, -1):
-        end = best[count][end][1]
-        begins.append(points[end])
-    return begins[::-1]
+        spent = np.bincount(self.owner, weights=np.asarray(seconds), minlength=len(points))
+        before = np.concatenate([[0.0], np.cumsum(spent)])
+        # slowest[j]: that of some stages that hold the first j blocks; begins: where the last does.
+        slowest = np.where(np.arange(len(points) + 1) == 0, 0.0, np.inf)
+        begins = []
+        for _ in range(stages):
+            last = before[None, :] - before[:, None]
+            found = np.maximum(slowest[:, None], last)
+            found[np.tril_indices(len(points) + 1)] = np.inf
+            begins.append(found.argmin(axis=0))
+            slowest = found.min(axis=0)
+        ends, end = [], len(points)
+        for begin in begins[:0:-1]:
+            end = int(begin[end])
+            ends.append(points[end])
+        return tuple(ends[::-1])
 
 
-def stage_graphs(graph: OpGraph, points: Sequence[str]) -> tuple[Stage, ...]:
+def stage_graphs(
+    graph: OpGraph, points: Sequence[str], structure: GraphStructure | None = None
+) -> tuple[Stage, ...]:
     """The stages of a graph that begin at these modules; the first stage begins with the model.
 
-    Raises WorkloadError for a name that is no module or out of order, and for a stage without ops.
+    `structure` is that of the graph where it is at hand. Raises WorkloadError for a name that is no
+    module or out of order, and for a stage without ops.
     """
+    known = structure or GraphStructure.of(graph)
     owner = _owners(graph, points)
     flow = _Flow.of(graph, owner, len(points) + 1)
-    return tuple(
-        _Cutting(graph, flow.ops_of(graph, owner, number)).stage(number, point, sent)
-        for number, (point, sent) in enumerate(zip(("", *points), flow.sent, strict=True))
-    )
+    alike: dict[Hashable, Stage] = {}
+    found = []
+    for number, (point, sent) in enumerate(zip(("", *points), flow.sent, strict=True)):
+        cutting = _Cutting(graph, flow.ops_of(graph, owner, number), known)
+        first = alike.get(cutting.content)
+        if first is None:
+            first = alike[cutting.content] = cutting.stage(number, point, sent)
+        found.append(
+            replace(
+                first, point=point, ops=cutting.ops, sent=sent, parameters=cutting.parameter_names
+            )
+        )
+    return tuple(found)
 
 
 def _owners(graph: OpGraph, points: Sequence[str]) -> NDArray[np.intp]:
@@ -208,30 +235,83 @@ def _trained_values(graph: OpGraph) -> set[int]:
 
 
 class _Cutting:
-    """Makes the graph of one stage: its ops, the values that they touch, numbered anew."""
+    """Makes the graph of one stage: its ops, the values that they touch, numbered anew.
 
-    def __init__(self, graph: OpGraph, ops: tuple[int, ...]) -> None:
-        self._graph, self._ops = graph, ops
+    `content` is equal for stages that compute the same, whatever their modules are called.
+    """
+
+    def __init__(self, graph: OpGraph, ops: tuple[int, ...], structure: GraphStructure) -> None:
+        self.ops = ops
+        self._graph = graph
         self._place = {op: place for place, op in enumerate(ops)}
         self._maker = {value: op for op in reversed(ops) for value in graph.ops[op].outputs}
         self._numbers: dict[int, int] = {}
-        self._values: list[Value] = []
+        # (value of the whole graph, what it is here, what it shares the storage of here)
+        self._values: list[tuple[int, ValueKind, int | None]] = []
+        self._wiring = [self._wired(graph.ops[index]) for index in ops]
+        self._parameters = list(self._trained())
+        self.parameter_names = tuple(each.name for each in self._parameters)
+        self.content = self._content(structure)
+
+    def _wired(self, op: Op) -> tuple[tuple[int, ...], ...]:
+        """The numbers of an op's inputs, outputs and of what it holds."""
+        inputs, outputs = tuple(map(self._value, op.inputs)), tuple(map(self._value, op.outputs))
+        held = tuple(self._numbers[value] for value in op.holds if value in self._numbers)
+        return inputs, outputs, held
+
+    def _value(self, value: int) -> int:
+        """The number of a value in the stage; what another stage makes is an input here."""
+        found = self._numbers.get(value)
+        if found is not None:
+            return found
+        known = self._graph.values[value]
+        kind, base = known.kind, None if known.base in (None, value) else known.base
+        if kind == "activation" and value not in self._maker:
+            kind, base = "input", None
+        own = None if base is None else self._value(base)
+        self._values.append((value, kind, own))
+        self._numbers[value] = len(self._values) - 1
+        return self._numbers[value]
+
+    def _content(self, structure: GraphStructure) -> Hashable:
+        graph, modules = self._graph, dict[str, int]()
+        module_of = [modules.setdefault(graph.ops[op].module, len(modules)) for op in self.ops]
+        names = [*modules, *(name.rpartition(".")[0] for name in self.parameter_names)]
+        units = [unit_path(name) for name in names]
+        unit_numbers = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
+        of_op, of_value = structure.call_of, structure.spec_of
+        return (
+            tuple(of_op[list(self.ops)].tolist()),
+            tuple((graph.ops[op].phase, graph.ops[op].is_repeated) for op in self.ops),
+            tuple(module_of),
+            tuple((bool(unit), unit_numbers[unit]) for unit in units),
+            tuple(self._wiring),
+            tuple((int(of_value[value]), kind, base) for value, kind, base in self._values),
+            tuple((each.gradient, each.ready_after) for each in self._parameters),
+        )
 
     def stage(self, number: int, point: str, sent: tuple[int, ...]) -> Stage:
+        """The stage with a graph of its own."""
         graph = self._graph
-        ops = tuple(self._op(graph.ops[index]) for index in self._ops)
-        parameters = tuple(self._parameters())
-        frozen = self._bytes_of("parameter") - sum(p.spec.nbytes for p in parameters)
+        wired = zip(self.ops, self._wiring, strict=True)
+        ops = tuple(
+            replace(graph.ops[index], inputs=inputs, outputs=outputs, holds=held)
+            for index, (inputs, outputs, held) in wired
+        )
+        frozen = self._bytes_of("parameter") - sum(p.spec.nbytes for p in self._parameters)
         share = len(ops) / max(len(graph.ops), 1)
         own = replace(
             graph,
             name=f"{graph.name}, stage {number}",
             ops=ops,
-            parameters=parameters,
-            values=tuple(self._values),
+            parameters=tuple(self._parameters),
+            values=tuple(
+                replace(graph.values[value], kind=kind, base=base)
+                for value, kind, base in self._values
+            ),
             frozen_parameter_bytes=max(frozen, 0) if graph.frozen_parameter_bytes else 0,
             buffer_bytes=self._bytes_of("buffer"),
-            buffers=sum(value.kind == "buffer" for value in self._values),
+            buffers=sum(kind == "buffer" for _, kind, _ in self._values),
             inputs=tuple(
                 replace(each, value=self._numbers[each.value])
                 for each in graph.inputs
@@ -240,34 +320,20 @@ class _Cutting:
             module_calls=round(graph.module_calls * share),
             function_calls=round(graph.function_calls * share),
         )
-        return Stage(graph=own, point=point, ops=self._ops, sent=sent, weight_ops=weight_ops(own))
-
-    def _bytes_of(self, kind: str) -> int:
-        return sum(value.spec.nbytes for value in self._values if value.kind == kind)
-
-    def _op(self, op: Op) -> Op:
-        return replace(
-            op,
-            inputs=tuple(map(self._value, op.inputs)),
-            outputs=tuple(map(self._value, op.outputs)),
-            holds=tuple(self._numbers[value] for value in op.holds if value in self._numbers),
+        return Stage(
+            graph=own,
+            point=point,
+            ops=self.ops,
+            sent=sent,
+            weight_ops=weight_ops(own),
+            parameters=self.parameter_names,
         )
 
-    def _value(self, value: int) -> int:
-        """The number of a value in the stage; what another stage makes is an input here."""
-        found = self._numbers.get(value)
-        if found is not None:
-            return found
-        known = self._graph.values[value]
-        base = None if known.base in (None, value) else known.base
-        if known.kind == "activation" and value not in self._maker:
-            known, base = replace(known, kind="input"), None
-        own = None if base is None else self._value(base)
-        self._values.append(replace(known, base=own))
-        self._numbers[value] = len(self._values) - 1
-        return self._numbers[value]
+    def _bytes_of(self, kind: str) -> int:
+        values = self._graph.values
+        return sum(values[value].spec.nbytes for value, own, _ in self._values if own == kind)
 
-    def _parameters(self) -> Iterable[Parameter]:
+    def _trained(self) -> Iterable[Parameter]:
         """Trained parameters whose gradients, or parts of them, the stage computes.
 
         Of a tied one a stage computes a part, which another adds to its own.
@@ -287,53 +353,3 @@ class _Cutting:
                     yield replace(
                         parameter, gradient=self._numbers[part], ready_after=self._place[made]
                     )
-
-
-def pass_seconds(stage: Stage, seconds: Callable[[int], float]) -> tuple[float, float, float]:
-    """(forward, gradients of the input, gradients of weights) of a stage, by the seconds of ops.
-
-    What the gradient of the stage's input does not need is of weights; in the first stage, whose
-    input has none, all of the backward pass. A kernel that gives both, as of convolutions, is half
-    of each.
-    """
-    graph = stage.graph
-    trained = {p.gradient for p in graph.parameters}
-    forward_s = input_s = weight_s = 0.0
-    for index, op in enumerate(graph.ops):
-        spent_s = seconds(index)
-        if op.phase == "forward":
-            forward_s += spent_s
-            continue
-        share = 1.0 if index in stage.weight_ops else 0.0 if trained.isdisjoint(op.outputs) else 0.5
-        weight_s += share * spent_s
-        input_s += (1.0 - share) * spent_s
-    return forward_s, input_s, weight_s
-
-
-def weight_ops(graph: OpGraph) -> frozenset[int]:
-    """Ops of the backward pass whose results serve gradients of parameters alone."""
-    only: set[int] = set()
-    gradients = {p.gradient for p in graph.parameters if p.gradient is not None}
-    used_by: dict[int, list[int]] = {}
-    for index, op in enumerate(graph.ops):
-        for value in op.inputs:
-            used_by.setdefault(value, []).append(index)
-    for index in range(len(graph.ops) - 1, -1, -1):
-        op = graph.ops[index]
-        if op.phase != "backward":
-            break
-        readers = [reader for value in op.outputs for reader in used_by.get(value, ())]
-        ends = bool(gradients.intersection(op.outputs))
-        if (ends or readers) and all(reader in only for reader in readers):
-            only.add(index)
-    return frozenset(only)
-
-
-def held_between_passes(bound: BoundGraph, known: GraphStructure) -> int:
-    """Bytes that a micro-batch whose backward pass has not begun holds: what that will read."""
-    begin = int(known.is_forward.sum())
-    waits = (known.born < begin) & (known.dies >= begin)
-    kinds = np.array([storage.kind for storage in known.storages])
-    waits &= np.isin(kinds, ("activation", "input"))
-    block = block_bytes(bound.graph)
-    return int((-(-known.storage_bytes(bound)[waits] // block) * block).sum())

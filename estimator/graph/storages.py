@@ -104,8 +104,9 @@ def _share_sums(graph: OpGraph, bases: list[int | None]) -> None:
         for parameter in graph.parameters
         if parameter.gradient is not None
     }
+    views = {value for op in graph.ops if _keeps_base(op) for value in op.outputs}
     for index, op in enumerate(graph.ops):
-        if not _accumulates(graph, op):
+        if not _accumulates(graph, op) or op.inputs[0] in views:
             continue
         old = _owner(bases, op.inputs[0])
         unshared = last_read[old] == index and _owner(bases, op.inputs[1]) != old
@@ -129,6 +130,15 @@ def _accumulates(graph: OpGraph, op: Op) -> bool:
         return False
     old, new, total = (graph.values[value].spec for value in (*op.inputs, op.outputs[0]))
     return old.shape == new.shape == total.shape and old.dtype == total.dtype and is_dense(old)
+
+
+def _keeps_base(op: Op) -> bool:
+    """Whether its results are views that hold the tensor which they are of.
+
+    Then autograd's is not the last reference to the storage, as where a weight is shared: of a
+    linear layer it gets the transpose of a product.
+    """
+    return family_of(op.call.target) == "view" and "unsafe" not in op.call.target
 
 
 def is_dense(spec: TensorSpec) -> bool:

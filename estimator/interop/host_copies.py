@@ -88,6 +88,7 @@ class _Copy:
     device: Any
     out: bool
     done: threading.Event
+    asked_s: float
 
 
 class _Direction:
@@ -97,20 +98,22 @@ class _Direction:
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def copy(self, host: Any, device: Any, *, out: bool = True) -> _Copy:
-        asked = _Copy(host, device, out, threading.Event())
+        asked = _Copy(host, device, out, threading.Event(), time.perf_counter())
         self.asked.put(asked)
         return asked
 
     def _run(self) -> None:
+        # When the link is done with the copy before: the thread itself may wake later than asked.
+        free_s = 0.0
         while (asked := self.asked.get()) is not None:
-            begin = time.perf_counter()
+            begin_s = max(asked.asked_s, free_s)
             if asked.out:
                 np.copyto(asked.host, asked.device)
             else:
                 np.copyto(asked.device, asked.host)
-            left_s = begin + self.link.transfer_time_s(asked.host.nbytes) - time.perf_counter()
-            if left_s > 0:
-                time.sleep(left_s)
+            copied_s = time.perf_counter()
+            free_s = max(begin_s + self.link.transfer_time_s(asked.host.nbytes), copied_s)
+            time.sleep(free_s - copied_s)
             asked.device = None
             asked.done.set()
 

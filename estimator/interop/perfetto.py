@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from estimator.machines.files import write_text_atomically
-from estimator.timeline.spans import Lane, Span, Timeline
+from estimator.timeline.spans import LANES, Span, Timeline, flat_tracks, whole_ns
 
 # Top to bottom as shown; a lane that runs several things at once (gloo's two slots) gets as many
 # tracks, numbered within its block.
-LANE_ORDER: tuple[Lane, ...] = ("host", "compute", "network", "h2d", "d2h")
 TRACKS_PER_LANE = 100
 
 Event = dict[str, Any]
@@ -78,8 +77,8 @@ def _rank_events(rank: int, spans: Iterable[Span]) -> Iterator[Event]:
     by_lane: defaultdict[str, list[Span]] = defaultdict(list)
     for span in spans:
         by_lane[span.lane].append(span)
-    for block, lane in enumerate(LANE_ORDER):
-        for slot, track in enumerate(_flat_tracks(by_lane[lane])):
+    for block, lane in enumerate(LANES):
+        for slot, track in enumerate(flat_tracks(by_lane[lane])):
             thread = block * TRACKS_PER_LANE + slot
             yield _name_event("thread_name", rank, thread, lane + (f" {slot + 1}" if slot else ""))
             sort_index = {"sort_index": thread}
@@ -88,26 +87,8 @@ def _rank_events(rank: int, spans: Iterable[Span]) -> Iterator[Event]:
                 yield _span_event(rank, thread, span)
 
 
-def _flat_tracks(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spread spans over as few tracks as keep those of one track apart."""
-    tracks: list[list[Span]] = []
-    for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
-        for track in tracks:
-            if _ns(track[-1].end_s) <= _ns(span.start_s):
-                track.append(span)
-                break
-        else:
-            tracks.append([span])
-    return tracks
-
-
-def _ns(seconds: float) -> int:
-    # Perfetto keeps whole nanoseconds; rounding both ends of a span keeps neighbours apart.
-    return round(seconds * 1e9)
-
-
 def _span_event(rank: int, thread: int, span: Span) -> Event:
-    start_ns, end_ns = _ns(span.start_s), _ns(span.end_s)
+    start_ns, end_ns = whole_ns(span.start_s), whole_ns(span.end_s)
     details = {"module": span.module, "phase": span.phase}
     return {
         "ph": "X",

@@ -83,7 +83,8 @@ class HostCost:
     kernel before has left the host's code and data in the private caches that it shares with them;
     None where that makes no difference.
     shard_unit_s: what FSDP adds per step and unit that it gathers; shard_update_tensor_s: what an
-    update adds per sharded tensor.
+    update adds per sharded tensor. dtensor_forward_s, dtensor_backward_s: what DTensor adds to one
+    call of a module that ranks divide; dtensor_exchange_s: what it adds to a collective.
     """
 
     forward_op_s: float
@@ -99,6 +100,9 @@ class HostCost:
     ddp_bucket_s: float = 0.0
     shard_unit_s: float = 0.0
     shard_update_tensor_s: float = 0.0
+    dtensor_forward_s: float = 0.0
+    dtensor_backward_s: float = 0.0
+    dtensor_exchange_s: float = 0.0
     provenance: Provenance
 
     def __post_init__(self) -> None:

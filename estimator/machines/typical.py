@@ -65,13 +65,15 @@ _EXPOSED_RATIOS = {1: 0.08, 2: 0.05}
 _BESIDE_COMPUTE_RATIO = 1.1
 _HOST_ERROR = 0.4
 _UPDATE_ERROR = 0.4
-# Eager training issues some 100,000 operators a second from Python and 150,000 from autograd's C++,
-# launches included (torch.profiler traces of GPU servers: 8 to 12 and 5 to 8 µs an operator).
+# Eager training issues some 60,000 operators a second from Python and 80,000 from autograd's C++,
+# launches included: 16 and 12 µs each. Traces of fast processors show 8 to 12 and 5 to 8 µs, but a
+# step that waits for the host all along takes longer: Megatron's GPT at micro-batch 1 on A100 19 µs
+# an operator (VIA-Research/vTrain, ground_truth_single.csv), BERT-base's forward pass 6 to 8 ms.
 _HOST = HostCost(
-    forward_op_s=5e-6,
-    forward_view_s=3e-6,
-    backward_op_s=2.5e-6,
-    bare_op_s=4.5e-6,
+    forward_op_s=8.5e-6,
+    forward_view_s=5e-6,
+    backward_op_s=4.5e-6,
+    bare_op_s=7.5e-6,
     module_call_s=3e-6,
     step_s=1e-4,
     ddp_step_s=3e-4,

@@ -76,14 +76,28 @@ class Mesh:
         """The ranks of every group along an axis, in order of their coordinate: (groups, ranks)."""
         ranks = np.arange(self.placement.ranks).reshape(self.shape)
         if axis == DP:
-            merged = ranks.transpose(0, 3, 4, 1, 2)
-            return merged.reshape(-1, self.parallelism.dp)
+            return ranks.transpose(0, 4, 1, 2, 3).reshape(-1, self.parallelism.replicas)
+        if axis == "dp_shard":
+            # Ranks that share the tokens of samples hold the same weights: they shard them too.
+            merged = ranks.transpose(0, 1, 4, 2, 3)
+            return merged.reshape(-1, self.parallelism.shards)
+        if axis in ("ep", "expert_dp"):
+            return self._experts(ranks, axis)
         place = AXES.index(axis)
         return np.moveaxis(ranks, place, -1).reshape(-1, self.shape[place])
 
+    def _experts(self, ranks: Indices, axis: str) -> Indices:
+        """Ranks that share experts are neighbours among those that share weights."""
+        pp, replicate, _, _, tp = self.shape
+        shared = ranks.transpose(0, 4, 1, 2, 3).reshape(pp * tp, replicate, -1, self.parallelism.ep)
+        if axis == "ep":
+            return shared.reshape(-1, self.parallelism.ep)
+        alike = shared.transpose(0, 3, 1, 2)
+        return alike.reshape(pp * tp * self.parallelism.ep, -1)
+
     def groups(self, axis: str) -> tuple[tuple[ProcessGroup, NodeKind], ...]:
         """The unlike process groups along an axis, each with the kind of node that costs it."""
-        size = self.parallelism.dp if axis == DP else getattr(self.parallelism, axis)
+        size = self.members(axis).shape[1]
         if size == self.placement.ranks:
             return ((whole_group(self.placement), slowest_network(self.placement)),)
         if size == 1:

@@ -30,6 +30,8 @@ _WARM_UPS = 2
 # again up to this much has passed through the caches.
 _TURNING_BYTES, _MOST_BUFFERS = 64 * MIB, 16
 _START_ALLOWANCE_S = 60.0
+# Up to here a call waits for its ranks rather than for the link.
+_SMALL_BYTES = MIB
 
 Finding = CollectiveCost | str
 
@@ -128,6 +130,14 @@ def collective_cost(
         return None
     # Of two, the quicker: what disturbs a call makes it longer.
     points = tuple((size, statistics.median_low(seconds[size])) for size in sorted(seconds))
+    # A larger message that took less shows that a smaller one was disturbed.
+    undisturbed = [min(time_s for _, time_s in points[place:]) for place in range(len(points))]
+    beyond = [
+        taken_s - least_s
+        for (size, _), least_s in zip(points, undisturbed, strict=True)
+        if size <= _SMALL_BYTES
+        for taken_s in seconds[size]
+    ]
     line = fit_line([size for size, _ in points], [time_s for _, time_s in points])
     return CollectiveCost(
         op=op,
@@ -135,6 +145,7 @@ def collective_cost(
         group_size=len(windows),
         points=points,
         latency_s=line.latency_s,
+        delay_s=max(0.0, statistics.fmean(beyond)) if beyond else 0.0,
         bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
         provenance=Provenance(
             source="measured",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ _ADDED_FIRST = 3
 _UPDATED_PARAMETERS = 4_000_000
 _MATMUL_SIDE = 512
 _LEAST_CALLS = 3
+# Rounds of each case; of matmuls more, since they tell how unlike ranks run.
+_ROUNDS, _MATMUL_ROUNDS = 3, 10
 # Of a normal distribution, over the median of absolute deviations.
 _SIGMA_OF_MEDIAN_DEVIATION = 1.4826
 # Windows of several timer ticks and kernels, and no longer than a rank can wait for the others.
@@ -82,17 +85,20 @@ def summarise(results: Sequence[Sequence[Mapping[str, Any]]], *, at: str = "") -
 def _rank_jitter_ratio(results: Sequence[Sequence[Mapping[str, Any]]]) -> float:
     """One standard deviation of a rank's time over a window of matmuls beside the others.
 
-    By the median distance from the median: one window that something else disturbed is no spread.
+    Beside the mean of all ranks in the same window: ranks do not wait for each other where all are
+    slow. By the median distance: one window that something else disturbed is no spread.
     """
-    windows = [value for cases in results for case in cases for value in case.get("windows_s", ())]
-    if len(windows) <= 2:
+    ranks = [windows for cases in results for case in cases if (windows := case.get("windows_s"))]
+    if len(ranks) < 2:
         return 0.0
-    middle = statistics.median(windows)
-    return (
-        _SIGMA_OF_MEDIAN_DEVIATION
-        * statistics.median(abs(value - middle) for value in windows)
-        / middle
-    )
+    off = [
+        abs(seconds / statistics.fmean(window) - 1)
+        for window in zip(*ranks, strict=True)
+        for seconds in window
+    ]
+    # The mean of n ranks has moved by 1/n of each one's own distance.
+    of_mean = math.sqrt(len(ranks) / (len(ranks) - 1))
+    return _SIGMA_OF_MEDIAN_DEVIATION * of_mean * statistics.median(off)
 
 
 def measure_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -105,8 +111,8 @@ def measure_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> li
     backend = open_backend(kind, torch.cuda.current_device() if kind == "cuda" else 0)
     if kind == "cpu":
         keep_memory_resident()
-    rounds, count = 3, 2 + len(_ADDED_BYTES)
-    window_s = arguments["budget_s"] / (count * rounds * (world_size + 1))
+    rounds = _MATMUL_ROUNDS + (1 + len(_ADDED_BYTES)) * _ROUNDS
+    window_s = arguments["budget_s"] / (rounds * (world_size + 1))
     window_s = min(_LONGEST_WINDOW_S, max(_SHORTEST_WINDOW_S, window_s))
     found: list[dict[str, Any]] = []
     end = time.monotonic() + arguments["budget_s"]
@@ -120,7 +126,7 @@ def measure_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> li
         alone: list[float] = []
         busy: list[float] = []
         windows: list[float] = []
-        for _ in range(rounds):
+        for _ in range(_MATMUL_ROUNDS if bound == "compute" else _ROUNDS):
             for turn in range(world_size):
                 dist.barrier()
                 if turn == rank:

@@ -63,7 +63,6 @@ _CONVOLUTIONS = (
     (10, 240, 4, 960, 1, 1, 1),
     (4, 480, 7, 120, 1, 1, 1),
     (8, 120, 7, 480, 1, 1, 1),
-    (8, 64, 30, 224, 1, 1, 1),
     (8, 224, 30, 64, 1, 1, 1),
     (2, 40, 60, 160, 1, 1, 1),
     (6, 160, 14, 40, 1, 1, 1),
@@ -83,7 +82,6 @@ _CONVOLUTIONS = (
     (16, 320, 8, 1280, 1, 1, 1),
     (16, 96, 60, 96, 3, 2, 96),
     (16, 32, 60, 32, 3, 1, 32),
-    (20, 144, 28, 144, 3, 1, 144),
     (20, 192, 30, 192, 3, 2, 192),
     (16, 384, 14, 384, 3, 1, 384),
     (20, 576, 7, 576, 3, 1, 576),
@@ -109,9 +107,11 @@ _RANGES = {
     "depthwise": ((1, 20), (3, 64), (32, 2400), (3, 7)),
     "scaling": ((1, 12), (3, 24), (64, 1600), (1, 1)),
 }
-_SPREAD_CALLS = {"pointwise": 40, "dense": 12, "depthwise": 18, "scaling": 4}
+_SPREAD_CALLS = {"pointwise": 40, "dense": 12, "depthwise": 18, "scaling": 8}
 # So long, and so large, a call may be.
 _MOST_FLOPS, _MOST_ELEMENTS = 6e8, 2_500_000
+# A depthwise filter reads each of its numbers for few multiplications.
+_MOST_DEPTHWISE_FLOPS = 1e8
 # Steps of the Kronecker sequence of the golden ratio's kin in four dimensions (Roberts 2018): any
 # number of points from it is spread evenly.
 _STEPS = (0.8566748838545, 0.7338918566271, 0.6287067210378, 0.5385972572236)
@@ -121,6 +121,7 @@ def spread_shapes() -> Iterator[tuple[int, ...]]:
     """Convolutions (as listed above) spread evenly over `_RANGES`."""
     for kind, wanted in _SPREAD_CALLS.items():
         number = 0
+        most_flops = _MOST_DEPTHWISE_FLOPS if kind == "depthwise" else _MOST_FLOPS
         while wanted:
             number += 1
             images, side, channels, last = (
@@ -139,7 +140,7 @@ def spread_shapes() -> Iterator[tuple[int, ...]]:
                 shape = (images, channels, side, out, kernel, 1, 1)
                 flops = 2.0 * images * channels * side**2 * kernel**2 * out
                 weights = channels * out * kernel**2
-            if flops <= _MOST_FLOPS and max(images * channels * side**2, weights) <= _MOST_ELEMENTS:
+            if flops <= most_flops and max(images * channels * side**2, weights) <= _MOST_ELEMENTS:
                 wanted -= 1
                 yield shape
 

@@ -12,6 +12,8 @@ from estimator.tensors import TensorSpec
 
 _SIZES = (6_000, 200_000, 3_000_000)
 _LARGEST = 8_000_000
+# Random numbers take many times as long as an element's bytes.
+_RANDOM_SIZES = (6_000, 100_000, 800_000)
 # These also run at the largest size; the rest cost per element what they cost at three million.
 _ALSO_LARGEST = {"add.Tensor", "mul.Tensor", "gelu.default", "relu.default", "clone.default"}
 
@@ -38,8 +40,6 @@ def pointwise() -> list[GridCall]:
         "add.Scalar": 1.0,
         "mul.Scalar": 0.5,
         "div.Scalar": 3.0,
-        "mul.Tensor": 0.5,
-        "add.Tensor": 1.0,
         "pow.Tensor_Scalar": 2,
         "gt.Scalar": 0.0,
         "leaky_relu.default": 0.01,
@@ -65,13 +65,14 @@ def pointwise() -> list[GridCall]:
             grid_call("where.self", mask, tensor(n), tensor(n)),
             grid_call("masked_fill.Scalar", tensor(n), mask, -1e9),
             grid_call("eq.Tensor", tensor(n), tensor(n)),
-            grid_call("native_dropout.default", tensor(n), 0.1, True),
             grid_call("addcmul.default", tensor(n), tensor(n), tensor(n)),
             grid_call("_to_copy.default", tensor(n), dtype="torch.bfloat16"),
             grid_call("_to_copy.default", half, dtype="torch.float32"),
             grid_call("_to_copy.default", mask, dtype="torch.float32"),
         ]
-    return calls
+    return calls + [
+        grid_call("native_dropout.default", tensor(n), 0.1, True) for n in _RANDOM_SIZES
+    ]
 
 
 def pointwise_gradients() -> list[GridCall]:
@@ -103,14 +104,13 @@ def in_place() -> list[GridCall]:
             grid_call("relu_.default", x),
             grid_call("div_.Scalar", x, 1.0),
             grid_call("mul_.Tensor", x, 1.0),
-            grid_call("bernoulli_.float", x, 0.9),
             grid_call("zero_.default", x),
             grid_call("fill_.Scalar", x, 1.0),
             grid_call("copy_.default", x, tensor(n)),
             grid_call("sigmoid_.default", x),
             grid_call("masked_fill_.Scalar", x, TensorSpec((n,), "bool"), 0.0),
         ]
-    return calls
+    return calls + [grid_call("bernoulli_.float", tensor(n), 0.9) for n in _RANDOM_SIZES]
 
 
 _ROWS = ((60, 64), (300, 400), (2000, 300), (6000, 500), (200, 16000), (50_000, 48))
@@ -124,22 +124,19 @@ def broadcasts() -> list[GridCall]:
         column = tensor(rows, 1)
         calls += [
             grid_call("add.Tensor", x, tensor(columns)),
-            grid_call("mul.Tensor", x, tensor(columns)),
             grid_call("mul.Tensor", x, column),
             grid_call("sub.Tensor", x, column),
             grid_call("div.Tensor", x, column, positive=(1,)),
-            grid_call("mul.Tensor", x, tensor()),
             # A gradient that sum() or mean() spreads over its input.
             grid_call("div.Scalar", TensorSpec((rows, columns), "float32", (1, 0)), 10.0),
             grid_call("clone.default", TensorSpec((rows, columns), "float32", (1, 0))),
         ]
     for batch, channels, places in ((4, 40, 900), (16, 100, 400), (16, 300, 49)):
-        x, channel = tensor(batch, channels, places), tensor(1, channels, 1)
-        gate = tensor(batch, channels, 1)
+        x = tensor(batch, channels, places)
         calls += [
-            grid_call("add.Tensor", x, channel),
-            grid_call("mul.Tensor", x, channel),
-            grid_call("mul.Tensor", x, gate),
+            grid_call("add.Tensor", x, tensor(1, channels, 1)),
+            grid_call("mul.Tensor", x, tensor(batch, channels, 1)),
+            grid_call("mul.Tensor", x, tensor()),
         ]
     return calls
 
@@ -167,9 +164,7 @@ def strided() -> list[GridCall]:
         calls += [
             grid_call("clone.default", swapped, memory_format="torch.contiguous_format"),
             grid_call("clone.default", turned, memory_format="torch.contiguous_format"),
-            grid_call("clone.default", across, memory_format="torch.contiguous_format"),
             grid_call("add.Tensor", flat, swapped),
-            grid_call("mul.Tensor", swapped, 0.125),
             grid_call("add.Tensor", tensor(rows, columns), across),
             grid_call("copy_.default", flat, swapped),
         ]

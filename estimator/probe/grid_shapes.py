@@ -78,7 +78,6 @@ def joins() -> list[GridCall]:
         x = tensor(rows, columns)
         part = tensor(rows, columns // 4)
         calls += [
-            grid_call("cat.default", [x, x]),
             grid_call("cat.default", [x, x], 1),
             grid_call("cat.default", [part, part, part], 1),
             grid_call("stack.default", [x, x]),
@@ -142,8 +141,6 @@ def pools() -> list[GridCall]:
     calls = []
     for batch, channels, side in ((2, 64, 100), (8, 32, 48), (8, 160, 28), (16, 400, 8)):
         x, half = tensor(batch, channels, side, side), tensor(batch, channels, side // 2, side // 2)
-        double, small = (2 * side, 2 * side), [batch, channels, side, side]
-        up = tensor(batch, channels, *double)
         calls += [
             *max_pools(batch, channels, side),
             grid_call("avg_pool2d.default", x, [2, 2], [2, 2]),
@@ -153,12 +150,15 @@ def pools() -> list[GridCall]:
             ),
             grid_call("_adaptive_avg_pool2d.default", x, [4, 4]),
             grid_call("_adaptive_avg_pool2d_backward.default", tensor(batch, channels, 4, 4), x),
-            grid_call("upsample_nearest2d.default", x, [*double], 2.0, 2.0),
-            grid_call("upsample_nearest2d_backward.default", up, [*double], small, 2.0, 2.0),
-            grid_call("upsample_bilinear2d.default", x, [*double], False, 2.0, 2.0),
-            grid_call(
-                "upsample_bilinear2d_backward.default", up, [*double], small, False, 2.0, 2.0
-            ),
+        ]
+    for batch, channels, side in ((2, 64, 40), (8, 32, 48), (8, 160, 14), (16, 400, 8)):
+        x, small = tensor(batch, channels, side, side), [batch, channels, side, side]
+        double, up = [2 * side, 2 * side], tensor(batch, channels, 2 * side, 2 * side)
+        calls += [
+            grid_call("upsample_nearest2d.default", x, double, 2.0, 2.0),
+            grid_call("upsample_nearest2d_backward.default", up, double, small, 2.0, 2.0),
+            grid_call("upsample_bilinear2d.default", x, double, False, 2.0, 2.0),
+            grid_call("upsample_bilinear2d_backward.default", up, double, small, False, 2.0, 2.0),
         ]
     return calls
 
@@ -181,8 +181,8 @@ def losses() -> list[GridCall]:
     """Negative log likelihood, squared error and binary cross entropy."""
     calls = []
     for rows, classes in ((16, 100), (500, 1000), (400, 20_000), (4000, 300)):
-        x, one = tensor(rows, classes), tensor()
         calls += likelihood(rows, classes)
+        x, one = tensor(rows, min(classes, 1000)), tensor()
         calls += [
             grid_call("mse_loss.default", x, x),
             grid_call("mse_loss_backward.default", one, x, x, 1),
@@ -194,7 +194,7 @@ def losses() -> list[GridCall]:
 def orders() -> list[GridCall]:
     """Sorting, picking the largest, running sums."""
     calls = []
-    for rows, columns in ((200, 8), (1000, 64), (100, 5000)):
+    for rows, columns in ((200, 8), (1000, 64), (40, 5000)):
         x = tensor(rows, columns)
         calls += [
             grid_call("topk.default", x, 2),

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from estimator.probe.backend import Backend
+from estimator.probe.dtensor_costs import dtensor_costs
 from estimator.probe.jobs import Emit
 from estimator.probe.shard_costs import shard_costs
 
 _SHORT, _LONG = 20, 220
 _ROUNDS = 31
-_COOLING_BYTES, _COOLED_LOOPS = 4 << 20, 4
-_COOLED = ("forward_op_s", "forward_view_s", "backward_op_s")
+_COOLING_BYTES, _LOOPS, _MIXING_ROUNDS = 4 << 20, 4, 9
+_MIXED = ("forward_op_s", "forward_view_s", "backward_op_s")
 _FEW_BUCKETS, _MANY_BUCKETS = 1, 21
 
 
@@ -37,17 +38,19 @@ def measure_host(backend: Backend, emit: Emit, *, budget_s: float) -> None:
         "ddp_bucket_s": 0.0,
     }
     if backend.kind == "cpu":  # the host's code shares the caches with the kernels' data
-        cooled = dict(zip(_COOLED, cooled_costs(), strict=True))
-        for name in _COOLED:
-            found[f"cached_{name}"] = found[name]
-            kernel_s = bare_op_s if name != "forward_view_s" else 0.0
-            found[name] = max(found[name], cooled[name] - kernel_s)
+        cached, cold = mixing_costs(cools=False), mixing_costs(cools=True)
+        for name, cached_s, cold_s in zip(_MIXED, cached, cold, strict=True):
+            found[f"cached_{name}"] = found[name] + cached_s
+            found[name] += max(cached_s, cold_s)
     emit(found)
     if time.monotonic() < end:
         found["ddp_step_s"], found["ddp_bucket_s"] = _ddp_costs(backend)
         emit(found)
     if time.monotonic() < end and backend.kind == "cpu":
         found["shard_unit_s"], found["shard_update_tensor_s"] = shard_costs()
+        emit(found)
+    if time.monotonic() < end and backend.kind == "cpu":
+        found |= dtensor_costs()
         emit(found)
 
 
@@ -138,37 +141,44 @@ def _backward_costs(backend: Backend) -> tuple[float, float]:
     return per_product, max(0.0, short_s - _SHORT * per_product)
 
 
-def cooled_costs() -> tuple[float, float, float]:
-    """Seconds per recorded op, per recorded view, and per node of the backward pass, on a CPU.
+def mixing_costs(*, cools: bool) -> tuple[float, float, float]:
+    """Seconds that each recorded op, recorded view and node of the backward pass takes more on a
+    CPU where many kinds of op follow each other, as in a training step, than where one is repeated,
+    as the grid does: the interpreter, the dispatcher, autograd and kernels find less of their code
+    in the nearest caches.
 
-    Between two ops a kernel streams through more memory than the core's private caches hold, as
-    kernels of a training step do, and many kinds of op follow each other: the interpreter, the
-    dispatcher and autograd then find their own code and data in the shared cache or in memory.
+    Where it `cools`, a kernel streams through more memory than the core's private caches hold
+    between two ops: they then find it in the shared cache or in memory.
     """
-    loops = _CooledLoops()
+    alone, mixed = _Loops(cools=False), _Loops(cools=cools)
     ops, views = _various_ops(), [lambda x: x.view(16), lambda x: x.transpose(0, 1)]
-    found: dict[str, list[float]] = {"op": [], "view": [], "node": []}
-    idle = [lambda x: x] * len(ops) * _COOLED_LOOPS
-    for _ in range(_ROUNDS):
-        base_s = loops.forward_s(idle)
-        count = len(idle)
-        found["op"].append((loops.forward_s(ops * _COOLED_LOOPS) - base_s) / count)
-        pairs = count // len(views)
-        found["view"].append((loops.forward_s(views * pairs) - base_s) / count)
-        backward_s = loops.backward_s(ops * _COOLED_LOOPS) - loops.backward_s(idle)
-        found["node"].append(backward_s / count)
-    op_s, view_s, node_s = (max(0.0, statistics.median(found[k])) for k in ("op", "view", "node"))
+    idle = [lambda x: x] * len(ops) * _LOOPS
+    count = len(idle)
+    kinds = {"op": ops, "view": views, "node": ops}
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(_MIXING_ROUNDS):
+        for kind, some in kinds.items():
+            measure = "backward_s" if kind == "node" else "forward_s"
+            seconds = getattr(mixed, measure)
+            mixed_s = seconds(some * (count // len(some))) - seconds(idle)
+            seconds = getattr(alone, measure)
+            alone_s = [seconds([op] * count) - seconds(idle) for op in some]
+            found[kind].append((mixed_s - statistics.fmean(alone_s)) / count)
+    op_s, view_s, node_s = (max(0.0, statistics.median(each)) for each in found.values())
     return op_s, view_s, node_s
 
 
-class _CooledLoops:
-    """Time calls on a small tensor, the core's private caches evicted before each."""
+class _Loops:
+    """Time calls on a small tensor; where it `cools`, the private caches are evicted before each.
 
-    def __init__(self) -> None:
+    The second of two passes counts: the first brings what is its own into the caches.
+    """
+
+    def __init__(self, *, cools: bool) -> None:
         import torch
 
-        self.leaf = torch.ones(4, 4, requires_grad=True)
-        streamed = self.streamed = torch.zeros(_COOLING_BYTES // 4)
+        self.leaf = torch.randn(4, 4, requires_grad=True)
+        streamed = self.streamed = torch.zeros(_COOLING_BYTES // 4 if cools else 1)
 
         class Cool(torch.autograd.Function):
             """Passes its argument on, and evicts the private caches in the backward pass."""
@@ -185,19 +195,23 @@ class _CooledLoops:
         self.cool = Cool
 
     def forward_s(self, calls: Sequence[Callable[[Any], Any]]) -> float:
-        begin = time.perf_counter()
-        for call in calls:
-            self.streamed.add_(1.0)
-            call(self.leaf)
-        return time.perf_counter() - begin
+        for _ in range(2):
+            begin = time.perf_counter()
+            for call in calls:
+                self.streamed.add_(1.0)
+                call(self.leaf)
+            seconds = time.perf_counter() - begin
+        return seconds
 
     def backward_s(self, calls: Sequence[Callable[[Any], Any]]) -> float:
-        x = self.leaf
-        for call in calls:
-            x = self.cool.apply(call(x))
-        begin = time.perf_counter()
-        x.sum().backward()
-        return time.perf_counter() - begin
+        for _ in range(2):
+            x = self.leaf
+            for call in calls:
+                x = self.cool.apply(call(x))
+            begin = time.perf_counter()
+            x.sum().backward()
+            seconds = time.perf_counter() - begin
+        return seconds
 
 
 def _various_ops() -> list[Callable[[Any], Any]]:

@@ -26,14 +26,15 @@ from estimator.tensors import OpCall, TensorSpec
 # Until a GPU's clocks are those of work; cores need only threads and caches.
 _WARM_UP_S = {"cpu": 0.1, "cuda": 1.0}
 # Calls of a CUDA device are timed in flights of 64, and disturbed far less.
-_LEAST_REPEATS, _MOST_REPEATS = 5, {"cpu": 300, "cuda": 64}
+_LEAST_REPEATS, _MOST_REPEATS = 5, {"cpu": 200, "cuda": 64}
 # A long call is long compared with what disturbs it: fewer repeats agree as well.
 _FEW_REPEATS, _LONG_CALL_S = 3, 0.004
-_WARM_S, _COLD_S = 0.006, 0.006
+# Cold calls take several times as long as warm ones, and their inputs are cut anew for each.
+_WARM_S, _COLD_S = 0.004, 0.002
 # Below this a call is all dispatch; below that share of its time, reading its bytes from main
-# memory (no device takes longer than this for one) is lost in the noise.
+# memory (no device takes longer than this for one, most a third) is lost in the noise.
 _NO_COLD_BELOW_BYTES = 16 << 10
-_COLD_S_PER_BYTE, _COLD_SHARE = 1e-10, 0.02
+_COLD_S_PER_BYTE, _COLD_SHARE = 1e-10, 0.05
 # These make blocked copies of their tensors in memory of their own, which a training step finds as
 # cold as its inputs: the caches are emptied before each call.
 _WITH_SCRATCH = (
@@ -41,8 +42,8 @@ _WITH_SCRATCH = (
 )
 # Argument sets that must be made beforehand: integers, masks, tensors to be written to.
 _MOST_SETS = 6
-# Outputs kept beyond the repeats, for the calls that only warm up.
-_SPARE_OUTPUTS = 4
+# Outputs kept beyond the repeats: a CUDA device is called once more.
+_SPARE_OUTPUTS = 2
 # The ring of outputs stays within memory that was touched when the process began.
 _RING_BYTES = 192 << 20
 # What torch says of an error after which a process cannot use its GPU any more.
@@ -56,6 +57,10 @@ _TOUCHED_BYTES = 896 << 20
 
 def prepare(backend: Backend, emit: Emit, *, budget_s: float) -> None:
     """Make this process time calls as a long-running step does: memory resident, clocks steady."""
+    import torch
+
+    # As ranks that train: what chains of operators leave of gradients may vanish.
+    torch.set_flush_denormal(True)
     if backend.kind == "cpu":
         resident = keep_memory_resident()
         touch_memory(_TOUCHED_BYTES)
@@ -200,8 +205,12 @@ def _cold_matters(grid_call: GridCall, written_bytes: int, warm_s: float) -> boo
 
 
 def _repeat(backend: Backend, call: Callable[[int], object], wanted_s: float) -> list[float]:
-    one_s = max(backend.time_calls(call, repeats=1)[0], 1e-7)
-    return backend.time_calls(call, repeats=_repeats(backend, one_s, wanted_s))
+    first = backend.time_calls(call, repeats=1)
+    repeats = _repeats(backend, max(first[0], 1e-7), wanted_s)
+    if repeats > _FEW_REPEATS:
+        return backend.time_calls(call, repeats=repeats)
+    # The first of a long call counts: the operator has run before.
+    return first + backend.time_calls(call, repeats=repeats - 1)
 
 
 def _repeats(backend: Backend, one_s: float, wanted_s: float) -> int:
@@ -248,7 +257,6 @@ def _cold_s(
         positional, keywords = ready[0]
         kept.append(operator(*positional, **keywords))
 
-    backend.time_calls(call, repeats=1, before=before)
     source.flush()
     return agreed_s(backend.time_calls(call, repeats=repeats, before=before))
 

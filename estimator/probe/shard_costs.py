@@ -6,7 +6,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _UNITS, _ROUNDS, _WARMUP = 12, 15, 3
@@ -18,20 +19,14 @@ def shard_costs() -> tuple[float, float]:
     The unit's figure contains its three collectives among one rank, which move next to nothing.
     """
     import torch
-    import torch.distributed as torch_distributed
     from torch import nn
     from torch.distributed.fsdp import fully_shard
-
-    dist: Any = torch_distributed
 
     def model() -> nn.Module:
         return nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(_UNITS)])
 
     x = torch.ones(1, 16)
-    # As ranks.py does: gloo otherwise looks up the host's own name.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with world_of_one():
         whole, sharded = model(), model()
         for layer in list(sharded.children()):
             fully_shard(layer)
@@ -39,13 +34,26 @@ def shard_costs() -> tuple[float, float]:
         forms = (whole, sharded)
         optimizers = [torch.optim.AdamW(form.parameters(), lr=0.0) for form in forms]
         steps = [_medians(form, x, o.step) for form, o in zip(forms, optimizers, strict=True)]
-    finally:
-        dist.destroy_process_group()
     (whole_s, whole_update_s), (sharded_s, sharded_update_s) = steps
     return (
         max(0.0, sharded_s - whole_s) / _UNITS,
         max(0.0, sharded_update_s - whole_update_s) / _UNITS,
     )
+
+
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    """A process group of this process alone, over gloo."""
+    import torch.distributed as torch_distributed
+
+    dist: Any = torch_distributed
+    # As ranks.py does: gloo otherwise looks up the host's own name.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _medians(form: Any, x: Any, update: Callable[[], object]) -> tuple[float, float]:

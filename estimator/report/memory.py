@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from estimator.advise.memory import MemoryReport
 from estimator.advise.swap_search import Planned
-from estimator.report.pictures import empty_figure, save_figure, shades
+from estimator.report.pictures import empty_figure, plain, save_figure, shades
 from estimator.units import GIB
+
+# More than a picture has points across.
+_MOST_PLACES = 1200
 
 
 def draw_memory(report: MemoryReport, path: Path, plans: Sequence[Planned] = ()) -> None:
@@ -19,23 +23,28 @@ def draw_memory(report: MemoryReport, path: Path, plans: Sequence[Planned] = ())
 
     Raises StoreError if matplotlib is missing or the file cannot be written.
     """
+    save_figure(memory_figure(report, plans), path)
+
+
+def memory_figure(report: MemoryReport, plans: Sequence[Planned] = ()) -> Any:
+    """The picture of memory over a step; raises StoreError if matplotlib is missing."""
     figure = empty_figure(width_inches=10.0, height_inches=9.0 if plans else 4.5)
     top, *below = figure.subplots(2 if plans else 1, squeeze=False)[:, 0]
     _draw_levels(top, report)
     for axes in below:
         _draw_plans(axes, report, plans)
-    save_figure(figure, path)
+    return figure
 
 
 def _draw_levels(axes: Any, report: MemoryReport) -> None:
     shown = {kind: each for kind, each in report.curve.levels.items() if each.any()}
+    drawn = _highest(report.curve.total)
     starts_s = np.append(0.0, report.time_s)
     # Each level holds from the start of its op to its end.
-    levels = [np.append(each, each[-1]) / GIB for each in shown.values()]
+    levels = [np.append(each[drawn], each[-1]) / GIB for each in shown.values()]
     colours = shades(len(shown), brightest=0.95)
-    axes.stackplot(
-        1e3 * starts_s, *levels, labels=list(shown), colors=colours, step="post", linewidth=0
-    )
+    drawn_ms = 1e3 * starts_s[np.append(drawn, -1)]
+    axes.stackplot(drawn_ms, *levels, labels=list(shown), colors=colours, step="post", linewidth=0)
     peak = report.curve.peak_at
     axes.plot(
         1e3 * starts_s[peak],
@@ -47,8 +56,15 @@ def _draw_levels(axes: Any, report: MemoryReport) -> None:
     if report.curve.peak_bytes > 0.5 * report.device_bytes:
         axes.axhline(report.device_bytes / GIB, color="red", linewidth=1, label="device memory")
     title = f"{report.answer.model} on {report.answer.allocation}: peak in {report.peak_op}"
-    axes.set(xlabel="ms", ylabel="GiB", xlim=(0, 1e3 * starts_s[-1]), ylim=(0, None), title=title)
+    axes.set(xlabel="ms", ylabel="GiB", xlim=(0, 1e3 * starts_s[-1]), ylim=(0, None))
+    axes.set_title(plain(title))
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+
+def _highest(total: NDArray[np.int64]) -> NDArray[np.intp]:
+    """The places that are drawn of many: of each stretch the one that holds most."""
+    stretches = np.array_split(np.arange(len(total)), min(len(total), _MOST_PLACES))
+    return np.array([places[total[places].argmax()] for places in stretches])
 
 
 def _draw_plans(axes: Any, report: MemoryReport, plans: Sequence[Planned]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +25,22 @@ def shades(count: int, *, brightest: float) -> list[Any]:
     from matplotlib import colormaps
 
     return [colormaps["viridis"](brightest * n / max(count - 1, 1)) for n in range(count)]
+
+
+def plain(text: str) -> str:
+    """A name as matplotlib shows it: between two dollars it would read a formula."""
+    return text.replace("$", r"\$")
+
+
+def inline_svg(figure: Any, name: str) -> str:
+    """A figure as an SVG element for a page; `name` keeps its ids apart from other figures'."""
+    from matplotlib import rc_context
+
+    drawn = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+    text = drawn.getvalue()
+    return text[text.index("<svg") :]
 
 
 def save_figure(figure: Any, path: Path, *, to: IO[bytes] | None = None) -> None:

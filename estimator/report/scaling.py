@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from estimator.advise.sweeps import SweepRow
 from estimator.estimates import Estimate
 from estimator.machines.files import write_bytes_atomically
-from estimator.report.pictures import empty_figure, save_figure, shades
+from estimator.report.pictures import empty_figure, plain, save_figure, shades
 
 # Of the legend, beside a picture of this height.
 _LINES_OF_COLUMN = 18
@@ -40,6 +40,13 @@ def draw_scaling(rows: Sequence[SweepRow], path: Path) -> None:
 
     Raises StoreError if matplotlib is missing or the file cannot be written.
     """
+    drawn = io.BytesIO()
+    save_figure(scaling_figure(rows), path, to=drawn)
+    write_bytes_atomically(path, drawn.getvalue())
+
+
+def scaling_figure(rows: Sequence[SweepRow]) -> Any:
+    """The picture of a sweep; raises StoreError if matplotlib is missing."""
     lines = lines_of(rows)
     columns = -(-(len(lines) + 1) // _LINES_OF_COLUMN)
     figure = empty_figure(width_inches=9.0 + columns, height_inches=4.0)
@@ -52,7 +59,7 @@ def draw_scaling(rows: Sequence[SweepRow], path: Path) -> None:
         speed.plot(devices, throughput, label=label, color=colour, **marker)
         speed.fill_between(devices, low, high, color=colour, alpha=0.15, linewidth=0)
         efficiency.plot(devices, [100 * value for value in ratio], color=colour, **marker)
-    figure.suptitle(_title([row.answer for row in rows if row.answer is not None]))
+    figure.suptitle(plain(_title([row.answer for row in rows if row.answer is not None])))
     speed.set(xlabel="devices", ylabel="samples/s", xlim=(0, None), ylim=(0, None))
     # The smallest allocation counts as linear; one on faster devices may be above it.
     highest = max([1.0, *(point.efficiency_ratio for line in lines.values() for point in line)])
@@ -61,9 +68,7 @@ def draw_scaling(rows: Sequence[SweepRow], path: Path) -> None:
     figure.legend(
         loc="outside right upper", title="80 % interval shaded", ncols=columns, fontsize="small"
     )
-    drawn = io.BytesIO()
-    save_figure(figure, path, to=drawn)
-    write_bytes_atomically(path, drawn.getvalue())
+    return figure
 
 
 def _title(answers: Sequence[Estimate]) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.coefficients import Calibration, StepQuestion
-from estimator.engine import Engine, TrialEngine
-from estimator.errors import AllocationError, EstimatorError
+from estimator.coefficients import StepQuestion
+from estimator.engine import TrialEngine
+from estimator.errors import EstimatorError
 from estimator.estimates import (
     FITS,
     Estimate,
@@ -20,26 +19,18 @@ from estimator.estimates import (
     interval_ratio,
     relative_error,
 )
-from estimator.graph.op_graph import OpGraph
-from estimator.machines.profile import MachineProfile
-from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns, TextReader
 from estimator.placement.topology import Cluster
-from estimator.tables.balance import balance
 from estimator.tables.placed import NodeGroupTable, PlacedColumns, place_columns
+from estimator.tables.question import Flags, Indices, Question
 from estimator.tables.steps import StepColumns, StepRows
 from estimator.timeline.ranks import StepShape
 from estimator.timeline.step import UNCALIBRATED_RATIOS, Ratios
 from estimator.timeline.strategies import rules_of
 from estimator.timeline.strategies.registry import Groups
-from estimator.workload import MOST_ACCUMULATION, MOST_BATCH, Strategy, check_count
-from estimator.workload.loader import Loader
+from estimator.workload import MOST_ACCUMULATION, MOST_BATCH, check_count
 
 Array = NDArray[np.float64]
-Integers = NDArray[np.integer]
-Indices = NDArray[np.intp]
-Flags = NDArray[np.bool_]
-Allocations = Sequence[str | Allocation] | AllocationColumns
 Columns = Mapping[str, NDArray[np.generic]]
 
 # Rows of a chunk, and nodes of all of its rows: their arrays stay in the caches.
@@ -47,86 +38,6 @@ _ROWS_AT_ONCE = 16384
 _CELLS_AT_ONCE = 1 << 18
 # Elements of a chunk in FSDP's table of compute between collectives.
 _SEGMENTS_AT_ONCE = 1 << 22
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Question:
-    """What is asked of every allocation: `estimate`'s arguments; batches one each, or one.
-
-    Rows that cannot be answered stay empty, or raise where `strict`. `first_row` is how many rows
-    came before, in other pieces of the same question.
-    """
-
-    graph: OpGraph
-    allocations: Allocations
-    batch_per_gpu: int | Integers | None
-    global_batch: int | Integers | None
-    accumulation_steps: int
-    strategy: Strategy
-    cluster: Cluster | None
-    calibration: Calibration | None
-    profile: MachineProfile | None
-    loader: Loader | None
-    engine: Engine
-    strict: bool = False
-    first_row: int = 0
-
-    def allocation(self, row: int) -> Allocation:
-        """The allocation of a row; raises AllocationError."""
-        if isinstance(self.allocations, AllocationColumns):
-            return self.allocations.allocation(row)
-        return Allocation.parse(self.allocations[row])
-
-    def text(self, row: int) -> str:
-        """The allocation of a row as it was written, or as it prints; empty if it does not."""
-        if not isinstance(self.allocations, AllocationColumns):
-            return str(self.allocations[row])
-        try:
-            return str(self.allocation(row))
-        except AllocationError:
-            return ""
-
-    def answer(self, row: int) -> Estimate:
-        """The estimate of one row; raises what `estimate` raises."""
-        batch, whole = _of_row(self.batch_per_gpu, row), _of_row(self.global_batch, row)
-        asked: dict[str, Any] = {
-            "accumulation_steps": self.accumulation_steps,
-            "strategy": self.strategy,
-            "cluster": self.cluster,
-            "calibration": self.calibration,
-            "profile": self.profile,
-            "loader": self.loader,
-        }
-        allocation = self.allocation(row)
-        if whole is not None and batch is None:
-            asked |= {"global_batch": whole, "engine": self.engine}
-            return balance(self.graph, allocation, **asked).answer
-        asked |= {"batch_per_gpu": batch, "global_batch": whole}
-        return self.engine.estimate(self.graph, allocation, **asked)
-
-    def refuse(self, row: int) -> None:
-        """Raise why a row has no answer, with its number."""
-        try:
-            self.answer(row)
-        except EstimatorError as error:
-            raise type(error)(f"row {self.first_row + row}: {error}") from None
-
-    def rows(self, chosen: slice | Indices) -> Question:
-        """The same question of some of the rows."""
-        batch, whole = (
-            value[chosen] if isinstance(value, np.ndarray) else value
-            for value in (self.batch_per_gpu, self.global_batch)
-        )
-        allocations = self.allocations
-        if isinstance(allocations, AllocationColumns) or isinstance(chosen, slice):
-            some: Allocations = allocations[chosen]  # type: ignore[index]
-        else:
-            some = [allocations[row] for row in chosen.tolist()]
-        return replace(self, allocations=some, batch_per_gpu=batch, global_batch=whole)
-
-
-def _of_row(value: int | Integers | None, row: int) -> int | None:
-    return int(value[row]) if isinstance(value, np.ndarray) else value
 
 
 class RowAnswers:
@@ -175,11 +86,12 @@ class RowAnswers:
         steps = self._tables()
         placed.invalid |= ~steps.runs[placed.node_group].all(axis=0)
         batch, invalid = self._batches(question, rows, placed)
-        by_speed = self._by_speed(question, placed, steps)
+        one_by_one = self._by_speed(question, placed, steps)
+        one_by_one |= question.are_laid_out(_numbers(rows))
         invalid |= ~np.asarray(self._strategy.divides(placed.ranks))
-        apart = placed.invalid | invalid | by_speed
+        apart = placed.invalid | invalid | one_by_one
         if apart.any():
-            self._answer_rest(question, part, rows, columns, apart=apart, by_speed=by_speed)
+            self._answer_rest(question, part, rows, columns, apart=apart, one_by_one=one_by_one)
             return
         numbers = _numbers(rows)
         ratios, errors = self._calibrated(question, placed, batch, numbers)
@@ -200,11 +112,14 @@ class RowAnswers:
         columns: Columns,
         *,
         apart: Flags,
-        by_speed: Flags | bool = False,
+        one_by_one: Flags | bool = False,
     ) -> None:
-        """Answer rows whose batch is split by speed one by one, then all that are not `apart`."""
+        """Answer some rows `one_by_one`: by layouts, or whose batch is split by speed.
+
+        Then all that are not `apart`.
+        """
         numbers = _numbers(rows)
-        asked = apart if question.strict else apart & by_speed
+        asked = apart if question.strict else apart & one_by_one
         for number in numbers[asked].tolist():
             try:
                 answer = question.answer(number)
@@ -394,7 +309,7 @@ def _cells(answer: Estimate) -> dict[str, Any]:
         "fits_code": FITS.index(answer.fits),
         "bottleneck_code": bottleneck_code(parts),
         "ranks": answer.ranks,
-        "nodes": answer.plan.group.nodes,
+        "nodes": answer.plan.placement.nodes,
         "batch_per_gpu": answer.batch_per_gpu or 0,
         "global_batch": answer.global_batch or 0,
     }

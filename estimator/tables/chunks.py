@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import pickle
-import secrets
-import threading
-from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
+from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -18,13 +13,13 @@ from numpy.typing import NDArray
 
 from estimator.coefficients import Calibration
 from estimator.engine import DEFAULT, Engine
-from estimator.errors import WorkloadError
 from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
 from estimator.placement.topology import Cluster
-from estimator.tables.answers import Allocations, Question, RowAnswers
+from estimator.tables.answers import RowAnswers
+from estimator.tables.question import Allocations, Question
 from estimator.tables.table import (
     EstimateTable,
     check_asked,
@@ -32,15 +27,12 @@ from estimator.tables.table import (
     read_cluster,
     read_loader,
 )
+from estimator.tables.workers import map_shared
 from estimator.workload import Strategy
 from estimator.workload.loader import Loader
 
-# Pieces sent ahead of the one that is waited for: all workers have work, and memory stays flat.
-_IN_FLIGHT = 32
-# Graphs that a thread of a worker keeps.
-_MOST_KEPT = 8
-_worker = threading.local()
-_Columns = dict[str, NDArray[Any]]
+# Allocations, and how many came before them.
+_Piece = tuple[Allocations, int]
 
 
 def estimate_chunks(
@@ -82,95 +74,32 @@ def estimate_chunks(
         engine=engine,
         strict=strict,
     )
-    answers: RowAnswers | None = None
-    questions = _questions(question, _pieces(allocations, rows))
-    if executor is not None:
-        yield from _elsewhere(question, questions, executor)
-        return
-    for asked in questions:
-        answers = answers or RowAnswers(asked)
-        yield EstimateTable(question=asked, **columns_of(asked, answers))
-
-
-def _questions(question: Question, pieces: Iterable[Allocations]) -> Iterator[Question]:
-    first = 0
-    for piece in pieces:
-        yield replace(question, allocations=piece, first_row=first)
-        first += len(piece)
+    # The engine is each worker's own.
+    shared = question if executor is None else replace(question, engine=None)  # type: ignore[arg-type]
+    pieces = _pieces(allocations, rows)
+    for (piece, first), columns in map_shared(executor, _columns, shared, pieces):
+        asked = replace(question, allocations=piece, first_row=first)
+        yield EstimateTable(question=asked, **columns)
 
 
 def _pieces(
     allocations: Iterable[str | Allocation] | AllocationColumns, rows: int
-) -> Iterator[Allocations]:
+) -> Iterator[_Piece]:
     if isinstance(allocations, AllocationColumns):
         for start in range(0, len(allocations), rows):
-            yield allocations[start : start + rows]
+            yield allocations[start : start + rows], start
         return
-    remaining = iter(allocations)
+    remaining, first = iter(allocations), 0
     while piece := list(islice(remaining, rows)):
-        yield piece
+        yield piece, first
+        first += len(piece)
 
 
-def _elsewhere(
-    question: Question, questions: Iterator[Question], executor: Executor
-) -> Iterator[EstimateTable]:
-    """Tables from an executor's workers, in order."""
-    try:
-        # The engine is each worker's own.
-        content = pickle.dumps(replace(question, engine=None))  # type: ignore[arg-type]
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise WorkloadError(
-            f"the question cannot be sent to other processes ({error}); leave out executor"
-        ) from None
-    key, call = hashlib.sha256(content).hexdigest(), secrets.token_hex(8)
-    waiting: deque[tuple[Question, Future[_Columns | None] | None]] = deque()
-    is_broken = False
-
-    def sent(asked: Question, with_content: bytes | None) -> Future[_Columns | None] | None:
-        nonlocal is_broken
-        if is_broken:
-            return None
-        try:
-            return executor.submit(
-                _worked_out, key, call, with_content, asked.allocations, asked.first_row
-            )
-        except (BrokenExecutor, RuntimeError):
-            is_broken = True
-            return None
-
-    for asked in islice(questions, _IN_FLIGHT):
-        waiting.append((asked, sent(asked, None)))
-    while waiting:
-        asked, future = waiting.popleft()
-        columns: _Columns | None = None
-        try:
-            if future is not None and (columns := future.result()) is None:
-                again = sent(asked, content)
-                columns = again.result() if again is not None else None
-        except (BrokenExecutor, CancelledError):
-            # A pool of processes ends with the first that dies: the rest is done here.
-            is_broken = True
-        following = next(questions, None)
-        if following is not None:
-            waiting.append((following, sent(following, None)))
-        yield EstimateTable(question=asked, **(columns or columns_of(asked)))
-
-
-def _worked_out(
-    key: str, call: str, content: bytes | None, allocations: Allocations, first_row: int
-) -> _Columns | None:
-    """The columns of some allocations, on a worker; None where it has yet to be sent the graph.
-
-    What is compiled holds for one call: machines may be probed anew before the next.
-    """
-    kept: OrderedDict[str, Question] = vars(_worker).setdefault("kept", OrderedDict())
-    if key not in kept:
-        if content is None:
-            return None
-        kept[key] = replace(pickle.loads(content), engine=DEFAULT)
-        if len(kept) > _MOST_KEPT:
-            kept.popitem(last=False)
-    question = replace(kept[key], allocations=allocations, first_row=first_row)
-    if vars(_worker).get("call") != call:
-        _worker.call, _worker.answers = call, RowAnswers(question)
-    return columns_of(question, _worker.answers)
+def _columns(question: Question, kept: dict[str, Any], piece: _Piece) -> dict[str, NDArray[Any]]:
+    """The columns of a piece; `kept` has what the pieces before it compiled."""
+    asked = replace(
+        question, allocations=piece[0], first_row=piece[1], engine=question.engine or DEFAULT
+    )
+    if "answers" not in kept:
+        kept["answers"] = RowAnswers(asked)
+    return columns_of(asked, kept["answers"])

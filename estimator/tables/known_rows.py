@@ -15,7 +15,7 @@ from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
-from estimator.tables.answers import Question
+from estimator.tables.question import Question
 
 Columns = dict[str, NDArray[Any]]
 
@@ -44,6 +44,7 @@ class KnownRows:
         """
         if (
             question.calibration is not None
+            or question.layouts is not None
             or isinstance(question.allocations, AllocationColumns)
             or not 0 < len(question.allocations) <= MOST_ROWS
             or isinstance(question.batch_per_gpu, np.ndarray)

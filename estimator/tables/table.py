@@ -15,17 +15,25 @@ from numpy.typing import NDArray
 
 from estimator.coefficients import Calibration
 from estimator.engine import DEFAULT, Engine, check_kinds
-from estimator.errors import AllocationError, EstimatorError, WorkloadError, quoted
+from estimator.errors import (
+    AllocationError,
+    EstimatorError,
+    StrategyError,
+    WorkloadError,
+    quoted,
+)
 from estimator.estimates import FITS, Estimate
 from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
 from estimator.placement.topology import Cluster
-from estimator.tables.answers import Allocations, Integers, Question, RowAnswers
+from estimator.tables.answers import RowAnswers
 from estimator.tables.known_rows import KnownRows
+from estimator.tables.question import Allocations, Integers, Question
 from estimator.timeline.step import BOTTLENECKS
 from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
+from estimator.workload.layout import Layout
 from estimator.workload.loader import Loader
 
 Array = NDArray[np.float64]
@@ -236,6 +244,7 @@ def estimate_many(
     global_batch: int | Integers | None = None,
     accumulation_steps: int = 1,
     strategy: str | Strategy = "ddp",
+    layout: str | Layout | Sequence[str | Layout | None] | None = None,
     cluster: Cluster | str | os.PathLike[str] | None = None,
     calibration: Calibration | None = None,
     profile: MachineProfile | None = None,
@@ -245,9 +254,10 @@ def estimate_many(
 ) -> EstimateTable:
     """Predict the step of a traced graph on many allocations, each as `estimate` would.
 
-    `allocations` are texts, `Allocation`s or `AllocationColumns`; `batch_per_gpu` and
-    `global_batch` one number, or an array with one for each allocation; a `loader` feeds every
-    rank. Rows that cannot be answered are NaN, and `errors` of the table says why; with `strict`
+    `allocations` are texts, `Allocation`s or `AllocationColumns`; `batch_per_gpu`, `global_batch`
+    and `layout` one for all, or one for each of them (rows whose ranks share layers or hold stages
+    are estimated one by one); a `loader` feeds every rank. Rows that cannot be answered are NaN,
+    and `errors` of the table says why; with `strict`
     the first of them raises what `estimate` raises, with its number.
     """
     check_asked(graph, allocations, profile, calibration)
@@ -262,6 +272,7 @@ def estimate_many(
         calibration=calibration,
         profile=profile,
         loader=read_loader(loader),
+        layouts=_checked_layouts(layout, len(allocations)),
         engine=engine,
         strict=strict,
     )
@@ -318,6 +329,21 @@ def columns_of(question: Question, answers: RowAnswers | None = None) -> dict[st
     }
     (answers or RowAnswers(question)).fill(question, columns)
     return columns
+
+
+def _checked_layouts(layouts: Any, allocations: int) -> tuple[Layout | None, ...] | None:
+    """One for each allocation, None where all ranks are data-parallel; raises StrategyError."""
+    if layouts is None:
+        return None
+    if isinstance(layouts, str | Layout):
+        layouts = [layouts] * allocations
+    if not isinstance(layouts, Sequence) or len(layouts) != allocations:
+        raise StrategyError(
+            f"layouts are one text or one for each of {allocations} allocations, found "
+            f"{quoted(layouts)}; write such as 'tp=2,dp=*'"
+        )
+    read = [None if each is None else Layout.parse(each) for each in layouts]
+    return tuple(None if each is None or each.is_data_parallel else each for each in read)
 
 
 def _checked_batches(batches: Any, allocations: int) -> int | Integers | None:

@@ -95,6 +95,11 @@ def _class_assumptions(program: StepProgram, *, graph_too: bool) -> list[str]:
     if is_known_by_datasheet(machine):
         found.extend(_datasheet_assumptions(program))
     found.extend(_attention_assumptions(program))
+    host_s = machine.host.dtensor_forward_s if machine.host else 0.0
+    if not host_s and any(op.enters_dtensor for op in graph.ops):
+        found.append(
+            f"what DTensor does on the host is not counted: '{machine.name}' was not probed for it"
+        )
     found.extend(recipe_assumptions(graph, program.strategy, machine.name))
     batch = program.bound.batch
     if graph.is_summary:

@@ -32,6 +32,8 @@ def gradient_buckets(
     open_buckets: dict[str, Bucket] = {}
     first_done: set[str] = set()
     for parameter in graph.parameters:
+        if parameter.is_expert:
+            continue
         dtype = tensor_dtype or parameter.spec.dtype
         ready = last_op if parameter.ready_after is None else parameter.ready_after
         grown = open_buckets.pop(dtype, Bucket(size_bytes=0, tensors=0, ready_after=-1))

@@ -48,8 +48,12 @@ def slowdown_curve(profile: MachineProfile, bound: str, devices_busy: int) -> Sl
     if not measured:
         return NOTHING_BUSY
     nearest = min(measured, key=lambda item: abs(item.devices_busy - devices_busy))
-    sizes, ratios = zip(*sorted((size, max(ratio, 1.0)) for size, ratio in nearest.points))
-    return SlowdownCurve(tuple(math.log(max(size, 1.0)) for size in sizes), ratios)
+    from scipy.optimize import isotonic_regression
+
+    sizes, ratios = zip(*sorted(nearest.points))
+    # More bytes share more of what is shared: what falls with size is noise of the measurement.
+    rising = np.maximum(isotonic_regression(ratios).x, 1.0)
+    return SlowdownCurve(tuple(math.log(max(size, 1.0)) for size in sizes), tuple(rising.tolist()))
 
 
 def slowdown_ratio(

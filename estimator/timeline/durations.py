@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.costs import Features, features_of
+from estimator.graph.exchanges import is_collective
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.structure import GraphStructure
 from estimator.machines.profile import HostCost, MachineProfile
-from estimator.machines.typical import is_known_by_datasheet
+from estimator.machines.typical import is_known_by_datasheet, with_typical_costs
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.caches import cold_ratios, evicted
 from estimator.timeline.compiled_host import compiled_host_seconds
@@ -39,6 +40,10 @@ _UNKNOWN_ERROR = 1.0
 # Of the error of a fit, what is left at another batch once the call was measured at the traced one:
 # the machine's share goes with the ratio measured over fitted, the share of the size stays.
 _CARRIED_ERROR_RATIO = 0.5
+# Before a library's kernel is launched, its descriptors are made and its algorithm looked up: on a
+# GPU a convolution takes the host 4 times as long as relu_, a batch norm 3 times with what wraps it
+# (112 and 51 beside 26 µs in a profile: pytorch/pytorch, issue 27058).
+_LIBRARY_CALLS = {"convolution": 4.0, "batch_norm": 3.0}
 # The backward pass of a view is a view made from C++, without Python's half of the call.
 _BACKWARD_VIEW_RATIO = 0.5
 # Bytes read and written for each fp32 element of a copy.
@@ -119,6 +124,11 @@ class KernelSeconds:
     cached_bytes: float
 
 
+def costed(profile: MachineProfile, cache: Cache) -> MachineProfile:
+    """The profile with the costs of typical machines where it has none of its own."""
+    return cache.get("typical", (profile,), lambda: with_typical_costs(profile))
+
+
 def structure_of(graph: OpGraph, cache: Cache) -> GraphStructure:
     """The structure of a graph, worked out once."""
     return cache.get("structure", (graph,), lambda: GraphStructure.of(graph))
@@ -160,10 +170,7 @@ def op_durations(
         (bound, profile),
         lambda: _kernel_seconds(bound, profile, structure, costs, cache),
     )
-    compute = slowdown_curve(profile, "compute", devices_busy)
-    memory = slowdown_curve(profile, "memory", devices_busy).beyond(kernels.cached_bytes)
-    share, moved = costs.compute_share, costs.moved_bytes
-    slowdown = share * compute.at(moved) + (1.0 - share) * memory.at(moved)
+    slowdown = _slowdowns(costs, profile, devices_busy, kernels.cached_bytes)
     return Durations(
         host_s=cache.get(
             "host seconds",
@@ -176,6 +183,40 @@ def op_durations(
         in_grid=kernels.in_grid,
         shared_error=kernels.shared_error,
     )
+
+
+def least_device_s(
+    bound: BoundGraph, profile: MachineProfile, *, devices_busy: int, cache: Cache
+) -> float:
+    """What the device seconds of all ops are at least, whatever stands beside these.
+
+    All that they read is in cache.
+    """
+    structure = structure_of(bound.graph, cache)
+    costs = _call_costs(bound, structure, cache)
+    graph = bound.graph
+    compiled = graph.execution != "eager"
+    fits = kernel_fits(profile, graph.precision, compiled=compiled, cache=cache)
+    warm_s = np.array([each.warm_s for each in _timed(graph, costs, fits, profile)])
+    each_s = warm_s * _slowdowns(costs, profile, devices_busy, _cached_bytes(profile, fits))
+    return float(each_s[structure.call_of[~structure.is_view]].sum())
+
+
+def _slowdowns(
+    costs: CallCosts, profile: MachineProfile, devices_busy: int, cached_bytes: float
+) -> Array:
+    """How much slower each distinct call is beside other busy devices."""
+    compute = slowdown_curve(profile, "compute", devices_busy)
+    memory = slowdown_curve(profile, "memory", devices_busy).beyond(cached_bytes)
+    share, moved = costs.compute_share, costs.moved_bytes
+    return np.asarray(share * compute.at(moved) + (1.0 - share) * memory.at(moved))
+
+
+def _cached_bytes(profile: MachineProfile, fits: KernelFits | Roofline) -> float:
+    # CPUs' devices share the last-level cache, busy or not: virtual machines have neighbours.
+    shared = profile.memory.shared_cache_bytes if profile.memory else 0
+    sharers = len(profile.devices) if profile.kind == "cpu" else 1
+    return shared / sharers or fits.cache_bytes
 
 
 def _private_bytes(profile: MachineProfile) -> float:
@@ -196,10 +237,7 @@ def _kernel_seconds(
     graph = bound.graph
     compiled = graph.execution != "eager"
     fits = kernel_fits(profile, graph.precision, compiled=compiled, cache=cache)
-    # CPUs' devices share the last-level cache, busy or not: virtual machines have neighbours.
-    shared = profile.memory.shared_cache_bytes if profile.memory else 0
-    sharers = len(profile.devices) if profile.kind == "cpu" else 1
-    cached_bytes = shared / sharers or fits.cache_bytes
+    cached_bytes = _cached_bytes(profile, fits)
     cold = cold_ratios(bound, cached_bytes, threads=fits.threads, structure=structure)
     timed = _timed(graph, costs, fits, profile)
     of, is_view = structure.call_of, structure.is_view
@@ -314,17 +352,42 @@ def _host_seconds(
     op_s = _between(host.cached_forward_op_s, host.forward_op_s, cold)
     view_s = _between(host.cached_forward_view_s, host.forward_view_s, cold)
     node_s = _between(host.cached_backward_op_s, host.backward_op_s, cold)
-    forward_s = np.where(structure.is_view, view_s, op_s + launch)
-    backward_s = np.where(structure.is_view, _BACKWARD_VIEW_RATIO * view_s, node_s + launch)
+    calls = _library_ratios(costs)[structure.call_of] if graph.target == "cuda" else 1.0
+    forward_s = np.where(structure.is_view, view_s, (op_s + launch) * calls)
+    backward_s = np.where(
+        structure.is_view, _BACKWARD_VIEW_RATIO * view_s, (node_s + launch) * calls
+    )
     by_python = structure.is_forward | structure.is_run_again
     per_op = np.where(by_python, forward_s, backward_s)
     for parameter in graph.parameters:
         if parameter.ready_after is not None:  # autograd hands the gradient to the parameter
             per_op[parameter.ready_after] += node_s[parameter.ready_after]
+    per_op += _dtensor_seconds(graph, host)
     if len(per_op):
         per_op[0] += host.step_s
         per_op += host.module_call_s * _python_calls(structure, by_python)
     return per_op
+
+
+def _dtensor_seconds(graph: OpGraph, host: HostCost) -> Array:
+    """What DTensor does per call of a module that it runs, and per collective."""
+    entered = {"forward": host.dtensor_forward_s, "backward": host.dtensor_backward_s}
+    return np.array(
+        [
+            (entered[op.phase] if op.enters_dtensor else 0.0)
+            + (host.dtensor_exchange_s if is_collective(op.call) else 0.0)
+            for op in graph.ops
+        ]
+    )
+
+
+def _library_ratios(costs: CallCosts) -> Array:
+    """How many times a simple operator each distinct call takes the host."""
+    kinds = [
+        next((ratio for word, ratio in _LIBRARY_CALLS.items() if word in call.target), 1.0)
+        for call in costs.calls
+    ]
+    return np.array(kinds)
 
 
 def _python_calls(structure: GraphStructure, by_python: Flags) -> Array:

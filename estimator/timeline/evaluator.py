@@ -30,17 +30,12 @@ def play(tasks: Sequence[Task], overlap: Overlap) -> Any:
     Communicators send one collective at a time, as NCCL does, and have no latency beside.
     """
     if overlap.is_free:
-        return _recurrence(tasks)[0]
+        return _recurrence(tasks)
     return _beside_each_other(tasks, overlap)
 
 
-def ends_alone(tasks: Sequence[Task]) -> list[Any]:
-    """When each task has ended, in seconds, where compute and collectives slow nothing."""
-    return _recurrence(tasks)[1]
-
-
-def _recurrence(tasks: Sequence[Task]) -> tuple[Any, list[Any]]:
-    """(the last end, that of each task): end = max(after, lane free) + cost."""
+def _recurrence(tasks: Sequence[Task]) -> Any:
+    """The last end: end = max(after, lane free) + cost."""
     ends: list[Any] = []
     free: dict[str, Any] = {}
     for lane, cost_s, after, _, _ in tasks:
@@ -56,7 +51,7 @@ def _recurrence(tasks: Sequence[Task]) -> tuple[Any, list[Any]]:
     last: Any = 0.0
     for lane, end in free.items():
         last = maximum(last, _last(end) if lane == COMPUTE else end)
-    return last, ends
+    return last
 
 
 def _last(ends: Any) -> Any:

@@ -23,11 +23,26 @@ Array = NDArray[np.float64]
 
 
 class ExchangeSeconds(NamedTuple):
-    """Seconds of the collectives of a micro-batch, by operator, and what they are off together."""
+    """Seconds of the collectives of a micro-batch, by operator, and what they are off together.
+
+    `hidden_by` are (operator of a collective, kernel that runs meanwhile).
+    """
 
     each_s: Array
     error_s: float
     source: str
+    hidden_by: tuple[tuple[int, int], ...] = ()
+
+    def exposed(self, durations: Durations) -> ExchangeSeconds:
+        """What is left of those that run beside a kernel."""
+        if not self.hidden_by:
+            return self
+        each_s, kernels_s = self.each_s.copy(), durations.device_s.copy()
+        for place, kernel in self.hidden_by:
+            hidden_s = min(each_s[place], kernels_s[kernel])
+            each_s[place] -= hidden_s
+            kernels_s[kernel] -= hidden_s
+        return self._replace(each_s=each_s)
 
     @property
     def total_s(self) -> float:
@@ -62,7 +77,14 @@ class Exchanges:
         """What every collective of a graph takes alone; raises ProfileError where none tells."""
         each_s = np.zeros(len(bound.calls))
         found: dict[tuple[CollectiveName, str], list[Collective]] = {}
+        beside = []
         for collective in collectives_of(bound):
+            # On CPUs a collective is work for the cores that compute.
+            if collective.axis not in self.groups:
+                # A group of one rank.
+                continue
+            if collective.beside is not None and bound.graph.target == "cuda":
+                beside.append((collective.op_index, collective.beside))
             found.setdefault((collective.op, collective.axis), []).append(collective)
         error_s, sources = 0.0, {"measured"}
         for (op, axis), some in found.items():
@@ -75,23 +97,31 @@ class Exchanges:
                     f"{axis} needs; run 'estimator probe' with a larger --budget"
                 )
             sizes = np.array([float(each.size_bytes) for each in some])
+            known = costs.references[model.reference : model.reference + 1]
+            delay_s = sum(each.cost.delay_s for each in known)
             times_s = SizedCollective(costs.corrections, sizes).times_s(model)
+            times_s = (times_s + delay_s) * np.array([each.share for each in some])
             each_s[[each.op_index for each in some]] = times_s
             error_s += float(times_s.sum()) * float(model.relative_error)
             sources.add(costs.source(group))
-        return ExchangeSeconds(each_s, error_s, max(sources - {"measured"}, default="measured"))
+        source = max(sources - {"measured"}, default="measured")
+        return ExchangeSeconds(each_s, error_s, source, tuple(beside))
 
 
 def exchanges_of(mesh: Mesh, cache: Cache) -> Exchanges:
     """Those of a mesh: of the groups along an axis, which work at once, the slowest counts."""
-    some = mesh.groups("tp")
-    group, node = min(some, key=lambda each: each[0].bytes_per_s)
-    cluster = mesh.placement.cluster
+    found = [
+        (axis, *min(groups, key=lambda each: each[0].bytes_per_s))
+        for axis in ("tp", "cp", "ep", "expert_dp")
+        if (groups := mesh.groups(axis))
+    ]
+    named = tuple((axis, group) for axis, group, _ in found)
+    profile, cluster = found[0][2].profile, mesh.placement.cluster
     return cache.get(
         "exchanges",
-        (node.profile, cluster),
-        lambda: Exchanges((("tp", group),), node.profile, cluster, cache),
-        group,
+        (profile, cluster),
+        lambda: Exchanges(named, profile, cluster, cache),
+        named,
     )
 
 

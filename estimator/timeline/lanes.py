@@ -56,6 +56,12 @@ class MicroBatches:
         """When the last op of all ends."""
         return float(self.ends_s(self.count - 1)[-1]) if len(self.host_s) else 0.0
 
+    def slower_host_s(self, error: float) -> float:
+        """How much later the last op ends if the host takes longer by that share of its time."""
+        times = 1.0 + error
+        slower = replace(self, host_s=times * self.host_s, last_host_s=times * self.last_host_s)
+        return slower.end_s - self.end_s
+
     def looped(self, update_host_s: float, update_device_s: float) -> tuple[MicroBatches, float]:
         """(the same, seconds of the update behind them) where step follows step unawaited.
 

@@ -249,7 +249,7 @@ def step_plan(
     coefficients: Coefficients = UNCALIBRATED,
 ) -> StepPlan:
     """Join ranks, process groups and the costs of what they send."""
-    ranks, rules = mesh.parallelism.dp, members.rules
+    ranks, rules = mesh.parallelism.replicas, members.rules
     groups: dict[str, tuple[ProcessGroup, ...]] = {}
     network = None
     if ranks > 1:
@@ -262,13 +262,13 @@ def step_plan(
         coefficients=coefficients,
         groups=groups,
         network=network,
-        ratios=_ratios(coefficients),
+        ratios=ratios_of(coefficients),
         share=rules.update_share(ranks),
         shards=rules.shards(ranks),
     )
 
 
-def _ratios(known: Coefficients) -> Ratios:
+def ratios_of(known: Coefficients) -> Ratios:
     if known is UNCALIBRATED:
         return UNCALIBRATED_RATIOS
     return Ratios(known.compute_ratio, known.update_ratio, known.communication_ratio)
@@ -287,12 +287,12 @@ def groups_of(
     mesh: Mesh, rules: Rules
 ) -> tuple[dict[str, tuple[ProcessGroup, ...]], tuple[MachineProfile, ...]]:
     """(process groups along the axes of a strategy, the profiles that they name)."""
-    if mesh.parallelism.dp != mesh.placement.ranks:
+    if mesh.parallelism.replicas != mesh.placement.ranks:
         return _groups_beside_layers(mesh, rules)
     whole, kind = whole_group(mesh.placement), slowest_network(mesh.placement)
     if rules.axes == (DP,):
         return {DP: (whole,)}, (kind.profile,)
-    shard = mesh.parallelism.dp_shard
+    shard = mesh.parallelism.shards
     if shard == mesh.placement.ranks:
         return {DP: (whole,), DP_SHARD: (whole,), DP_REPLICATE: ()}, (kind.profile,)
     networks: dict[int, MachineProfile] = {id(kind.profile): kind.profile}

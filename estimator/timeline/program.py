@@ -7,7 +7,7 @@ strategy. It holds no allocation: what the network costs is added where the step
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,8 @@ from estimator.graph.sharded_memory import ShardedMemory
 from estimator.graph.step_memory import step_memory
 from estimator.graph.utilization import StepFlops, step_flops
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance
-from estimator.machines.typical import with_typical_costs
 from estimator.timeline.buckets import Bucket, gradient_buckets
-from estimator.timeline.durations import Durations, op_durations, structure_of
+from estimator.timeline.durations import Durations, costed, op_durations, structure_of
 from estimator.timeline.exchanges import NO_EXCHANGES, Exchanges, ExchangeSeconds
 from estimator.timeline.host_copies import copies_of_one_rank_s
 from estimator.timeline.kernel_groups import kernel_groups
@@ -121,10 +120,9 @@ def step_program(
 
     def compiled() -> StepProgram:
         bound = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
-        known = cache.get("typical", (profile,), lambda: with_typical_costs(profile))
         asked = _Asked(
             bound=bound,
-            profile=known,
+            profile=costed(profile, cache),
             devices_busy=devices_busy,
             merging=merging,
             strategy=strategy,
@@ -171,9 +169,9 @@ def _compile(asked: _Asked) -> StepProgram:
     bound, graph, strategy = asked.bound, asked.graph, asked.strategy
     accumulation_steps = asked.accumulation_steps
     kernels_alone = durations = _durations(asked)
+    asked = replace(asked, exchanged=asked.exchanged.exposed(durations))
     exchanges_s = asked.exchanged.total_s * accumulation_steps
-    if exchanges_s:
-        durations = asked.exchanged.beside(durations)
+    durations = asked.exchanged.beside(durations) if exchanges_s else durations
     sharding = asked.merging and strategy.kind == "fsdp"
     accumulate = (accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)
     if strategy.offload and not sharding:
@@ -193,7 +191,7 @@ def _compile(asked: _Asked) -> StepProgram:
     host_s = lane_s - copies_s - forward_s - backward_s - exchanges_s
     kernels = _kernel_seconds(asked, kernels_alone)
     kernels_s = float(kernels_alone.device_s.sum()) or 1.0
-    variance_s2 = _variance(kernels, asked.exchanged) + (durations.shared_error * kernels_s) ** 2
+    variance_s2 = _variance(asked, kernels, durations.shared_error * kernels_s)
     return StepProgram(
         bound=bound,
         profile=asked.profile,
@@ -218,7 +216,7 @@ def _compile(asked: _Asked) -> StepProgram:
         update_launch_s=min(launch_s, update_s),
         update_error=_UPDATE_ERROR if update.relative_error is None else update.relative_error,
         update_source=update.source,
-        kernels_variance_s2=variance_s2 * accumulation_steps**2,
+        kernels_variance_s2=variance_s2 + _hidden_host_s2(asked, lanes, host_s),
         kernels=kernels,
         memory=_memory(asked, lane.buckets),
         flops=asked.cache.get("flops", (bound,), lambda: step_flops(bound)),
@@ -367,11 +365,20 @@ def _kernel_seconds(
 
 
 def _variance(
-    kernels: Mapping[tuple[str, str], tuple[float, float]], exchanged: ExchangeSeconds
+    asked: _Asked, kernels: Mapping[tuple[str, str], tuple[float, float]], shared_s: float
 ) -> float:
     """Families, and what ranks exchange, err independently, ops of one family together."""
-    errors_s = [*(error_s for _, error_s in kernels.values()), exchanged.error_s]
-    return sum((MEDIAN_TO_SIGMA * error_s) ** 2 for error_s in errors_s)
+    errors_s = [*(error_s for _, error_s in kernels.values()), asked.exchanged.error_s]
+    each_s2 = sum((MEDIAN_TO_SIGMA * error_s) ** 2 for error_s in errors_s)
+    return (each_s2 + shared_s**2) * asked.accumulation_steps**2
+
+
+def _hidden_host_s2(asked: _Asked, lanes: MicroBatches, exposed_s: float) -> float:
+    """What a slower host adds beyond the error of what is exposed of it, squared."""
+    host = asked.profile.host
+    error = (host and host.provenance.relative_error) or 0.0
+    more_s = lanes.slower_host_s(error) * asked.accumulation_steps / lanes.count
+    return MEDIAN_TO_SIGMA**2 * max(more_s**2 - (error * exposed_s) ** 2, 0.0)
 
 
 def _ddp_costs(

@@ -29,10 +29,6 @@ from estimator.timeline.kernel_model import (
     sustained_ratio,
 )
 
-# Recurrent layers by cuDNN: a small matmul per step, whose weights stay where they are; small
-# matmuls leave tensor cores idle more than other units.
-_RECURRENT_RATIO = 0.45
-_TENSOR_RECURRENT_RATIO = 0.30
 # Operators of other families compute in fp32 whatever their tensors hold, far from its peak.
 _OTHER_COMPUTE_RATIO = 0.30
 _HALF_BYTES = 2
@@ -211,8 +207,52 @@ class Roofline:
         return float(seconds.sum())
 
     def _recurrents_s(self, some: Sequence[Features], chip: Chip, cached: float) -> list[float]:
-        ratio = _TENSOR_RECURRENT_RATIO if chip.is_tensor else _RECURRENT_RATIO
-        return self._rooflines_s(some, ratio * float(chip.flops_per_s), cached)
+        return [self._recurrent_s(each, chip, cached) for each in some]
+
+    def _recurrent_s(self, features: Features, chip: Chip, cached: float) -> float:
+        """cuDNN multiplies all inputs at once, but states step by step, reading weights again.
+
+        A step is a matmul and a kernel of its gates; gradients of weights are summed at the end.
+        """
+        samples, work, chains, at_once, columns, inner, steps = features.dims
+        item_bytes = ITEM_BYTES.get(features.dtype, 4)
+        batch = samples / steps
+        weights_bytes = item_bytes * at_once * columns * inner
+        held = self.kernel_model.memory_bound.cache_speedup
+        held = held if weights_bytes <= self.cache_bytes else 1.0
+        # Gates are written and read again, the state read.
+        step_bytes = weights_bytes + item_bytes * at_once * batch * (2 * columns + inner)
+        step_s = self._matmul_s(chip, at_once, batch, columns, inner, step_bytes, held)
+        step_s += self._matmuls.start_s + self.kernel_model.memory_bound.start_s
+        recurrent = chains * at_once * columns * inner
+        times = features.cost.flops / (2 * samples * work)
+        at_input = max(times * work - recurrent, 0.0) / columns
+        rest_bytes = features.cost.moved_bytes
+        rest_s = self._matmul_s(chip, 1.0, samples, columns, max(at_input, 1.0), rest_bytes, cached)
+        return self.kernel_model.memory_bound.start_s + chains * steps * step_s + rest_s
+
+    def _matmul_s(
+        self,
+        chip: Chip,
+        batch: float,
+        rows: float,
+        columns: float,
+        inner: float,
+        moved_bytes: float,
+        cached: float,
+    ) -> float:
+        return float(
+            matmul_seconds(
+                self._matmuls,
+                chip,
+                batch=batch,
+                rows=rows,
+                columns=columns,
+                inner=inner,
+                moved_bytes=moved_bytes,
+                cached=cached,
+            )[0]
+        )
 
     def _memory_bound_s(self, some: Sequence[Features], _chip: Chip, cached: float) -> list[float]:
         rate = _OTHER_COMPUTE_RATIO * peak_flops_per_s(self._device, "float32")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args, overload
 
@@ -96,3 +96,21 @@ class Timeline:
     spans: Sequence[Span]
     ranks_like: tuple[int, ...]
     """For each rank, the rank whose spans are listed for it (itself, or its equal twin)."""
+
+
+def flat_tracks(spans: Iterable[Span]) -> list[list[Span]]:
+    """Spread spans over as few tracks as keep those of one track apart, to the nanosecond."""
+    tracks: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
+        for track in tracks:
+            if whole_ns(track[-1].end_s) <= whole_ns(span.start_s):
+                track.append(span)
+                break
+        else:
+            tracks.append([span])
+    return tracks
+
+
+def whole_ns(seconds: float) -> int:
+    """Nanoseconds, as viewers keep them; rounding both ends of a span keeps neighbours apart."""
+    return round(seconds * 1e9)

@@ -33,6 +33,7 @@ class Trained:
     size_bytes: int
     words: int
     idle: float
+    dtensors: int = 0
     matrices: tuple[tuple[tuple[int, int], int], ...] = ()
 
     @classmethod
@@ -45,6 +46,7 @@ class Trained:
             size_bytes=sum(sizes),
             words=sum(size // 4 for size in sizes),
             idle=_idle_parameters(bound),
+            dtensors=sum(p.is_dtensor for p in bound.graph.parameters if p.gradient is not None),
             matrices=_matrices(bound.graph),
         )
 
@@ -81,9 +83,11 @@ def update_cost(
         seconds = timing.seconds
     slowdown = slowdown_ratio(profile, "update", devices_busy, float(trained.size_bytes))
     fixed_s = cost.launch_s
-    if sharding:
+    hooks_s = profile.host.shard_update_tensor_s if profile.host else 0.0
+    if not sharding:
+        seconds += trained.dtensors * hooks_s
+    else:
         # Every rank updates a part of each tensor; under ZeRO-1 and 2 it updates whole tensors.
-        hooks_s = profile.host.shard_update_tensor_s if profile.host else 0.0
         fixed_s += trained.tensors * (cost.per_tensor_s + hooks_s)
         seconds += trained.tensors * hooks_s
     return seconds * slowdown, fixed_s * slowdown, cost.provenance
@@ -92,9 +96,13 @@ def update_cost(
 def update_lanes(
     trained: Trained, graph: OpGraph, profile: MachineProfile, stored_ratio: int = 1
 ) -> tuple[float, float] | None:
-    """Seconds of host and device in an update whose two lanes were measured; None for others."""
+    """Seconds of host and device in an update whose two lanes are known; None for others.
+
+    They are where they were measured, and where a GPU's host loops over the tensors.
+    """
     cost = cost_of_update(profile, graph.optimizer, graph.target)
-    if not cost.lanes or graph.is_summary:
+    loops = cost.form == "loop" and graph.target == "cuda"
+    if graph.is_summary or not (cost.lanes or loops):
         return None
     host_s = cost.launch_s + _tensors(trained, graph) * cost.per_tensor_s
     idle_s = trained.idle * cost.per_idle_parameter_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -11,6 +12,7 @@ from estimator.workload.strategy import Parallelism, Strategy
 
 _AXES = ("tp", "cp", "ep", "pp", "dp")
 _MOST_RANKS = 10**7
+_MOST_IMBALANCE = 1e4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,30 +20,43 @@ class Layout:
     """Ranks along each axis; `dp` None takes what the others leave.
 
     `sequence` divides tokens between the layers that `tp` divides (sequence parallelism),
-    `vocabulary` the rows of the embedding, the last layer and its loss. `pp` pipeline ranks hold
-    stages of the model, which `schedule` has them compute.
+    `vocabulary` the rows of the embedding, the last layer and its loss. `cp` ranks share the tokens
+    of every sample; keys and values are gathered, or go around a `ring`. `ep` of the data-parallel
+    ranks share the experts; the busiest has `imbalance` times the mean of tokens. `pp` pipeline
+    ranks hold stages of the model, which `schedule` has them compute; they begin at the modules of
+    `cut`, by default so that the slowest takes least.
     """
 
     tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    imbalance: float = 1.0
     pp: int = 1
     schedule: Schedule = DEFAULT_SCHEDULE
     dp: int | None = None
     sequence: bool = False
     vocabulary: bool = False
+    ring: bool = False
+    cut: tuple[str, ...] = ()
 
     @property
     def divides_layers(self) -> bool:
         """Whether ranks share a micro-batch's computing."""
-        return self.tp > 1
+        return self.tp * self.cp * self.ep > 1
 
     @property
     def is_data_parallel(self) -> bool:
         """Whether every rank has batches of its own."""
-        return self.tp * self.pp == 1
+        return self.tp * self.cp * self.ep * self.pp == 1
 
     def __str__(self) -> str:
         parts = [f"tp={self.tp}"] if self.tp > 1 else []
+        parts += [f"cp={self.cp}"] if self.cp > 1 else []
+        parts += ["ring"] if self.ring else []
+        parts += [f"ep={self.ep}"] if self.ep > 1 else []
+        parts += [f"imbalance={self.imbalance:g}"] if self.imbalance != 1.0 else []
         parts += [f"pp={self.pp}", f"schedule={self.schedule}"] if self.pp > 1 else []
+        parts += [f"cut={'+'.join(self.cut)}"] if self.cut else []
         parts += ["sp"] if self.sequence else []
         parts += ["vocab"] if self.vocabulary else []
         parts.append(f"dp={'*' if self.dp is None else self.dp}")
@@ -51,9 +66,9 @@ class Layout:
     def parse(cls, text: str | Layout) -> Layout:
         """Read ``tp=8,dp=*``, ``tp=2,sp``, ``tp=4,pp=2,schedule=interleaved:2,dp=2``.
 
-        What is left out is 1, the schedule 1f1b.
-
-        Without ``dp`` the rest of the ranks are data-parallel. Raises StrategyError.
+        What is left out is 1, the schedule 1f1b. ``pp=3,cut=layers.10+layers.20`` names the modules
+        at which the second stage and those after it begin. Without ``dp`` the rest of the ranks are
+        data-parallel. Raises StrategyError.
 
         >>> Layout.parse("tp=2,sp,dp=*").parallelism(8, Strategy()).dp
         4
@@ -66,7 +81,7 @@ class Layout:
 
     def parallelism(self, ranks: int, strategy: Strategy, *, micro_batches: int = 1) -> Parallelism:
         """All ranks along the axes; raises StrategyError where these do not multiply to them."""
-        each = self.tp * self.pp
+        each = self.tp * self.cp * self.pp
         dp = ranks // each if self.dp is None else self.dp
         if dp * each != ranks:
             some = f"a multiple of {each}" if self.dp is None else f"{dp * each}"
@@ -74,9 +89,34 @@ class Layout:
                 f"layout '{self}' takes {some} ranks, found {ranks}; change an axis or the "
                 "allocation"
             )
-        shard = strategy.shard or dp if strategy.kind == "fsdp" else None
+        shard = self._shard(dp, strategy.shard) if strategy.kind == "fsdp" else None
+        if self.ep > 1:
+            self._check_experts(dp, strategy)
+            shard = dp
         data = Parallelism.data_parallel(dp, shard=shard, micro_batches=micro_batches)
-        return replace(data, tp=self.tp, pp=self.pp, schedule=str(self.schedule))
+        axes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "schedule": str(self.schedule)}
+        return replace(replace(data, **axes), ep=self.ep)  # type: ignore[arg-type]
+
+    def _check_experts(self, dp: int, strategy: Strategy) -> None:
+        if strategy.kind != "ddp":
+            raise StrategyError(
+                f"layout '{self}' divides experts, which is estimated with ddp alone, not with "
+                f"{strategy.kind}; leave ep or the strategy out"
+            )
+        if dp * self.cp % self.ep:
+            raise StrategyError(
+                f"layout '{self}' divides experts over {self.ep} of the {dp * self.cp} ranks with "
+                "tokens of their own; choose a divisor"
+            )
+
+    def _shard(self, dp: int, shard: int | None) -> int:
+        """Of the ranks that FSDP shards over, those with batches of their own."""
+        if shard is not None and shard % self.cp:
+            raise StrategyError(
+                f"'fsdp:shard={shard}' shards over all cp={self.cp} ranks that share samples; "
+                f"choose a multiple of {self.cp}"
+            )
+        return dp if shard is None else shard // self.cp
 
 
 DATA_PARALLEL = Layout()
@@ -85,21 +125,29 @@ DATA_PARALLEL = Layout()
 @lru_cache(maxsize=4096)
 def _read(text: str) -> Layout:
     sizes: dict[str, int | None] = {}
-    flags = {"sp": False, "vocab": False}
+    flags = {"sp": False, "vocab": False, "ring": False}
     schedule: Schedule | None = None
+    cut: tuple[str, ...] = ()
+    imbalance = 1.0
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
         if name in flags and not equals:
             flags[name] = True
             continue
+        if name == "imbalance" and imbalance == 1.0:
+            imbalance = _imbalance(text, value)
+            continue
         if name == "schedule" and schedule is None:
             schedule = Schedule.parse(value)
+            continue
+        if name == "cut" and value and not cut:
+            cut = tuple(module.strip() for module in value.split("+"))
             continue
         if name not in _AXES or name in sizes or not _is_size(value):
             raise StrategyError(
                 f"layout {quoted(text)}: {quoted(part)} is none of {', '.join(_AXES)} with a "
-                "number from 1 (one may be *), sp, vocab or schedule=1f1b, each once; write "
-                "tp=2,dp=*"
+                "number from 1 (one may be *), sp, vocab, ring, imbalance=1.2, schedule=1f1b or "
+                "cut=MODULE+MODULE, each once; write tp=2,dp=*"
             )
         sizes[name] = None if value == "*" else int(value)
     free = [name for name, size in sizes.items() if size is None]
@@ -107,28 +155,61 @@ def _read(text: str) -> Layout:
         raise StrategyError(
             f"layout {quoted(text)}: only dp may be *, found {', '.join(free)}; give a number"
         )
-    if missing := [name for name in ("cp", "ep") if (sizes.get(name) or 1) > 1]:
-        raise StrategyError(
-            f"layout {quoted(text)}: {missing[0]} cannot be estimated yet; leave it out"
-        )
-    tp = sizes.get("tp") or 1
-    if tp == 1 and any(flags.values()):
-        raise StrategyError(
-            f"layout {quoted(text)}: sp and vocab divide what tp ranks share; write tp=2 or more"
-        )
-    pp = sizes.get("pp") or 1
-    if pp == 1 and schedule is not None:
-        raise StrategyError(
-            f"layout {quoted(text)}: schedule is that of pipeline ranks; write pp=2 or more"
-        )
-    return Layout(
+    tp, cp, ep, pp = (sizes.get(name) or 1 for name in ("tp", "cp", "ep", "pp"))
+    found = Layout(
         tp=tp,
+        cp=cp,
+        ep=ep,
+        imbalance=imbalance,
         pp=pp,
         schedule=schedule or DEFAULT_SCHEDULE,
         dp=sizes.get("dp"),
         sequence=flags["sp"],
         vocabulary=flags["vocab"],
+        ring=flags["ring"],
+        cut=cut,
     )
+    if why := _reason_against(found, has_schedule=schedule is not None):
+        raise StrategyError(f"layout {quoted(text)}: {why}")
+    return found
+
+
+def _reason_against(layout: Layout, *, has_schedule: bool) -> str:
+    """What cannot be of a layout; nothing if it can."""
+    stages = layout.pp * layout.schedule.virtual
+    reasons = {
+        f"the {layout.pp} ranks with {layout.schedule.virtual} stages each begin at {stages - 1} "
+        f"modules after the first stage, found {len(layout.cut)} in cut": (
+            bool(layout.cut) and len(layout.cut) != stages - 1
+        ),
+        "experts over ranks that share samples cannot be estimated yet; leave tp or ep out": (
+            layout.ep > 1 and layout.tp > 1
+        ),
+        "imbalance is that of ranks with experts; write ep=2 or more": (
+            layout.ep == 1 and layout.imbalance != 1.0
+        ),
+        "keys and values of cp ranks go around a ring; write cp=2 or more": (
+            layout.cp == 1 and layout.ring
+        ),
+        "sp and vocab divide what tp ranks share; write tp=2 or more": (
+            layout.tp == 1 and (layout.sequence or layout.vocabulary)
+        ),
+        "schedule is that of pipeline ranks; write pp=2 or more": layout.pp == 1 and has_schedule,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
+
+
+def _imbalance(text: str, value: str) -> float:
+    try:
+        found = float(value)
+    except ValueError:
+        found = math.nan
+    if not 1.0 <= found <= _MOST_IMBALANCE:
+        raise StrategyError(
+            f"layout {quoted(text)}: imbalance is the tokens of the busiest rank over the "
+            f"mean, from 1 to {_MOST_IMBALANCE:g}, found {quoted(value)}"
+        )
+    return found
 
 
 def _is_size(value: str) -> bool:

@@ -15,6 +15,10 @@ Optimizer = Literal[
     "adamw",
     "adam-fused",
     "adamw-fused",
+    "sgd-loop",
+    "sgd-momentum-loop",
+    "adam-loop",
+    "adamw-loop",
     "adamw-8bit",
     "lamb",
     "muon",
@@ -69,8 +73,9 @@ _MOVED_8BIT = 4 * (1 + 4 / _STATE_BLOCK)
 # one 7, stage two 3. Muon (torch/optim/_muon.py, the elementwise part): lerp 3, lerp 3, then in
 # bf16 cast 1.5, norm 0.5, div 1, and mul 2, add 2.5; its products are costed as such.
 # Seconds of the host: lists and scalars for each tensor (`estimator probe` on an EPYC server: 0.9,
-# 3.4, 10.6 and 12.3 µs for the first four); one kernel from Python each for 8-bit states; some 30
-# operators a matrix for Muon, at 5 to 10 µs.
+# 3.4, 10.6 and 12.3 µs for the first four); where torch loops over tensors, as on GPUs before
+# 2.0, 1, 4, 8 and 9 operators each (torch/optim/sgd.py, adamw.py), 9 µs without autograd; for 8-bit
+# states one kernel from Python; some 30 operators a matrix for Muon, at 5 to 10 µs.
 RULES: Mapping[str, UpdateRule] = {
     "sgd": UpdateRule(measured_as="sgd", moved_tensors=3, state_tensors=0, tensor_s=1e-6),
     "sgd-momentum": UpdateRule(
@@ -87,6 +92,28 @@ RULES: Mapping[str, UpdateRule] = {
     ),
     "adamw-fused": UpdateRule(
         measured_as="adamw", form="fused", moved_tensors=7, state_tensors=2, tensor_s=3e-6
+    ),
+    "sgd-loop": UpdateRule(
+        measured_as="sgd", form="loop", moved_tensors=3, state_tensors=0, tensor_s=9e-6
+    ),
+    "sgd-momentum-loop": UpdateRule(
+        measured_as="sgd-momentum", form="loop", moved_tensors=8, state_tensors=1, tensor_s=3.6e-5
+    ),
+    "adam-loop": UpdateRule(
+        measured_as="adam",
+        form="loop",
+        moved_tensors=18,
+        state_tensors=2,
+        root_tensors=1,
+        tensor_s=7.2e-5,
+    ),
+    "adamw-loop": UpdateRule(
+        measured_as="adamw",
+        form="loop",
+        moved_tensors=20,
+        state_tensors=2,
+        root_tensors=1,
+        tensor_s=8.1e-5,
     ),
     "adamw-8bit": UpdateRule(
         measured_as="adamw-8bit",
@@ -105,7 +132,11 @@ RULES: Mapping[str, UpdateRule] = {
 }
 OPTIMIZERS: tuple[str, ...] = tuple(RULES)
 # What `estimator probe` measures, in all forms that torch has.
-MEASURED = ("sgd", "sgd-momentum", "adam", "adamw", "adam-fused", "adamw-fused")
+MEASURED = tuple(
+    name
+    for name, rule in RULES.items()
+    if name.startswith(("sgd", "adam")) and not rule.moved_bytes
+)
 # Classes of torchao, bitsandbytes, apex and Transformer Engine.
 _ALIASES = {"adamw8bit": "adamw-8bit", "fusedadam": "adamw-fused", "fusedlamb": "lamb"}
 # What Muon leaves to AdamW: vectors, embeddings and the head (torch.optim.Muon's documentation).
@@ -117,8 +148,8 @@ MUON_PASSES = 5
 def check_optimizer(optimizer: Any) -> str:
     """The name of an optimizer given as ``adamw``, ``AdamW`` or an object of torch.optim.
 
-    An object of SGD has momentum and one of Adam is fused as its parameter groups say. Raises
-    StrategyError.
+    An object of SGD has momentum, and one of SGD or Adam is fused or (foreach=False) loops over its
+    tensors, as its parameter groups say. Raises StrategyError.
 
     >>> check_optimizer("torch.optim.AdamW")
     'adamw'
@@ -131,6 +162,8 @@ def check_optimizer(optimizer: Any) -> str:
         name = "sgd-momentum"
     if name in ("adam", "adamw") and any(group.get("fused") for group in groups or ()):
         name = f"{name}-fused"
+    elif f"{name}-loop" in RULES and any(group.get("foreach") is False for group in groups or ()):
+        name = f"{name}-loop"
     if name not in OPTIMIZERS:
         raise StrategyError(
             f"optimizer {quoted(found)} is unknown; choose one of {', '.join(OPTIMIZERS)}"

@@ -78,7 +78,24 @@ class Schedule:
 
     def orders(self, ranks: int, micro_batches: int) -> tuple[Order, ...]:
         """What each rank computes; raises StrategyError where the micro-batches do not fit."""
-        return _orders(self, ranks, micro_batches)
+        self.check(ranks, micro_batches)
+        return unchecked_orders(self, ranks, micro_batches)
+
+    def check(self, ranks: int, micro_batches: int) -> None:
+        """Raise StrategyError where so many micro-batches do not fit."""
+        _check_micro_batches(self, ranks, micro_batches)
+
+    def runs(self, ranks: int, micro_batches: int) -> bool:
+        """Whether so many micro-batches fit."""
+        try:
+            self.check(ranks, micro_batches)
+        except StrategyError:
+            return False
+        return True
+
+    def round_of(self, ranks: int, micro_batches: int) -> int:
+        """After how many micro-batches the passes repeat, but for their number."""
+        return micro_batches // _rounds(ranks, micro_batches) if self.name == "interleaved" else 1
 
 
 DEFAULT_SCHEDULE = Schedule()
@@ -87,8 +104,8 @@ _V_SHAPED = ("zbv", "dualpipev")
 
 
 @lru_cache(maxsize=256)
-def _orders(schedule: Schedule, ranks: int, micro_batches: int) -> tuple[Order, ...]:
-    _check_micro_batches(schedule, ranks, micro_batches)
+def unchecked_orders(schedule: Schedule, ranks: int, micro_batches: int) -> tuple[Order, ...]:
+    """`Schedule.orders` of micro-batches that are known to fit."""
     ordered = {
         "gpipe": _gpipe,
         "1f1b": _one_forward_one_backward,

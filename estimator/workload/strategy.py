@@ -357,6 +357,16 @@ class Parallelism:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def shards(self) -> int:
+        """Ranks that FSDP divides weights over: those that share tokens hold the same ones."""
+        return self.dp_shard * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks whose gradients of the same weights are averaged."""
+        return self.dp * self.cp
+
+    @property
     def world_size(self) -> int:
         """All ranks."""
         return self.pp * self.dp * self.cp * self.tp

@@ -337,3 +337,21 @@ def test_every_answer_beside_a_fit_is_of_one_of_its_two_states(cluster: Cluster)
         found = [pair for each in asking for pair in each.result()]
     assert len(answers["2x2:synthetic"]) > rounds / 2
     assert all(step_s in answers[text] for text, step_s in found)
+
+
+def test_a_job_beside_another_that_scatters_has_wider_intervals(tmp_path: Path) -> None:
+    widths = []
+    for scatter in (1.02, 1.5):
+        cluster = Cluster(tmp_path / str(scatter))
+        for turn, text in enumerate(
+            f"{nodes}x{n}:synthetic" for nodes in (1, 2, 3) for n in (1, 2, 3, 4)
+        ):
+            real_s = answer(text, graph=OTHER, machine=REAL).step_time_s
+            cluster.calibrator.observe(
+                OTHER, text, step_time_s=real_s * scatter ** (-1) ** turn, batch_per_gpu=64
+            )
+        cluster.estimate("1x1:synthetic", graph=OTHER)  # known with its graph
+        cluster.observe("1x1:synthetic", "1x2:synthetic", "2x1:synthetic")
+        found = cluster.estimate("2x2:synthetic")
+        widths.append(found.high_s / found.low_s)
+    assert widths[1] > 1.2 * widths[0]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from estimator.calibrate.intervals import (
+    Spread,
     extrapolates,
+    half_width,
     interpolated,
     prior_scores,
     quantiles_on_grid,
     replicate_variance,
-    scatter_variance,
 )
 
 ANY = np.array([0.5])
@@ -53,25 +56,69 @@ def test_four_times_the_largest_observed_is_no_extrapolation() -> None:
     assert extrapolates(asked[:1], observed, np.array([0.5])).tolist() == [True]
 
 
-def test_the_scatter_of_a_job_is_what_its_errors_have_beyond_the_predicted_variance() -> None:
-    rng = np.random.default_rng(0)
-    predicted = np.full(200, 0.05**2)
-    quiet = scatter_variance(rng.normal(0, 0.035, 200), predicted)
-    assert quiet < 0.02**2
-    # Errors of 0.3: with so many, what is estimated is that, in units of scores (0.7 sigma).
-    loud = scatter_variance(rng.normal(0, 0.3, 200), predicted)
-    assert 0.7 * loud**0.5 == pytest.approx(0.3, rel=0.1)
+def spread_sigma(spread: Spread, predicted: float) -> float:
+    """The standard deviation of a step's error, of which 0.7 predicted ones are expected."""
+    variance = predicted**2 * spread.inflation_variance + spread.scatter_variance
+    return 0.7 * math.sqrt(variance)
 
 
-def test_a_few_observations_are_pooled_with_most_jobs() -> None:
-    predicted = np.full(1, 0.05**2)
-    none = scatter_variance(np.empty(0), np.empty(0))
-    one = scatter_variance(np.array([0.3]), predicted)
-    many = scatter_variance(np.full(50, 0.3), np.full(50, 0.05**2))
-    assert none < one < many
+def test_the_spread_of_a_job_is_that_of_its_errors() -> None:
+    rng, predicted = np.random.default_rng(0), np.full(200, 0.05**2)
+    quiet = Spread(rng.normal(0, 0.035, 200), predicted, distinct=200)
+    assert spread_sigma(quiet, 0.05) == pytest.approx(0.035, rel=0.2)
+    loud = Spread(rng.normal(0, 0.3, 200), predicted, distinct=200)
+    assert spread_sigma(loud, 0.05) == pytest.approx(0.3, rel=0.1)
+
+
+def test_scatter_does_not_grow_with_what_is_predicted_and_inflation_does() -> None:
+    rng = np.random.default_rng(1)
+    predicted = np.tile([0.02, 0.2], 100)
+    scattered = Spread(rng.normal(0, 0.2, 200), predicted**2, distinct=200)
+    inflated = Spread(rng.normal(0, 0.7 * 2 * predicted), predicted**2, distinct=200)
+    assert spread_sigma(scattered, 0.0) > 0.1
+    assert spread_sigma(inflated, 0.0) < 0.03
+    # A t distribution of six degrees of freedom has 0.87 of the sigma of normal errors; the grid
+    # has 1.4 and 2.
+    assert 1.4**2 <= inflated.inflation_variance <= 2**2
+
+
+def test_a_few_errors_are_pooled_with_most_jobs() -> None:
+    one, many = (
+        Spread(np.full(count, 0.3), np.full(count, 0.05**2), distinct=50) for count in (1, 50)
+    )
+    none = Spread(np.empty(0), np.empty(0), distinct=0)
+    assert spread_sigma(none, 0.05) < spread_sigma(one, 0.05) < spread_sigma(many, 0.05)
     # One wild error among many that are small is an outlier, not scatter.
-    outlier = np.append(np.full(30, 0.02), 1.1)
-    assert scatter_variance(outlier, np.full(31, 0.05**2)) < 0.1**2
+    outlier = Spread(np.append(np.full(30, 0.02), 1.1), np.full(31, 0.05**2), distinct=31)
+    assert spread_sigma(outlier, 0.05) < 0.06
+
+
+def test_errors_of_few_distinct_steps_count_as_larger() -> None:
+    errors, predicted = np.full(3, 0.1), np.full(3, 0.05**2)
+    few, many = Spread(errors, predicted, distinct=3), Spread(2 * errors, predicted, distinct=1000)
+    # Of three, by 1 + 2 / (3 − 1) = 2; of a thousand, by 1.002.
+    assert spread_sigma(few, 0.05) == pytest.approx(spread_sigma(many, 0.05), rel=0.01)
+
+
+def test_a_job_with_few_observations_is_taken_to_be_like_others_on_its_machines() -> None:
+    rng, predicted = np.random.default_rng(0), np.full(40, 0.05**2)
+    quiet, loud = (
+        [Spread(rng.normal(0, sigma, 40), predicted, distinct=40).posterior for _ in range(3)]
+        for sigma in (0.02, 0.3)
+    )
+    errors = np.full(2, 0.05)
+    beside_quiet, alone, beside_loud = (
+        spread_sigma(Spread(errors, predicted[:2], 20, peers), 0.05) for peers in (quiet, (), loud)
+    )
+    assert beside_quiet < alone < beside_loud
+    # What the job itself has shown often outweighs the others.
+    own = Spread(rng.normal(0, 0.02, 200), np.full(200, 0.05**2), 200, loud)
+    assert spread_sigma(own, 0.05) < 0.04
+
+
+def test_no_interval_is_wider_than_one_that_says_nothing() -> None:
+    found = half_width(np.ones(2), np.array([0.01, 9.0]))
+    assert found == pytest.approx([0.1, 1.2])
 
 
 def test_runs_of_one_step_that_differ_widen_it() -> None:

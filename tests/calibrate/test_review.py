@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from estimator.calibrate.calibrator import Calibrator
 from estimator.calibrate.observations import ObservationStore
 from estimator.calibrate.observed import Observation
 from estimator.calibrate.review import counting_drifts, review
 from estimator.placement.topology import Cluster, Node
+from estimator.tables import estimate_many
+from tests.synthetic import perceptron
 
 START = datetime(2026, 3, 2, tzinfo=UTC)
 MODEL = """
@@ -144,3 +147,20 @@ def test_a_drift_is_counted_unless_the_job_itself_was_seen_there() -> None:
     assert "has learnt that" in said
     assert counting_drifts(counted, {"a3"}, steps, set()) == (counted, [])
     assert counting_drifts(cluster, {"a1"}, steps, set()) == (cluster, [])
+    # A host that the cluster does not have is refused elsewhere.
+    without = Cluster(nodes={"a1": cluster.nodes["a1"]})
+    assert counting_drifts(without, {"a3"}, steps, set()) == (without, [])
+
+
+def test_a_table_counts_the_drift_of_hosts_by_the_calibrators_cluster(
+    tmp_path: Path, store: Path
+) -> None:
+    calibrator = Calibrator(tmp_path / "seen.sqlite")
+    steps = [observed(hour, f"a{1 + hour % 3}[0]", 0.2) for hour in range(30)]
+    calibrator.add_many([*steps, *(observed(30 + hour, "a3[0]", 0.24) for hour in range(6))])
+    graph = perceptron([8, 16, 4], batch=4)
+    cluster = Cluster(nodes={f"a{number}": Node(machine="local") for number in (1, 2, 3)})
+    counted, (said,) = calibrator.counting_drifts(graph, cluster)
+    assert "a3 is 20 % slower" in said
+    healthy, drifted = estimate_many(graph, ["a1[0]", "a3[0]"], cluster=counted).step_time_s
+    assert drifted == pytest.approx(1.2 * healthy, rel=1e-3)

@@ -178,6 +178,10 @@ def test_a_host_that_has_drifted_counts_as_slow_as_it_is_and_is_told_of(
     path.write_text("".join(nodes))
     healthy_s = json.loads(command("estimate", tiny, "--on", "a1[0]", *words, "--json").out)
     assert step_s == pytest.approx(1.2 * healthy_s["step_time_s"], rel=1e-3)
+    for mode in ((), ("--batch", "4,8"), ("--strategies", "ddp")):
+        swept = command("sweep", tiny, "--on", "a3[0]", *words, *mode, "--json")
+        assert "'slowdown = 1.2' for a3" in swept.err, mode
+        assert json.loads(swept.out)[0]["step_time_s"] == pytest.approx(step_s, rel=1e-6), mode
 
 
 def test_strategies_are_listed_by_step_time_with_what_could_not_be_answered(

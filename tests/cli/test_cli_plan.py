@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from estimator.advise.layouts import best_layout
+from estimator.graph.op_graph import OpGraph
 from tests.synthetic import perceptron
 
 Run = Callable[..., Any]
@@ -68,6 +70,10 @@ def test_nothing_in_time_is_told_by_the_exit_code(model: Path, command: Run) -> 
         (("--machines", "t4-g4dn", "--network", "10Gbit/s"), "leave out --network"),
         (("--machines", "t4-g4dn", "--deadline", "soon"), "is not a duration"),
         (("--machines", ","), "--machines names none"),
+        (("--machines", "t4-g4dn", "--layout", "tp=2"), "leave out --layout"),
+        (("--machines", "t4-g4dn", "--on", "1x4:t4-g4dn"), "one of them"),
+        ((), "give --on with what there is, or --machines to choose from"),
+        (("--on", "1x4:t4-g4dn", "--global-batch", "8"), "--samples is of machines to rent"),
         (("--machines", "t4-g4dn", "--tokens", "1e9"), "give samples or tokens"),
     ],
 )
@@ -76,3 +82,46 @@ def test_wrong_input_is_one_sentence(
 ) -> None:
     found = command("plan", model, "--samples", "1e9", *words)
     assert said in found.sentence
+
+
+def test_layouts_of_an_allocation_are_ranked(model: Path, command: Run) -> None:
+    found = command("plan", model, "--on", "1x4:t4-g4dn", "--global-batch", 64)
+    assert found.code == 0
+    assert "Training" in found.out
+    assert "with a global batch of 64" in found.out
+    assert "dp=4" in found.out
+    assert "were worked out" in found.out
+
+
+def test_layouts_as_json_are_those_of_python(model: Path, command: Run) -> None:
+    about = ("--on", "1x4:t4-g4dn", "--global-batch", 64, "--strategies", "ddp fsdp", "--json")
+    found = json.loads(command("plan", model, *about).out)
+    ranking = best_layout(
+        OpGraph.load(model), "1x4:t4-g4dn", global_batch=64, strategies=("ddp", "fsdp")
+    )
+    assert found["layouts"] == [row.to_dict() for row in ranking.rows]
+    assert found["allocation"] == "1x4:t4-g4dn"
+    assert found["layouts"][0]["why"] is None
+
+
+def test_layouts_need_a_global_batch(model: Path, command: Run) -> None:
+    found = command("plan", model, "--on", "1x4:t4-g4dn")
+    assert "give --global-batch" in found.sentence
+
+
+def test_offers_that_share_a_global_batch_say_their_layout(model: Path, command: Run) -> None:
+    about = ("--machines", "t4-g4dn", "--samples", "1e9", "--global-batch", 256)
+    found = json.loads(command("plan", model, *about, "--json").out)
+    assert {each["global_batch"] for each in found["offers"]} == {256}
+    (four,) = (each for each in found["offers"] if each["allocation"] == "1x4:t4-g4dn")
+    best = best_layout(OpGraph.load(model), "1x4:t4-g4dn", global_batch=256, most=1).rows[0]
+    assert four["step_time_s"] <= best.answer.step_time_s * (1 + 1e-9)
+
+
+def test_mixed_machines_are_offered_and_cost_both(model: Path, command: Run) -> None:
+    about = ("--machines", "t4-g4dn,a100-p4d", "--samples", "1e9", "--max-nodes", 2, "--mixed")
+    found = json.loads(command("plan", model, *about, "--json").out)
+    offered = {each["allocation"]: each for each in found["offers"]}
+    both = offered["1x4:t4-g4dn+1x8:a100-p4d"]
+    per_hour = [offered[name]["usd_per_hour"] for name in ("1x4:t4-g4dn", "1x8:a100-p4d")]
+    assert both["usd_per_hour"] == pytest.approx(sum(per_hour))

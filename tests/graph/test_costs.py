@@ -17,6 +17,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+import estimator as est
 from estimator.graph.costs import family_of, features_of, op_cost
 from estimator.graph.ops import OpCost
 from estimator.tensors import OpCall, TensorSpec
@@ -198,7 +199,27 @@ def test_a_recurrent_layer_multiplies_every_weight_once_a_step_and_sample() -> N
     weights = 4 * hidden * (size + hidden)
     assert op_cost(forward).flops == 2 * steps * batch * weights
     assert op_cost(backward).flops == 2 * op_cost(forward).flops
-    assert features_of(forward).dims == (steps * batch, weights, steps)
+    gates = 4 * hidden
+    assert features_of(forward).dims == (steps * batch, weights, 1, 1, gates, hidden, steps)
+
+
+@pytest.mark.parametrize(("bidirectional", "chains", "at_once"), [(False, 1, 3), (True, 3, 2)])
+def test_directions_run_side_by_side_and_layers_of_one_direction_as_a_wavefront(
+    bidirectional: bool, chains: int, at_once: int
+) -> None:
+    torch.manual_seed(0)
+    layers = torch.nn.GRU(5, 4, num_layers=3, bidirectional=bidirectional)
+    graph = est.trace_model(
+        layers,
+        torch.randn(7, 2, 5),
+        loss=lambda out, _: out[0].sum(),
+        target="cuda",
+        precision="fp32",
+    )
+    found = [op.call for op in graph.ops if family_of(op.call.target) == "recurrent"]
+    assert len(found) == 2
+    for call in found:
+        assert features_of(call).dims[2:] == (chains, at_once, 3 * 4, 4, 7)
 
 
 def test_a_grouped_product_shares_its_tokens_among_the_groups() -> None:

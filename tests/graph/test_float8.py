@@ -82,6 +82,20 @@ def test_rows_that_lie_together_are_scaled_in_one_pass() -> None:
     assert any("amax" in op.call.target for op in rowwise.ops if op.phase == "backward")
 
 
+def test_backward_products_of_scaled_rows_are_scaled_in_a_pass_of_their_own() -> None:
+    plain, rowwise = traced(None), traced("rowwise")
+    more = counted(rowwise)["mul"] - counted(plain)["mul"]
+    # Four gradients of weights, three of inputs.
+    assert more == 7
+    assert counted(traced("tensorwise"))["mul"] == counted(plain)["mul"]
+    for number, op in enumerate(rowwise.ops):
+        if "_scaled_mm" not in op.call.target or op.phase == "forward":
+            continue
+        after = rowwise.ops[number + 1]
+        assert after.inputs == op.outputs
+        assert after.call.outputs == op.call.outputs
+
+
 def test_products_keep_their_sizes_and_gradients_their_places() -> None:
     plain, changed = traced(None), traced("rowwise")
     assert [p.name for p in plain.parameters] == [p.name for p in changed.parameters]

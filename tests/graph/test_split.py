@@ -96,6 +96,40 @@ def test_column_then_row_reduces_the_stream_once_a_pass() -> None:
     ]
 
 
+def test_a_sum_is_made_in_a_copy_as_by_functional_collectives() -> None:
+    local = split(mlp_graph(), MLP, tp=2)
+    ops = [op.call.target for op in local.ops]
+    sums = [index for index, name in enumerate(ops) if "all_reduce" in name]
+    assert [ops[index - 1] for index in sums] == ["aten.clone.default"] * 2
+    for index in sums:
+        assert local.ops[index - 1].outputs == local.ops[index].inputs
+
+
+def test_divided_tokens_are_put_in_order_by_a_copy_after_each_gather() -> None:
+    graph = model_graph()
+    local = split(graph, found_plan(graph, sequence=True), tp=2)
+    ops = [op.call.target.split(".")[1] for op in local.ops]
+    gathers = [index for index, name in enumerate(ops) if name == "all_gather"]
+    assert gathers
+    assert all(ops[index + 1] == "clone" for index in gathers)
+    scatters = [index for index, name in enumerate(ops) if name == "reduce_scatter"]
+    assert scatters
+    assert all(ops[index - 1] == "clone" for index in scatters)
+
+
+def test_each_divided_module_enters_dtensor_once_a_pass() -> None:
+    local = split(mlp_graph(), MLP, tp=2)
+    entered = [(op.module, op.phase) for op in local.ops if op.enters_dtensor]
+    assert sorted(entered) == [
+        ("down", "backward"),
+        ("down", "forward"),
+        ("up", "backward"),
+        ("up", "forward"),
+    ]
+    held = {parameter.name for parameter in local.parameters if parameter.is_dtensor}
+    assert held == {"up.weight", "down.weight"}
+
+
 def test_every_product_has_its_local_shapes() -> None:
     rows, half = BATCH * TOKENS, INNER // 2
     assert products(split(mlp_graph(), MLP, tp=2)) == [

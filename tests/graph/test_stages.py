@@ -9,16 +9,11 @@ from torch import Tensor, nn
 
 from estimator import OpGraph, trace_model
 from estimator.errors import WorkloadError
-from estimator.graph.stages import (
-    balanced_points,
-    pass_seconds,
-    split_points,
-    stage_graphs,
-    weight_ops,
-)
+from estimator.graph.stage_passes import pass_seconds, weight_ops
+from estimator.graph.stages import Blocks, split_points, stage_graphs
 
 
-class Blocks(nn.Module):
+class Model(nn.Module):
     """An embedding, residual blocks under a mask, and a head tied to the embedding."""
 
     def __init__(self, blocks: int, *, tied: bool = False) -> None:
@@ -38,7 +33,7 @@ class Blocks(nn.Module):
 
 
 def traced(blocks: int = 4, *, tied: bool = False) -> OpGraph:
-    return trace_model(Blocks(blocks, tied=tied), torch.zeros(8, 10, dtype=torch.long))
+    return trace_model(Model(blocks, tied=tied), torch.zeros(8, 10, dtype=torch.long))
 
 
 def test_every_op_is_in_one_stage_but_for_masks() -> None:
@@ -85,13 +80,13 @@ def test_blocks_are_the_points_and_cuts_balance_the_time() -> None:
     graph = traced(6)
     assert split_points(graph) == tuple(f"layers.{n}" for n in range(6))
     even = np.array([1.0 if op.module.startswith("layers") else 0.0 for op in graph.ops])
-    assert balanced_points(graph, 3, even) == ["layers.2", "layers.4"]
+    assert Blocks.of(graph).balanced(3, even) == ("layers.2", "layers.4")
     # The head takes as long as two blocks.
     of_block = sum(even) / 6
     head = sum(op.module == "head" for op in graph.ops)
     loaded = even + [2 * of_block / head if op.module == "head" else 0.0 for op in graph.ops]
-    assert balanced_points(graph, 2, loaded) == ["layers.4"]
-    assert balanced_points(graph, 1, even) == []
+    assert Blocks.of(graph).balanced(2, loaded) == ("layers.4",)
+    assert Blocks.of(graph).balanced(1, even) == ()
 
 
 def test_a_linear_layers_weight_gradient_waits_for_nothing() -> None:
@@ -105,21 +100,34 @@ def test_a_linear_layers_weight_gradient_waits_for_nothing() -> None:
         1.0 if op.call.target in ("aten.mm.default", "aten.addmm.default") else 0.0
         for op in second.graph.ops
     ]
-    assert pass_seconds(second, seconds.__getitem__) == (2.0, 2.0, 2.0)
+    assert pass_seconds(second.graph, second.weight_ops, seconds.__getitem__) == (2.0, 2.0, 2.0)
 
 
 def test_the_first_stage_has_no_gradient_of_its_input() -> None:
     first, _ = stage_graphs(traced(2), ["layers.1"])
-    forward, of_input, of_weights = pass_seconds(first, lambda _: 1.0)
+    forward, of_input, of_weights = pass_seconds(first.graph, first.weight_ops, lambda _: 1.0)
     assert of_input == 0.0
     assert forward + of_weights == len(first.ops)
 
 
 def test_names_that_make_no_stages_are_refused() -> None:
     graph = traced(3)
-    with pytest.raises(WorkloadError, match=r"'layers\.9' names no module of Blocks that computes"):
+    with pytest.raises(WorkloadError, match=r"'layers\.9' names no module of Model that computes"):
         stage_graphs(graph, ["layers.9"])
     with pytest.raises(WorkloadError, match=r"begins at 'layers\.1' would leave the one before"):
         stage_graphs(graph, ["layers.2", "layers.1"])
     with pytest.raises(WorkloadError, match=r"3 repeated blocks, which cannot make 4 stages"):
-        balanced_points(graph, 4, [1.0] * len(graph.ops))
+        Blocks.of(graph).balanced(4, [1.0] * len(graph.ops))
+
+
+def test_stages_that_compute_the_same_have_the_same_graph() -> None:
+    graph = traced(6)
+    stages = stage_graphs(graph, ["layers.1", "layers.2", "layers.4"])
+    # The first has the embedding, the last the head, and two blocks are not one.
+    assert len({id(stage.graph) for stage in stages}) == 4
+    first, second, third, last = stage_graphs(graph, ["layers.1", "layers.2", "layers.3"])
+    assert second.graph is third.graph
+    assert first.graph is not second.graph is not last.graph
+    assert set(second.parameters) == {"layers.1.weight", "layers.1.bias"}
+    assert set(third.parameters) == {"layers.2.weight", "layers.2.bias"}
+    assert third.point == "layers.2"

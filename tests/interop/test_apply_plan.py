@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from estimator.advise.swap_plan import Recompute, Swap, SwapPlan, gaps_of
 from estimator.advise.swap_problem import SwapProblem, swap_problem
@@ -24,6 +25,8 @@ from estimator.graph.trace import trace_graph
 from estimator.interop.apply_plan import MemoryPlan, apply_plan
 from tests.advise.swap_problems import link
 from tests.synthetic import Machine
+
+MOVED = Means(recompute=False, kinds=("activation",))
 
 
 def convolutional() -> tuple[nn.Module, Tensor]:
@@ -130,13 +133,13 @@ def live_peak_bytes(step: Callable[[], object]) -> int:
     return max(accumulate(size for _, size in changes))
 
 
-def test_the_measured_peak_falls_as_planned() -> None:
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_the_measured_peak_falls_as_planned(steps_before: int) -> None:
     torch.manual_seed(0)
     model, batch = convolutional()
     wrapped = Squared(model)
     graph, problem = problem_of(wrapped, batch)
-    means = Means(recompute=False, kinds=("activation",))
-    found = plan_within(problem, int(0.7 * problem.vanilla_bytes), means=means)
+    found = plan_within(problem, int(0.7 * problem.vanilla_bytes), means=MOVED)
     assert found.played.saved_ratio > 0.2
     plan = MemoryPlan(graph=graph, problem=problem, plan=found.plan)
 
@@ -149,9 +152,104 @@ def test_the_measured_peak_falls_as_planned() -> None:
     without = live_peak_bytes(step)
     wrapped.zero_grad(set_to_none=True)
     with apply_plan(plan, wrapped):
+        for _ in range(steps_before):
+            step()
+        wrapped.zero_grad(set_to_none=True)
         under = live_peak_bytes(step)
     saved = problem.vanilla_bytes - found.played.peak_bytes
     assert without - under == pytest.approx(saved, rel=0.05)
+
+
+def follows_operators() -> bool:
+    return _get_current_dispatch_mode() is not None
+
+
+def test_later_steps_are_followed_by_what_autograd_saves() -> None:
+    wrapped, batch = Squared(convolutional()[0]), torch.randn(16, 3, 16, 16)
+    graph, problem = problem_of(wrapped, batch)
+    means = Means(kinds=("activation",))
+    found = plan_within(problem, int(0.6 * problem.vanilla_bytes), means=means)
+    with apply_plan(MemoryPlan(graph=graph, problem=problem, plan=found.plan), wrapped):
+        assert follows_operators()
+        run(wrapped, batch)
+        run(wrapped, batch)
+        assert not follows_operators()
+
+
+def test_later_steps_compute_again_from_their_own_batch() -> None:
+    model, batch = feed_forward()
+    wrapped = Squared(model)
+    graph, problem = problem_of(wrapped, batch)
+    # The first layer's output, which is made of the batch.
+    gap = next(gap for gap in gaps_of(problem, ["activation"]) if gap.after <= 2)
+    ops = recipe(problem, gap.tensor, after=gap.after, before=gap.use) or ()
+    again = Recompute(tensor=gap.tensor, after=gap.after, before=gap.use, ops=ops)
+    plain, planned = copy.deepcopy(wrapped), copy.deepcopy(wrapped)
+    plan = MemoryPlan(graph=graph, problem=problem, plan=SwapPlan(recomputes=(again,)))
+    with apply_plan(plan, planned):
+        run(planned, batch)
+        other = torch.randn_like(batch)
+        got = run(planned, other)
+        assert not follows_operators()
+    assert all(torch.equal(a, b) for a, b in zip(run(plain, other), got, strict=True))
+
+
+class Skipping(nn.Module):
+    """One whose later steps may leave out a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.used = 4
+
+    def forward(self, batch: Tensor) -> Tensor:
+        for layer in self.layers[: self.used]:
+            batch = layer(batch).relu()
+        return batch.square().mean()
+
+
+def test_a_later_step_that_does_something_else_is_refused() -> None:
+    model, batch = Skipping(), torch.randn(64, 32)
+    graph, problem = problem_of(model, batch)
+    found = plan_within(problem, int(0.9 * problem.vanilla_bytes), means=MOVED)
+    plan = MemoryPlan(graph=graph, problem=problem, plan=found.plan)
+
+    def train() -> None:
+        with apply_plan(plan, model):
+            for model.used in (4, 4, 2):
+                run(model, batch)
+
+    with pytest.raises(WorkloadError, match="left the first one"):
+        train()
+    assert model.used == 2
+
+
+class Sums(nn.Module):
+    """One whose first tensor is read again by a sum, for which autograd saves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        kept = self.first(batch) + batch
+        return (self.second(batch).relu() + kept).square().mean()
+
+
+def test_what_autograd_does_not_save_is_moved_by_following_operators() -> None:
+    model, batch = Sums(), torch.randn(64, 32)
+    graph, problem = problem_of(model, batch)
+    kept = next(t for t in problem.tensors if t.kind == "activation" and len(t.accesses) > 1)
+    first, use = kept.accesses[:2]
+    assert problem.repeatable[use], "read again in the forward pass"
+    swap = Swap(tensor=kept.number, after=first, free_before=first + 1, fetch_before=use, use=use)
+    plain, planned = copy.deepcopy(model), copy.deepcopy(model)
+    plan = MemoryPlan(graph=graph, problem=problem, plan=SwapPlan(swaps=(swap,)))
+    with apply_plan(plan, planned):
+        for _ in range(2):
+            expected, got = run(plain, batch), run(planned, batch)
+            assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+        assert follows_operators()
 
 
 def test_another_model_is_refused() -> None:

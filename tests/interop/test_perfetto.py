@@ -8,14 +8,14 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as some
 
-from estimator.interop.perfetto import LANE_ORDER, trace_events, trace_flaws, write_trace
-from estimator.timeline.spans import Span, Timeline
+from estimator.interop.perfetto import trace_events, trace_flaws, write_trace
+from estimator.timeline.spans import LANES, Span, Timeline
 
 spans = some.builds(
     Span,
     name=some.just("op"),
     rank=some.integers(0, 1),
-    lane=some.sampled_from(LANE_ORDER),
+    lane=some.sampled_from(LANES),
     start_s=some.floats(0, 1),
     duration_s=some.floats(0, 1),
 )

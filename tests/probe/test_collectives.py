@@ -11,6 +11,7 @@ from estimator.machines.profile import CollectiveCost, CollectiveName, Device
 from estimator.probe.collectives import Finding, collective_cost, probe_collectives
 from estimator.probe.copies import host_copies, link_from, message_points
 from estimator.probe.overlap import overlap_cost, probe_overlaps
+from estimator.units import MIB
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 DEVICES = tuple(
@@ -29,6 +30,16 @@ def test_a_collective_takes_from_the_last_entry_to_the_last_end() -> None:
     # The line through both: 5 s per 100 bytes, 2 s at no size.
     assert cost.latency_s == pytest.approx(2.0)
     assert cost.bandwidth_bytes_per_s == pytest.approx(20.0)
+
+
+def test_what_small_calls_take_beyond_their_points_in_the_mean_is_their_delay() -> None:
+    small = [(1024, 0.0, taken_s) for taken_s in (0.001, 0.001, 0.004)]
+    larger = [(4096, 0.0, taken_s) for taken_s in (0.002, 0.002, 0.008)]
+    link = [(64 * MIB, 0.0, 1.0), (64 * MIB, 0.0, 3.0)]
+    cost = collective_cost("all_reduce", "gloo", [small + larger + link] * 2)
+    # (0 + 0 + 3 + 0 + 0 + 6) ms over six calls; the largest size waits for the link.
+    assert cost is not None
+    assert cost.delay_s == pytest.approx(0.0015)
 
 
 def test_one_size_alone_is_no_collective_cost() -> None:

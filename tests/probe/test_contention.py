@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from estimator.machines.profile import Device
-from estimator.probe.contention import probe_contention, summarise
+from estimator.machines.profile import Contention, Device, Provenance
+from estimator.probe.contention import _rank_jitter_ratio, probe_contention, summarise
+from estimator.timeline.contention import slowdown_ratio
+from tests.conftest import make_small_profile
 
 
 def case(bound: str, size: int, alone_s: float, busy_s: float) -> dict[str, object]:
@@ -25,3 +29,27 @@ def test_each_rank_is_compared_with_itself_alone() -> None:
 def test_one_device_has_nothing_to_contend_with() -> None:
     alone = Device(kind="cpu", index=0, name="core", memory_bytes=1, cores=(0,))
     assert probe_contention([alone], budget_s=1.0).contentions == ()
+
+
+def test_only_what_sets_ranks_apart_at_a_time_is_their_jitter() -> None:
+    # The machine slows down by half, for both: they do not wait for each other.
+    both = [{"windows_s": [1.0, 1.0, 1.5, 1.5]}]
+    assert _rank_jitter_ratio([both, both]) == 0.0
+    # 2 % to either side of the mean of two: the mean moves by half of what each does, so one
+    # standard deviation is 1.4826 · √2 · 2 %.
+    one, two = [{"windows_s": [0.98, 1.02, 1.47]}], [{"windows_s": [1.02, 0.98, 1.53]}]
+    assert _rank_jitter_ratio([one, two]) == pytest.approx(1.4826 * 2**0.5 * 0.02)
+
+
+def test_what_falls_with_the_bytes_moved_is_noise_of_the_measurement() -> None:
+    points = ((1e5, 1.5), (1e6, 0.9), (1e7, 0.6), (1e8, 1.4))
+    measured = Contention(
+        bound="memory",
+        devices_busy=2,
+        points=points,
+        provenance=Provenance(source="measured", samples=4),
+    )
+    profile = replace(make_small_profile(), contentions=(measured,))
+    # The mean of the first three, which fall, is 1.0; between sizes by the logarithm.
+    for size, ratio in ((1e5, 1.0), (1e7, 1.0), (1e7 * 10**0.5, 1.2), (1e8, 1.4)):
+        assert slowdown_ratio(profile, "memory", 2, size) == pytest.approx(ratio)

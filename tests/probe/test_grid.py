@@ -229,6 +229,22 @@ def test_calls_that_others_disturbed_are_timed_again(monkeypatch: pytest.MonkeyP
     assert emitted[-1] == {"done": 6, "grid": 6, "lacking": []}
 
 
+def test_the_first_of_a_long_call_counts_and_that_of_a_short_one_only_tells_how_many() -> None:
+    class Counting(QuickBackend):
+        """Says that a call took so long, and counts how many were asked for."""
+
+        def time_calls(self, call, *, repeats, before=lambda _: None):  # type: ignore[no-untyped-def]
+            asked.append(repeats)
+            return [self.seconds] * repeats
+
+    asked: list[int] = []
+    # Three of 10 ms; 4 ms of 0.5 ms each.
+    for seconds, calls, kept in ((0.010, [1, 2], 3), (0.0005, [1, 8], 8)):
+        asked.clear()
+        assert kernels._repeat(Counting(seconds), lambda _: None, 0.004) == [seconds] * kept
+        assert asked == calls
+
+
 def test_repeats_that_were_held_up_do_not_count() -> None:
     # Up to three of four may be.
     assert kernels.agreed_s([3.0, 1.0, 1.1, 4.0, 9.0, 9.0, 9.0, 9.0]) == 1.05

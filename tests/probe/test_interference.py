@@ -99,8 +99,10 @@ def test_a_machine_that_stays_busy_is_refused_before_anything_is_measured() -> N
     with pytest.raises(ProbeError, match=r"other programs use 50 % of its cores.*--force"):
         machine.watch(10.0).check_start()
     assert not machine.measured
-    # A fifth of the cores is not beyond doubt.
-    Machine(others=0.4).watch(10.0).check_start()
+    # An eighth of the cores is not beyond doubt, a fifth is.
+    Machine(others=0.25).watch(10.0).check_start()
+    with pytest.raises(ProbeError, match="20 % of its cores"):
+        Machine(others=0.4).watch(10.0).check_start()
 
 
 def test_others_on_cores_that_nothing_needs_disturb_nothing() -> None:
@@ -126,9 +128,9 @@ def test_a_canary_that_runs_slow_disturbs_where_no_load_is_seen() -> None:
 
 
 def test_only_what_is_beyond_doubt_is_refused() -> None:
-    check_interference(Interference(others_ratio=0.25, canary_ratio=1.5))
+    check_interference(Interference(others_ratio=0.15, canary_ratio=1.5))
     with pytest.raises(ProbeError, match="used 26 %"):
-        check_interference(Interference(others_ratio=0.26))
+        check_interference(Interference(others_ratio=0.16))
     with pytest.raises(ProbeError, match=r"1\.6 times as long"):
         check_interference(Interference(canary_ratio=1.6))
 

@@ -74,3 +74,21 @@ def test_a_spent_budget_names_what_was_left_out() -> None:
     (last,) = emitted
     assert "adamw (loop)" in last["skipped"]  # type: ignore[operator]
     assert len(last["skipped"]) == 12  # type: ignore[arg-type]
+
+
+def test_caches_are_emptied_before_each_update_as_forward_and_backward_leave_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(updates.TensorSource, "flush", lambda _: done.append("emptied"))
+    step = torch.optim.SGD.step
+
+    def told(optimizer: torch.optim.SGD) -> None:
+        done.append("updated")
+        step(optimizer)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", told)
+    updates._step_s(CpuBackend(), "sgd", "loop", 2, 100)
+    # The first step makes the optimizer's state.
+    assert done[0] == "updated"
+    assert done[1:] == ["emptied", "updated"] * 9

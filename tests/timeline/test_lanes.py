@@ -43,6 +43,13 @@ def test_a_slow_device_runs_kernels_back_to_back() -> None:
     assert lanes.ends_s(0).tolist() == [5.0, 9.0, 13.0]
 
 
+def test_a_slower_host_is_felt_once_the_device_waits_for_it() -> None:
+    # Issued at 1.5, 3, 4.5 instead of 1, 2, 3: kernels of 1 s end 1.5 s later, those of 2 s only
+    # 0.5 s, by which the first is begun later.
+    assert one_step(np.full(3, 1.0), np.full(3, 1.0)).slower_host_s(0.5) == pytest.approx(1.5)
+    assert one_step(np.full(3, 1.0), np.full(3, 2.0)).slower_host_s(0.5) == pytest.approx(0.5)
+
+
 def test_a_step_bound_by_the_device_takes_what_the_device_has_to_do() -> None:
     # The host issues for 3 s and then the update for 1 s; the device works 8 s and updates for 2 s.
     host, device = np.array([2.0, 1.0]), np.array([3.0, 5.0])

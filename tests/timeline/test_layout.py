@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import estimator as est
@@ -66,7 +68,42 @@ def test_a_rank_holds_and_updates_its_part() -> None:
     whole, half = answer("1x2:m", None), answer("1x2:m", "tp=2")
     assert half.memory.parameters_bytes < whole.memory.parameters_bytes
     assert half.breakdown.update_s < whole.breakdown.update_s
-    assert half.breakdown.forward_s < whole.breakdown.forward_s
+    # Half of every matmul, beside the copy in which a gradient is summed.
+    assert half.breakdown.backward_s < whole.breakdown.backward_s
+
+
+def test_what_dtensor_does_on_the_host_is_counted_by_module_and_collective() -> None:
+    costs = {
+        "dtensor_forward_s": 1e-3,
+        "dtensor_backward_s": 2e-3,
+        "dtensor_exchange_s": 1e-4,
+        "shard_update_tensor_s": 5e-4,
+    }
+    assert PROFILE.host is not None
+    slow = replace(PROFILE, host=replace(PROFILE.host, **costs))
+    plain, more = (
+        est.estimate(GRAPH, "1x2:m", layout="tp=2", tp_plan=PLAN, profile=profile)
+        for profile in (PROFILE, slow)
+    )
+    # up and down, once a pass each; a reduction of each pass; the update of two divided weights.
+    host_s = 2 * (1e-3 + 2e-3) + 2 * 1e-4
+    added_s = more.breakdown.host_exposed_s - plain.breakdown.host_exposed_s
+    assert added_s == pytest.approx(host_s)
+    assert more.breakdown.update_s - plain.breakdown.update_s == pytest.approx(2 * 5e-4)
+    said = "what DTensor does on the host is not counted"
+    assert [any(said in text for text in each.assumptions) for each in (plain, more)] == [1, 0]
+
+
+def test_a_collective_between_operators_takes_its_delay_too() -> None:
+    late = replace(
+        PROFILE, collectives=tuple(replace(cost, delay_s=2e-3) for cost in PROFILE.collectives)
+    )
+    plain, more = (
+        est.estimate(GRAPH, "1x2:m", layout="tp=2", tp_plan=PLAN, profile=profile)
+        for profile in (PROFILE, late)
+    )
+    added_s = more.breakdown.layer_communication_s - plain.breakdown.layer_communication_s
+    assert added_s == pytest.approx(2 * 2e-3)
 
 
 def test_sharding_over_the_data_parallel_ranks_that_are_left() -> None:
@@ -97,7 +134,8 @@ def test_tp_of_one_is_data_parallel() -> None:
         ("tp=2,dp=4", "layout 'tp=2,dp=4' takes 8 ranks, found 4"),
         ("tp=two", "'tp=two' is none of tp, cp, ep, pp, dp with a number from 1"),
         ("tp=*", "only dp may be"),
-        ("cp=2", "cp cannot be estimated yet"),
+        ("cp=2", "cp=2 divides the tokens of fused attention, and Mlp has none"),
+        ("ring", "keys and values of cp ranks go around a ring"),
         ("sp", "sp and vocab divide what tp ranks share"),
         ("tp=2,tp=2", "each once"),
     ],

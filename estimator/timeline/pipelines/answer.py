@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from estimator.graph.memory import PeakMemory
-from estimator.graph.stages import Stage, pass_seconds
-from estimator.timeline.evaluator import ends_alone
+from estimator.graph.stages import Stage
 from estimator.timeline.overlaps import NO_OVERLAP
+from estimator.timeline.pipelines.periods import last_ends_s
 from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks
 from estimator.timeline.plan import StepAnswer, StepPlan, answer_of
 from estimator.timeline.ranks import LaneCosts, RankKind
@@ -32,11 +32,13 @@ from estimator.workload.schedules import Schedule
 class StagePlan:
     """A stage, the plan of one micro-batch on its ranks, and what passing on its output takes.
 
-    A micro-batch holds `kept_bytes` between its passes.
+    `passes_s` are (forward, gradients of inputs, those of weights) of the slowest of its ranks in a
+    run of micro-batches; each holds `kept_bytes` between its passes.
     """
 
     stage: Stage
     plan: StepPlan
+    passes_s: tuple[float, float, float]
     sent_s: float
     returned_s: float
     tied_s: float
@@ -114,15 +116,15 @@ def pipeline_answer(
 ) -> PipelineAnswer:
     """The step of `ranks` pipeline ranks; raises StrategyError, ProfileError."""
     answers = [answer_of(each.plan) for each in stages]
-    costs = [_costs(each, found.slowest) for each, found in zip(stages, answers, strict=True)]
+    costs = [_costs(each) for each in stages]
     held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
     tails = [_tail_s(answers, stages, own, micro_batches) for own in held]
-    ends = _ends_s(schedule, ranks, micro_batches, costs)
+    ends = last_ends_s(schedule, ranks, micro_batches, costs)
     step_s, last = max(
         (end + tail, rank) for rank, (end, tail) in enumerate(zip(ends, tails, strict=True))
     )
     still = [cost._replace(sent_s=0.0, returned_s=0.0) for cost in costs]
-    unsent_s = _ends_s(schedule, ranks, micro_batches, still)[last] + tails[last]
+    unsent_s = last_ends_s(schedule, ranks, micro_batches, still)[last] + tails[last]
     parts = _parts(
         [answers[number].parts for number in held[last]],
         sum(costs[n].forward_s + costs[n].input_s + costs[n].weight_s for n in held[last]),
@@ -149,22 +151,13 @@ def pipeline_answer(
     return PipelineAnswer(found, stages[longest].plan, memory, used_ratio, step)
 
 
-def _costs(stage: StagePlan, kind: RankKind) -> StageCosts:
-    """Passes in a run of micro-batches, whose host is ahead where it can be."""
-    lanes = replace(kind.program.lanes, count=3, lead_s=0.0)
-    before, own = lanes.ends_s(0), lanes.ends_s(1)
-    forward = sum(op.phase == "forward" for op in stage.stage.graph.ops)
-    scale = kind.slowdown_ratio * stage.plan.coefficients.compute_ratio
-    ended_s = float(own[forward - 1])
-    forward_s = scale * (ended_s - float(before[-1]))
-    backward_s = scale * (float(own[-1]) - ended_s)
-    spent = (lanes.device_s + lanes.host_s).tolist()
-    _, input_s, weight_s = pass_seconds(stage.stage, spent.__getitem__)
-    share = weight_s / (input_s + weight_s or 1.0)
+def _costs(stage: StagePlan) -> StageCosts:
+    ratio = stage.plan.coefficients.compute_ratio
+    forward_s, input_s, weight_s = (ratio * seconds for seconds in stage.passes_s)
     return StageCosts(
         forward_s=forward_s,
-        input_s=backward_s * (1 - share),
-        weight_s=backward_s * share,
+        input_s=input_s,
+        weight_s=weight_s,
         sent_s=stage.sent_s,
         returned_s=stage.returned_s,
     )
@@ -181,15 +174,6 @@ def _tail_s(
     after_s = sum(p.communication_exposed_s + p.copies_exposed_s + p.update_s for p in parts)
     spread_s = sum(p.straggler_s for p in parts) * micro_batches
     return float(after_s + spread_s + sum(stages[number].tied_s for number in own))
-
-
-def _ends_s(
-    schedule: Schedule, ranks: int, micro_batches: int, costs: Sequence[StageCosts]
-) -> list[float]:
-    """When each rank has ended its last pass."""
-    tasks, last = pipeline_tasks(schedule, ranks, micro_batches, costs)
-    ends = ends_alone(tasks.tasks)
-    return [float(ends[number]) for number in last]
 
 
 def _parts(

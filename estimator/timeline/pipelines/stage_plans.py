@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,19 +12,28 @@ from estimator.cache import Cache
 from estimator.coefficients import UNCALIBRATED, Coefficients
 from estimator.errors import StrategyError
 from estimator.graph.op_graph import BoundGraph, OpGraph
-from estimator.graph.stages import Stage, balanced_points, held_between_passes, stage_graphs
+from estimator.graph.stage_passes import held_between_passes, pass_seconds
+from estimator.graph.stages import Blocks, Stage, stage_graphs
 from estimator.machines.profile import CollectiveName
 from estimator.placement.mesh import Mesh
-from estimator.placement.process_groups import groups_along
+from estimator.placement.placement import NodeKind
+from estimator.placement.process_groups import ProcessGroup, groups_along
 from estimator.timeline.collectives import CollectiveCosts, SizedCollective
-from estimator.timeline.durations import structure_of
+from estimator.timeline.durations import costed, op_durations, structure_of
 from estimator.timeline.pipelines.answer import StagePlan
-from estimator.timeline.plan import Members, members_of, step_plan
-from estimator.timeline.program import step_program
-from estimator.timeline.ranks import StepShape
+from estimator.timeline.plan import (
+    Members,
+    StepPlan,
+    members_of,
+    ratios_of,
+    slowest_kind,
+    step_plan,
+)
+from estimator.timeline.ranks import RankKind, StepShape
 from estimator.timeline.strategies.registry import without_cost
 from estimator.workload.schedules import Schedule
 
+Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 # What two ranks gather is twice what each sends the other, in one round: what sending it takes.
@@ -38,35 +48,75 @@ def stage_plans(
     schedule: Schedule,
     cache: Cache,
     *,
+    points: tuple[str, ...] = (),
     coefficients: Coefficients = UNCALIBRATED,
 ) -> tuple[StagePlan, ...]:
     """The stages of the graph of one rank, in the order of the model, for one micro-batch each.
 
-    They begin where the slowest one takes least. Raises StrategyError, WorkloadError, ProfileError.
+    They begin at `points`, by default where the slowest one takes least. Raises StrategyError,
+    WorkloadError, ProfileError.
     """
     if graph.is_summary:
         raise StrategyError(
             f"{graph.name} is known by a summary, which cannot be cut into stages; trace it"
         )
-    batch = batches[0] if batches else None
-    stages = _stages(graph, mesh, batch, shape, schedule, cache)
+    placement = mesh.placement
     one = shape._replace(accumulation_steps=1)
-    merging = mesh.parallelism.dp > 1
+    layout = replace(mesh.parallelism, micro_batches=1)
+    found = cache.get(
+        "stage plans",
+        (graph, placement.cluster, *placement.kinds),
+        lambda: _stage_plans(graph, mesh, batches, one, schedule, points, cache),
+        *(placement.allocation, layout, batches, one, schedule, points),
+    )
+    if coefficients is UNCALIBRATED:
+        return found
+    ratio, ratios = coefficients.communication_ratio, ratios_of(coefficients)
+    return tuple(
+        replace(
+            each,
+            plan=each.plan._replace(coefficients=coefficients, ratios=ratios),
+            sent_s=ratio * each.sent_s,
+            returned_s=ratio * each.returned_s,
+            tied_s=ratio * each.tied_s,
+        )
+        for each in found
+    )
+
+
+def _stage_plans(
+    graph: OpGraph,
+    mesh: Mesh,
+    batches: tuple[int, ...] | None,
+    shape: StepShape,
+    schedule: Schedule,
+    points: tuple[str, ...],
+    cache: Cache,
+) -> tuple[StagePlan, ...]:
+    batch = batches[0] if batches else None
+    stages = _stages(graph, mesh, batch, shape, schedule, points, cache)
+    merging = mesh.parallelism.replicas > 1
     whole = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
+    plans: dict[Members, StepPlan] = {}
     found = []
-    ratio, returned_s = coefficients.communication_ratio, 0.0
+    returned_s = 0.0
     for number, stage in enumerate(stages):
-        members = members_of(stage.graph, mesh.placement, batches, one, cache, merging=merging)
+        members = members_of(stage.graph, mesh.placement, batches, shape, cache, merging=merging)
         own = _held(mesh, members, schedule.rank_of(number, mesh.parallelism.pp))
-        sent_s = ratio * _passing_s(mesh, schedule, number, stage.sent_bytes(whole), cache)
+        plan = plans.get(own)
+        if plan is None:
+            plan = plans[own] = step_plan(mesh, own, cache)
+        slowest = slowest_kind(plan.kinds, plan.shards)
+        sent_s = _passing_s(mesh, schedule, number, stage.sent_bytes(whole), cache)
         found.append(
             StagePlan(
                 stage=stage,
-                plan=step_plan(mesh, own, cache, coefficients),
+                plan=plan,
+                passes_s=_passes_s(slowest, stage, cache),
                 sent_s=sent_s,
                 returned_s=returned_s,
-                tied_s=ratio * _tied_s(mesh, schedule, number, stages, cache),
-                kept_bytes=_kept_bytes(own.kinds[0].program.bound, cache),
+                tied_s=_tied_s(mesh, schedule, number, stages, cache),
+                kept_bytes=_kept_bytes(slowest.program.bound, cache),
             )
         )
         # What a stage sends on comes back as its gradient, over the same link.
@@ -79,33 +129,61 @@ def _kept_bytes(bound: BoundGraph, cache: Cache) -> int:
     return cache.get("held between passes", (bound,), lambda: held_between_passes(bound, structure))
 
 
+def _passes_s(kind: RankKind, stage: Stage, cache: Cache) -> tuple[float, float, float]:
+    """Passes in a run of micro-batches, whose host is ahead where it can be."""
+
+    def made() -> tuple[float, float, float]:
+        lanes, graph = replace(kind.program.lanes, count=3, lead_s=0.0), stage.graph
+        before, own = lanes.ends_s(0), lanes.ends_s(1)
+        ended_s = float(own[sum(op.phase == "forward" for op in graph.ops) - 1])
+        backward_s = float(own[-1]) - ended_s
+        spent = (lanes.device_s + lanes.host_s).tolist()
+        _, input_s, weight_s = pass_seconds(graph, stage.weight_ops, spent.__getitem__)
+        share = weight_s / (input_s + weight_s or 1.0)
+        return ended_s - float(before[-1]), backward_s * (1 - share), backward_s * share
+
+    forward_s, input_s, weight_s = cache.get("passes", (kind.program,), made)
+    slow = kind.slowdown_ratio
+    return slow * forward_s, slow * input_s, slow * weight_s
+
+
 def _stages(
     graph: OpGraph,
     mesh: Mesh,
     batch: int | None,
     shape: StepShape,
     schedule: Schedule,
+    points: tuple[str, ...],
     cache: Cache,
 ) -> tuple[Stage, ...]:
-    count = mesh.parallelism.pp * schedule.virtual
+    if not points:
+        points = _balanced(graph, mesh, batch, shape, schedule, cache)
+    structure = structure_of(graph, cache)
+    return cache.get("stages", (graph,), lambda: stage_graphs(graph, points, structure), points)
+
+
+def _balanced(
+    graph: OpGraph,
+    mesh: Mesh,
+    batch: int | None,
+    shape: StepShape,
+    schedule: Schedule,
+    cache: Cache,
+) -> tuple[str, ...]:
+    """The points by which the slowest stage takes least, on the first ranks' kind of node."""
     node = mesh.placement.kinds[0]
+    bound = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
 
-    def cut() -> tuple[Stage, ...]:
-        program = step_program(
-            graph,
-            node.profile,
-            batch=batch,
-            devices_busy=node.ranks_per_node,
-            merging=False,
-            strategy=shape.strategy,
-            exchanges=shape.exchanges,
-            cache=cache,
-        )
-        spent = program.durations.device_s + program.durations.host_s
-        return stage_graphs(graph, balanced_points(graph, count, spent))
+    def spent() -> Array:
+        profile = costed(node.profile, cache)
+        durations = op_durations(bound, profile, devices_busy=node.ranks_per_node, cache=cache)
+        exchanged_s = shape.exchanges.seconds(bound).each_s if shape.exchanges else 0.0
+        return np.asarray(durations.device_s + durations.host_s + exchanged_s)
 
-    details = (count, batch, node.ranks_per_node, shape.exchanges)
-    return cache.get("stages", (graph, node.profile), cut, *details)
+    details = node.ranks_per_node, shape.exchanges
+    spent_s = cache.get("op seconds", (bound, node.profile), spent, *details)
+    blocks = cache.get("blocks", (graph,), lambda: Blocks.of(graph))
+    return blocks.balanced(mesh.parallelism.pp * schedule.virtual, spent_s)
 
 
 def _held(mesh: Mesh, members: Members, rank: int) -> Members:
@@ -141,10 +219,15 @@ def _pair_s(
     """Seconds of a collective of the ranks of two pipeline ranks, pair by pair and all at once."""
     if one == other:
         return 0.0
-    rows: Indices = np.arange(mesh.placement.ranks).reshape(mesh.parallelism.pp, -1)
-    group, node = min(
-        groups_along(mesh.placement, rows[[one, other]].T), key=lambda each: each[0].bytes_per_s
-    )
+    placement, count = mesh.placement, mesh.parallelism.pp
+
+    def slowest() -> tuple[ProcessGroup, NodeKind]:
+        rows: Indices = np.arange(placement.ranks).reshape(count, -1)
+        pairs = groups_along(placement, rows[[one, other]].T)
+        return min(pairs, key=lambda each: each[0].bytes_per_s)
+
+    owners = placement.cluster, *placement.kinds
+    group, node = cache.get("pair", owners, slowest, placement.allocation, count, one, other)
     costs = cache.get(
         "pairs",
         (node.profile, mesh.placement.cluster),
@@ -164,11 +247,13 @@ def _tied_s(
     mesh: Mesh, schedule: Schedule, number: int, stages: Sequence[Stage], cache: Cache
 ) -> float:
     """Seconds in which gradients of weights that two stages share are added up between them."""
-    own = {parameter.name: parameter.spec.nbytes for parameter in stages[number].graph.parameters}
+    one = stages[number]
+    sizes = [parameter.spec.nbytes for parameter in one.graph.parameters]
+    own = dict(zip(one.parameters, sizes, strict=True))
     ranks, spent_s = mesh.parallelism.pp, 0.0
     for other, stage in enumerate(stages):
         if other != number:
-            shared = sum(own.get(parameter.name, 0) for parameter in stage.graph.parameters)
+            shared = sum(own.get(name, 0) for name in stage.parameters)
             pair = schedule.rank_of(number, ranks), schedule.rank_of(other, ranks)
             spent_s += _pair_s(mesh, *pair, "all_reduce", shared, cache) if shared else 0.0
     return spent_s

@@ -11,12 +11,11 @@ the one just sent, within a run of either for the one before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from estimator.timeline.spans import Label
 from estimator.timeline.tasks import NO_LABEL, Task, TaskList
-from estimator.workload.schedules import Action, Pass, Schedule
+from estimator.workload.schedules import Action, Pass, Schedule, unchecked_orders
 
 
 class StageCosts(NamedTuple):
@@ -42,7 +41,7 @@ class StageCosts(NamedTuple):
         }
 
 
-class _Item(NamedTuple):
+class Item(NamedTuple):
     """A task of a step before its cost is known: a pass, or what it sends to another rank."""
 
     action: Action
@@ -64,10 +63,13 @@ def pipeline_tasks(
     `stages` are `ranks * schedule.virtual`, in the order of the model. Raises StrategyError where
     the schedule cannot run that many micro-batches.
     """
+    schedule.check(ranks, micro_batches)
     tasks, last = TaskList(), [0] * ranks
     passes = [stage.passes_s() for stage in stages]
     computing = [f"rank {rank}" for rank in range(ranks)]
-    for number, (action, rank, to_rank, after) in enumerate(_items(schedule, ranks, micro_batches)):
+    for number, (action, rank, to_rank, after) in enumerate(
+        step_items(schedule, ranks, micro_batches)
+    ):
         kind, stage, micro_batch = action
         label = NO_LABEL
         if labelled:
@@ -83,11 +85,9 @@ def pipeline_tasks(
     return tasks, last
 
 
-@lru_cache(maxsize=256)
-def _items(schedule: Schedule, ranks: int, micro_batches: int) -> tuple[_Item, ...]:
+def step_items(schedule: Schedule, ranks: int, micro_batches: int) -> list[Item]:
     """Tasks in an order in which each comes after all that it waits for."""
-    orders = schedule.orders(ranks, micro_batches)
-    return tuple(_Ordering(schedule, ranks, orders).items)
+    return _Ordering(schedule, ranks, unchecked_orders(schedule, ranks, micro_batches)).items
 
 
 class _Ordering:
@@ -98,17 +98,19 @@ class _Ordering:
         self._stages = ranks * schedule.virtual
         self._awaits_sends = schedule.name == "1f1b"
         self._receives_late = schedule.virtual == 1 and schedule.name != "zb"
-        self.items: list[_Item] = []
+        self.items: list[Item] = []
         # What a pass leaves for that of its neighbour: the transfer, or itself on the same rank.
         self._left: dict[Action, int] = {}
         self._passes: list[list[int]] = [[] for _ in orders]
         # For each pass of a rank the number of what it sends, None for nothing.
         self._sent: list[dict[int, int | None]] = [{} for _ in orders]
         self._unsent: list[tuple[int, int]] = []
+        self._places = [{action: place for place, action in enumerate(order)} for order in orders]
         while any(len(done) < len(order) for done, order in zip(self._passes, orders, strict=True)):
             before = len(self.items)
+            # One pass of each rank at a time: what repeats stands close together.
             for rank in range(ranks):
-                while self._add(rank):
+                if self._add(rank):
                     self._send()
             if len(self.items) == before:
                 raise RuntimeError(f"the passes of {schedule} wait for each other")
@@ -131,7 +133,7 @@ class _Ordering:
                     return False
                 sent = self._sent[rank][awaited]
                 after += [] if sent is None else [sent]
-        self.items.append(_Item(action, rank, None, tuple(after)))
+        self.items.append(Item(action, rank, None, tuple(after)))
         self._passes[rank].append(len(self.items) - 1)
         receiver = self._receiver(action)
         if receiver is None or receiver == rank:
@@ -154,13 +156,13 @@ class _Ordering:
                     continue
                 after += self._passes[receiver][before : before + 1] if before >= 0 else []
             self._unsent.remove((rank, place))
-            self.items.append(_Item(action, rank, receiver, tuple(after)))
+            self.items.append(Item(action, rank, receiver, tuple(after)))
             self._sent[rank][place] = self._left[_result(action)] = len(self.items) - 1
 
     def _place_of_use(self, action: Action, receiver: int) -> int:
         """Where in the receiver's order the pass stands that needs what one sends."""
         stage = action.stage + (1 if action.kind == "forward" else -1)
-        return self._orders[receiver].index(action._replace(stage=stage))
+        return self._places[receiver][action._replace(stage=stage)]
 
     def _needed(self, action: Action) -> Action | None:
         """The pass of the neighbouring stage that one waits for; the rank's own come before."""

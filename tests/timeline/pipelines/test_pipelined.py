@@ -85,6 +85,27 @@ def test_the_answer_is_that_of_the_whole_model_and_can_be_pickled() -> None:
     assert again.spare_memory_bytes == found.spare_memory_bytes
 
 
+def test_stages_begin_at_the_modules_that_are_named() -> None:
+    found = answer("1x2:m", "pp=2,cut=layers.6,dp=1")
+    assert found.pipeline is not None
+    assert list(found.pipeline.points) == ["layers.6"]
+    assert found.layout == "pp=2,schedule=1f1b,cut=layers.6,dp=1"
+    balanced = answer("1x2:m", "pp=2,dp=1")
+    assert found.step_time_s > balanced.step_time_s
+    assert balanced.pipeline is not None
+    same = answer("1x2:m", f"pp=2,cut={balanced.pipeline.points[0]},dp=1")
+    assert same.step_time_s == balanced.step_time_s
+
+
+def test_split_points_that_make_no_stages_are_refused_in_one_sentence() -> None:
+    with pytest.raises(WorkloadError, match=r"'layers\.80' names no module of Model that computes"):
+        answer("1x2:m", "pp=2,cut=layers.80,dp=1")
+    with pytest.raises(StrategyError, match="begin at 1 modules after the first stage, found 2"):
+        answer("1x2:m", "pp=2,cut=layers.2+layers.4,dp=1")
+    with pytest.raises(WorkloadError, match=r"begins at 'layers\.2' would leave the one before"):
+        answer("1x3:m", "pp=3,cut=layers.4+layers.2,dp=1", 6)
+
+
 def test_what_a_pipeline_cannot_do_is_refused_in_one_sentence() -> None:
     with pytest.raises(StrategyError, match="dualpipev over 2 stages of ranks needs at least 4"):
         answer("1x2:m", "pp=2,schedule=dualpipev,dp=1", 1)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from estimator.timeline.evaluator import play
 from estimator.timeline.overlaps import NO_OVERLAP
+from estimator.timeline.pipelines.periods import Run, RunTask, last_ends_s, play_run
 from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks
 from estimator.timeline.simulation import simulate
 from estimator.workload.schedules import Schedule
@@ -107,3 +108,44 @@ def test_the_evaluator_equals_the_simulation_for_every_schedule(data: st.DataObj
     ]
     assert max(busy) <= played.step_s * (1 + 1e-9)
     assert max(played.end_s[last, 0]) <= played.step_s
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_micro_batches_in_the_middle_advance_by_the_period_of_all(data: st.DataObject) -> None:
+    schedule = Schedule.parse(
+        data.draw(
+            st.sampled_from(
+                ["gpipe", "1f1b", "interleaved:2", "interleaved:3", "zb", "zbv", "dualpipev"]
+            )
+        )
+    )
+    ranks = data.draw(st.integers(1, 4))
+    micro_batches = ranks * data.draw(st.integers(2, 14))
+    # Stages that are nearly alike fall behind each other slowly: what is waited for changes late.
+    least = data.draw(st.sampled_from([0.01, 0.97, 1.0]))
+    seconds = st.floats(least, 3.0 if least < 0.1 else 1.0)
+    stages = [
+        StageCosts(*(data.draw(seconds) for _ in range(3)), *(data.draw(SECONDS) / 9,) * 2)
+        for _ in range(ranks * schedule.virtual)
+    ]
+    tasks, last = pipeline_tasks(schedule, ranks, micro_batches, stages)
+    played = simulate(tasks.tasks, NO_OVERLAP)
+    found = last_ends_s(schedule, ranks, micro_batches, stages)
+    assert found == pytest.approx(played.end_s[last, 0].tolist(), rel=1e-9)
+
+
+def test_a_wait_that_catches_up_late_is_not_missed() -> None:
+    # A ends every 1.1 s. B takes 1 s and is 50 s behind at first: it ends every second until A has
+    # caught up (1.1 k > 50 + k − 1 from k = 491 on), then 1 s after A.
+    run = Run((RunTask(0, -2, -2, -2), RunTask(1, -2, -1, -1)), times=1000, more=0)
+    ends = [0.0, 50.0]
+    play_run(run, 490, 2, [1.1, 1.0], ends)
+    assert ends[-2:] == pytest.approx([490 * 1.1, 50 + 490])
+    play_run(run, 510, 2, [1.1, 1.0], ends)
+    assert ends[-2:] == pytest.approx([1100.0, 1101.0])
+    at_once = [0.0, 50.0]
+    play_run(run, 1000, 2, [1.1, 1.0], at_once)
+    assert at_once[-2:] == pytest.approx(ends[-2:])
+    # What lies between is not played.
+    assert len(at_once) < 100

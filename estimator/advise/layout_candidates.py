@@ -1,0 +1,102 @@
+"""List how ranks can share a model: axes, schedules, strategies, micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.stages import split_points
+from estimator.placement.placement import Placement
+from estimator.workload import Strategy
+from estimator.workload.layout import Layout
+from estimator.workload.schedules import DEFAULT_SCHEDULE, Schedule
+
+# Gradients of a pipeline's micro-batches add up where they are whole.
+_BESIDE_STAGES = ("ddp", "zero1", "distributed-optimizer")
+
+
+class Candidate(NamedTuple):
+    """One way to train; `graph` is the number of the graph, as its activation checkpoints are."""
+
+    graph: int
+    layout: Layout
+    strategy: Strategy
+    batch: int
+    micro_batches: int
+
+
+def candidates(
+    graph: OpGraph,
+    placement: Placement,
+    global_batch: int,
+    strategies: Sequence[Strategy],
+    schedules: Sequence[Schedule],
+    tensor_parallel: Sequence[Layout],
+) -> Iterator[Candidate]:
+    """Every candidate of one graph; `tensor_parallel` has layouts of ranks that share layers."""
+    ranks, blocks = placement.ranks, len(split_points(graph))
+    for shared in tensor_parallel:
+        left = ranks // shared.tp
+        for pp in divisors(left):
+            dp = left // pp
+            if global_batch % dp:
+                continue
+            for layout in _pipelines(shared, pp, dp, schedules, blocks):
+                for batch in _batches(global_batch // dp, graph):
+                    micro_batches = global_batch // dp // batch
+                    if pp > 1 and not layout.schedule.runs(pp, micro_batches):
+                        continue
+                    for strategy in _strategies(strategies, layout, dp, placement):
+                        yield Candidate(0, layout, strategy, batch, micro_batches)
+
+
+def divisors(number: int) -> list[int]:
+    """All that divide a number, the smallest first.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+def _pipelines(
+    shared: Layout, pp: int, dp: int, schedules: Sequence[Schedule], blocks: int
+) -> Iterator[Layout]:
+    for schedule in schedules if pp > 1 else (DEFAULT_SCHEDULE,):
+        if pp == 1 or pp * schedule.virtual <= blocks:
+            yield Layout(
+                tp=shared.tp,
+                pp=pp,
+                schedule=schedule,
+                dp=dp,
+                sequence=shared.sequence,
+                vocabulary=shared.vocabulary,
+            )
+
+
+def _strategies(
+    strategies: Sequence[Strategy], layout: Layout, dp: int, placement: Placement
+) -> Iterator[Strategy]:
+    """Those that differ on so many data-parallel ranks."""
+    if dp == 1:
+        yield from strategies[:1]
+        return
+    in_node = min(placement.ranks_per_node) // (layout.tp * layout.pp)
+    for strategy in strategies:
+        if layout.pp > 1 and strategy.kind not in _BESIDE_STAGES:
+            continue
+        yield strategy
+        if str(strategy) == "fsdp" and 1 < in_node < dp and dp % in_node == 0:
+            yield Strategy.parse(f"fsdp:shard={in_node}")
+
+
+def _batches(share: int, graph: OpGraph) -> Iterator[int]:
+    """Samples of a micro-batch of a rank that has `share` of them in a step."""
+    if graph.other_batch is None:
+        yield from [graph.batch] if graph.batch and share % graph.batch == 0 else []
+        return
+    for batch in divisors(share):
+        if not (batch & (batch - 1) and (share // batch) & (share // batch - 1)):
+            yield batch

@@ -1,0 +1,330 @@
+"""Rank how the devices at hand can share a model: layouts, strategies, micro-batches.
+
+Every layout that fits is a candidate; one is worked out only while its bounds say that it may be
+among the best. These never exceed the step itself, so that none of the best is left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from estimator.advise.layout_bounds import LayoutBounds
+from estimator.advise.layout_candidates import Candidate, candidates, divisors
+from estimator.coefficients import Calibration
+from estimator.engine import DEFAULT, Engine
+from estimator.errors import ProfileError, StrategyError, WorkloadError
+from estimator.estimates import NOT_FIT_MARGIN_RATIO, Estimate
+from estimator.graph.op_graph import OpGraph
+from estimator.machines.profile import MachineProfile
+from estimator.placement.allocation import Allocation
+from estimator.placement.placement import Placement
+from estimator.placement.topology import Cluster
+from estimator.tables.workers import map_shared
+from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
+from estimator.workload.layout import Layout
+from estimator.workload.schedules import Schedule
+
+STRATEGIES = ("ddp", "zero1", "distributed-optimizer", "zero2", "fsdp")
+SCHEDULES = ("1f1b", "gpipe", "interleaved:2", "interleaved:4", "zb", "zbv", "dualpipev")
+# Tensor-parallel ranks share whatever they can share of each other's work.
+_SHARED = ((True, True), (True, False), (False, False))
+_Report = Callable[[str, float], None]
+_REFUSALS = (StrategyError, WorkloadError, ProfileError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRow:
+    """A candidate that fits, and its estimate; `why` says what makes it slower than the best.
+
+    `like_best` where the intervals of both meet: they cannot be told apart.
+    """
+
+    layout: str
+    strategy: str
+    checkpoint: str | None
+    batch_per_gpu: int
+    micro_batches: int
+    answer: Estimate
+    why: str = ""
+    like_best: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values in base units."""
+        answer = self.answer
+        names = ("step_time_s", "low_s", "high_s", "samples_per_s", "tokens_per_s", "mfu_ratio")
+        return {
+            "layout": self.layout,
+            "strategy": self.strategy,
+            "checkpoint": self.checkpoint,
+            "batch_per_gpu": self.batch_per_gpu,
+            "micro_batches": self.micro_batches,
+            **{name: getattr(answer, name) for name in names},
+            "peak_memory_bytes": answer.peak_memory_bytes,
+            "fits": answer.fits,
+            "why": self.why or None,
+            "like_best": self.like_best,
+            "breakdown": asdict(answer.breakdown),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRanking:
+    """The best layouts, the fastest first, and how many there were.
+
+    Of `candidates`, `worked_out` were estimated; the bounds of the others say that they do not fit
+    (`too_large`) or are slower than all in `rows`. `refusals` counts those without an answer.
+    """
+
+    rows: tuple[LayoutRow, ...]
+    candidates: int
+    worked_out: int
+    too_large: int
+    refusals: tuple[tuple[str, int], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values in base units."""
+        return {
+            "candidates": self.candidates,
+            "worked_out": self.worked_out,
+            "too_large": self.too_large,
+            "refusals": dict(self.refusals),
+            "layouts": [row.to_dict() for row in self.rows],
+        }
+
+
+def best_layout(
+    graphs: OpGraph | Sequence[OpGraph],
+    allocation: str | Allocation,
+    *,
+    global_batch: int,
+    strategies: Sequence[str | Strategy] = STRATEGIES,
+    schedules: Sequence[str] = SCHEDULES,
+    most: int = 10,
+    cluster: Cluster | None = None,
+    calibration: Calibration | None = None,
+    profile: MachineProfile | None = None,
+    prune: bool = True,
+    report: _Report | None = None,
+    executor: Executor | None = None,
+    engine: Engine = DEFAULT,
+) -> LayoutRanking:
+    """The layouts by which an allocation trains a model fastest, `most` of them.
+
+    Several graphs are one model traced with other activation checkpoints. Tensor parallelism goes
+    over the divisors of a node's devices and twice them, pipelines over those of the ranks; the
+    samples of a micro-batch are a power of two, or the micro-batches of a rank are. Without `prune`
+    every candidate is worked out. `report` is told what is under way and how far that is. With an
+    `executor` candidates are worked out on its workers, to each of which graphs are sent once.
+    Raises WorkloadError where nothing fits, AllocationError, ProfileError.
+    """
+    several = (graphs,) if isinstance(graphs, OpGraph) else tuple(graphs)
+    check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
+    placement = engine.place(allocation, cluster=cluster, profile=profile)
+    search = _Search(
+        several,
+        placement,
+        engine,
+        most,
+        {"cluster": cluster, "calibration": calibration, "profile": profile},
+        report or _silent,
+    )
+    parsed = tuple(map(Strategy.parse, strategies))
+    order = tuple(map(Schedule.parse, schedules))
+    prune = prune and calibration is None
+    found = search.ranked(global_batch, parsed, order, prune=prune, executor=executor)
+    if not found.rows:
+        reason = next((text for text, _ in found.refusals), "nothing fits into the devices' memory")
+        raise WorkloadError(
+            f"no layout trains {several[0].name} on '{placement.allocation}' with a global batch "
+            f"of {global_batch}: {reason}"
+        )
+    return found
+
+
+class _Shared(NamedTuple):
+    """What all candidates have in common."""
+
+    graphs: Sequence[OpGraph]
+    where: Placement | Allocation
+    asked: dict[str, Any]
+    engine: Engine | None
+
+
+def _answer(shared: _Shared, kept: dict[str, Any], candidate: Candidate) -> Estimate | str:
+    """The estimate of a candidate, or why there is none."""
+    number, layout, strategy, batch, micro_batches = candidate
+    engine = shared.engine or DEFAULT
+    if "placement" not in kept:
+        kept["placement"] = engine.place(
+            shared.where, cluster=shared.asked["cluster"], profile=shared.asked["profile"]
+        )
+    try:
+        return engine.estimate(
+            shared.graphs[number],
+            kept["placement"],
+            batch_per_gpu=batch,
+            accumulation_steps=micro_batches,
+            strategy=strategy,
+            layout=None if layout.is_data_parallel else layout,
+            **shared.asked,
+        )
+    except _REFUSALS as error:
+        return str(error)
+
+
+class _Search:
+    """Works out candidates in the order of their bounds, and keeps the best."""
+
+    def __init__(
+        self,
+        graphs: Sequence[OpGraph],
+        placement: Placement,
+        engine: Engine,
+        most: int,
+        asked: dict[str, Any],
+        report: _Report,
+    ) -> None:
+        self._graphs, self._placement, self._engine = graphs, placement, engine
+        self._most, self._asked, self._report = most, asked, report
+        self._bounds = [LayoutBounds(graph, placement, engine) for graph in graphs]
+        self._refusals: Counter[str] = Counter()
+
+    def ranked(
+        self,
+        global_batch: int,
+        strategies: Sequence[Strategy],
+        schedules: Sequence[Schedule],
+        *,
+        prune: bool,
+        executor: Executor | None,
+    ) -> LayoutRanking:
+        """All candidates by step time, as far as the bounds ask for."""
+        every = [
+            each._replace(graph=number)
+            for number, graph in enumerate(self._graphs)
+            for each in candidates(
+                graph,
+                self._placement,
+                global_batch,
+                strategies,
+                schedules,
+                self._tensor_parallel(graph),
+            )
+        ]
+        bounded = (
+            [(self._least_s(each), each) for each in every] if prune else [(0.0, e) for e in every]
+        )
+        fitting = [pair for pair in bounded if not prune or not self._is_too_large(pair[1])]
+        fitting.sort(key=lambda pair: pair[0])
+        found: list[tuple[float, int, Candidate, Estimate]] = []
+        worked_out = 0
+
+        def in_turn() -> Iterator[Candidate]:
+            for number, (least_s, candidate) in enumerate(fitting):
+                if prune and len(found) >= self._most and least_s > found[self._most - 1][0]:
+                    return
+                self._report(str(candidate.layout), number / len(fitting))
+                yield candidate
+
+        for candidate, answer in map_shared(executor, _answer, self._shared(executor), in_turn()):
+            worked_out += 1
+            if isinstance(answer, str):
+                self._refusals[answer] += 1
+            elif answer.fits != "no":
+                found.append((answer.step_time_s, worked_out, candidate, answer))
+                found.sort(key=lambda each: each[:2])
+        best = found[: self._most]
+        return LayoutRanking(
+            rows=tuple(self._row(each[2], each[3], best[0][3]) for each in best),
+            candidates=len(every),
+            worked_out=worked_out,
+            too_large=len(every) - len(fitting),
+            refusals=tuple(self._refusals.most_common()),
+        )
+
+    def _tensor_parallel(self, graph: OpGraph) -> list[Layout]:
+        """The tensor-parallel degrees that can divide a graph, each sharing most that it can."""
+        found = [Layout()]
+        node = max(self._placement.ranks_per_node)
+        for tp in (*divisors(node)[1:], 2 * node):
+            if self._placement.ranks % tp:
+                continue
+            self._report(f"tp={tp}", 0.0)
+            for sequence, vocabulary in _SHARED:
+                layout = Layout(tp=tp, sequence=sequence, vocabulary=vocabulary)
+                try:
+                    self._engine.split(graph, layout)
+                except StrategyError as error:
+                    refusal = str(error)
+                else:
+                    found.append(layout)
+                    break
+            else:
+                self._refusals[refusal] += 1
+        return found
+
+    def _least_s(self, candidate: Candidate) -> float:
+        self._report("bounds", 0.0)
+        _, layout, _, batch, micro_batches = candidate
+        try:
+            return self._bounds[candidate.graph].step_s(layout, batch, micro_batches)
+        except _REFUSALS:
+            return 0.0
+
+    def _is_too_large(self, candidate: Candidate) -> bool:
+        number, layout, strategy, batch, micro_batches = candidate
+        dp = layout.dp or 1
+        try:
+            ratio = self._bounds[number].memory_ratio(layout, strategy, dp, batch, micro_batches)
+        except _REFUSALS:
+            return False
+        return ratio > 1 + NOT_FIT_MARGIN_RATIO
+
+    def _shared(self, executor: Executor | None) -> _Shared:
+        """What the workers need to know; the engine is each worker's own."""
+        if executor is None:
+            return _Shared(self._graphs, self._placement, self._asked, self._engine)
+        return _Shared(self._graphs, self._placement.allocation, self._asked, None)
+
+    def _row(self, candidate: Candidate, answer: Estimate, best: Estimate) -> LayoutRow:
+        return LayoutRow(
+            layout=str(candidate.layout),
+            strategy=str(candidate.strategy),
+            checkpoint=self._graphs[candidate.graph].checkpoint,
+            batch_per_gpu=candidate.batch,
+            micro_batches=candidate.micro_batches,
+            answer=answer,
+            why="" if answer is best else why_slower(answer, best),
+            like_best=answer is not best and answer.low_s <= best.high_s,
+        )
+
+
+_WORDS = {
+    "forward_s": "computing",
+    "backward_s": "computing",
+    "host_exposed_s": "the host",
+    "communication_exposed_s": "gradients and what stages send",
+    "straggler_s": "slower ranks",
+    "update_s": "the update",
+    "copies_exposed_s": "copies",
+    "idle_s": "the pipeline's bubble",
+    "input_stall_s": "input",
+    "layer_communication_s": "what ranks exchange in layers",
+}
+
+
+def why_slower(answer: Estimate, best: Estimate) -> str:
+    """What of a step takes most longer than in the best one, in words and seconds."""
+    more: Counter[str] = Counter()
+    for name, words in _WORDS.items():
+        more[words] += getattr(answer.breakdown, name) - getattr(best.breakdown, name)
+    words, seconds = more.most_common(1)[0]
+    return f"{words} +{seconds / best.step_time_s:.0%}" if seconds > 0 else ""
+
+
+def _silent(what: str, done_ratio: float) -> None:
+    """Report nothing."""

@@ -1,0 +1,1 @@
+"""Observe the steps of training frameworks, and set what was predicted beside what was measured."""

@@ -1,0 +1,125 @@
+"""The command that writes all that is known of a step into one page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from estimator.cli.console import print_json, remark, waiting
+from estimator.cli.options import on_option, traced, workload_options
+from estimator.cli.request import Request
+from estimator.probe.option_types import Amount
+
+if TYPE_CHECKING:
+    from estimator.estimates import Estimate
+    from estimator.graph.op_graph import OpGraph
+    from estimator.report.sections import Section
+
+
+@click.command()
+@workload_options
+@on_option
+@click.option(
+    "-o", "--out", required=True, type=click.Path(path_type=Path), help="Such as report.html."
+)
+@click.option(
+    "--against", metavar="STORE", help="Also the steps observed in this store; - is the user's own."
+)
+@click.option("--prices", metavar="FILE", help="Own prices, as 'estimator plan' takes them.")
+@click.option("--samples", type=Amount(), help="Time and cost of these.")
+@click.option(
+    "--figures",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="A folder for the figures as .png and .svg.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+def report(
+    on: str,
+    out: Path,
+    against: str | None,
+    prices: str | None,
+    samples: float | None,
+    figures: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Write a page about MODEL on an allocation: one HTML file that loads nothing else.
+
+    It has the answer, where the time goes, the timeline, scaling, memory over the step, layouts,
+    cost, observed steps, and what is assumed.
+    """
+    from estimator.machines.files import check_writable
+    from estimator.report.facts import heading
+    from estimator.report.page import write_figures, write_report
+
+    check_writable(out)
+    request = Request(**options)
+    # Before a model is traced, which can take long.
+    compared = None if against is None else _store(against)
+    known = _prices(prices)
+    graph = traced(request, (on,))
+    with waiting("estimating"):
+        answer = request.estimate(graph, on)
+        sections = _sections(request, graph, answer, prices=known, samples=samples)
+        if compared is not None:
+            sections.insert(-1, _calibration(request, graph, compared))
+        write_report(heading(answer), sections, out)
+        drawn = [] if figures is None else write_figures(sections, figures)
+    if as_json:
+        print_json({"report": str(out), "figures": [str(path) for path in drawn]})
+    else:
+        remark(f"{out}: {heading(answer)}")
+
+
+def _prices(path: str | None) -> Any:
+    from estimator.machines.prices import PriceList
+
+    return PriceList.load(path)
+
+
+def _store(path: str) -> Any:
+    from estimator.calibrate.calibrator import Calibrator
+
+    if path != "-" and not Path(path).is_file():
+        raise click.BadParameter(f"there is no store '{path}'; see 'estimator calibrate observe'")
+    return Calibrator(None if path == "-" else path)
+
+
+def _sections(
+    request: Request, graph: OpGraph, answer: Estimate, *, prices: Any, samples: float | None
+) -> list[Section]:
+    from estimator.advise.sweeps import sweep
+    from estimator.report import sections as all_sections
+
+    rows = sweep(
+        all_sections.smaller_allocations(answer.allocation),
+        lambda text: request.estimate(graph, text),
+    )
+
+    def answer_as(strategy: str, layout: str | None) -> Estimate:
+        other = replace(request, strategy=strategy, layout=layout, tp_plan=None)
+        return other.estimate(graph, str(answer.allocation))
+
+    duration_s = None if samples is None else answer.duration_s(samples=samples)
+    scaling = request.scaling(graph, answer)
+    return [
+        all_sections.answer_section(answer, scaling=scaling, duration_s=duration_s),
+        all_sections.breakdown_section(answer),
+        all_sections.timeline_section(answer),
+        all_sections.scaling_section(rows),
+        all_sections.memory_section(answer),
+        all_sections.layouts_section(answer, answer_as),
+        all_sections.cost_section(rows, prices, samples=samples),
+        all_sections.assumptions_section(answer),
+    ]
+
+
+def _calibration(request: Request, graph: OpGraph, calibrator: Any) -> Section:
+    from estimator.calibrate.fitted_steps import fitted_steps
+    from estimator.report.sections import calibration_section
+
+    steps = fitted_steps(graph, calibrator.store, calibrator, cluster=request.cluster)
+    return calibration_section(list(steps), str(calibrator.store.path))

@@ -1,0 +1,229 @@
+"""Divide experts over ranks that have batches of their own: expert parallelism.
+
+As transformers' ``AllToAllEP`` (distributed/expert_parallel.py) and torchtitan: every token goes to
+the ranks of its experts by one all-to-all and comes back by another, as do their gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from estimator.errors import StrategyError
+from estimator.graph.costs import family_of
+from estimator.graph.exchanges import collective_call
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import Op, Parameter
+from estimator.graph.split_placements import PARTIAL, Placement, Routed, Shard
+from estimator.graph.split_rules import Placed
+from estimator.graph.split_walk import KEEP_PARTIAL, Walk, op_name
+from estimator.machines.profile import CollectiveName
+from estimator.tensors import OpCall, TensorSpec
+
+EXPERT_DP = "expert_dp"
+_GROUPED = "_grouped_mm"
+_TRANSPOSES = ("t", "transpose")
+# They take a shape and a dtype from their first tensor, not its elements.
+_LIKE = ("new_zeros", "new_empty", "new_ones", "empty_like", "zeros_like")
+
+
+def split_experts(graph: OpGraph, *, ep: int, imbalance: float = 1.0) -> OpGraph:
+    """The graph of one of `ep` ranks, each with an equal part of every layer's experts.
+
+    The rank with most tokens has `imbalance` times the mean. Raises StrategyError where there are
+    no grouped experts, or some that the degree does not divide.
+    """
+    return graph if ep == 1 else _Splitter(graph, ep, imbalance).split()
+
+
+class _Splitter(Walk):
+    def __init__(self, graph: OpGraph, degree: int, imbalance: float) -> None:
+        super().__init__(graph, "ep", degree)
+        self.imbalance = imbalance
+        self.dispatched: dict[int, int] = {}
+        self.combined: dict[int, int] = {}
+        # What a transposed value was before, and which dimensions of it.
+        self.straight: dict[int, int] = {}
+        self.counted: set[str] = set()
+        self.experts = self._divided()
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        share = f"{self.imbalance:.3g} times" if self.imbalance != 1.0 else "as many as"
+        return (
+            f"ep={self.degree} divides {self.experts} experts of every layer; the rank with most "
+            f"tokens has {share} the mean, and all wait for it; tokens go by all-to-all, which "
+            "overlaps nothing, and gradients of experts are reduced as they become ready",
+        )
+
+    def _divided(self) -> int:
+        """Mark the weights of experts; how many there are in a layer."""
+        weights = {n: n for n, value in enumerate(self.graph.values) if value.kind == "parameter"}
+        count = 0
+        for op in self.graph.ops:
+            if op.phase != "forward":
+                break
+            if op_name(op) in (*_TRANSPOSES, "_to_copy") and op.inputs[0] in weights:
+                weights[op.outputs[0]] = weights[op.inputs[0]]
+            elif op_name(op) == _GROUPED and op.inputs[1] in weights:
+                weight = weights[op.inputs[1]]
+                count = self.graph.values[weight].spec.shape[0]
+                if count % self.degree:
+                    raise StrategyError(
+                        f"ep={self.degree} does not divide the {count} experts of module "
+                        f"'{op.module}'; choose a divisor"
+                    )
+                self.at[weight] = Shard.along(self.graph.values[weight].spec, 0)
+        if not count:
+            raise StrategyError(
+                f"ep={self.degree} divides the experts of grouped matmuls, and {self.graph.name} "
+                "has none; leave ep out"
+            )
+        return count
+
+    # What the walk asks
+
+    def _op(self, op: Op) -> None:
+        inputs = [self._current(value, op) for value in op.inputs]
+        before = tuple([self.at[value] for value in inputs])
+        name = op_name(op)
+        if name == _GROUPED and any(before):
+            self._placed_op(op, inputs, self._grouped(op, before))
+        elif not any(isinstance(at, Routed) for at in before):
+            super()._op(op)
+            if name in _TRANSPOSES and len(op.call.inputs[0].shape) == 2 and not any(before):
+                self.straight[op.outputs[0]] = op.inputs[0]
+        elif name in _LIKE:
+            self.ops.append(op)
+            self._mark(op, (None,) * len(op.outputs))
+        elif (found := self._routed(op, before)) is not None:
+            self._placed_op(op, inputs, found)
+        else:
+            # Tokens are back with the ranks that sent them.
+            self._placed_op(
+                op, inputs, Placed((None,) * len(inputs), (None,) * len(op.call.outputs))
+            )
+
+    def _placed_op(self, op: Op, inputs: list[int], found: Placed) -> None:
+        given = [self._met(v, want, op) for v, want in zip(inputs, found.wants, strict=True)]
+        calls = [self._localized(call, found) for call in (op.call, op.other_call)]
+        self.ops.append(replace(op, inputs=tuple(given), call=calls[0], other_call=calls[1]))
+        self._mark(op, found.outputs)
+
+    def _grouped(self, op: Op, before: tuple[Placement, ...]) -> Placed:
+        """Rows of experts by weights, or rows by rows to the weights' gradients."""
+        left, right, *rest = op.call.inputs
+        others: tuple[Placement, ...] = tuple(Shard.along(spec, 0) for spec in rest)
+        if len(right.shape) == 3:
+            wants = (Routed(0, self.imbalance), Shard.along(right, 0))
+            return Placed((*wants, *others), (Routed(0, self.imbalance),))
+        wants_rows = (Routed(len(left.shape) - 1, self.imbalance), Routed(0, self.imbalance))
+        return Placed((*wants_rows, *others), (Shard.along(op.call.outputs[0], 0),))
+
+    def _routed(self, op: Op, before: tuple[Placement, ...]) -> Placed | None:
+        """Work on tokens where their experts are; None for what mixes them with others."""
+        pairs = zip(op.call.inputs, before, strict=True)
+        first, routed = next((spec, at) for spec, at in pairs if isinstance(at, Routed))
+        name = op_name(op)
+        if any(isinstance(at, Routed) and at != routed for at in before):
+            return None
+        if name in _TRANSPOSES and len(first.shape) == 2:
+            return Placed(before, (Routed(1 - routed.dim, self.imbalance),))
+        by_element = family_of(op.call.target) in ("elementwise", "fill", "copy")
+        if not by_element and name not in ("split", "cat", "chunk", "slice", "alias", "detach"):
+            return None
+        for spec, at in zip(op.call.inputs, before, strict=True):
+            if at is None and spec.numel > 1:
+                return None
+        rows = first.shape[routed.dim]
+        if any(spec.shape[routed.dim] != rows for spec in op.call.outputs):
+            return None
+        return Placed(before, (routed,) * len(op.call.outputs))
+
+    def _keeps_partial(self, op: Op, before: tuple[Placement, ...]) -> bool:
+        return op_name(op) in KEEP_PARTIAL or before == (PARTIAL, PARTIAL)
+
+    def _trained(self, parameter: Parameter, op: Op) -> Parameter:
+        gradient = parameter.gradient
+        if gradient is None:
+            return replace(parameter, ready_after=len(self.ops) - 1)
+        gradient = self.moved.get(gradient, gradient)
+        at = self.at[gradient]
+        if not isinstance(at, Shard):
+            return replace(parameter, gradient=gradient, ready_after=len(self.ops) - 1)
+        known = self.values[gradient]
+        specs = [self._spec(spec, at) for spec in (known.spec, known.other_spec)]
+        calls = [collective_call("all_reduce", EXPERT_DP, spec, spec) for spec in specs]
+        reduced = self._added(known, at)
+        self.values[reduced] = replace(self.values[reduced], base=gradient)
+        self._issue("all_reduce", calls, op, (gradient,), (reduced,))
+        return replace(
+            parameter,
+            spec=self._spec(parameter.spec, at),
+            gradient=gradient,
+            ready_after=len(self.ops) - 1,
+            is_expert=True,
+        )
+
+    # Tokens to their experts and back
+
+    def _met(self, value: int, want: Placement, op: Op) -> int:
+        have = self.at[value]
+        if isinstance(want, Routed) and have is None:
+            return self._dispatched(value, want, op)
+        if isinstance(have, Routed) and want is None:
+            return self._combined(value, op)
+        return super()._met(value, want, op)
+
+    def _dispatched(self, value: int, want: Routed, op: Op) -> int:
+        if value in self.dispatched:
+            return self.dispatched[value]
+        if value in self.straight:
+            rows = self._dispatched(self.straight[value], Routed(0, self.imbalance), op)
+            new = self._added(self.values[value], want)
+            self.values[new] = replace(self.values[new], base=rows)
+            calls = [
+                OpCall(
+                    "aten.transpose.int",
+                    (self._spec(spec_of_rows, self.at[rows]), 0, 1),
+                    (),
+                    (self._spec(spec, want),),
+                )
+                for spec_of_rows, spec in zip(_specs(self, rows), _specs(self, value), strict=True)
+            ]
+            self._add(f"ep_transpose_{new}", calls, op, (rows,), (new,))
+        else:
+            self._tell_counts(op)
+            sent = self._all_to_all(value, want, op)
+            # Rows come rank by rank, and are put in the order of experts.
+            new = self._copied(sent, op)
+        self.dispatched[value] = new
+        return new
+
+    def _combined(self, value: int, op: Op) -> int:
+        found = self.combined.get(value)
+        if found is None:
+            found = self.combined[value] = self._all_to_all(self._copied(value, op), None, op)
+        return found
+
+    def _all_to_all(self, value: int, want: Placement, op: Op) -> int:
+        known, have = self.values[value], self.at[value]
+        new = self._added(known, want)
+        kind: CollectiveName = "all_to_all"
+        calls = [
+            collective_call(kind, self.axis, self._spec(spec, have), self._spec(spec, want))
+            for spec in (known.spec, known.other_spec)
+        ]
+        self._issue(kind, calls, op, (value,), (new,))
+        return new
+
+    def _tell_counts(self, op: Op) -> None:
+        """How many tokens each expert gets from each rank, once a layer."""
+        if op.phase == "forward" and op.module not in self.counted:
+            self.counted.add(op.module)
+            counts = TensorSpec((self.experts,), "int64")
+            calls = [collective_call("all_to_all", self.axis, counts, counts)] * 2
+            self._issue("all_to_all", calls, op, (), ())
+
+
+def _specs(walk: Walk, value: int) -> tuple[TensorSpec, TensorSpec]:
+    return walk.values[value].spec, walk.values[value].other_spec

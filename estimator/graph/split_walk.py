@@ -1,0 +1,322 @@
+"""Walk a traced graph with placements, and write down what one rank of an axis computes and sends.
+
+Every value has a global shape and a placement; where an operator needs what its rank does not hold,
+a collective comes before it. What is divided, and what becomes of gradients, an axis says itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from estimator.graph.exchanges import collective_call
+from estimator.graph.fused_calls import FUSED, FusedKernel
+from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import Op, Parameter, Value
+from estimator.graph.split_kernels import placed
+from estimator.graph.split_placements import PARTIAL, Placement, Routed, Shard, local_spec
+from estimator.graph.split_rules import Given, Placed
+from estimator.machines.profile import CollectiveName
+from estimator.tensors import OpCall, TensorSpec
+
+# A view of a term of a sum is one itself.
+KEEP_PARTIAL = {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "_to_copy"}
+
+
+class Walk(ABC):
+    """One pass over the operators of a graph, for one of `degree` ranks along `axis`."""
+
+    def __init__(self, graph: OpGraph, axis: str, degree: int) -> None:
+        self.graph, self.axis, self.degree = graph, axis, degree
+        self.values: list[Value] = list(graph.values)
+        self.at: list[Placement] = [None] * len(graph.values)
+        self.ops: list[Op] = []
+        self.made_in: dict[int, str] = {}
+        self.moved: dict[int, int] = {}
+        self.gathered: dict[tuple[str, int], int] = {}
+        self.counts: Counter[str] = Counter()
+        self.unknown: dict[str, None] = {}
+        self.dtensors: set[str] = set()
+        self.entered: set[tuple[str, str]] = set()
+        self._local: dict[tuple[TensorSpec, Placement], TensorSpec] = {}
+        self._calls: dict[tuple[Any, ...], OpCall] = {}
+        self._rules: dict[tuple[int, str, tuple[Placement, ...]], Placed] = {}
+
+    def split(self) -> OpGraph:
+        """The graph of one rank; raises StrategyError."""
+        final: dict[int, list[int]] = {}
+        for number, parameter in enumerate(self.graph.parameters):
+            if parameter.ready_after is not None:
+                final.setdefault(parameter.ready_after, []).append(number)
+        parameters = list(self.graph.parameters)
+        for index, op in enumerate(self.graph.ops):
+            self._op(op)
+            for number in final.get(index, ()):
+                parameters[number] = self._trained(parameters[number], op)
+        return self._finished(tuple(parameters))
+
+    # What an axis says
+
+    @property
+    @abstractmethod
+    def assumptions(self) -> tuple[str, ...]:
+        """What the split takes for granted."""
+
+    @abstractmethod
+    def _trained(self, parameter: Parameter, op: Op) -> Parameter:
+        """A parameter whose gradient is final: what of it a rank holds, and what it reduces."""
+
+    @abstractmethod
+    def _keeps_partial(self, op: Op, before: tuple[Placement, ...]) -> bool:
+        """Whether an operator of terms of a sum makes terms of a sum."""
+
+    def _current(self, value: int, op: Op) -> int:
+        """What now stands for a value where an operator takes it."""
+        return self.moved.get(value, value)
+
+    def _makes_parts(self, op: Op) -> bool:
+        """Whether an operator makes parts of what every rank holds whole."""
+        return False
+
+    def _summed_to(self, value: int) -> Placement:
+        """Where the sum of the terms of all ranks is."""
+        return None
+
+    def _scope(self, op: Op) -> str:
+        """Within which module what was gathered is used again."""
+        return op.module
+
+    # Operators
+
+    def _op(self, op: Op) -> None:
+        inputs = [self._current(value, op) for value in op.inputs]
+        before = tuple([self.at[value] for value in inputs])
+        if not any(before) and not self._makes_parts(op):
+            if inputs != list(op.inputs) or op.module in self.dtensors:
+                op = replace(op, inputs=tuple(inputs), enters_dtensor=self._enters(op))
+            self.ops.append(op)
+            self._mark(op, (None,) * len(op.outputs))
+            return
+        if PARTIAL in before and not self._keeps_partial(op, before):
+            inputs = [self._reduced(value, op) for value in inputs]
+            before = tuple([self.at[value] for value in inputs])
+        if PARTIAL in before:
+            found = Placed(before, (PARTIAL,) * len(op.outputs))
+        else:
+            found = self._placed(op, before)
+        inputs = [
+            self._met(value, want, op) for value, want in zip(inputs, found.wants, strict=True)
+        ]
+        if found.reduced:
+            other = placed(Given(op.other_call, before, self.degree, op.module, self.axis))
+            for specs in zip(found.reduced, other.reduced, strict=True):
+                calls = [collective_call("all_reduce", self.axis, spec, spec) for spec in specs]
+                self._issue("all_reduce", calls, op, (), ())
+        self.ops.append(
+            replace(
+                op,
+                inputs=tuple(inputs),
+                call=self._localized(op.call, found),
+                other_call=self._localized(op.other_call, found),
+                enters_dtensor=self._enters(op),
+            )
+        )
+        self._mark(op, found.outputs)
+
+    def _enters(self, op: Op) -> bool:
+        """Whether a module that DTensor runs is called with an operator, once a pass."""
+        call = op.module, op.phase
+        if call in self.entered or op.module not in self.dtensors:
+            return False
+        self.entered.add(call)
+        return True
+
+    def _mark(self, op: Op, outputs: Sequence[Placement]) -> None:
+        for value, at in zip(op.outputs, outputs, strict=True):
+            self.at[value] = at
+            self.made_in[value] = op.module
+
+    def _placed(self, op: Op, before: tuple[Placement, ...]) -> Placed:
+        key = (id(op.call), op.module, before)
+        found = self._rules.get(key)
+        if found is None:
+            found = placed(Given(op.call, before, self.degree, op.module, self.axis))
+            self._rules[key] = found
+        if not found.is_known:
+            self.unknown[f"{op.call.target} in module '{op.module}'"] = None
+        return found
+
+    def _reduced(self, value: int, op: Op) -> int:
+        """A sum over all ranks."""
+        if self.at[value] != PARTIAL:
+            return value
+        return self._met(value, self._summed_to(value), op)
+
+    # Collectives
+
+    def _met(self, value: int, want: Placement, op: Op) -> int:
+        """A value where an operator wants it: what every rank holds whole is cut for nothing."""
+        have = self.at[value]
+        if have == want or have is None or self._alike(have, want):
+            return value
+        if have == PARTIAL:
+            kind: CollectiveName = "all_reduce" if want is None else "reduce_scatter"
+            found = self._exchanged(kind, value, want, op)
+            self.moved[value] = found
+            return found
+        scope = self._scope(op)
+        found = self.gathered.get((scope, value), -1)
+        if found < 0 or self.at[found] != want:
+            kind = "all_gather" if want is None else "all_to_all"
+            found = self.gathered[scope, value] = self._exchanged(kind, value, want, op)
+        return found
+
+    @staticmethod
+    def _alike(have: Placement, want: Placement) -> bool:
+        return isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim
+
+    def _exchanged(self, kind: CollectiveName, value: int, want: Placement, op: Op) -> int:
+        """What a collective makes of a value.
+
+        torch's functional ones sum in a copy, and exchange along the first dimension alone: parts
+        of another are put in order by one more copy (_functional_collectives.py).
+        """
+        have = self.at[value]
+        if kind == "all_reduce" or (isinstance(want, Shard) and want.dim):
+            value = self._copied(value, op)
+        known = self.values[value]
+        new = self._added(known, want)
+        calls = [
+            collective_call(kind, self.axis, self._spec(spec, have), self._spec(spec, want))
+            for spec in (known.spec, known.other_spec)
+        ]
+        self._issue(kind, calls, op, (value,), (new,))
+        return self._copied(new, op) if isinstance(have, Shard) and have.dim else new
+
+    def _copied(self, value: int, op: Op) -> int:
+        known, at = self.values[value], self.at[value]
+        new = self._added(known, at)
+        specs = [self._spec(spec, at) for spec in (known.spec, known.other_spec)]
+        calls = [OpCall("aten.clone.default", (spec,), (), (spec,)) for spec in specs]
+        name = f"{self.axis}_copy_{new}"
+        self._add(name, calls, op, (value,), (new,), is_view=False)
+        return new
+
+    def _added(self, known: Value, at: Placement) -> int:
+        """A new value of the shape of another one."""
+        self.values.append(replace(known, kind="activation", base=None))
+        self.at.append(at)
+        self.made_in[len(self.values) - 1] = ""
+        return len(self.values) - 1
+
+    def _issue(
+        self,
+        kind: CollectiveName,
+        calls: Sequence[OpCall],
+        op: Op,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+    ) -> None:
+        """Add a collective before an operator."""
+        self.counts[kind] += 1
+        self._add(f"{self.axis}_{kind}_{self.counts[kind]}", calls, op, inputs, outputs)
+
+    def _add(
+        self,
+        name: str,
+        calls: Sequence[OpCall],
+        op: Op,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        *,
+        is_view: bool = True,
+    ) -> None:
+        """Add an operator before another one; collectives run no kernel of their own."""
+        call, other = (self._calls.setdefault((each,), each) for each in calls)
+        self.ops.append(
+            Op(
+                name=name,
+                call=call,
+                other_call=other,
+                phase=op.phase,
+                module=op.module,
+                inputs=inputs,
+                outputs=outputs,
+                is_view=is_view,
+            )
+        )
+
+    # Local shapes
+
+    def _spec(self, spec: TensorSpec, at: Placement) -> TensorSpec:
+        key = (spec, at)
+        found = self._local.get(key)
+        if found is None:
+            found = self._local[key] = local_spec(spec, at, self.degree)
+        return found
+
+    def _localized(self, call: OpCall, found: Placed) -> OpCall:
+        """The call as one rank makes it; sizes among its arguments follow its result."""
+        key = (id(call), found.wants, found.outputs)
+        known = self._calls.get(key)
+        if known is not None:
+            return known
+        outputs = tuple(
+            [self._spec(spec, at) for spec, at in zip(call.outputs, found.outputs, strict=True)]
+        )
+        sizes = {
+            spec.shape: local.shape
+            for spec, local in zip(call.outputs, outputs, strict=True)
+            if spec.shape
+        }
+        wants = iter(found.wants)
+
+        def local(tree: Any) -> Any:
+            if isinstance(tree, TensorSpec):
+                return self._spec(tree, next(wants))
+            if isinstance(tree, tuple):
+                return sizes[tree] if tree in sizes else tuple([local(item) for item in tree])
+            return tree
+
+        arguments = tuple([local(item) for item in call.arguments])
+        keywords = tuple([(name, local(item)) for name, item in call.keywords])
+        made = OpCall(call.target, arguments, keywords, outputs)
+        if call.target.startswith(FUSED):
+            part = outputs[0].nbytes / call.outputs[0].nbytes
+            made = FusedKernel.of(made).share(part).call(made.inputs, outputs)
+        made = self._calls[key] = self._calls.setdefault((made,), made)
+        return made
+
+    def _finished(self, parameters: tuple[Parameter, ...]) -> OpGraph:
+        values = tuple(
+            [
+                replace(
+                    value,
+                    spec=self._spec(value.spec, at),
+                    other_spec=self._spec(value.other_spec, at),
+                )
+                if isinstance(at, (Shard, Routed))
+                else value
+                for value, at in zip(self.values, self.at, strict=True)
+            ]
+        )
+        assumptions = list(self.assumptions)
+        if self.unknown:
+            assumptions.append(
+                f"gathered whole for want of a rule: {', '.join(list(self.unknown)[:5])}"
+            )
+        return replace(
+            self.graph,
+            ops=tuple(self.ops),
+            values=values,
+            parameters=parameters,
+            assumptions=(*self.graph.assumptions, *assumptions),
+        )
+
+
+def op_name(op: Op) -> str:
+    """The bare name of an operator."""
+    return op.call.target.split(".")[1]

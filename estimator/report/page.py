@@ -1,0 +1,81 @@
+"""Write the sections of a report as one HTML file that loads nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from estimator.errors import StoreError
+from estimator.files import read_text
+from estimator.machines.files import write_text_atomically
+from estimator.report.pictures import inline_svg, save_figure
+from estimator.report.sections import Section
+from estimator.units import format_seconds
+
+_TEMPLATES = Path(__file__).with_name("templates")
+
+
+def write_report(title: str, sections: Sequence[Section], path: Path) -> None:
+    """Write the page, whole or not at all; raises StoreError."""
+    write_text_atomically(path, page(title, sections))
+
+
+def page(title: str, sections: Sequence[Section]) -> str:
+    """The page as text; raises StoreError where matplotlib is missing."""
+    return str(template("report.html").render(title=title, sections=sections))
+
+
+def write_figures(sections: Sequence[Section], folder: Path) -> list[Path]:
+    """Each figure of the sections as .png and .svg; raises StoreError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot make {folder} ({error.strerror}); name a folder") from None
+    drawn = [section for section in sections if section.figure is not None]
+    paths = [folder / f"{each.name}.{kind}" for each in drawn for kind in ("png", "svg")]
+    for path in paths:
+        save_figure(next(each.figure for each in drawn if each.name == path.stem), path)
+    return paths
+
+
+@cache
+def template(name: str) -> Any:
+    """A template of the package, which escapes every name."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"seconds": format_seconds, "figure": _figure}
+    environment.globals["style"] = _raw("style.css")
+    environment.globals["zoom"] = _raw("zoom.js")
+    environment.globals["zoom_hash"] = zoom_hash()
+    return environment.get_template(name)
+
+
+@cache
+def zoom_hash() -> str:
+    """The hash by which a page allows its one script and no other."""
+    content = read_text(_TEMPLATES / "zoom.js").encode()
+    return f"sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}"
+
+
+def _raw(name: str) -> Any:
+    from markupsafe import Markup
+
+    return Markup(read_text(_TEMPLATES / name))
+
+
+def _figure(section: Section) -> Any:
+    from markupsafe import Markup
+
+    # matplotlib escapes the texts of its SVG.
+    return Markup(inline_svg(section.figure, section.name))

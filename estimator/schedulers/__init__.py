@@ -1,0 +1,1 @@
+"""Speak the formats of schedulers and launchers: what they ask, and what they are told."""

@@ -1,0 +1,204 @@
+"""Answer the questions of requests by the package's own functions."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Hashable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from estimator.api import estimate
+from estimator.calibrate.calibrator import Calibrator
+from estimator.calibrate.observed import Observation, ObservedWorkload
+from estimator.errors import EstimatorError, StrategyError
+from estimator.machines.catalogue import known_machines, load_profile
+from estimator.serve.graphs import Graphs
+from estimator.serve.questions import (
+    EstimateQuestion,
+    ManyQuestion,
+    Observed,
+    PlanQuestion,
+    check_machine,
+    known,
+)
+
+if TYPE_CHECKING:
+    from estimator.estimates import Estimate
+
+logger = logging.getLogger(__name__)
+
+_MOST_WARM = 100_000
+# How often a worker looks whether any other has observed something.
+_REFIT_S = 2.0
+
+
+class Answers:
+    """The graphs, the store and what is warm of one worker; any thread may ask."""
+
+    def __init__(self, folder: Path, store: Path | None) -> None:
+        self.graphs = Graphs(folder)
+        self.calibrator = Calibrator(store)
+        self._warm: set[Hashable] = set()
+        self._revision = self.calibrator.store.revision
+        self._looked_s = time.monotonic()
+        self._fitting = threading.Lock()
+
+    def is_warm(self, question: EstimateQuestion) -> bool:
+        """Whether such a question was answered before, so that it takes microseconds."""
+        return _key(question) in self._warm
+
+    def estimate(self, question: EstimateQuestion) -> Estimate:
+        """The answer to one question; raises EstimatorError."""
+        self._refit_soon()
+        found = estimate(
+            self.graphs.get(question.graph),
+            known(question.on),
+            batch_per_gpu=question.batch_per_gpu,
+            global_batch=question.global_batch,
+            accumulation_steps=question.accumulation_steps,
+            strategy=question.strategy,
+            layout=question.layout,
+            loader=question.loader,
+            calibration=self.calibrator if question.calibrated else None,
+        )
+        if len(self._warm) >= _MOST_WARM:
+            self._warm.clear()
+        self._warm.add(_key(question))
+        return found
+
+    def estimate_many(self, question: ManyQuestion) -> dict[str, Any]:
+        """Columns as numpy arrays, and the reasons of rows without an answer."""
+        from estimator.tables import estimate_many
+
+        self._refit_soon()
+        for machine in {name for text in question.on for name in _machines(text)}:
+            check_machine(machine)
+        table = estimate_many(
+            self.graphs.get(question.graph),
+            question.on,
+            batch_per_gpu=question.batch_per_gpu,
+            global_batch=question.global_batch,
+            accumulation_steps=question.accumulation_steps,
+            strategy=question.strategy,
+            calibration=self.calibrator if question.calibrated else None,
+        )
+        return {name: getattr(table, name) for name in question.columns}
+
+    def plan(self, question: PlanQuestion) -> dict[str, Any]:
+        """What to rent."""
+        from estimator.advise.choices import cheapest
+
+        for machine in question.machines:
+            check_machine(machine)
+        found = cheapest(
+            self.graphs.get(question.graph),
+            question.machines,
+            max_nodes=question.max_nodes,
+            deadline_s=question.deadline_s,
+            budget_usd=question.budget_usd,
+            samples=question.samples,
+            tokens=question.tokens,
+            spot=question.spot,
+            batch_per_gpu=question.batch_per_gpu,
+            global_batch=question.global_batch,
+            calibration=self.calibrator,
+        )
+        return found.to_dict()
+
+    def observe(self, seen: Observed) -> int:
+        """Keep an observed step; how many were new. It is on disk when this returns."""
+        graph = self.graphs.get(seen.graph)
+        summary = ObservedWorkload.of(graph)
+        observation = Observation(
+            workload=summary.name,
+            fingerprint=summary.fingerprint,
+            allocation=known(seen.on),
+            step_time_s=seen.step_time_s,
+            batch_per_gpu=seen.batch_per_gpu,
+            accumulation_steps=seen.accumulation_steps,
+            strategy=seen.strategy,
+            steps=seen.steps,
+            source="service",
+            identity=seen.identity or uuid4().hex,
+        )
+        return self.calibrator.add_many([observation], summaries=[summary])
+
+    def machines(self) -> list[dict[str, Any]]:
+        """Every machine that can be named, with its devices."""
+        found = []
+        for name in known_machines():
+            try:
+                profile = load_profile(name)
+            except EstimatorError:
+                continue
+            device = profile.devices[0]
+            found.append(
+                {
+                    "name": name,
+                    "devices": len(profile.devices),
+                    "device": device.name,
+                    "kind": device.kind,
+                    "memory_bytes": device.memory_bytes,
+                }
+            )
+        return found
+
+    def _refit_soon(self) -> None:
+        """Learn in a thread of its own what any worker has observed since."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _REFIT_S or not self._fitting.acquire(blocking=False):
+            return
+        self._looked_s = now_s
+        threading.Thread(target=self._refit, name="refit", daemon=True).start()
+
+    def _refit(self) -> None:
+        try:
+            revision = self.calibrator.store.revision
+            if revision != self._revision:
+                self.calibrator.fit()
+                self._revision = revision
+        except EstimatorError as error:
+            logger.warning("cannot refit now: %s", error)
+        finally:
+            self._fitting.release()
+
+
+def said(answer: Estimate, *, reasons: bool) -> dict[str, Any]:
+    """An answer as plain values, with or without what it rests on."""
+    if reasons:
+        return answer.to_dict()
+    names = ("step_time_s", "low_s", "high_s", "samples_per_s", "tokens_per_s", "mfu_ratio")
+    more = ("peak_memory_bytes", "fits", "ranks", "batch_per_gpu", "global_batch", "strategy")
+    return {
+        "model": answer.model,
+        "allocation": str(answer.allocation),
+        **{name: getattr(answer, name) for name in (*names, *more)},
+        "breakdown": {
+            item.name: getattr(answer.breakdown, item.name) for item in fields(answer.breakdown)
+        },
+        "bottleneck": answer.breakdown.largest_share[0],
+    }
+
+
+def _machines(text: str) -> list[str]:
+    """Names in an allocation text, as far as one can tell before it is parsed."""
+    parts = text.split("+")
+    if any("[" in part or ":" not in part for part in parts):
+        raise StrategyError("hosts need a cluster file; name machine types, as in 2x8:h100-sxm")
+    return [part.rpartition(":")[2].strip() for part in parts]
+
+
+def _key(question: EstimateQuestion) -> Hashable:
+    return (
+        question.graph,
+        question.on,
+        question.batch_per_gpu,
+        question.global_batch,
+        question.accumulation_steps,
+        question.strategy,
+        question.layout,
+    )

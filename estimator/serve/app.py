@@ -1,0 +1,199 @@
+"""The HTTP application: endpoints, and every refusal as problem JSON."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+from fastapi import FastAPI, Header, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+
+import estimator
+from estimator.errors import EstimatorError, StoreError, printable
+from estimator.machines.files import home
+from estimator.serve.answers import Answers, said
+from estimator.serve.graphs import UnknownGraphError
+from estimator.serve.guard import HOSTS, STORE, TOKEN, App, Guard, check_token
+from estimator.serve.metrics import CONTENT_TYPE, Metrics, exposition
+from estimator.serve.pages import add_pages
+from estimator.serve.questions import (
+    EstimateQuestion,
+    ManyQuestion,
+    Observed,
+    PlanQuestion,
+    Problem,
+)
+
+ARROW = "application/vnd.apache.arrow.stream"
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "testserver")
+_PROBLEM = {"model": Problem, "content": {"application/problem+json": {}}}
+_REFUSALS: dict[int | str, dict[str, Any]] = dict.fromkeys(
+    (400, 401, 404, 408, 413, 421, 422, 503), _PROBLEM
+)
+
+
+def from_environment() -> App:
+    """The application of a worker."""
+    store = os.environ.get(STORE)
+    hosts = tuple(filter(None, os.environ.get(HOSTS, "").split(",")))
+    return create_app(
+        token=check_token(os.environ.get(TOKEN)),
+        store=None if store is None else Path(store),
+        hosts=(*LOCAL_HOSTS, *hosts),
+    )
+
+
+def create_app(
+    *,
+    token: str,
+    store: Path | None = None,
+    graphs: Path | None = None,
+    hosts: tuple[str, ...] = LOCAL_HOSTS,
+) -> App:
+    """The guarded application; `store` and `graphs` are by default the user's own."""
+    answers = Answers(graphs or home() / "graphs", store)
+    app = FastAPI(
+        title="throughput-estimator",
+        version=estimator.__version__,
+        description="How fast would this model train on those devices?",
+        # Their pages load scripts from other hosts.
+        docs_url=None,
+        redoc_url=None,
+        responses=_REFUSALS,
+    )
+    _add_questions(app, answers)
+    _add_uploads(app, answers)
+    add_pages(app, answers, token)
+    _add_problems(app)
+    paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
+    return Metrics(Guard(app, token=token, hosts=hosts, refuse=problem), paths=paths)
+
+
+def _add_questions(app: FastAPI, answers: Answers) -> None:
+    @app.post("/estimate")
+    async def estimate(question: EstimateQuestion) -> Response:
+        """How fast, why, between which bounds, does it fit."""
+        # What is warm takes less than handing it to a thread.
+        if answers.is_warm(question):
+            answer = answers.estimate(question)
+        else:
+            answer = await run_in_threadpool(answers.estimate, question)
+        return _json(said(answer, reasons=question.reasons))
+
+    @app.post("/estimate_many", responses={200: {"content": {ARROW: {}, "application/json": {}}}})
+    def estimate_many(question: ManyQuestion, accept: Annotated[str, Header()] = "") -> Response:
+        """Columns of many allocations, as JSON or as an Arrow stream."""
+        columns = answers.estimate_many(question)
+        return _arrow(columns) if ARROW in accept else _json(columns)
+
+    @app.post("/plan")
+    def plan(question: PlanQuestion) -> Response:
+        """What to rent: the cheapest, the fastest, and all between."""
+        return _json(answers.plan(question))
+
+    @app.post("/observe", status_code=201)
+    def observe(seen: Observed) -> Response:
+        """Keep an observed step time; once acknowledged it is in the store."""
+        return _json({"new": answers.observe(seen)}, status=201)
+
+
+def _add_uploads(app: FastAPI, answers: Answers) -> None:
+    body = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
+    @app.post(
+        "/graphs",
+        status_code=201,
+        openapi_extra={"requestBody": {"required": True, "content": body}},
+    )
+    async def upload(request: Request) -> Response:
+        """A graph saved by 'estimator trace', or a job's summary as JSON; answers with its hash."""
+        content = await request.body()
+        name, graph = await run_in_threadpool(answers.graphs.add, content)
+        return _json({"graph": name, "name": graph.name, "batch": graph.batch}, status=201)
+
+    @app.get("/graphs")
+    def graphs() -> Response:
+        """The hashes of all uploaded graphs, the latest first."""
+        return _json({"graphs": answers.graphs.names()})
+
+    @app.get("/machines")
+    def machines() -> Response:
+        """Every machine that can be named."""
+        return _json({"machines": answers.machines()})
+
+    @app.get("/health")
+    async def health() -> Response:
+        """That this worker answers."""
+        return _json({"status": "ok", "version": estimator.__version__})
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        """Counts and times of requests, for Prometheus."""
+        return Response(exposition(), media_type=CONTENT_TYPE)
+
+
+def _add_problems(app: FastAPI) -> None:
+    @app.exception_handler(EstimatorError)
+    async def refused(request: Request, error: EstimatorError) -> Response:
+        status = 503 if isinstance(error, StoreError) else 422
+        if isinstance(error, UnknownGraphError):
+            status = 404
+        return problem(status, type(error).__name__, str(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")[:80]
+        said = printable(f"{where}: {first['msg']}" if where else str(first["msg"]))
+        return problem(422, "Invalid", f"{said}; see /openapi.json")
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> Response:
+        headers = dict(error.headers or {})
+        return problem(error.status_code, "Http", f"{error.detail}; see /openapi.json", headers)
+
+    async def impossible(request: Request, error: Exception) -> Response:
+        # What no check has met; the input is none that can be computed with.
+        return problem(422, "Impossible", "the input leads to what cannot be computed; correct it")
+
+    for kind in (ArithmeticError, MemoryError, RecursionError):
+        app.add_exception_handler(kind, impossible)
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return problem(500, "Failed", "the service failed; its log says why")
+
+
+def problem(status: int, code: str, detail: str, headers: dict[str, str] | None = None) -> Response:
+    """A refusal as RFC 9457 has it."""
+    titles = {401: "Unauthorized", 404: "Not found", 413: "Too large", 500: "Failed"}
+    found = Problem(title=titles.get(status, "Refused"), status=status, detail=detail, code=code)
+    more = dict(headers or {}) | ({"WWW-Authenticate": "Bearer"} if status == 401 else {})
+    return Response(
+        orjson.dumps(found.model_dump()),
+        status_code=status,
+        headers=more,
+        media_type="application/problem+json",
+    )
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    # NaN becomes null.
+    text = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(text, status_code=status, media_type="application/json")
+
+
+def _arrow(columns: dict[str, Any]) -> Response:
+    try:
+        import pyarrow
+    except ImportError:
+        raise StoreError("an Arrow stream needs pyarrow; install it or accept JSON") from None
+    table = pyarrow.table(columns)
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return Response(sink.getvalue().to_pybytes(), media_type=ARROW)

@@ -1,0 +1,75 @@
+"""Serve kube-scheduler (or Volcano) and Kubeflow: filter, prioritize and admit by estimates.
+
+    python examples/kubernetes_extender.py FOLDER [PORT]
+
+FOLDER holds graphs as 'estimator trace MODEL -o FOLDER/NAME.graph' writes them. A pod or TrainJob
+names one with the annotation throughput-estimator/graph: NAME; nodes have the label
+throughput-estimator/machine. The scheduler's configuration:
+
+    extenders:
+      - urlPrefix: http://127.0.0.1:8322
+        filterVerb: filter
+        prioritizeVerb: prioritize
+        weight: 1
+
+Kubernetes asks admission webhooks over TLS only: put a proxy that has the certificate before it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import estimator as est
+from estimator.errors import GraphFileError
+from estimator.schedulers.admission import admitted
+from estimator.schedulers.kubernetes import filtered, prioritized
+
+VERBS = {"/filter": filtered, "/prioritize": prioritized, "/admit": admitted}
+MOST_BYTES = 64 << 20
+
+
+def server(folder: Path, port: int) -> ThreadingHTTPServer:
+    """A server on loopback; port 0 is any that is free."""
+    graphs: dict[str, est.OpGraph] = {}
+
+    def graph_of(name: str) -> est.OpGraph:
+        if not re.fullmatch(r"[A-Za-z0-9][\w\-]{0,99}", name):
+            raise GraphFileError("a graph's name has letters, digits, - and _ only")
+        if name not in graphs:
+            graphs[name] = est.OpGraph.load(folder / f"{name}.graph")
+        return graphs[name]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            size = int(self.headers.get("Content-Length", 0))
+            if self.path not in VERBS or not 0 < size <= MOST_BYTES:
+                self.send_error(404 if size else 411)
+                return
+            try:
+                answer: Any = VERBS[self.path](json.loads(self.rfile.read(size)), graph_of)
+                status = 200
+            except (ValueError, TypeError, AttributeError) as error:
+                # Also est.EstimatorError: the extender protocol has a place for it.
+                answer, status = {"error": str(error)}, 200 if self.path == "/filter" else 400
+            content = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing of single requests."""
+
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+
+
+if __name__ == "__main__":
+    running = server(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 8322)
+    print(f"listening on {running.server_address}", flush=True)
+    running.serve_forever()

@@ -1,0 +1,81 @@
+"""The command that writes a report: a page, figures, observed steps, one sentence for errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from estimator.api import estimate
+from estimator.calibrate.calibrator import Calibrator
+from estimator.graph.op_graph import OpGraph
+from estimator.units import format_seconds
+from tests.synthetic import perceptron
+
+pytest.importorskip("matplotlib")
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "net.graph"
+    replace(perceptron([256, 256, 256]), target="cuda").save(path)
+    return path
+
+
+def test_a_report_has_all_sections_and_names_its_files(
+    model: Path, tmp_path: Path, command: Run
+) -> None:
+    out = tmp_path / "report.html"
+    words = ("--on", "2x2:t4-g4dn", "-o", out, "--samples", "1e6", "--json")
+    found = command("report", model, *words, "--figures", tmp_path / "figures")
+    assert found.code == 0
+    told = json.loads(found.out)
+    assert told["report"] == str(out)
+    assert all(Path(path).stat().st_size > 0 for path in told["figures"])
+    text = out.read_text()
+    named = ("answer", "time", "timeline", "scaling", "memory", "layouts", "cost", "assumptions")
+    assert [f'<section id="{name}">' in text for name in named] == [True] * 8
+    assert "calibration" not in text
+
+
+def test_observed_steps_stand_beside_predicted_ones(
+    model: Path, tmp_path: Path, command: Run
+) -> None:
+    graph = OpGraph.load(model)
+    store = Calibrator(tmp_path / "seen.db")
+    step_s = 1.1 * estimate(graph, "1x2:t4-g4dn").step_time_s
+    for _ in range(3):
+        store.observe(graph, "1x2:t4-g4dn", step_time_s=step_s, batch_per_gpu=16)
+    out = tmp_path / "report.html"
+    found = command(
+        "report", model, "--on", "1x2:t4-g4dn", "-o", out, "--against", tmp_path / "seen.db"
+    )
+    assert found.code == 0
+    text = out.read_text()
+    assert '<section id="calibration">' in text
+    assert f">{format_seconds(step_s)}<" in text
+    assert "(-9 %)" in text, "of the engine, 1 / 1.1"
+    assert re.search(r"\([+-]0 %\)", text), "of the calibrated answer"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--against", "missing.db"), "there is no store 'missing.db'"),
+        (("--on", "1x9:t4-g4dn"), "which has"),
+        (("--prices", "missing.csv"), "cannot read prices missing.csv"),
+        (("-o", "/dev/null/report.html"), "/dev/null"),
+    ],
+)
+def test_wrong_input_is_one_sentence(
+    model: Path, tmp_path: Path, command: Run, words: tuple[str, ...], said: str
+) -> None:
+    out = ("--on", "1x1:t4-g4dn", "-o", tmp_path / "report.html")
+    assert said in command("report", model, *out, *words).sentence

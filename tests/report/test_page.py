@@ -1,0 +1,218 @@
+"""Reports: what they say, that every name in them is only text, and how a browser shows them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from estimator.advise.sweeps import sweep
+from estimator.api import estimate
+from estimator.errors import PriceError
+from estimator.estimates import Estimate
+from estimator.graph.op_graph import OpGraph
+from estimator.machines.prices import Price, PriceList
+from estimator.placement.allocation import Allocation
+from estimator.report import sections as all_sections
+from estimator.report.page import page, write_figures
+from estimator.report.timeline import tracks_of
+from estimator.timeline.spans import Span, Timeline
+from tests.synthetic import perceptron
+
+pytest.importorskip("matplotlib")
+
+HOSTILE = "<script>alert(1)</script>&\"'$\\frac{1}$<img src=http://a.example/x>"
+
+
+class Elements(HTMLParser):
+    """What a page is made of, and the texts outside of scripts and styles."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.text = ""
+        self.feed(content)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        loads = ("src", "href", "xlink:href", "data", "action", "poster", "srcset")
+        self.addresses += [value or "" for name, value in attrs if name in loads]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture
+def graph() -> OpGraph:
+    return replace(perceptron([256, 256, 256]), target="cuda", name=HOSTILE)
+
+
+@pytest.fixture
+def answer(graph: OpGraph) -> Estimate:
+    return estimate(graph, "2x2:t4-g4dn")
+
+
+@pytest.fixture
+def content(graph: OpGraph, answer: Estimate) -> str:
+    rows = sweep(["1x1:t4-g4dn", "2x2:t4-g4dn"], lambda text: estimate(graph, text))
+    sections = [
+        all_sections.answer_section(answer),
+        all_sections.breakdown_section(answer),
+        all_sections.timeline_section(answer),
+        all_sections.scaling_section(rows),
+        all_sections.memory_section(answer),
+        all_sections.layouts_section(answer, lambda s, layout: estimate(graph, "2x2:t4-g4dn")),
+        all_sections.cost_section(rows, PriceList.load()),
+        all_sections.assumptions_section(answer),
+    ]
+    return page(HOSTILE, sections)
+
+
+def test_names_are_text_and_nothing_else(content: str) -> None:
+    found = Elements(content)
+    assert found.tags.count("script") == 1
+    assert "img" not in found.tags
+    assert found.text.count(HOSTILE) >= 3, "as heading, and as title of two figures"
+
+
+def test_a_page_loads_nothing(content: str) -> None:
+    found = Elements(content)
+    assert [each for each in found.addresses if not each.startswith("#")] == []
+    assert "url(http" not in content
+    assert "@import" not in content
+    assert "default-src 'none'" in content
+
+
+def test_an_estimate_in_a_notebook_shows_its_parts_and_escapes_names(answer: Estimate) -> None:
+    found = Elements(answer._repr_html_())
+    assert HOSTILE in found.text
+    assert {"script", "img"}.isdisjoint(found.tags)
+    assert "step time" in found.text
+    assert all(sentence in found.text for sentence in answer.assumptions)
+
+
+def test_the_parts_of_the_step_fill_it(answer: Estimate) -> None:
+    shares = all_sections.breakdown_section(answer).shares
+    assert sum(share.ratio for share in shares) == pytest.approx(1.0)
+
+
+def _span(start_s: float, duration_s: float, phase: str = "forward", lane: str = "compute") -> Span:
+    return Span(name="mm", rank=0, lane=lane, start_s=start_s, duration_s=duration_s, phase=phase)
+
+
+def test_neighbours_too_short_to_see_are_one_bar() -> None:
+    # Bars below 1/1500 of 1.5 s are joined: four of 0.3 ms begin within the first millisecond.
+    short = [_span(3e-4 * number, 3e-4) for number in range(4)]
+    other = _span(1.2e-3, 1e-4, "backward")
+    long = _span(1.0, 0.25, "backward")
+    step = Timeline(step_time_s=1.5, spans=[*short, other, long], ranks_like=(0, 0))
+    (track,) = tracks_of(step)
+    assert track.label == "compute"
+    assert [(bar.start_s, bar.end_s, bar.kind) for bar in track.bars] == [
+        (0.0, pytest.approx(1.2e-3), "forward"),
+        (1.2e-3, pytest.approx(1.3e-3), "backward"),
+        (1.0, 1.25, "backward"),
+    ]
+    assert track.bars[0].words.startswith("4 short operators, forward: 1.20 ms")
+
+
+def test_spans_at_once_stand_on_tracks_of_their_own() -> None:
+    spans = [_span(0.0, 1.0, lane="network"), _span(0.5, 1.0, lane="network")]
+    found = tracks_of(Timeline(step_time_s=1.5, spans=spans, ranks_like=(0,)))
+    assert [len(track.bars) for track in found] == [1, 1]
+
+
+def test_cost_counts_whole_instances(graph: OpGraph) -> None:
+    prices = PriceList(
+        [
+            Price(machine="t4-g4dn", instance_type="small", devices=1, usd_per_hour=1.0),
+            Price(machine="t4-g4dn", instance_type="large", devices=4, usd_per_hour=3.0),
+        ]
+    )
+    assert all_sections.hourly_usd(Allocation.parse("1x1:t4-g4dn"), prices) == 1.0
+    assert all_sections.hourly_usd(Allocation.parse("2x2:t4-g4dn"), prices) == 6.0
+    rows = sweep(["2x2:t4-g4dn"], lambda text: estimate(graph, text))
+    section = all_sections.cost_section(rows, prices, samples=3600 * 1e4)
+    answer = rows[0].answer
+    assert answer is not None
+    assert answer.samples_per_s
+    assert section.table
+    # So many samples take 1e4 hours over samples/s.
+    assert section.table.rows[0][3] == f"{6.0 * 1e4 / answer.samples_per_s:.2f}"
+
+
+def test_a_machine_without_a_price_is_said(graph: OpGraph) -> None:
+    rows = sweep(["1x1:dgx-a100"], lambda text: estimate(graph, text))
+    section = all_sections.cost_section(rows, PriceList.load())
+    assert section.table is None
+    assert "no price of 'dgx-a100' is known" in section.sentences[0]
+    with pytest.raises(PriceError, match="is not rented"):
+        all_sections.hourly_usd(Allocation.parse("a1[0,1]"), PriceList.load())
+
+
+def test_layouts_list_what_is_refused_with_its_reason(graph: OpGraph, answer: Estimate) -> None:
+    section = all_sections.layouts_section(
+        answer,
+        lambda strategy, layout: estimate(
+            graph, "2x2:t4-g4dn", strategy=strategy, layout=layout and "tp=3,dp=*"
+        ),
+    )
+    assert section.table is not None
+    assert {row[0] for row in section.table.rows} == {"ddp", "zero1", "zero2", "fsdp"}
+    assert section.sentences[0].startswith("tp=2,dp=*, ddp: ")
+
+
+def test_figures_are_written_as_png_and_svg(answer: Estimate, tmp_path: Path) -> None:
+    sections = [all_sections.timeline_section(answer), all_sections.memory_section(answer)]
+    found = write_figures([*sections, all_sections.answer_section(answer)], tmp_path / "figures")
+    names = ["timeline.png", "timeline.svg", "memory.png", "memory.svg"]
+    assert [path.name for path in found] == names
+    assert found[0].read_bytes().startswith(b"\x89PNG")
+    assert found[1].read_text().startswith("<?xml")
+
+
+ACTED = """<script>
+document.querySelector('[data-zoom="2"]').click();
+const seen = [document.querySelector(".timeline svg").getAttribute("viewBox"),
+  document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  ...[...document.querySelectorAll(".timeline .ends span")].map((each) => each.textContent)];
+document.body.setAttribute("data-seen", seen.join("|"));
+</script></body>"""
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_zooms_the_timeline_and_never_scrolls_the_page_sideways(
+    content: str, answer: Estimate, tmp_path: Path, width: int
+) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no Chromium here to open the page with")
+    path = tmp_path / "report.html"
+    # The page allows no script but its own.
+    open_to_all = re.sub(r"<meta http-equiv=[^>]*>", "", content)
+    path.write_text(open_to_all.replace("</body>", ACTED))
+    found = subprocess.run(
+        [
+            *(browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+            *(f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900"),
+            path.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    match = re.search(r'data-seen="([^"]*)"', found.stdout)
+    assert match is not None, found.stderr
+    view, beyond, left, right = match.group(1).split("|")
+    lanes = len(tracks_of(answer.timeline))
+    assert view == f"250 0 500 {30 * lanes}", "half of the step, around its middle"
+    assert beyond == "0"
+    assert left != "0 s"
+    assert right != left

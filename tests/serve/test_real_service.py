@@ -1,0 +1,251 @@
+"""The command as it runs: workers, a token of the environment, kills, a browser, odd requests."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra [serve] is not installed")
+pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+pytest.importorskip("orjson", reason="the extra [serve] is not installed")
+
+from estimator.calibrate.observations import ObservationStore
+from tests.synthetic import perceptron
+
+TOKEN = "a-secret-of-the-tests"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def service(port: int, home: Path, *, workers: int = 2) -> Iterator[subprocess.Popen[bytes]]:
+    """A running service, killed with all its workers at the end."""
+    environment = os.environ | {
+        "ESTIMATOR_TOKEN": TOKEN,
+        "ESTIMATOR_HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+    }
+    words = ("serve", "--port", str(port), "--workers", str(workers))
+    command = [sys.executable, "-m", "estimator.cli.main", *words]
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while ask(port, "GET", "/health")[0] != 200:
+            assert process.poll() is None
+            assert time.monotonic() < deadline, "the service does not answer"
+            time.sleep(0.1)
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+    """(status, body) of a request; (0, b"") where nobody answers."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    try:
+        connection.request(method, path, body=content, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number: int = free.getsockname()[1]
+        return number
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> bytes:
+    path = tmp_path / "net.graph"
+    replace(perceptron([256, 256, 256]), target="cuda").save(path)
+    return path.read_bytes()
+
+
+def test_no_acknowledged_observation_is_lost_when_workers_are_killed_under_load(
+    port: int, tmp_path: Path, saved: bytes
+) -> None:
+    home, acknowledged = tmp_path / "home", []
+    is_over = threading.Event()
+
+    def train(rank: int) -> None:
+        number = 0
+        while not is_over.is_set():
+            identity = f"rank-{rank}-step-{number}"
+            seen = {
+                "graph": graph,
+                "on": "1x2:t4-g4dn",
+                "step_time_s": 0.01,
+                "batch_per_gpu": 16,
+                "identity": identity,
+            }
+            # Sent again until it is acknowledged: with an identity that does no harm.
+            if ask(port, "POST", "/observe", seen)[0] == 201:
+                acknowledged.append(identity)
+                number += 1
+
+    with service(port, home):
+        status, body = ask(port, "POST", "/graphs", saved)
+        assert status == 201
+        graph = json.loads(body)["graph"]
+        threads = [threading.Thread(target=train, args=(rank,)) for rank in range(4)]
+        for thread in threads:
+            thread.start()
+        time.sleep(2.0)
+    killed_after = len(acknowledged)
+    with service(port, home):
+        time.sleep(2.0)
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        status, body = ask(port, "GET", "/metrics")
+        assert b'estimator_requests_total{path="/observe",status="201"}' in body
+    kept = [one.identity for one in ObservationStore(home / "observations.db")]
+    assert 0 < killed_after < len(acknowledged), "both services took observations"
+    assert set(acknowledged) <= set(kept)
+    assert len(kept) == len(set(kept))
+
+
+def test_without_a_token_it_does_not_start(command: Callable[..., Any]) -> None:
+    assert "ESTIMATOR_TOKEN must hold a secret" in command("serve").sentence
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+class Page:
+    """A page of a browser, driven through its debugging port."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def run(self, code: str) -> Any:
+        """The value of a JavaScript expression in the page."""
+        asked = {"id": 1, "method": "Runtime.evaluate", "params": {"expression": code}}
+        self._connection.send(json.dumps(asked))
+        return json.loads(self._connection.recv(30))["result"]["result"].get("value")
+
+    def wait_for(self, code: str) -> None:
+        """Wait until an expression is true, also over a change of pages."""
+        until(lambda: self.run(code) is True)
+
+
+@contextmanager
+def page(folder: Path, *, width: int) -> Iterator[Page]:
+    """An empty page of a real browser."""
+    client = pytest.importorskip(
+        "websockets.sync.client", reason="the extra [serve] is not installed"
+    )
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("there is no Chromium here to open the page with")
+    words = ("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0")
+    profile = (f"--user-data-dir={folder}", f"--window-size={width},900")
+    command = [found, *words, *profile, "about:blank"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        announced = folder / "DevToolsActivePort"
+        until(announced.exists)
+        port = int(announced.read_text().split()[0])
+        until(lambda: b"webSocketDebuggerUrl" in ask(port, "GET", "/json/list")[1])
+        pages = json.loads(ask(port, "GET", "/json/list")[1])
+        address = next(each["webSocketDebuggerUrl"] for each in pages if each["type"] == "page")
+        with client.connect(address, max_size=None) as connection:
+            yield Page(connection)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_person_logs_in_and_sees_an_answer_without_scrolling_sideways(
+    port: int, tmp_path: Path, saved: bytes, width: int
+) -> None:
+    pytest.importorskip("matplotlib")
+    with service(port, tmp_path / "home", workers=1), page(tmp_path / "b", width=width) as browser:
+        assert ask(port, "POST", "/graphs", saved)[0] == 201
+        browser.run(f"location = 'http://127.0.0.1:{port}/login'")
+        browser.wait_for("document.querySelector('[name=token]') !== null")
+        browser.run(f"document.querySelector('[name=token]').value = '{TOKEN}'")
+        browser.run("document.querySelector('button').click()")
+        browser.wait_for("document.querySelector('[name=on]') !== null")
+        browser.run("document.querySelector('[name=on]').value = '2x2:t4-g4dn'")
+        browser.run("document.querySelector('button').click()")
+        browser.wait_for("document.querySelector('#assumptions') !== null")
+        assert "on 2x2:t4-g4dn" in browser.run("document.querySelector('h1').textContent")
+        browser.run("document.querySelector('[data-zoom=\"2\"]').click()")
+        view = browser.run("document.querySelector('.timeline svg').getAttribute('viewBox')")
+        assert view.startswith("250 0 500 "), "the page's script is allowed by its hash"
+        beyond = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert browser.run(beyond) == 0
+
+
+def test_ten_thousand_odd_requests_get_no_5xx(tmp_path: Path, saved: bytes, store: Path) -> None:
+    schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+    from hypothesis import HealthCheck, Phase, given, settings
+    from starlette.testclient import TestClient
+
+    from estimator.serve.app import create_app
+
+    app = create_app(token=TOKEN, store=tmp_path / "seen.db", graphs=tmp_path / "graphs")
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    client = TestClient(app, headers=bearer, raise_server_exceptions=False)
+    graph = client.post("/graphs", content=saved).json()["graph"]
+    schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
+    requests = int(os.environ.get("ESTIMATOR_FUZZ", "400"))
+    operations = [found.ok() for found in schema.get_all_operations()]
+    asked = 0
+    for operation in operations:
+
+        @given(case=operation.as_strategy())
+        @settings(
+            max_examples=max(1, requests // len(operations)),
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        def check(case: Any) -> None:
+            nonlocal asked
+            body = case.body
+            if isinstance(body, dict) and "graph" in body:
+                body = body | {"graph": graph}
+            is_bytes = isinstance(body, bytes)
+            found = client.request(
+                case.method,
+                case.formatted_path,
+                content=body if is_bytes else json.dumps(body, default=str),
+            )
+            asked += 1
+            assert found.status_code < 500, (case.method, case.path, body, found.text)
+            if found.status_code >= 400:
+                assert found.headers["content-type"] == "application/problem+json"
+
+        check()
+    assert asked >= requests // 2
