@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -265,11 +266,31 @@ def most_held_bytes(
     That is p − s times as much at stage s of 1F1B, and all micro-batches in GPipe. What a gradient
     of weights still needs counts.
     """
-    held = most = 0
+    own = schedule.stages_of(rank, ranks)
+    return max(
+        sum(count * kept[stage] for count, stage in zip(counts, own, strict=True))
+        for counts in _held_at_once(schedule, ranks, rank, micro_batches)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _held_at_once(
+    schedule: Schedule, ranks: int, rank: int, micro_batches: int
+) -> tuple[tuple[int, ...], ...]:
+    """The micro-batches of each of a rank's stages that are held at once, where none holds more."""
+    held = dict.fromkeys(schedule.stages_of(rank, ranks), 0)
+    seen: set[tuple[int, ...]] = set()
     for action in schedule.orders(ranks, micro_batches)[rank]:
         if action.kind == "forward":
-            held += kept[action.stage]
-            most = max(most, held)
+            held[action.stage] += 1
+            seen.add(tuple(held.values()))
         elif action.kind in ("backward", "weight"):
-            held -= kept[action.stage]
-    return most
+            held[action.stage] -= 1
+    return tuple(
+        one
+        for one in seen
+        if not any(
+            other != one and all(more >= count for more, count in zip(other, one, strict=True))
+            for other in seen
+        )
+    )
