@@ -59,7 +59,7 @@ def prepare(backend: Backend, emit: Emit, *, budget_s: float) -> None:
     """Make this process time calls as a long-running step does: memory resident, clocks steady."""
     import torch
 
-    # As ranks that train: what chains of operators leave of gradients may vanish.
+    # Kernels are timed on normal numbers; what long chains of them leave may be none.
     torch.set_flush_denormal(True)
     if backend.kind == "cpu":
         resident = keep_memory_resident()
