@@ -52,6 +52,7 @@ PRIORS = (
     dataclasses.replace(PRIOR, error_sigma=0.1),
     dataclasses.replace(PRIOR, standard_errors=0.0),
     dataclasses.replace(PRIOR, half=(3.0, 3.0, 3.0)),
+    dataclasses.replace(PRIOR, standard_errors=2.0, half=(1.0, 1.0, 100.0), agreeing=0.5),
     dataclasses.replace(PRIOR, agreement=0.0),
     dataclasses.replace(PRIOR, agreement=100.0, agreeing=1.0),
 )

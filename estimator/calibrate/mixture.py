@@ -64,7 +64,10 @@ class MixturePrior:
 # Chosen on shared tables, judged with each source left out (`benchmarks/calibration_pairs.py`). The
 # performance model is centred on the engine, which alone is but a quarter of a form.
 PRIOR = MixturePrior(
-    weights={MODEL: 2.0, ENGINE: 0.25, "linear": 0.1, "optimus": 1.0, "pollux": 2.0}
+    weights={MODEL: 2.0, ENGINE: 0.25, "linear": 0.1, "optimus": 1.0, "pollux": 2.0},
+    standard_errors=8.0,
+    half=(1.0, 1.0, 30.0),
+    agreeing=0.7,
 )
 # A performance model that corrects an engine knows more than a form that fits alike, and more of
 # what was not seen (`benchmarks/published_accuracy.py`, after 8).
