@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 import pytest
 
+from estimator import estimate
+from estimator.advise.sweeps import sweep
 from estimator.errors import AllocationError, WorkloadError
 from estimator.tables import COLUMNS, EstimateTable, estimate_chunks, estimate_many
 from tests.synthetic import perceptron
@@ -99,3 +103,30 @@ def test_a_dask_cluster_gives_the_same_columns_though_a_worker_is_killed() -> No
         pids = client.run(os.getpid)
         os.kill(next(iter(pids.values())), signal.SIGKILL)
         check([*found, *tables], TEXTS * 20)
+
+
+def test_ray_gives_the_same_columns() -> None:
+    ray = pytest.importorskip("ray", reason="needs ray")
+    from estimator.interop.ray_executor import RayExecutor
+
+    ray.init(num_cpus=2, include_dashboard=False)
+    try:
+        check(list(estimate_chunks(GRAPH, TEXTS, rows=30, executor=RayExecutor())))
+    finally:
+        ray.shutdown()
+
+
+def test_without_ray_its_executor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from estimator.interop.ray_executor import RayExecutor
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(WorkloadError, match="RayExecutor needs Ray"):
+        RayExecutor()
+
+
+def test_a_sweep_on_a_pool_of_processes_is_that_made_here(pool: Executor) -> None:
+    answer_of = partial(estimate, GRAPH)
+    patterns = ["1..3x1..2:t4-g4dn", "1x9:t4-g4dn"]
+    found = sweep(patterns, answer_of, executor=pool)
+    assert [row.to_dict() for row in found] == [row.to_dict() for row in sweep(patterns, answer_of)]
+    assert "asks for 9 devices" in found[-1].refusal

@@ -66,7 +66,8 @@ def scaling_of(
         for single, batch, named in _single_devices(answer, cluster)
     ]
     linear_s, against = max(
-        (linear_step_s(single, like=answer), str(single.allocation)) for single in singles
+        (linear_step_s(single, share=answer.plan.share), str(single.allocation))
+        for single in singles
     )
     group = answer.plan.slowest_group
     across = group.nodes > 1
@@ -80,13 +81,13 @@ def scaling_of(
     )
 
 
-def linear_step_s(smaller: Estimate, *, like: Estimate) -> float:
-    """Seconds of a smaller allocation's step with the share of the update that ranks of `like` do.
+def linear_step_s(smaller: Estimate, *, share: float) -> float:
+    """Seconds of a smaller allocation's step of which each rank does a `share` of the update.
 
     Where the update is sharded, a single device updates all parameters: compared with its whole
     step, sharded training would seem to scale superlinearly.
     """
-    return float(answer_of(smaller.plan._replace(share=like.plan.share)).parts.total_s)
+    return float(answer_of(smaller.plan._replace(share=share)).parts.total_s)
 
 
 def _single_devices(

@@ -127,44 +127,49 @@ def sweep(
     answered.
     """
     rows: list[SweepRow] = []
+    shares: list[float] = []
     errors: list[EstimatorError] = []
     texts = (text for pattern in patterns for text in expand_pattern(pattern))
     for text, found in map_shared(executor, _answer, answer_of, texts):
-        if isinstance(found, Estimate):
-            rows.append(SweepRow(allocation=text, answer=found))
-        else:
-            errors.append(found)
-            rows.append(SweepRow(allocation=text, answer=None, refusal=str(found)))
+        answer, share = (None, 1.0) if isinstance(found, EstimatorError) else found
+        refusal = str(found) if isinstance(found, EstimatorError) else ""
+        errors += [found] if isinstance(found, EstimatorError) else []
+        rows.append(SweepRow(allocation=text, answer=answer, refusal=refusal))
+        shares.append(share)
     answers = [row.answer for row in rows if row.answer is not None]
     if not answers:
         raise errors[0] if errors else AllocationError("the sweep names no allocation")
     smallest = min(answers, key=lambda answer: answer.ranks)
+    if executor is not None:
+        # What comes from a worker has no plan of its operators.
+        smallest = answer_of(str(smallest.allocation))
     return [
         SweepRow(
             allocation=row.allocation,
             answer=row.answer,
             refusal=row.refusal,
-            efficiency_ratio=None if row.answer is None else _efficiency(row.answer, smallest),
+            efficiency_ratio=_efficiency(row.answer, smallest, share) if row.answer else None,
         )
-        for row in rows
+        for row, share in zip(rows, shares, strict=True)
     ]
 
 
 def _answer(
     answer_of: Callable[[str], Estimate], _kept: dict[str, Any], text: str
-) -> Estimate | EstimatorError:
-    """The estimate of an allocation, or why there is none."""
+) -> tuple[Estimate, float] | EstimatorError:
+    """The estimate of an allocation and the share of the update of a rank, or why there is none."""
     try:
-        return answer_of(text)
+        answer = answer_of(text)
     except (AllocationError, StrategyError, WorkloadError) as error:
         return error
+    return answer, answer.plan.share
 
 
-def _efficiency(answer: Estimate, smallest: Estimate) -> float | None:
+def _efficiency(answer: Estimate, smallest: Estimate, share: float) -> float | None:
     if answer.samples_per_s is None or not smallest.samples_per_s:
         return None
     whole = (answer.samples_per_s / answer.ranks) / (smallest.samples_per_s / smallest.ranks)
-    return whole * (linear_step_s(smallest, like=answer) / smallest.step_time_s)
+    return whole * (linear_step_s(smallest, share=share) / smallest.step_time_s)
 
 
 class Row(Protocol):

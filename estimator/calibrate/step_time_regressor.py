@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from estimator.calibrate import gaussian_process, intervals
 from estimator.calibrate.design_matrix import Dataset, design_matrix, reference_of
 from estimator.calibrate.gaussian_process import Inputs
-from estimator.calibrate.intervals import SPREAD_PRIOR, Spread, SpreadPrior
+from estimator.calibrate.intervals import ENGINE_SPREAD_PRIOR, SPREAD_PRIOR, Spread, SpreadPrior
 from estimator.calibrate.mixture import Mixture
 from estimator.calibrate.performance_model import (
     BATCH,
@@ -94,7 +94,7 @@ class StepTimeRegressor:
         *,
         priors: Priors | None = None,
         peers: Sequence[Array] = (),
-        spread_prior: SpreadPrior = SPREAD_PRIOR,
+        spread_prior: SpreadPrior | None = None,
     ) -> None:
         self.priors, self.peers, self.spread_prior = priors, peers, spread_prior
 
@@ -177,7 +177,8 @@ class StepTimeRegressor:
         """How much this job varies beyond what is predicted of steps that were not seen."""
         left_out, distinct = self.mixture_.left_out, len(self.mixture_.rows_)
         of_errors = left_out.log_ratio, left_out.variance
-        return Spread(*of_errors, distinct, self.peers, self.spread_prior)
+        usual = SPREAD_PRIOR if self._observed[2] is None else ENGINE_SPREAD_PRIOR
+        return Spread(*of_errors, distinct, self.peers, self.spread_prior or usual)
 
     def _spread_variance(self, rows: Array, variance: Array) -> Array:
         """The variance of rows whose predictive one is given, with the job's spread.

@@ -42,7 +42,7 @@ def workspace_bytes(call: OpCall, *, threads: int = 1) -> int:
 def _forward(call: OpCall, threads: int) -> float:
     image, weight, output = call.arguments[0], call.arguments[1], call.outputs[0]
     if _is_matmul(image, weight, argument(call, 3, "stride", ()), threads):
-        return _contiguous_copy(image)
+        return _copies(image, weight, image)
     blocked = _blocked_weight(weight, image)
     if _channels_last(image) or _channels_last(weight):
         return blocked
@@ -63,10 +63,10 @@ def _backward(call: OpCall, threads: int) -> float:
     """First the gradient of the input, then, beside it, that of the weight."""
     gradient, image, weight = call.arguments[:3]
     wants_image, wants_weight = argument(call, 10, "output_mask", (True, True, True))[:2]
-    copied = _contiguous_copy(gradient) + _contiguous_copy(image)
     transposed = bool(argument(call, 7, "transposed", False))
     if not transposed and _is_matmul(image, weight, argument(call, 4, "stride", ()), threads):
-        return copied
+        return _copies(image, weight, gradient, image)
+    copied = _contiguous_copy(gradient) + _contiguous_copy(image)
     blocked = _filled_weight(weight) if transposed else _blocked_weight(weight, image)
     depthwise = _is_depthwise(weight, image)
     grouped = int(argument(call, 9, "groups", 1)) > 1
@@ -153,6 +153,17 @@ def _is_matmul(
     """
     pointwise = math.prod(weight.shape[2:]) == 1 == max(strides, default=1)
     return pointwise and threads == 1 and image.shape[0] < 16 and image.dtype == "float32"
+
+
+def _copies(image: TensorSpec, weight: TensorSpec, *read: TensorSpec) -> float:
+    """What a matmul reads in another order than its image's (thnn_conv_use_channels_last)."""
+    last = _channels_last(image) or _channels_last(weight)
+    found = 0.0
+    for spec in read:
+        as_it_is = _channels_last(spec) if last else spec.strides is None
+        if not as_it_is and (spec.strides is not None or math.prod(spec.shape[2:]) > 1):
+            found += spec.nbytes
+    return found
 
 
 def _contiguous_copy(spec: TensorSpec) -> float:

@@ -79,8 +79,9 @@ class CollectiveCost:
     `size_bytes` follows nccl-tests: the whole buffer of one rank (for all-gather and
     reduce-scatter the gathered size). The group has `group_size` ranks on `nodes` nodes; `hosts`
     names the node of every rank, in rank order, where it was measured on a cluster. `pair_ratio`
-    are (bytes, seconds of two such collectives at once / seconds of one). A small call takes
-    `delay_s` longer in the mean, where the backend's threads wait for the core that they share.
+    are (bytes, seconds of two such collectives at once / seconds of one). `delays` are
+    (bytes, seconds) that a small call takes longer in the mean than `points`, between operators
+    that compute: the backend's threads wait for the core that they share with them.
     """
 
     op: CollectiveName
@@ -92,13 +93,14 @@ class CollectiveCost:
     latency_s: float
     bandwidth_bytes_per_s: float
     pair_ratio: tuple[tuple[float, float], ...] = ()
-    delay_s: float = 0.0
+    delays: tuple[tuple[float, float], ...] = ()
     provenance: Provenance
 
     def __post_init__(self) -> None:
         check_points(self, self.points)
         check_points(self, self.pair_ratio)
-        check_not_negative(self, "latency_s", "delay_s")
+        check_points(self, self.delays)
+        check_not_negative(self, "latency_s")
         check_positive(self, "bandwidth_bytes_per_s", "group_size", "nodes")
         if self.nodes > self.group_size:
             raise ValueError(

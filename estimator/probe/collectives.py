@@ -32,6 +32,9 @@ _TURNING_BYTES, _MOST_BUFFERS = 64 * MIB, 16
 _START_ALLOWANCE_S = 60.0
 # Up to here a call waits for its ranks rather than for the link.
 _SMALL_BYTES = MIB
+# Calls as they stand between the layers of a model: some tenths of a millisecond of matmuls each.
+_BETWEEN_BYTES, _BETWEEN_TURNS = (16 * KIB, 128 * KIB, MIB), 60
+_SIDE, _PRODUCTS = 256, 2
 
 Finding = CollectiveCost | str
 
@@ -99,7 +102,8 @@ class _Gathered:
             self.keep(f"{self.backend} has no {op}: {message['unsupported']}")
             return
         ranks = [parts[number]["windows"] for number in range(self.group_size)]
-        cost = collective_cost(op, self.backend, ranks)
+        between = [parts[number]["between"] for number in range(self.group_size)]
+        cost = collective_cost(op, self.backend, ranks, between)
         if cost is None:
             self.keep(
                 f"{self.backend} {op} over {self.group_size} devices was not measured: "
@@ -113,8 +117,11 @@ def collective_cost(
     op: CollectiveName,
     backend: str,
     windows: Sequence[Sequence[Sequence[float]]],
+    between: Sequence[Sequence[Sequence[float]]] = (),
 ) -> CollectiveCost | None:
     """A CollectiveCost from every rank's (bytes, entered, left), call by call.
+
+    `between` are every rank's (bytes, seconds that a call adds to compute around it).
 
     Entered and left are on one clock for all ranks. None if fewer than two sizes were timed.
     """
@@ -130,14 +137,6 @@ def collective_cost(
         return None
     # Of two, the quicker: what disturbs a call makes it longer.
     points = tuple((size, statistics.median_low(seconds[size])) for size in sorted(seconds))
-    # A larger message that took less shows that a smaller one was disturbed.
-    undisturbed = [min(time_s for _, time_s in points[place:]) for place in range(len(points))]
-    beyond = [
-        taken_s - least_s
-        for (size, _), least_s in zip(points, undisturbed, strict=True)
-        if size <= _SMALL_BYTES
-        for taken_s in seconds[size]
-    ]
     line = fit_line([size for size, _ in points], [time_s for _, time_s in points])
     return CollectiveCost(
         op=op,
@@ -145,7 +144,7 @@ def collective_cost(
         group_size=len(windows),
         points=points,
         latency_s=line.latency_s,
-        delay_s=max(0.0, statistics.fmean(beyond)) if beyond else 0.0,
+        delays=_delays(points, seconds, between),
         bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
         provenance=Provenance(
             source="measured",
@@ -157,6 +156,23 @@ def collective_cost(
     )
 
 
+def _delays(
+    points: Sequence[tuple[float, float]],
+    seconds: Mapping[float, Sequence[float]],
+    between: Sequence[Sequence[Sequence[float]]],
+) -> tuple[tuple[float, float], ...]:
+    """What small calls take beyond their points in the mean: between compute, else one by one."""
+    means = {size: statistics.fmean(seconds[size]) for size, _ in points if size <= _SMALL_BYTES}
+    if between:
+        means = {rows[0][0]: max(row[1] for row in rows) for rows in zip(*between, strict=True)}
+    found = []
+    for size, mean_s in means.items():
+        # A larger message that took less shows that a smaller one was disturbed.
+        least_s = min(time_s for larger, time_s in points if larger >= size)
+        found.append((size, max(mean_s - least_s, 1e-9)))
+    return tuple(found)
+
+
 def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
     """One rank's share: time every op at every size; called in its own pinned process."""
     timer = CallTimer(world_size, arguments["kind"], arguments["sizes_bytes"])
@@ -164,11 +180,12 @@ def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
         share_s = arguments["budget_s"] * _SHARES[op]
         try:
             windows = timer.time_op(op, arguments["sizes_bytes"], share_s)
+            between = timer.time_between(op)
         # What torch raises where a backend lacks a collective; all ranks find out alike.
         except (RuntimeError, NotImplementedError, ValueError) as error:
             report({"op": op, "unsupported": " ".join(str(error).split())[:200]})
             continue
-        report({"op": op, "windows": windows})
+        report({"op": op, "windows": windows, "between": between})
 
 
 class CallTimer:
@@ -217,6 +234,30 @@ class CallTimer:
                 for turn in range(max(fewest, self.agreed_repeats(call_s[size], slice_s))):
                     windows.append((size, *self.timed(calls[turn % len(calls)])))
         return windows
+
+    def time_between(self, op: str) -> list[tuple[int, float]]:
+        """(bytes, what a call adds to the compute of a rank before and after it); CPUs alone."""
+        if self.on_cuda:
+            return []
+        matrix = self.torch.ones(_SIDE, _SIDE)
+
+        def compute() -> None:
+            for _ in range(_PRODUCTS):
+                matrix @ matrix
+
+        return [(size, self._added_s(self.calls(op, size), compute)) for size in _BETWEEN_BYTES]
+
+    def _added_s(self, calls: Sequence[Callable[[], object]], compute: Callable[[], None]) -> float:
+        ends = []
+        for does_call in (False, True):
+            self.dist.barrier()
+            begin = time.perf_counter()
+            for turn in range(_BETWEEN_TURNS):
+                compute()
+                if does_call:
+                    calls[turn % len(calls)]()
+            ends.append((time.perf_counter() - begin) / _BETWEEN_TURNS)
+        return max(ends[1] - ends[0], 0.0)
 
     def agreed_repeats(self, call_s: float, slice_s: float) -> int:
         """The same number on every rank: as often as the slowest can in the least time left."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +21,6 @@ _MATMUL_SIDE = 512
 _LEAST_CALLS = 3
 # Rounds of each case; of matmuls more, since they tell how unlike ranks run.
 _ROUNDS, _MATMUL_ROUNDS = 3, 10
-# Of a normal distribution, over the median of absolute deviations.
-_SIGMA_OF_MEDIAN_DEVIATION = 1.4826
 # Windows of several timer ticks and kernels, and no longer than a rank can wait for the others.
 _SHORTEST_WINDOW_S, _LONGEST_WINDOW_S = 0.004, 0.08
 
@@ -83,22 +80,19 @@ def summarise(results: Sequence[Sequence[Mapping[str, Any]]], *, at: str = "") -
 
 
 def _rank_jitter_ratio(results: Sequence[Sequence[Mapping[str, Any]]]) -> float:
-    """One standard deviation of a rank's time over a window of matmuls beside the others.
+    """One standard deviation of a rank's time beside the others, over many windows of matmuls.
 
-    Beside the mean of all ranks in the same window: ranks do not wait for each other where all are
-    slow. By the median distance: one window that something else disturbed is no spread.
+    A step lasts as long as many windows, whose noise it averages; what it waits for are ranks that
+    are slower for longer. By each rank's median: windows that something else disturbed are no
+    jitter.
     """
-    ranks = [windows for cases in results for case in cases if (windows := case.get("windows_s"))]
-    if len(ranks) < 2:
-        return 0.0
-    off = [
-        abs(seconds / statistics.fmean(window) - 1)
-        for window in zip(*ranks, strict=True)
-        for seconds in window
+    medians = [
+        statistics.median(case["windows_s"])
+        for cases in results
+        for case in cases
+        if case.get("windows_s")
     ]
-    # The mean of n ranks has moved by 1/n of each one's own distance.
-    of_mean = math.sqrt(len(ranks) / (len(ranks) - 1))
-    return _SIGMA_OF_MEDIAN_DEVIATION * of_mean * statistics.median(off)
+    return statistics.stdev(medians) / statistics.fmean(medians) if len(medians) > 1 else 0.0
 
 
 def measure_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:

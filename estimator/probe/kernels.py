@@ -34,7 +34,7 @@ _WARM_S, _COLD_S = 0.004, 0.002
 # Below this a call is all dispatch; below that share of its time, reading its bytes from main
 # memory (no device takes longer than this for one, most a third) is lost in the noise.
 _NO_COLD_BELOW_BYTES = 16 << 10
-_COLD_S_PER_BYTE, _COLD_SHARE = 1e-10, 0.05
+_COLD_S_PER_BYTE, _COLD_SHARE = 1e-10, 0.10
 # These make blocked copies of their tensors in memory of their own, which a training step finds as
 # cold as its inputs: the caches are emptied before each call.
 _WITH_SCRATCH = (
@@ -59,7 +59,7 @@ def prepare(backend: Backend, emit: Emit, *, budget_s: float) -> None:
     """Make this process time calls as a long-running step does: memory resident, clocks steady."""
     import torch
 
-    # As ranks that train: what chains of operators leave of gradients may vanish.
+    # Kernels are timed on normal numbers; what long chains of them leave may be none.
     torch.set_flush_denormal(True)
     if backend.kind == "cpu":
         resident = keep_memory_resident()

@@ -138,9 +138,6 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
     # As the probe does; with glibc's defaults whether a tensor meets page faults is chaotic, and
     # equal runs of small convolutional networks differ by a third.
     keep_memory_resident()
-    # Random weights give some models gradients of 1e-20, whose squares CPUs take many times as long
-    # to handle: mt5's AdamW takes three times as long until it has been trained.
-    torch.set_flush_denormal(True)
     canary_s = _time_canary()
     torch.manual_seed(0)
     training = Training(arguments, world_size)

@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.costs import Features, features_of
-from estimator.graph.exchanges import is_collective
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.structure import GraphStructure
-from estimator.machines.profile import HostCost, MachineProfile
+from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import is_known_by_datasheet, with_typical_costs
 from estimator.tensors import OpCall, TensorSpec
-from estimator.timeline.caches import cold_ratios, evicted
+from estimator.timeline.caches import cold_ratios
 from estimator.timeline.compiled_host import compiled_host_seconds
 from estimator.timeline.contention import slowdown_curve
+from estimator.timeline.eager_host import eager_host_seconds
 from estimator.timeline.kernel_fits import KernelFits, Prediction, ProbedKernels
 from estimator.timeline.roofline import Roofline
 
@@ -40,21 +40,8 @@ _UNKNOWN_ERROR = 1.0
 # Of the error of a fit, what is left at another batch once the call was measured at the traced one:
 # the machine's share goes with the ratio measured over fitted, the share of the size stays.
 _CARRIED_ERROR_RATIO = 0.5
-# Before a library's kernel is launched, its descriptors are made and its algorithm looked up: on a
-# GPU a convolution takes the host 4 times as long as relu_, a batch norm 3 times with what wraps it
-# (112 and 51 beside 26 µs in a profile: pytorch/pytorch, issue 27058).
-_LIBRARY_CALLS = {"convolution": 4.0, "batch_norm": 3.0}
-# The backward pass of a view is a view made from C++, without Python's half of the call.
-_BACKWARD_VIEW_RATIO = 0.5
 # Bytes read and written for each fp32 element of a copy.
 _COPIED_BYTES = 8
-# What torch.utils.checkpoint costs the host beside running a block again, in calls of a module:
-# states of generators, detached inputs, a nested backward pass (95 µs in its reentrant form and 0.8
-# a call, torch 2.13 on an EPYC server; 300 µs in the other form, with hooks on what is saved).
-_CHECKPOINT_CALLS = 120
-# What a torch.autograd.Function adds to the ops in it, forward and backward, in the same calls (4
-# and 7 µs there): its context, what it saves, and Python called from autograd's thread.
-_FUNCTION_CALLS, _FUNCTION_BACKWARD_CALLS = 5, 9
 _NO_KERNEL = Prediction(warm_s=0.0, cold_s=0.0, relative_error=0.0, source="view")
 
 
@@ -66,7 +53,7 @@ class Durations:
     are "measured" (this exact call was timed), "fitted", "datasheet" (by the kernel model),
     "assumed" (no formula: charged as a copy of its bytes) or "view". `in_grid` marks calls whose
     exact shape is in the probe's grid. `shared_error` is one standard deviation of what all kernels
-    of a step are off together, by a chip that is not quite its datasheet.
+    of a step are off together, by a chip that is not quite its datasheet or kernels too short.
     """
 
     host_s: Array
@@ -175,7 +162,13 @@ def op_durations(
         host_s=cache.get(
             "host seconds",
             (bound, profile),
-            lambda: _host_seconds(structure, costs, host, _private_bytes(profile)),
+            lambda: (
+                eager_host_seconds(
+                    structure, costs.calls, costs.moved_bytes, host, _private_bytes(profile)
+                )
+                if bound.graph.execution == "eager"
+                else compiled_host_seconds(bound.graph, host)
+            ),
         ),
         device_s=kernels.alone_s * slowdown[structure.call_of],
         sources=kernels.sources,
@@ -249,12 +242,14 @@ def _kernel_seconds(
     errors = np.where(is_view, 0.0, errors)
     sources = ["view" if view else timed[n].source for view, n in zip(is_view, of, strict=True)]
     in_grid = np.array([call in fits.exact for call in costs.calls], dtype=np.bool_)
+    alone_s = np.where(is_view, 0.0, seconds)
+    kernel_s = float(alone_s.sum()) / max(int((alone_s > 0).sum()), 1)
     return KernelSeconds(
-        alone_s=np.where(is_view, 0.0, seconds),
+        alone_s=alone_s,
         relative_errors=np.maximum(errors, _FLOPS_ERROR) if graph.is_summary else errors,
         sources=tuple(sources),
         in_grid=in_grid[of] & ~is_view,
-        shared_error=fits.shared_error,
+        shared_error=fits.shared_error(kernel_s) if kernel_s else 0.0,
         cached_bytes=cached_bytes,
     )
 
@@ -330,79 +325,3 @@ def _measured_ratios(
         traced.append(fitted or Prediction(warm_s=1.0, cold_s=1.0, relative_error=0.0, source=""))
     of = structure.call_of
     return measured_s[of] / _blend(traced, of, cold), left[of]
-
-
-def _host_seconds(
-    structure: GraphStructure, costs: CallCosts, host: HostCost, private_bytes: float
-) -> Array:
-    """Python, dispatch and autograd seconds per op; on CUDA also the launch.
-
-    The forward pass, and what checkpoints run again, pay Python and module calls, the rest of the
-    backward pass only C++. A CPU kernel's own time includes its bare call; a CUDA kernel's does
-    not. On CPUs what the kernel before touched has evicted the host's code from `private_bytes` of
-    cache, or has not.
-    """
-    graph = structure.graph
-    if graph.execution != "eager":
-        return compiled_host_seconds(graph, host)
-    launch = host.bare_op_s if graph.target == "cuda" else 0.0
-    moved = np.where(structure.is_view, 0.0, costs.moved_bytes[structure.call_of])
-    before = np.concatenate([[0.0], moved[:-1]]) if len(moved) else moved
-    cold = evicted(before, private_bytes) if private_bytes else np.ones(len(moved))
-    op_s = _between(host.cached_forward_op_s, host.forward_op_s, cold)
-    view_s = _between(host.cached_forward_view_s, host.forward_view_s, cold)
-    node_s = _between(host.cached_backward_op_s, host.backward_op_s, cold)
-    calls = _library_ratios(costs)[structure.call_of] if graph.target == "cuda" else 1.0
-    forward_s = np.where(structure.is_view, view_s, (op_s + launch) * calls)
-    backward_s = np.where(
-        structure.is_view, _BACKWARD_VIEW_RATIO * view_s, (node_s + launch) * calls
-    )
-    by_python = structure.is_forward | structure.is_run_again
-    per_op = np.where(by_python, forward_s, backward_s)
-    for parameter in graph.parameters:
-        if parameter.ready_after is not None:  # autograd hands the gradient to the parameter
-            per_op[parameter.ready_after] += node_s[parameter.ready_after]
-    per_op += _dtensor_seconds(graph, host)
-    if len(per_op):
-        per_op[0] += host.step_s
-        per_op += host.module_call_s * _python_calls(structure, by_python)
-    return per_op
-
-
-def _dtensor_seconds(graph: OpGraph, host: HostCost) -> Array:
-    """What DTensor does per call of a module that it runs, and per collective."""
-    entered = {"forward": host.dtensor_forward_s, "backward": host.dtensor_backward_s}
-    return np.array(
-        [
-            (entered[op.phase] if op.enters_dtensor else 0.0)
-            + (host.dtensor_exchange_s if is_collective(op.call) else 0.0)
-            for op in graph.ops
-        ]
-    )
-
-
-def _library_ratios(costs: CallCosts) -> Array:
-    """How many times a simple operator each distinct call takes the host."""
-    kinds = [
-        next((ratio for word, ratio in _LIBRARY_CALLS.items() if word in call.target), 1.0)
-        for call in costs.calls
-    ]
-    return np.array(kinds)
-
-
-def _python_calls(structure: GraphStructure, by_python: Flags) -> Array:
-    """What Python does around each op, in calls of a module: these come between all its ops."""
-    graph, is_forward = structure.graph, structure.is_forward
-    calls = np.zeros(len(by_python))
-    calls[structure.checkpoints] = _CHECKPOINT_CALLS
-    functions = _FUNCTION_CALLS * graph.function_calls / max(is_forward.sum(), 1)
-    calls[by_python] += graph.module_calls / max(by_python.sum(), 1) + functions
-    calls[~by_python] += (
-        _FUNCTION_BACKWARD_CALLS * graph.function_calls / max((~by_python).sum(), 1)
-    )
-    return calls
-
-
-def _between(cached_s: float | None, cold_s: float, cold: Array) -> Array:
-    """Seconds by the share of the host's code and data that has left the private caches."""
-    return cold * cold_s + (1.0 - cold) * (cold_s if cached_s is None else cached_s)

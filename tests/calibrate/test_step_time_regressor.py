@@ -124,6 +124,18 @@ def test_without_observations_the_engines_times_are_the_answer() -> None:
     assert predicted[ALONE] == pytest.approx(COMPUTE_S[ALONE], rel=1e-9)
 
 
+def test_beside_an_engine_left_out_errors_count_as_they_are() -> None:
+    seen, expected_s = ROWS[FEW], MEASURED_S[FEW]
+    times_s = expected_s * np.array([1.5, 1.0, 0.6, 1.5, 0.6])
+    engine = EngineTimes(
+        compute_s=COMPUTE_S[FEW], sync_s=SYNC_S[FEW] * ~ALONE[FEW], step_s=expected_s
+    )
+    beside = StepTimeRegressor().fit(seen, times_s, engine_times=engine)
+    alone = StepTimeRegressor().fit(seen, times_s)
+    assert beside.spread_.inflation_variance == pytest.approx(1, abs=0.01)
+    assert alone.spread_.inflation_variance > 1.2
+
+
 def test_the_engines_shape_carries_one_observation_to_other_placements() -> None:
     # The engine sees the right shape and is 30 % short everywhere.
     engine = EngineTimes(compute_s=COMPUTE_S / 1.3, sync_s=SYNC_S * ~ALONE / 1.3)

@@ -197,6 +197,39 @@ def test_a_sum_of_gradients_is_fresh_where_the_first_is_a_view() -> None:
     assert found == {(0,), (1, 2, 4), (3,)}
 
 
+@pytest.mark.parametrize("image", ["plain", "last", "other"])
+@pytest.mark.parametrize("gradient", ["plain", "last"])
+def test_pointwise_convolutions_copy_what_is_in_another_order(image: str, gradient: str) -> None:
+    def laid_out(tensor: Tensor, order: str) -> Tensor:
+        if order == "other":
+            return tensor.transpose(2, 3).contiguous().transpose(2, 3)
+        last = order == "last"
+        return tensor.to(memory_format=torch.channels_last) if last else tensor
+
+    layer = nn.Conv2d(8, 16, 1)
+    tensors = (
+        laid_out(torch.randn(2, 16, 12, 12), gradient),
+        laid_out(torch.randn(2, 8, 12, 12), image),
+        layer.weight.detach(),
+    )
+    rest = ((16,), (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (True, True, True))
+    specs = [
+        TensorSpec(tuple(each.shape), strides=None if each.is_contiguous() else each.stride())
+        for each in tensors
+    ]
+    call = OpCall("aten.convolution_backward.default", (*specs, *rest), (), tuple(specs[1:]))
+
+    def step() -> None:
+        torch.ops.aten.convolution_backward(*tensors, *rest)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    measured = live_peak_bytes(step, layer)
+    torch.set_num_threads(threads)
+    made = tensors[1].nbytes + tensors[2].nbytes + 16 * 4
+    assert workspace_bytes(call) == measured - made
+
+
 class Tied(nn.Module):
     """An embedding whose table is the head's weight as well."""
 

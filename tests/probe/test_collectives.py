@@ -37,9 +37,17 @@ def test_what_small_calls_take_beyond_their_points_in_the_mean_is_their_delay() 
     larger = [(4096, 0.0, taken_s) for taken_s in (0.002, 0.002, 0.008)]
     link = [(64 * MIB, 0.0, 1.0), (64 * MIB, 0.0, 3.0)]
     cost = collective_cost("all_reduce", "gloo", [small + larger + link] * 2)
-    # (0 + 0 + 3 + 0 + 0 + 6) ms over six calls; the largest size waits for the link.
     assert cost is not None
-    assert cost.delay_s == pytest.approx(0.0015)
+    # 2 and 4 ms in the mean; the largest size waits for the link.
+    assert dict(cost.delays) == pytest.approx({1024: 0.001, 4096: 0.002})
+
+
+def test_between_compute_the_slowest_rank_tells_the_delay() -> None:
+    windows = [(1024, 0.0, 0.001), (4096, 0.0, 0.002), (16384, 0.0, 0.004)]
+    added = [[(4096, 0.003), (16384, 0.003)], [(4096, 0.005), (16384, 0.004)]]
+    cost = collective_cost("all_reduce", "gloo", [windows] * 2, added)
+    assert cost is not None
+    assert dict(cost.delays) == pytest.approx({4096: 0.003, 16384: 0.0}, abs=1e-8)
 
 
 def test_one_size_alone_is_no_collective_cost() -> None:

@@ -129,7 +129,7 @@ def test_a_canary_that_runs_slow_disturbs_where_no_load_is_seen() -> None:
 
 def test_only_what_is_beyond_doubt_is_refused() -> None:
     check_interference(Interference(others_ratio=0.15, canary_ratio=1.5))
-    with pytest.raises(ProbeError, match="used 26 %"):
+    with pytest.raises(ProbeError, match="used 16 %"):
         check_interference(Interference(others_ratio=0.16))
     with pytest.raises(ProbeError, match=r"1\.6 times as long"):
         check_interference(Interference(canary_ratio=1.6))

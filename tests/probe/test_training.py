@@ -42,15 +42,6 @@ def sleeper(batch=2):
 def branches():
     return Branches(), {"x": torch.ones(2, 4)}
 
-class Tiny(nn.Linear):
-    def forward(self, x):
-        # The smallest normal number, halved: 0 where denormal numbers are flushed.
-        assert not torch.full((1,), 2.0**-126).mul(0.5).any()
-        return super().forward(x)
-
-def tiny():
-    return Tiny(4, 1), torch.ones(2, 4)
-
 def own_loss(batch=2):
     loss = lambda output, given: output.sum() * len(given[0])
     return nn.Linear(4, 1), (torch.ones(batch, 4),), loss
@@ -111,10 +102,6 @@ def test_every_optimizer_and_precision_trains(models: str, optimizer: str, preci
     assert 0 < run.slowest_step_s < 1
     assert run.canary_s > 0
     assert run.peak_memory_bytes > 0
-
-
-def test_denormal_numbers_are_flushed_to_zero(models: str) -> None:
-    assert train(f"{models}:tiny", DEVICES[:1], steps=1).slowest_step_s > 0
 
 
 def test_parameters_without_a_gradient_are_found_and_do_not_stop_the_ranks(models: str) -> None:

@@ -92,3 +92,26 @@ def test_caches_are_emptied_before_each_update_as_forward_and_backward_leave_the
     # The first step makes the optimizer's state.
     assert done[0] == "updated"
     assert done[1:] == ["emptied", "updated"] * 9
+
+
+def test_a_second_in_which_the_machine_was_slow_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def step_s(_: Any, optimizer: str, form: str, *rest: Any, **gradient: float) -> tuple[float]:
+        known = (optimizer, form, *rest, *gradient)
+        asked.append(known)
+        # Slow for what is asked of sgd first, and of adam the second time.
+        slow = (optimizer, asked.count(known)) in (("sgd", 1), ("adam", 2))
+        return (3.0 if slow else 1.0,)
+
+    monkeypatch.setattr(updates, "_step_s", step_s)
+    emitted: list[dict[str, Any]] = []
+    measure_updates(CpuBackend(), emitted.append, budget_s=60.0)
+    last = {each["optimizer"]: each for each in emitted if each.get("form") == "loop"}
+    assert set(last) == {"adamw", "sgd", "sgd-momentum", "adam"}
+    for each in last.values():
+        assert {seconds for *_, seconds in each["points"]} == {1.0}
+        assert each["zero_point"][-1] == 1.0
+    assert emitted[-1] == {"skipped": []}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -115,7 +116,11 @@ def pipeline_answer(
     schedule: Schedule, ranks: int, micro_batches: int, stages: Sequence[StagePlan]
 ) -> PipelineAnswer:
     """The step of `ranks` pipeline ranks; raises StrategyError, ProfileError."""
-    answers = [answer_of(each.plan) for each in stages]
+    # Stages that compute the same on equal ranks have one plan.
+    distinct = {id(each.plan): each.plan for each in stages}
+    answered = {key: answer_of(plan) for key, plan in distinct.items()}
+    peaks = {key: plan.memory()[0] for key, plan in distinct.items()}
+    answers = [answered[id(each.plan)] for each in stages]
     costs = [_costs(each) for each in stages]
     held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
     tails = [_tail_s(answers, stages, own, micro_batches) for own in held]
@@ -137,7 +142,10 @@ def pipeline_answer(
     slowest = _with_lanes(
         answers[longest].slowest, [answers[n].slowest for n in held[last]], micro_batches
     )
-    memories = [_memory(schedule, ranks, rank, micro_batches, stages) for rank in range(ranks)]
+    each_peak = [peaks[id(each.plan)] for each in stages]
+    memories = [
+        _memory(schedule, ranks, rank, micro_batches, stages, each_peak) for rank in range(ranks)
+    ]
     memory, used_ratio = max(memories, key=lambda each: each[1])
     found = StepAnswer(parts, slowest, answers[longest].communication)
     step = PipelinedStep(
@@ -220,7 +228,12 @@ def _with_lanes(longest: RankKind, own: Sequence[RankKind], micro_batches: int) 
 
 
 def _memory(
-    schedule: Schedule, ranks: int, rank: int, micro_batches: int, stages: Sequence[StagePlan]
+    schedule: Schedule,
+    ranks: int,
+    rank: int,
+    micro_batches: int,
+    stages: Sequence[StagePlan],
+    each_peak: Sequence[PeakMemory],
 ) -> tuple[PeakMemory, float]:
     """(what a rank needs at most, its share of the device): all its stages, and what waits.
 
@@ -229,7 +242,7 @@ def _memory(
     own = schedule.stages_of(rank, ranks)
     kept = {n: stages[n].kept_bytes for n in own}
     waiting = most_held_bytes(schedule, ranks, rank, micro_batches, kept) - max(kept.values())
-    peaks = [stages[number].plan.memory()[0] for number in own]
+    peaks = [each_peak[number] for number in own]
     highest = max(peak.activations_bytes for peak in peaks)
     sums = {
         item.name: sum(getattr(peak, item.name) for peak in peaks)
@@ -253,11 +266,31 @@ def most_held_bytes(
     That is p − s times as much at stage s of 1F1B, and all micro-batches in GPipe. What a gradient
     of weights still needs counts.
     """
-    held = most = 0
+    own = schedule.stages_of(rank, ranks)
+    return max(
+        sum(count * kept[stage] for count, stage in zip(counts, own, strict=True))
+        for counts in _held_at_once(schedule, ranks, rank, micro_batches)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _held_at_once(
+    schedule: Schedule, ranks: int, rank: int, micro_batches: int
+) -> tuple[tuple[int, ...], ...]:
+    """The micro-batches of each of a rank's stages that are held at once, where none holds more."""
+    held = dict.fromkeys(schedule.stages_of(rank, ranks), 0)
+    seen: set[tuple[int, ...]] = set()
     for action in schedule.orders(ranks, micro_batches)[rank]:
         if action.kind == "forward":
-            held += kept[action.stage]
-            most = max(most, held)
+            held[action.stage] += 1
+            seen.add(tuple(held.values()))
         elif action.kind in ("backward", "weight"):
-            held -= kept[action.stage]
-    return most
+            held[action.stage] -= 1
+    return tuple(
+        one
+        for one in seen
+        if not any(
+            other != one and all(more >= count for more, count in zip(other, one, strict=True))
+            for other in seen
+        )
+    )

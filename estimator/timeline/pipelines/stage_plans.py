@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -97,6 +98,8 @@ def _stage_plans(
     stages = _stages(graph, mesh, batch, shape, schedule, points, cache)
     merging = mesh.parallelism.replicas > 1
     whole = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
+    held = Counter(name for stage in stages for name in stage.parameters)
+    tied = frozenset(name for name, count in held.items() if count > 1)
     plans: dict[Members, StepPlan] = {}
     found = []
     returned_s = 0.0
@@ -115,7 +118,7 @@ def _stage_plans(
                 passes_s=_passes_s(slowest, stage, cache),
                 sent_s=sent_s,
                 returned_s=returned_s,
-                tied_s=_tied_s(mesh, schedule, number, stages, cache),
+                tied_s=_tied_s(mesh, schedule, number, stages, tied, cache),
                 kept_bytes=_kept_bytes(slowest.program.bound, cache),
             )
         )
@@ -244,13 +247,22 @@ def _pair_s(
 
 
 def _tied_s(
-    mesh: Mesh, schedule: Schedule, number: int, stages: Sequence[Stage], cache: Cache
+    mesh: Mesh,
+    schedule: Schedule,
+    number: int,
+    stages: Sequence[Stage],
+    tied: frozenset[str],
+    cache: Cache,
 ) -> float:
-    """Seconds in which gradients of weights that two stages share are added up between them."""
-    one = stages[number]
+    """Seconds in which gradients of weights that two stages share are added up between them.
+
+    `tied` are the names of all such weights.
+    """
+    one, ranks, spent_s = stages[number], mesh.parallelism.pp, 0.0
+    if tied.isdisjoint(one.parameters):
+        return 0.0
     sizes = [parameter.spec.nbytes for parameter in one.graph.parameters]
     own = dict(zip(one.parameters, sizes, strict=True))
-    ranks, spent_s = mesh.parallelism.pp, 0.0
     for other, stage in enumerate(stages):
         if other != number:
             shared = sum(own.get(name, 0) for name in stage.parameters)
