@@ -160,6 +160,15 @@ def _fewer_or_more(given: Given) -> Placed:
     return given.same((found,) * len(given.call.outputs))
 
 
+@rule_of("view_as_complex view_as_real")
+def _complex(given: Given) -> Placed:
+    """Pairs along a last dimension are complex numbers without it, and the other way round."""
+    shard, name = given.shard, given.call.target.split(".")[1]
+    if shard is None or (name == "view_as_complex" and shard.dim == len(given.inputs[0].shape) - 1):
+        return given.whole()
+    return given.same((shard,))
+
+
 @rule_of("slice constant_pad_nd flip roll narrow")
 def _parts(given: Given) -> Placed:
     """A part of one dimension; of a divided one only all of it."""

@@ -314,3 +314,26 @@ def test_a_gathered_layer_holds_its_columns_alone() -> None:
     assert sizes["head.weight"] == (32, WIDTH)
     # The gradient of its weight: (words, tokens) x (tokens, width).
     assert ((32, BATCH * TOKENS), (BATCH * TOKENS, WIDTH)) in products(local)
+
+
+def test_rotary_positions_in_complex_numbers_are_divided_over_heads() -> None:
+    class Rotary(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            heads = [
+                part.view(len(x), TOKENS, HEADS, -1).transpose(1, 2)
+                for part in self.qkv(self.norm(x)).split(WIDTH, dim=-1)
+            ]
+            pairs = torch.view_as_complex(heads[0].reshape(*heads[0].shape[:-1], -1, 2))
+            turned = torch.view_as_real(pairs * torch.ones(1, dtype=torch.complex64)).flatten(3)
+            mixed = nn.functional.scaled_dot_product_attention(turned, heads[1], heads[2])
+            return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+    graph = trace_graph(Rotary(), torch.randn(BATCH, TOKENS, WIDTH))
+    plan = found_plan(graph)
+    assert plan.style_of("qkv") == "column"
+    assert plan.style_of("out") == "row"
+    rank = split(graph, plan, tp=2)
+    assert not any("want of a rule" in each for each in rank.assumptions)
+    # Of 2 ranks each has 2 heads of 4 channels: queries, keys and values of 8 each.
+    (first, *_) = (op for op in rank.ops if op.call.target == "aten.addmm.default")
+    assert first.call.outputs[0].shape == (BATCH * TOKENS, 3 * WIDTH // 2)
