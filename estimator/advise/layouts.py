@@ -304,16 +304,16 @@ class _Search:
 
 
 _WORDS = {
-    "forward_s": "computing",
-    "backward_s": "computing",
-    "host_exposed_s": "the host",
-    "communication_exposed_s": "gradients and what stages send",
-    "straggler_s": "slower ranks",
-    "update_s": "the update",
+    "forward_s": "compute",
+    "backward_s": "compute",
+    "host_exposed_s": "host",
+    "communication_exposed_s": "gradients, sends",
+    "straggler_s": "stragglers",
+    "update_s": "update",
     "copies_exposed_s": "copies",
-    "idle_s": "the pipeline's bubble",
+    "idle_s": "bubble",
     "input_stall_s": "input",
-    "layer_communication_s": "what ranks exchange in layers",
+    "layer_communication_s": "layer exchange",
 }
 
 

@@ -11,7 +11,6 @@ from rich.text import Text
 from estimator.cli.render import facts, grid, stacked
 from estimator.units import (
     format_bytes,
-    format_count,
     format_interval,
     format_ratio,
     format_seconds,
@@ -74,10 +73,13 @@ def layouts_report(
     """The layouts that fit, the fastest first, and why the others are slower."""
     table = grid(
         f"Training {model} on {allocation} with a global batch of {global_batch}",
-        *("layout", "strategy", "checkpoint", "slower most by"),
-        *("batch", "micro-batches", "memory", "step", "slower by"),
-        numbers=5,
+        *("layout", "strategy", "checkpoint", "most by"),
+        *("micro-batches", "memory", "step", "slower by"),
+        numbers=4,
     )
+    # A layout that is cut off tells nothing.
+    for column in table.columns[:2]:
+        column.overflow = "fold"
     best = ranking.rows[0].answer
     for row in ranking.rows:
         answer = row.answer
@@ -88,15 +90,14 @@ def layouts_report(
             row.strategy,
             row.checkpoint or "none",
             row.why,
-            f"{row.batch_per_gpu}",
-            f"{row.micro_batches}",
+            f"{row.micro_batches} × {row.batch_per_gpu}",
             format_bytes(answer.peak_memory_bytes) + mark,
             format_interval(answer.step_time_s, answer.low_s, answer.high_s),
             "" if answer is best else f"{format_ratio(slower)}{' ~' if row.like_best else ''}",
         )
     out = ranking.candidates - ranking.too_large - ranking.worked_out
     notes = [
-        f"of {format_count(ranking.candidates).strip()} layouts {ranking.too_large} surely do not "
+        f"of {ranking.candidates:,} layouts {ranking.too_large} surely do not "
         f"fit, {ranking.worked_out} were worked out, {out} are slower than these by their bounds"
     ]
     if any(row.like_best for row in ranking.rows):
