@@ -48,11 +48,13 @@ class _Splitter(Walk):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        share = f"{self.imbalance:.3g} times" if self.imbalance != 1.0 else "as many as"
+        routing = "tokens are routed evenly"
+        if self.imbalance != 1.0:
+            routing = f"the rank with most tokens has {self.imbalance:.3g} times the mean"
         return (
-            f"ep={self.degree} divides {self.experts} experts of every layer; the rank with most "
-            f"tokens has {share} the mean, and all wait for it; tokens go by all-to-all, which "
-            "overlaps nothing, and gradients of experts are reduced as they become ready",
+            f"ep={self.degree} divides {self.experts} experts of every layer; {routing}, they go "
+            "by all-to-all, which overlaps nothing, and gradients of experts are reduced as they "
+            "become ready",
         )
 
     def _divided(self) -> int:
