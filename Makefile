@@ -4,12 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench fits experiment
+.PHONY: demo test lint bench fits experiment docs docs-check dist
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -e '.[dev,models,report,replay]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[dev,models,report,replay,serve]' -c constraints.txt
 	touch $@
 
 # Probe this machine, estimate two models on one and two devices, then train one to compare.
@@ -30,6 +30,24 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
+
+# The site, in site/; it loads nothing from other hosts.
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -e '.[docs]' -c constraints.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python tools/check_site.py site
+
+# Every command of docs/ prints what its page says, numbers aside: minutes.
+docs-check: docs
+	$(BIN)/python tools/check_docs.py
+
+# Wheel and sdist, checked, then tried in an empty environment without extras.
+dist: $(INSTALLED)
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet build twine -c constraints.txt
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tools/check_wheel.py dist
 
 # Hours on two cores; add QUICK=1 for a subset in minutes.
 bench: $(INSTALLED)

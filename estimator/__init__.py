@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from estimator.workload import Strategy
     from estimator.workload.loader import Loader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public names load their module when first used, so that importing the package imports no torch.
 _HOMES = {

@@ -101,10 +101,10 @@ def _kind(span: Span) -> str:
 
 def timeline_figure(timeline: Timeline) -> Any:
     """The picture of a timeline; raises StoreError if matplotlib is missing."""
-    from matplotlib.patches import Patch
-
     tracks = tracks_of(timeline)
     figure = empty_figure(width_inches=10.0, height_inches=1.2 + 0.45 * len(tracks))
+    from matplotlib.patches import Patch  # there is matplotlib, or the line before had refused
+
     axes = figure.subplots()
     for row, track in enumerate(tracks):
         axes.broken_barh(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from estimator.advise.sweeps import sweep
 from estimator.api import estimate
-from estimator.errors import PriceError
+from estimator.errors import PriceError, StoreError
 from estimator.estimates import Estimate
 from estimator.graph.op_graph import OpGraph
 from estimator.machines.prices import Price, PriceList
@@ -166,6 +167,16 @@ def test_layouts_list_what_is_refused_with_its_reason(graph: OpGraph, answer: Es
     assert section.table is not None
     assert {row[0] for row in section.table.rows} == {"ddp", "zero1", "zero2", "fsdp"}
     assert section.sentences[0].startswith("tp=2,dp=*, ddp: ")
+
+
+@pytest.mark.parametrize("absent", ["matplotlib.figure", "matplotlib.patches"])
+def test_without_matplotlib_a_timeline_says_what_to_install(
+    answer: Estimate, monkeypatch: pytest.MonkeyPatch, absent: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(StoreError, match=r"install throughput-estimator\[report"):
+        all_sections.timeline_section(answer)
 
 
 def test_figures_are_written_as_png_and_svg(answer: Estimate, tmp_path: Path) -> None:
