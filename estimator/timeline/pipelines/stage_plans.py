@@ -61,6 +61,12 @@ def stage_plans(
         raise StrategyError(
             f"{graph.name} is known by a summary, which cannot be cut into stages; trace it"
         )
+    strategy = shape.strategy
+    if strategy.kind == "zero2" or (strategy.kind == "fsdp" and strategy.reshard_after_forward):
+        raise StrategyError(
+            f"'{strategy}' exchanges shards for every micro-batch of a pipeline, which cannot be "
+            "estimated; write fsdp:no_reshard, zero1, distributed-optimizer or ddp"
+        )
     placement = mesh.placement
     one = shape._replace(accumulation_steps=1)
     layout = replace(mesh.parallelism, micro_batches=1)

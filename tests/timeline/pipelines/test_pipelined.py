@@ -51,6 +51,13 @@ def test_the_parts_add_up_and_the_timeline_ends_with_the_step(layout: str) -> No
     assert {span.rank for span in spans} == {0, 1}
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_shards_that_every_micro_batch_exchanges_are_refused(strategy: str) -> None:
+    with pytest.raises(StrategyError, match=f"'{strategy}' exchanges shards for every micro-batch"):
+        answer("1x4:m", "pp=2,dp=2", strategy=strategy)
+    assert answer("1x4:m", "pp=2,dp=2", strategy="fsdp:no_reshard").step_time_s > 0
+
+
 def test_micro_batches_in_the_middle_add_the_period_of_the_slowest_stage() -> None:
     found = {count: answer("1x4:m", "pp=4,dp=1", count) for count in (8, 16, 32)}
     steps_s = {count: each.step_time_s for count, each in found.items()}
