@@ -53,8 +53,8 @@ Indices = NDArray[np.intp]
 _UNSTATED_ERROR = 0.1
 # What a formula misses by where nothing of its kind was measured: on CPUs and between nodes, whose
 # fabric may not give its line rate, and NCCL's inside nodes of GPUs, off by 14.3 % in the median of
-# ten systems that it was not fitted to, by 28 % on the worst (benchmarks/collective_accuracy.py). And
-# per factor of e between the measured group and the one asked for.
+# ten systems that it was not fitted to, by 28 % on the worst (benchmarks/collective_accuracy.py).
+# And per factor of e between the measured group and the one asked for.
 FORMULA_ERROR = 0.3
 _NCCL_ERROR = 0.18
 ERROR_PER_E = 0.2
