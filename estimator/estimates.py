@@ -314,9 +314,9 @@ def relative_error(
     variance_s2 = lane.kernels_variance_s2 * compute_ratio**2 + MEDIAN_TO_SIGMA**2 * squares
     # What disturbed a probe disturbed all of it.
     probed_ratio = 1 - parts.input_stall_s / step_s
-    # What a machine's kernels are off together, its collectives are not known to be spared.
-    whole_ratio2 = (lane.interference_error**2 + lane.shared_error**2) * probed_ratio**2
-    return sqrt(variance_s2 / step_s**2 + MODEL_ERROR**2 + whole_ratio2)
+    return sqrt(
+        variance_s2 / step_s**2 + MODEL_ERROR**2 + (lane.interference_error * probed_ratio) ** 2
+    )
 
 
 def interval_ratio(error: Any) -> Any:

@@ -191,7 +191,7 @@ def _compile(asked: _Asked) -> StepProgram:
     host_s = lane_s - copies_s - forward_s - backward_s - exchanges_s
     kernels = _kernel_seconds(asked, kernels_alone)
     kernels_s = float(kernels_alone.device_s.sum()) or 1.0
-    variance_s2 = _variance(asked, kernels)
+    variance_s2 = _variance(asked, kernels, durations.shared_error * kernels_s)
     return StepProgram(
         bound=bound,
         profile=asked.profile,
@@ -364,11 +364,13 @@ def _kernel_seconds(
     return dict(zip(groups.keys, zip(seconds, errors_s, strict=True), strict=True))
 
 
-def _variance(asked: _Asked, kernels: Mapping[tuple[str, str], tuple[float, float]]) -> float:
+def _variance(
+    asked: _Asked, kernels: Mapping[tuple[str, str], tuple[float, float]], shared_s: float
+) -> float:
     """Families, and what ranks exchange, err independently, ops of one family together."""
     errors_s = [*(error_s for _, error_s in kernels.values()), asked.exchanged.error_s]
     each_s2 = sum((MEDIAN_TO_SIGMA * error_s) ** 2 for error_s in errors_s)
-    return each_s2 * asked.accumulation_steps**2
+    return (each_s2 + shared_s**2) * asked.accumulation_steps**2
 
 
 def _hidden_host_s2(asked: _Asked, lanes: MicroBatches, exposed_s: float) -> float:

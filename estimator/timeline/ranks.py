@@ -40,8 +40,7 @@ class LaneCosts(NamedTuple):
     It takes `lane_s` + `sharded_lane_s` / shards, and that is what its forward and backward
     kernels, host, copies and the collectives inside its micro-batches (`exchanges_s`) take.
     `kernels_variance_s2`, `host_error` and `update_error` are what they and the update are off,
-    `interference_error` what a disturbed probe is, `overlap_error` what is exposed of collectives,
-    `shared_error` all of a step together (see `durations.Durations`);
+    `interference_error` what a disturbed probe is, `overlap_error` what is exposed of collectives;
     `model_peak_s` and `hardware_peak_s` are what the flops of a micro-batch take at the device's
     peak.
     """
@@ -60,7 +59,6 @@ class LaneCosts(NamedTuple):
     hardware_peak_s: Any
     interference_error: Any = 0.0
     overlap_error: Any = 0.0
-    shared_error: Any = 0.0
 
     def length_s(self, shards: Any) -> Any:
         """The whole lane where that many ranks share what is sharded."""
@@ -127,7 +125,6 @@ class RankKind:
             host_error=(host.provenance.relative_error or 0.0) if host else 0.0,
             interference_error=interference.relative_error if interference else 0.0,
             overlap_error=OVERLAP_ERRORS[profile.kind],
-            shared_error=program.durations.shared_error,
             kernels_variance_s2=program.kernels_variance_s2 * slow**2,
             model_peak_s=program.flops.model / peak or math.nan,
             hardware_peak_s=program.flops.hardware / peak or math.nan,
