@@ -33,6 +33,8 @@ Value = TypeVar("Value")
 # What the physical model itself misses even with perfect kernel times: caches, allocator, overlap.
 # One standard deviation of log(measured / predicted), from benchmarks/local_accuracy.py.
 MODEL_ERROR = 0.05
+# How far the exposed part of an all-reduce is off: two threads, one core and a scheduler between.
+OVERLAP_ERROR = 0.3
 NOT_FIT_MARGIN_RATIO = 0.05
 # Whether a step fits into memory, by its code.
 FITS: tuple[Literal["no", "uncertain", "yes"], ...] = ("no", "uncertain", "yes")
@@ -278,7 +280,7 @@ def _provenance(
             "communication",
             next((source for _, _, source in plan.reductions if source != "measured"), "measured"),
             breakdown.waiting_s / step,
-            max(found.relative_error, answer.slowest.lane.overlap_error) if found else None,
+            max(found.relative_error, OVERLAP_ERROR) if found else None,
         ),
     ]
     loader = plan.members.table.shape.loader
@@ -302,7 +304,7 @@ def relative_error(
     gradients, 0 where nothing does, and `slower_s` what the step adds if that is slower by as
     much; `input_error` is that of what a loader adds. Of one step, or a row for each.
     """
-    waiting_error = maximum(communication_error, lane.overlap_error)
+    waiting_error = maximum(communication_error, OVERLAP_ERROR)
     waiting_error_s = maximum(waiting_error * parts.waiting_s, slower_s)
     squares = (
         (lane.host_error * parts.host_exposed_s) ** 2

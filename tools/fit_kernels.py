@@ -46,15 +46,8 @@ from estimator.timeline.kernel_model import MatmulModel, sustained_ratio
 # Families that no table measures: as far off as a plain share of a roofline usually is.
 UNMEASURED_ERROR = 0.3
 # What all kernels of a published step are off together, in standard deviations of the logarithm:
-# `MODEL_ERROR` where they are long, and a variance of `SHORT_KERNEL_S` over their mean duration, as
-# short ones are made of starts, waves that leave units idle and what trainers do between them. With
-# attention's, chosen for the interval score over the sources of `published_accuracy.py`
-# (docs/accuracy.md).
-MODEL_ERROR = 0.03
-SHORT_KERNEL_S = 4.5e-6
-# Fused attention by an earlier version takes twice as long (Dao: FlashAttention-2, 2023), and no
-# graph says which version runs.
-ATTENTION_ERROR = 0.25
+# the median over the sources of `published_accuracy.py` (docs/accuracy.md).
+MODEL_ERROR = 0.18
 # Convolutions in fp32 without tensor cores, which no table times apart from other kernels. cuDNN
 # runs 3 × 3 filters by Winograd's transform, 2.25 times fewer multiplications (Lavin and Gray,
 # 2016) of which some two thirds are gained, and half of that backward, where gradients of filters
@@ -95,9 +88,7 @@ def shipped_kernel_model(sources: Sequence[str], folder: Path) -> dict[str, Any]
         "errors": {
             **family_errors(unseen_dies(tables.rows)),
             "other": UNMEASURED_ERROR,
-            "attention": ATTENTION_ERROR,
             "model": MODEL_ERROR,
-            "short_kernel_s": SHORT_KERNEL_S,
         },
         "provenance": {
             "source": "fitted",

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from estimator.accuracy import Z_80
-from estimator.estimates import Estimate
+from estimator.estimates import OVERLAP_ERROR, Estimate
 from estimator.placement.allocation import Allocation, DeviceGroup
 from estimator.timeline.plan import answer_of
 
@@ -129,9 +129,8 @@ def _stall(longer: Estimate, shorter: Estimate, *, of: Estimate) -> Stall:
 
 
 def _waiting_error_s(answer: Estimate) -> float:
-    of = answer_of(answer.plan)
-    found = of.communication
+    found = answer_of(answer.plan).communication
     if found is None:
         return 0.0
-    error = max(float(found.relative_error), float(of.slowest.lane.overlap_error))
+    error = max(float(found.relative_error), OVERLAP_ERROR)
     return max(error * float(answer.breakdown.waiting_s), float(found.slower_s))

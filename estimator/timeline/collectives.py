@@ -51,12 +51,9 @@ Indices = NDArray[np.intp]
 
 # What a measured group is taken to be off by where the profile does not say, as of one size alone.
 _UNSTATED_ERROR = 0.1
-# What a formula misses by where nothing of its kind was measured: on CPUs, and NCCL's on GPUs,
-# which is off by 10.5 % in the median of 13 systems that it was not fitted to and by 28 % on the
-# worst (benchmarks/collective_accuracy.py). And per factor of e between the measured group and the
-# one asked for.
+# What a formula misses by where nothing of its kind was measured, and per factor of e between the
+# measured group and the one asked for.
 FORMULA_ERROR = 0.3
-_NCCL_ERROR = 0.18
 ERROR_PER_E = 0.2
 # NCCL's formula was judged on up to four nodes; beyond, congestion and stragglers of the fabric add
 # to what it misses, for each factor of e.
@@ -122,8 +119,7 @@ class CollectiveCosts:
         self.references: tuple[Reference, ...] = tuple(references)
         # The last one stands for the formula, where nothing of the kind was measured.
         self.corrections = (*(each.corrections for each in references), NO_CORRECTIONS)
-        formula_error = FORMULA_ERROR if kind == "cpu" else _NCCL_ERROR
-        self._errors = Lookup([*(each.relative_error for each in references), formula_error])
+        self._errors = Lookup([*(each.relative_error for each in references), FORMULA_ERROR])
         self._nearest = Nearest(found, 2 * len(profiles))
         self._inner = LinksByDevices(inner)
 

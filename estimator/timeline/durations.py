@@ -53,7 +53,7 @@ class Durations:
     are "measured" (this exact call was timed), "fitted", "datasheet" (by the kernel model),
     "assumed" (no formula: charged as a copy of its bytes) or "view". `in_grid` marks calls whose
     exact shape is in the probe's grid. `shared_error` is one standard deviation of what all kernels
-    of a step are off together, by a chip that is not quite its datasheet or kernels too short.
+    of a step are off together, by a chip that is not quite its datasheet.
     """
 
     host_s: Array
@@ -242,14 +242,12 @@ def _kernel_seconds(
     errors = np.where(is_view, 0.0, errors)
     sources = ["view" if view else timed[n].source for view, n in zip(is_view, of, strict=True)]
     in_grid = np.array([call in fits.exact for call in costs.calls], dtype=np.bool_)
-    alone_s = np.where(is_view, 0.0, seconds)
-    kernel_s = float(alone_s.sum()) / max(int((alone_s > 0).sum()), 1)
     return KernelSeconds(
-        alone_s=alone_s,
+        alone_s=np.where(is_view, 0.0, seconds),
         relative_errors=np.maximum(errors, _FLOPS_ERROR) if graph.is_summary else errors,
         sources=tuple(sources),
         in_grid=in_grid[of] & ~is_view,
-        shared_error=fits.shared_error(kernel_s) if kernel_s else 0.0,
+        shared_error=fits.shared_error,
         cached_bytes=cached_bytes,
     )
 

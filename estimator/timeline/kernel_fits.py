@@ -267,15 +267,12 @@ class KernelFits:
         self.threads = self._probed.threads
         self._implementations = _attention_here(profile.devices[0])
         self.cache_bytes = 0.0
+        self.shared_error = 0.0
         is_tf32 = precision == "tf32"
         # What tf32 takes replaces the same calls in float32.
         self.exact = self._probed.exact | (self._probed.exact_tf32 if is_tf32 else {})
         self._keys = [key for key in self._probed.groups if is_tf32 or key[1] != _TF32]
         self._tf32_families = {family for family, dtype in self._keys if dtype == _TF32}
-
-    def shared_error(self, _kernel_s: float) -> float:
-        """What kernels of a mean duration are off together: nothing where they were timed."""
-        return 0.0
 
     def predict(self, call: OpCall) -> Prediction | None:
         """Seconds of a call from the probed points; None where its family was not probed."""

@@ -329,8 +329,7 @@ class KernelModel:
     """The fitted coefficients, and how far each family's calls are off on chips not fitted to.
 
     `errors` are medians of |predicted − measured| / measured by family, "other" for the rest;
-    "model" is one standard deviation of what the kernels of a whole step are off together where
-    they are long, "short_kernel_s" over their mean duration the variance that short ones add.
+    "model" is one standard deviation of what the kernels of a whole step are off together.
     """
 
     matmuls: MatmulModel

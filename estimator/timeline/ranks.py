@@ -16,7 +16,7 @@ from estimator.graph.memory import PeakMemory
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.sharded_memory import Envelope, held_bytes
 from estimator.machines.device_memory import DeviceMemory, device_memory
-from estimator.machines.profile import DeviceKind, MachineProfile
+from estimator.machines.profile import MachineProfile
 from estimator.placement.placement import NodeKind
 from estimator.timeline.ability import why_not_on
 from estimator.timeline.exchanges import Exchanges
@@ -29,20 +29,14 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 
-# How far the exposed part of an all-reduce is off: on CPUs two threads, one core and a scheduler
-# between; on GPUs as far as the collectives are themselves (`collectives`).
-OVERLAP_ERRORS: dict[DeviceKind, float] = {"cpu": 0.3, "cuda": 0.18}
-
-
 class LaneCosts(NamedTuple):
     """A rank's compute in a step, in seconds: of one rank, or of one for each row.
 
     It takes `lane_s` + `sharded_lane_s` / shards, and that is what its forward and backward
     kernels, host, copies and the collectives inside its micro-batches (`exchanges_s`) take.
     `kernels_variance_s2`, `host_error` and `update_error` are what they and the update are off,
-    `interference_error` what a disturbed probe is, `overlap_error` what is exposed of collectives;
-    `model_peak_s` and `hardware_peak_s` are what the flops of a micro-batch take at the device's
-    peak.
+    `interference_error` what a disturbed probe is; `model_peak_s` and `hardware_peak_s` are what
+    the flops of a micro-batch take at the device's peak.
     """
 
     lane_s: Any
@@ -58,7 +52,6 @@ class LaneCosts(NamedTuple):
     model_peak_s: Any
     hardware_peak_s: Any
     interference_error: Any = 0.0
-    overlap_error: Any = 0.0
 
     def length_s(self, shards: Any) -> Any:
         """The whole lane where that many ranks share what is sharded."""
@@ -124,7 +117,6 @@ class RankKind:
             update_error=program.update_error,
             host_error=(host.provenance.relative_error or 0.0) if host else 0.0,
             interference_error=interference.relative_error if interference else 0.0,
-            overlap_error=OVERLAP_ERRORS[profile.kind],
             kernels_variance_s2=program.kernels_variance_s2 * slow**2,
             model_peak_s=program.flops.model / peak or math.nan,
             hardware_peak_s=program.flops.hardware / peak or math.nan,

@@ -7,7 +7,6 @@ last-level cache come faster, which is what `Prediction` calls warm.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +58,7 @@ class Roofline:
         self._device = profile.devices[0]
         self._precision = precision
         self.kernel_model = load_kernel_model(kernel_model)
+        self.shared_error = self.kernel_model.errors["model"]
         self._matmuls = self.kernel_model.matmuls.sustained
         self._chips: dict[str, Chip] = {}
         self._held_ratios: dict[str, float] = {}
@@ -67,11 +67,6 @@ class Roofline:
         self._bytes_per_s = rate * memory_bound.memory_ratio(self._device)
         cache = self._device.details.get("l2_cache_bytes")
         self.cache_bytes = float(cache) if isinstance(cache, int | float) else 0.0
-
-    def shared_error(self, kernel_s: float) -> float:
-        """What kernels of a mean duration are off together, in standard deviations."""
-        errors = self.kernel_model.errors
-        return math.hypot(errors["model"], math.sqrt(errors.get("short_kernel_s", 0.0) / kernel_s))
 
     def predict(self, call: OpCall) -> Prediction | None:
         """Seconds of a call; None where its operator has no formula."""

@@ -124,17 +124,7 @@ def test_a_family_has_its_own_error_and_others_one_together(kernel_model: Path) 
     found = Roofline(machine(), kernel_model=kernel_model)
     errors = [found.predict(call) for call in (matmul(8, 8, 8), addition(8))]
     assert [each.relative_error for each in errors if each] == [0.1, 0.3]
-    assert found.shared_error(1e-3) == 0.2
-
-
-def test_short_kernels_err_more_together(tmp_path: Path) -> None:
-    errors = {**COEFFICIENTS["errors"], "model": 0.03, "short_kernel_s": 4e-6}
-    path = tmp_path / "kernels.json"
-    path.write_text(json.dumps({**COEFFICIENTS, "errors": errors}), encoding="utf-8")
-    found = Roofline(machine(), kernel_model=path)
-    # 4 µs over 25 µs and over 10 ms are variances of 0.4² and 0.02².
-    assert found.shared_error(2.5e-5) == pytest.approx((0.03**2 + 0.4**2) ** 0.5)
-    assert found.shared_error(1e-2) == pytest.approx((0.03**2 + 0.02**2) ** 0.5)
+    assert found.shared_error == 0.2
 
 
 def test_a_product_of_one_whole_wave_runs_at_the_share_of_the_peak(kernel_model: Path) -> None:
