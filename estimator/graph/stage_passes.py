@@ -54,10 +54,15 @@ def weight_ops(graph: OpGraph) -> frozenset[int]:
 
 
 def held_between_passes(bound: BoundGraph, known: GraphStructure) -> int:
-    """Bytes that a micro-batch whose backward pass has not begun holds: what that will read."""
+    """Bytes that a micro-batch whose backward pass has not begun holds: what that will read.
+
+    Gradients that other stages give to that pass have not come yet.
+    """
     begin = int(known.is_forward.sum())
     waits = (known.born < begin) & (known.dies >= begin)
     kinds = np.array([storage.kind for storage in known.storages])
-    waits &= np.isin(kinds, ("activation", "input"))
+    has_come = np.zeros(len(kinds), dtype=np.bool_)
+    has_come[known.touches.storage[known.touches.op < begin]] = True
+    waits &= (kinds == "activation") | ((kinds == "input") & has_come)
     block = block_bytes(bound.graph)
     return int((-(-known.storage_bytes(bound)[waits] // block) * block).sum())

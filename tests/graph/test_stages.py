@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from estimator import OpGraph, trace_model
 from estimator.errors import WorkloadError
-from estimator.graph.stage_passes import pass_seconds, weight_ops
+from estimator.graph.stage_passes import held_between_passes, pass_seconds, weight_ops
 from estimator.graph.stages import Blocks, split_points, stage_graphs
+from estimator.graph.structure import GraphStructure
 
 
 class Model(nn.Module):
@@ -74,6 +75,19 @@ def test_a_tied_weight_has_a_gradient_on_both_ends() -> None:
     assert "embedding.weight" in held[0]
     assert "embedding.weight" not in held[1]
     assert "embedding.weight" in held[2]
+
+
+def test_a_waiting_micro_batch_holds_what_its_backward_pass_will_read() -> None:
+    stages = stage_graphs(traced(tied=True), ["layers.1", "layers.2"])
+    held = [
+        held_between_passes(stage.graph.at(), GraphStructure.of(stage.graph)) for stage in stages
+    ]
+    # 8 x 10 states of 16 fp32, the mask in fp32, the tokens in int64: whole blocks of 64 bytes.
+    state, mask, tokens = 5120, 320, 640
+    # The input of its layer and what relu made; neither gradients that come back nor, in the first
+    # stage, the part of the tied weight's gradient that the last one sends.
+    assert held[1] == 2 * state + mask + tokens
+    assert held[0] <= held[1]
 
 
 def test_blocks_are_the_points_and_cuts_balance_the_time() -> None:
