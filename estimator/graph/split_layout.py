@@ -29,4 +29,4 @@ def split_by_layout(graph: OpGraph, layout: Layout, plan: Plan | None = None) ->
         plan = found_plan(graph, sequence=layout.sequence, vocabulary=layout.vocabulary)
     graph = split_experts(graph, ep=layout.ep, imbalance=layout.imbalance)
     graph = split_context(graph, cp=layout.cp, ring=layout.ring)
-    return graph if plan is None else split(graph, plan, tp=layout.tp)
+    return graph if plan is None else split(graph, plan, tp=layout.tp, megatron=layout.megatron)

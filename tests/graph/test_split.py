@@ -105,6 +105,43 @@ def test_a_sum_is_made_in_a_copy_as_by_functional_collectives() -> None:
         assert local.ops[index - 1].outputs == local.ops[index].inputs
 
 
+def test_megatron_sums_in_place_and_gradients_beside_the_product_of_a_weight() -> None:
+    local = split(mlp_graph(), MLP, tp=2, megatron=True)
+    assert not any("clone" in op.call.target for op in local.ops)
+    forward, backward = collectives_of(local.at())
+    assert (forward.op, forward.beside) == ("all_reduce", None)
+    assert backward.op == "all_reduce"
+    assert backward.beside is not None
+    # The gradient of up's weight: (INNER / 2 x rows) by (rows x WIDTH).
+    product = local.ops[backward.beside].call
+    assert product.outputs[0].shape == (INNER // 2, WIDTH)
+
+
+def test_megatron_keeps_divided_tokens_and_gathers_them_again_for_a_weights_gradient() -> None:
+    graph = trace_graph(nn.Sequential(Mlp(), Mlp()), torch.randn(BATCH, TOKENS, WIDTH))
+    plan = found_plan(graph, sequence=True)
+    torchs = split(graph, plan, tp=2)
+    local = split(graph, plan, tp=2, megatron=True)
+
+    def gathers(found: OpGraph) -> list[tuple[str, bool]]:
+        some = [c for c in collectives_of(found.at()) if c.op == "all_gather"]
+        return [(c.phase, c.beside is not None) for c in some]
+
+    # Tokens are divided behind the first block: the second gathers its input, and its gradient
+    # the first one's output.
+    assert gathers(torchs) == [("forward", False), ("backward", False)]
+    assert gathers(local) == [("forward", False), ("backward", True), ("backward", False)]
+    again = [op for op in local.ops if "all_gather" in op.call.target][1]
+    assert again.module == "1.up"
+    norm = next(op for op in local.ops if op.module == "1.norm")
+    assert again.inputs == norm.outputs[:1]
+    # What backward reads is the second one: the first ends with the forward pass.
+    gathered = next(op for op in local.ops if "all_gather" in op.call.target).outputs[0]
+    views = {v for v, value in enumerate(local.values) if value.base == gathered} | {gathered}
+    readers = [op for op in local.ops if not views.isdisjoint(op.inputs)]
+    assert {op.phase for op in readers} == {"forward"}
+
+
 def test_divided_tokens_are_put_in_order_by_a_copy_after_each_gather() -> None:
     graph = model_graph()
     local = split(graph, found_plan(graph, sequence=True), tp=2)

@@ -90,6 +90,15 @@ def test_a_waiting_micro_batch_holds_what_its_backward_pass_will_read() -> None:
     assert held[0] <= held[1]
 
 
+def test_a_stage_of_torch_holds_what_it_has_sent() -> None:
+    _, middle, last = stage_graphs(traced(), ["layers.1", "layers.2"])
+    structure = GraphStructure.of(middle.graph)
+    freed = held_between_passes(middle.graph.at(), structure)
+    # One state of 8 x 10 x 16 fp32.
+    assert held_between_passes(middle.graph.at(), structure, middle.outputs) == freed + 5120
+    assert last.outputs == ()
+
+
 def test_blocks_are_the_points_and_cuts_balance_the_time() -> None:
     graph = traced(6)
     assert split_points(graph) == tuple(f"layers.{n}" for n in range(6))

@@ -142,6 +142,7 @@ def test_tp_of_one_is_data_parallel() -> None:
         ("cp=2", "cp=2 divides the tokens of fused attention, and Mlp has none"),
         ("ring", "keys and values of cp ranks go around a ring"),
         ("sp", "sp and vocab divide what tp ranks share"),
+        ("megatron", "megatron is how tp and pp ranks exchange"),
         ("tp=2,tp=2", "each once"),
     ],
 )
