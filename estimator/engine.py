@@ -157,7 +157,7 @@ class Engine:
         """
         if not layout.divides_layers:
             return graph
-        key = (replace(layout, dp=None), plan)
+        key = layout.of_layers, plan
         return self.cache.get("split", (graph,), lambda: split_by_layout(graph, layout, plan), *key)
 
     def content(self, graph: OpGraph) -> JobContent:

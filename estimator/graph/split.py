@@ -43,7 +43,7 @@ class _Splitter(Walk):
         self.plan = plan
         modules = dict.fromkeys(op.module for op in graph.ops)
         plan.check(modules)
-        self.styles: dict[str, Style | None] = {name: plan.style_of(name) for name in modules}
+        self.styles: dict[str, Style | None] = plan.styles_of(modules)
         for weight, shard in divided_weights(graph, self.styles, self.axis, degree).items():
             self.at[weight] = shard
         self.dtensors = dtensor_modules(graph, self.styles, sequence=plan.sequence)

@@ -65,14 +65,29 @@ class Plan:
 
     def style_of(self, module: str) -> Style | None:
         """The style of a module; names may begin anywhere after a dot, as in a base model."""
-        for pattern, style in self.styles:
-            if _matcher(pattern).fullmatch(module):
-                return style
-        return None
+        return self.styles_of((module,))[module]
+
+    def styles_of(self, modules: Iterable[str]) -> dict[str, Style | None]:
+        """The style of each module: that of the first pattern that names it."""
+        plain: dict[str, int] = {}
+        patterns: list[tuple[int, re.Pattern[str]]] = []
+        for place, (pattern, _) in enumerate(self.styles):
+            if "*" in pattern:
+                patterns.append((place, _matcher(pattern)))
+            else:
+                plain.setdefault(pattern, place)
+        found: dict[str, Style | None] = {}
+        for module in modules:
+            ends = [module[dot + 1 :] for dot, each in enumerate(module) if each == "."]
+            places = [plain[end] for end in (module, *ends) if end in plain]
+            places += [place for place, matcher in patterns if matcher.fullmatch(module)]
+            found[module] = self.styles[min(places)][1] if places else None
+        return found
 
     def check(self, modules: Iterable[str]) -> None:
         """Raise StrategyError for a plan that names none of some modules."""
-        if any(self.style_of(module) is not None for module in modules):
+        modules = tuple(modules)
+        if any(style is not None for style in self.styles_of(modules).values()):
             return
         patterns = ", ".join(repr(pattern) for pattern, _ in self.styles[:3]) or "no pattern"
         some = ", ".join(repr(name) for name in list(dict.fromkeys(modules))[:3] if name)

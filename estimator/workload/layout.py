@@ -51,6 +51,11 @@ class Layout:
         """Whether every rank has batches of its own."""
         return self.tp * self.cp * self.ep * self.pp == 1
 
+    @property
+    def of_layers(self) -> Layout:
+        """What of the layout divides layers: the ranks that share a micro-batch's computing."""
+        return replace(self, pp=1, schedule=DEFAULT_SCHEDULE, cut=(), dp=None)
+
     def __str__(self) -> str:
         parts = [f"tp={self.tp}"] if self.tp > 1 else []
         parts += [f"cp={self.cp}"] if self.cp > 1 else []

@@ -374,3 +374,16 @@ def test_rotary_positions_in_complex_numbers_are_divided_over_heads() -> None:
     # Of 2 ranks each has 2 heads of 4 channels: queries, keys and values of 8 each.
     (first, *_) = (op for op in rank.ops if op.call.target == "aten.addmm.default")
     assert first.call.outputs[0].shape == (BATCH * TOKENS, 3 * WIDTH // 2)
+
+
+def test_the_first_pattern_that_names_a_module_gives_its_style() -> None:
+    plan = Plan.of({"up": "colwise", "layers.*.up": "rowwise", "layers.0.down": "rowwise"})
+    names = ("layers.0.up", "up", "model.layers.0.down", "layers.10.down", "setup")
+    assert plan.styles_of(names) == {
+        "layers.0.up": "column",
+        "up": "column",
+        "model.layers.0.down": "row",
+        "layers.10.down": None,
+        "setup": None,
+    }
+    assert Plan.of({"layers.*.up": "rowwise", "up": "colwise"}).style_of("layers.0.up") == "row"
