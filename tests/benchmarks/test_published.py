@@ -102,11 +102,11 @@ def test_a_row_that_is_no_data_parallel_pytorch_training_does_not_qualify(
 
 MEGATRON = {
     "source": "vTrain MICRO24",
-    "model": "GPT h64 L2 a4",
+    "model": "GPT h64 L20 a4",
     "gpu": "A100",
     "nodes": "4",
     "gpus": "32",
-    "notes": "hidden=64;layers=2;heads=4",
+    "notes": "hidden=64;layers=20;heads=4",
 }
 
 
@@ -115,8 +115,14 @@ MEGATRON = {
     [
         ("tp1/dp32/pp1", None),
         ("tp8/dp4/pp1", "tp=8,vocab,dp=*"),
-        ("tp4/dp2/pp4", "tp=4,vocab,pp=4,schedule=1f1b,dp=*"),
-        ("TP=2, PP=4, VP=5, MBS=1, GA=64", "tp=2,vocab,pp=4,schedule=interleaved:5,dp=*"),
+        (
+            "tp4/dp2/pp4",
+            "tp=4,pp=4,schedule=1f1b,cut=blocks.5+blocks.10+blocks.15,vocab,dp=*",
+        ),
+        (
+            "TP=2, PP=2, VP=2, MBS=1, GA=64",
+            "tp=2,pp=2,schedule=interleaved:2,cut=blocks.5+blocks.10+blocks.15,vocab,dp=*",
+        ),
     ],
 )
 def test_ranks_that_share_a_model_are_asked_as_a_layout_on_any_number_of_nodes(
@@ -127,6 +133,18 @@ def test_ranks_that_share_a_model_are_asked_as_a_layout_on_any_number_of_nodes(
     assert verdict.question is not None
     assert verdict.question.workload.layout == layout
     assert verdict.question.allocation == "4x8:a100-sxm-80gb"
+
+
+@pytest.mark.parametrize(("parallelism", "run_again"), [("dp32", 0), ("tp4/dp2/pp4", 15)])
+def test_the_last_stage_runs_nothing_again(
+    parallelism: str, run_again: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    question = outcome({**MEGATRON, "parallelism": parallelism}, monkeypatch, tmp_path).question
+    assert question is not None
+    settings = dict(question.workload.spec.settings)
+    settings.pop("length")
+    model, *_ = megatron_gpt(2, length=8, **settings)
+    assert model.run_again == run_again
 
 
 def test_a_layout_that_the_engine_has_not_counts_against_the_share_mapped(
