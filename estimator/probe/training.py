@@ -35,8 +35,8 @@ class TrainingRun:
     `step_s` is the wall time of the whole timed window over its steps, `step_times_s` each step by
     itself. `faults_per_step` are page faults and `kernel_s_per_step` the CPU seconds spent in the
     operating system, mostly on them; `peak_memory_bytes` is the most that one rank held (resident
-    memory, or what torch allocated on an accelerator), `canary_s` a fixed matmul timed just
-    before. `phases_s` are seconds per step by phase, if asked for.
+    memory, or what torch allocated on an accelerator), `canary_s` and `canary_after_s` a fixed
+    matmul timed just before and just after. `phases_s` are seconds per step by phase, if asked for.
     """
 
     step_s: tuple[float, ...]
@@ -45,6 +45,7 @@ class TrainingRun:
     kernel_s_per_step: tuple[float, ...]
     peak_memory_bytes: int
     canary_s: float
+    canary_after_s: float | None = None
     unused_parameters: int = 0
     phases_s: tuple[Mapping[str, float], ...] = ()
 
@@ -58,6 +59,7 @@ class TrainingRun:
             kernel_s_per_step=tuple(rank["kernel_s_per_step"] for rank in ranks),
             peak_memory_bytes=max(rank["peak_memory_bytes"] for rank in ranks),
             canary_s=statistics.median(rank["canary_s"] for rank in ranks),
+            canary_after_s=statistics.median(rank["canary_after_s"] for rank in ranks),
             unused_parameters=ranks[0]["unused_parameters"],
             phases_s=tuple(rank["phases_s"] for rank in ranks) if phases else (),
         )
@@ -141,7 +143,8 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
     canary_s = _time_canary()
     torch.manual_seed(0)
     training = Training(arguments, world_size)
-    return {"canary_s": canary_s, **time_steps(training, arguments, world_size)}
+    found = time_steps(training, arguments, world_size)
+    return {"canary_s": canary_s, **found, "canary_after_s": _time_canary()}
 
 
 def time_steps(training: Training, arguments: Mapping[str, Any], world_size: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +134,66 @@ def test_drawn_models_are_summed_up_by_method(
     # 1.001 s measured; 1.1 s by the probe is 9.9 % off, 1.02 s with operators timed 1.9 %. The
     # model that cannot be trained counts as 100 % off with both.
     line = next(line for line in out.splitlines() if line.startswith("good"))
-    assert line.split()[1:] == ["1001.0", "0.0", "%", "1100.0", "+9.9", "%", "1020.0", "+1.9", "%"]
+    cells = ["1001.0", "0.0", "%", "1100.0", "+9.9", "%", "1020.0", "+1.9", "%"]
+    assert line.split()[1:] == [*cells, "-", "-", "1000.00"]
     assert "closer than the probe alone on 1 of 2 models" in out
     assert trained == ["good-b0-r1"]
     assert (tmp_path / "drawn_5" / "records.jsonl").exists()
+
+
+def test_a_model_whose_canary_drifted_is_shown_and_not_judged(
+    trained: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The canary took 1.0 s at the probe, 1.1 s beside the timed operators; beside the training
+    1.0 s before and 1.3 s after, 1.15 s in the mean: 15 % more than at the probe, beyond the 10 %
+    of the rule, and 4.5 % more than at the timing."""
+    predict, measure = local_accuracy.predict_apart, local_accuracy.measure
+    profile = replace(local_accuracy.find_profile(None, None), canary_s=1.0)  # type: ignore[arg-type]
+
+    def predict_apart(case: Any, method: str, *rest: Any) -> Any:
+        found, reason = predict(case, method, *rest)
+        slow_s = 1.1 if method == "measured" else None
+        return [{**record, "canary_s": slow_s} for record in found], reason
+
+    monkeypatch.setattr(drawn_models, "drawn", lambda *_: ["one"])
+    monkeypatch.setattr(local_accuracy, "find_profile", lambda *_: profile)
+    monkeypatch.setattr(local_accuracy, "predict_apart", predict_apart)
+    monkeypatch.setattr(
+        local_accuracy, "measure", lambda *each: {**measure(*each), "canary_after_s": 1.3}
+    )
+    options = ["--draw", "1", "--work", str(tmp_path), "--repeats", "1"]
+    local_accuracy.main(options)
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.startswith("one"))
+    assert [cell for cell in line.split() if cell.endswith("0.00")] == [
+        "1000.00",
+        "1100.00",
+        "1150.00",
+    ]
+    assert line.endswith("not judged by probe: canary +15.0 %")
+    everyone, judged_only = out.split("judged, the canary")
+    assert "\nprobe  " in everyone
+    assert "\nprobe  " not in judged_only
+    assert "\nmeasured  " in judged_only
+
+
+def test_a_drawn_model_trains_straight_after_its_operators_were_timed(
+    trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predict = local_accuracy.predict_apart
+
+    def predict_apart(case: Any, method: str, *rest: Any) -> Any:
+        trained.append(f"{case.model} {method}")
+        return predict(case, method, *rest)
+
+    monkeypatch.setattr(drawn_models, "drawn", lambda *_: ["a", "b"])
+    monkeypatch.setattr(local_accuracy, "predict_apart", predict_apart)
+    local_accuracy.main(["--draw", "2", "--work", str(tmp_path), "--repeats", "2"])
+    first_round = ["a probe", "a measured", "a-b0-r1", "b probe", "b measured", "b-b0-r1"]
+    assert trained == [*first_round, "a-b0-r1", "b-b0-r1"]
 
 
 def test_a_stopped_draw_goes_on_with_what_it_has_not_tried(
