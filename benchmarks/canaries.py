@@ -1,14 +1,16 @@
-"""Time a fixed operation at every stage of a benchmark, and tell which cases it leaves judged.
+"""Time a fixed operation at every stage of a benchmark, and tell which steps count as quiet.
 
-A case is judged by a rule that was fixed before anything was measured: the canary beside its
-training took within `MOST_DRIFT_RATIO` of what it took when its prediction's figures were measured,
-which is at the probe, or where its operators were timed. Nothing is ever corrected by it.
+By a rule fixed before anything is measured: a step is quiet where the canary just before and just
+after it took what it took at the probe, within `MOST_DRIFT_RATIO`. A case is judged, by the median
+of its quiet steps, where there are `LEAST_QUIET_STEPS`, and operators timed only where the canary
+beside them was as near. Nothing is ever corrected by it, and what all steps took is shown first.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from records import Record, Records
@@ -18,21 +20,18 @@ from estimator.machines.profile import MachineProfile
 
 # Turbo clocks alone make a tenth; more is nearly the whole error allowed to the worst model.
 MOST_DRIFT_RATIO = 0.10
-# Where each method's figures were measured.
-STAGES = {"probe": "probe_s", "measured": "timing_s"}
+LEAST_QUIET_STEPS = 3
 
 Case = Mapping[str, Any]
 
 
 def case_canaries(key: str, profile: MachineProfile, records: Records) -> dict[str, float | None]:
-    """Seconds of the canary at the probe, beside the case's timed operators, beside its training.
-
-    Beside a run it is the mean of before and after; of several runs, the median.
-    """
+    """Median seconds of the canary at the probe, beside timed operators, beside trained steps."""
     timed = [each.get("canary_s") for each in records.of("prediction", key, method="measured")]
     trained = [
-        statistics.fmean((run["canary_s"], run.get("canary_after_s") or run["canary_s"]))
+        seconds
         for run in records.of("measurement", key)
+        for seconds in run.get("canaries_s") or [run["canary_s"]]
     ]
     return {
         "probe_s": profile.canary_s,
@@ -41,25 +40,44 @@ def case_canaries(key: str, profile: MachineProfile, records: Records) -> dict[s
     }
 
 
-def drift_ratio(canaries: Mapping[str, float | None], method: str) -> float | None:
-    """How much longer the canary took at training than where the method's figures come from.
+def quiet_steps(
+    key: str, method: str, canaries: Mapping[str, float | None], records: Records
+) -> Record:
+    """How many steps of a case were quiet, of how many, and their median where it is judged."""
+    usual_s, quiet, count = canaries["probe_s"], [], 0
+    for run in records.of("measurement", key):
+        beside = run.get("canaries_s") or []
+        for step_s, around in zip(run.get("steps_s") or [], pairwise(beside), strict=False):
+            count += 1
+            if all(is_near(seconds, usual_s) for seconds in around):
+                quiet.append(step_s)
+    enough = len(quiet) >= LEAST_QUIET_STEPS
+    as_probed = method == "probe" or is_near(canaries["timing_s"], usual_s)
+    return {
+        "steps": count,
+        "quiet_steps": len(quiet),
+        "quiet_step_s": statistics.median(quiet) if enough and as_probed else None,
+    }
 
-    >>> drift_ratio({"probe_s": 2.0, "timing_s": None, "training_s": 2.5}, "probe")
-    0.25
+
+def is_near(seconds: float | None, usual_s: float | None) -> bool:
+    """Whether the canary took what it usually takes.
+
+    >>> is_near(2.9e-3, 2.7e-3), is_near(3.0e-3, 2.7e-3), is_near(None, 2.7e-3)
+    (True, False, False)
     """
-    before, after = canaries[STAGES[method]], canaries["training_s"]
-    return after / before - 1 if before and after else None
+    if not seconds or not usual_s:
+        return False
+    return abs(seconds / usual_s - 1) <= MOST_DRIFT_RATIO
 
 
-def is_judged(case: Case) -> bool:
-    """Whether the machine was the same at both stages; what failed is judged, as a failure."""
-    drift = case["canary_drift_ratio"]
-    return drift is None or abs(drift) <= MOST_DRIFT_RATIO
-
-
-def judged(cases: Sequence[Case]) -> list[Case]:
-    """The cases that `is_judged` allows, in their order."""
-    return [case for case in cases if is_judged(case)]
+def judged(cases: Sequence[Case]) -> list[Record]:
+    """The cases with enough quiet steps, measured by these; what failed stays, as a failure."""
+    return [
+        {**case, "measured_s": case["quiet_step_s"] or case["measured_s"]}
+        for case in cases
+        if case["quiet_step_s"] or case["status"] != "ok"
+    ]
 
 
 def canary_drift(profile: MachineProfile, records: Records) -> Record:

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from canaries import canary_drift, case_canaries, drift_ratio, note_canary
+from canaries import canary_drift, case_canaries, note_canary, quiet_steps
 from local_report import BOUNDS, DRAWN_BOUNDS, report, report_drawn
 from options import add_prediction, add_profile, add_repeats, add_work, parser_of, print_found
 from records import Progress, Record, Records, measured_fields, say
@@ -289,12 +289,14 @@ def measure(
         steps=max(5, options.steps // 3) if is_long else options.steps,
         warmup_steps=options.warmup_steps,
         phases=options.phases,
+        canaries=bool(options.draw),
     )
     slowest = run.step_s.index(run.slowest_step_s)
     return {
         "step_s": run.slowest_step_s,
         "canary_s": run.canary_s,
-        "canary_after_s": run.canary_after_s,
+        "steps_s": run.step_times_s[slowest],
+        "canaries_s": run.canaries_s[slowest],
         "faults_per_step": run.faults_per_step[slowest],
         "peak_memory_bytes": run.peak_memory_bytes,
         "phases_s": dict(run.phases_s[slowest]) if options.phases else None,
@@ -344,7 +346,7 @@ def assemble_case(case: Case, method: str, profile: MachineProfile, records: Rec
         **{name: prediction.get(name) for name in kept},
         **measured,
         "canaries": canaries,
-        "canary_drift_ratio": drift_ratio(canaries, method),
+        **quiet_steps(case.key, method, canaries, records),
         "faults_per_step": statistics.median(r["faults_per_step"] for r in runs) if runs else None,
         "phases_s": {
             phase: statistics.median(phases[phase] for phases in phased) for phase in phased[0]

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from canaries import MOST_DRIFT_RATIO, STAGES, is_judged, judged
+from canaries import LEAST_QUIET_STEPS, MOST_DRIFT_RATIO, judged
 from summary import (
     PAIR_GAP_RATIO,
     Bound,
@@ -72,6 +72,8 @@ def report_drawn(cases: Sequence[Case], canary: Mapping[str, float | None]) -> I
         "noise",
         *(cell for name in methods for cell in (_HEADINGS[name], "error")),
         *(f"canary: {stage.removesuffix('_s')}" for stage in cases[0]["canaries"]),
+        "quiet steps",
+        "their median",
     ]
     lines = [[*header, ""]]
     for model, found in by_model.items():
@@ -81,14 +83,16 @@ def report_drawn(cases: Sequence[Case], canary: Mapping[str, float | None]) -> I
             predicted_s = found[name]["predicted_s"]
             cells += [milliseconds(predicted_s, unit=""), off(predicted_s, first["measured_s"])]
         cells += [milliseconds(seconds, 2, unit="") for seconds in first["canaries"].values()]
+        cells.append(f"{first['quiet_steps']} of {first['steps']}")
+        cells.append(milliseconds(first["quiet_step_s"], unit=""))
         bad = next((each for each in found.values() if each["status"] != "ok"), None)
         lines.append([model, *cells, _complaint(bad) if bad else _drifted(found)])
     yield format_table(lines)
     yield "\n" + format_rows(summarise(cases, by=("method",), bounds=DRAWN_BOUNDS))
-    compared = " and ".join(
-        f"{STAGES[name].removesuffix('_s')} ({_HEADINGS[name]})" for name in methods
+    yield (
+        f"\njudged by the median of at least {LEAST_QUIET_STEPS} quiet steps, the canary around "
+        f"each being within {percent(MOST_DRIFT_RATIO)} of the probe's:"
     )
-    yield f"\njudged, the canary at training within {percent(MOST_DRIFT_RATIO)} of {compared}:"
     yield format_rows(summarise(judged(cases), by=("method",), bounds=DRAWN_BOUNDS))
     if {"probe", "measured"} <= set(methods):
         closer = sum(
@@ -107,13 +111,9 @@ def report_drawn(cases: Sequence[Case], canary: Mapping[str, float | None]) -> I
 
 
 def _drifted(found: Mapping[str, Case]) -> str:
-    """By which methods a model is not judged, and why."""
-    beyond = [
-        f"{_HEADINGS[name]}: canary {percent(case['canary_drift_ratio'], '+')}"
-        for name, case in found.items()
-        if not is_judged(case)
-    ]
-    return f"not judged by {'; '.join(beyond)}" if beyond else ""
+    """By which methods a model is not judged."""
+    beyond = [_HEADINGS[name] for name, case in found.items() if case["quiet_step_s"] is None]
+    return f"not judged: {', '.join(beyond)}" if beyond else ""
 
 
 def describe_cases(cases: Sequence[Case]) -> str:

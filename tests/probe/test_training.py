@@ -97,6 +97,14 @@ def test_accumulation_repeats_the_micro_batch_in_one_step(models: str) -> None:
     assert phases["forward"] > 0.06
 
 
+def test_no_step_contains_the_canary_beside_it(models: str) -> None:
+    run = train(f"{models}:sleeper", DEVICES[:1], steps=4, phases=True, canaries=True)
+    assert len(run.canaries_s[0]) == 5
+    # Three matmuls and two random factors stand between steps of 20 ms, and in no phase.
+    assert run.step_s[0] == pytest.approx(sum(run.step_times_s[0]) / 4)
+    assert sum(run.phases_s[0].values()) == pytest.approx(run.step_s[0], rel=0.01)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-amp"])
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-momentum", "adam", "adamw"])
 def test_every_optimizer_and_precision_trains(models: str, optimizer: str, precision: str) -> None:
