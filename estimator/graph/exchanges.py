@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,6 +13,7 @@ from estimator.tensors import OpCall, TensorSpec
 
 # They go by the names of torch's functional collectives.
 _NAMESPACE = "_c10d_functional"
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
 _RING = f"{_NAMESPACE}.permute_tensor.default"
 
 
@@ -35,13 +37,20 @@ class Collective:
 
 
 def collective_call(
-    op: CollectiveName, axis: str, given: TensorSpec, found: TensorSpec, *, overlaps: bool = False
+    op: CollectiveName,
+    axis: str,
+    given: TensorSpec,
+    found: TensorSpec,
+    *,
+    overlaps: bool = False,
+    product_of: str = "",
 ) -> OpCall:
     """The call of a collective, from what a rank gives to what it gets.
 
-    One that `overlaps` runs beside the next attention.
+    One that `overlaps` runs beside the next attention, or a `product_of` a module in its pass.
     """
-    keywords = (("overlaps", True),) if overlaps else ()
+    named = (("overlaps", overlaps), ("product_of", product_of))
+    keywords = tuple(each for each in named if each[1])
     return OpCall(f"{_NAMESPACE}.{op}.default", (given, axis), keywords, (found,))
 
 
@@ -61,16 +70,31 @@ def collectives_of(bound: BoundGraph) -> tuple[Collective, ...]:
     found = []
     calls, ops = bound.calls, bound.graph.ops
     attention: int | None = None
+    products = _products(bound)
     for index in range(len(calls) - 1, -1, -1):
         call = calls[index]
         if "attention" in call.target:
             attention = index
         if is_collective(call):
-            found.append(_collective(call, ops[index], index, attention))
+            keywords = dict(call.keywords)
+            beside = attention if keywords.get("overlaps") else None
+            if "product_of" in keywords:
+                some = products.get((ops[index].phase, keywords["product_of"]), ())
+                beside = some[max(bisect(some, index) - 1, 0)] if some else None
+            found.append(_collective(call, ops[index], index, beside))
     return tuple(reversed(found))
 
 
-def _collective(call: OpCall, op: Op, index: int, attention: int | None) -> Collective:
+def _products(bound: BoundGraph) -> dict[tuple[Phase, str], list[int]]:
+    """The matmuls of each module in each pass."""
+    found: dict[tuple[Phase, str], list[int]] = {}
+    for index, op in enumerate(bound.graph.ops):
+        if op.call.target in _PRODUCTS:
+            found.setdefault((op.phase, op.module), []).append(index)
+    return found
+
+
+def _collective(call: OpCall, op: Op, index: int, beside: int | None) -> Collective:
     size_bytes = max(call.inputs[0].nbytes, call.outputs[0].nbytes)
     name, share = call.target.split(".")[1], 1.0
     if call.target == _RING:
@@ -85,5 +109,5 @@ def _collective(call: OpCall, op: Op, index: int, attention: int | None) -> Coll
         module=op.module,
         op_index=index,
         share=share,
-        beside=attention if dict(call.keywords).get("overlaps") else None,
+        beside=beside,
     )

@@ -35,6 +35,9 @@ class _Splitter(Walk):
     def __init__(self, graph: OpGraph, plan: Plan, degree: int) -> None:
         super().__init__(graph, "tp", degree)
         self.plan = plan
+        # What was gathered of divided tokens in the forward pass, and what it was gathered from.
+        self.parts: dict[int, int] = {}
+        self.again: dict[int, int] = {}
         modules = dict.fromkeys(op.module for op in graph.ops)
         plan.check(modules)
         self.styles: dict[str, Style | None] = {name: plan.style_of(name) for name in modules}
@@ -44,9 +47,12 @@ class _Splitter(Walk):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
+        overlaps = "overlap nothing, as in eager torch"
+        if self.plan.megatron:
+            overlaps = "overlap products of the backward pass, as in Megatron-LM"
         found = [
             f"{self.axis}={self.degree} divides layers by {self.plan.source}; its collectives "
-            "overlap nothing, as in eager torch"
+            + overlaps
         ]
         if any(op_name(op) == "_grouped_mm" for op in self.graph.ops):
             found.append(f"experts are whole on every rank: {self.axis} does not divide them")
@@ -65,6 +71,8 @@ class _Splitter(Walk):
     def _current(self, value: int, op: Op) -> int:
         """What now stands for a value, gathered at the edge of a module that needs it whole."""
         value = self.moved.get(value, value)
+        if op.phase == "backward":
+            value = self._gathered_again(value, op)
         at, style = self.at[value], self.styles[op.module]
         maker = self.made_in.get(value, op.module)
         leaves = maker != op.module and op.phase == "forward"
@@ -108,6 +116,51 @@ class _Splitter(Walk):
                 calls.append(OpCall("aten.slice.Tensor", arguments, (), (part,)))
             self._add(f"{self.axis}_slice_{found}", calls, op, (value,), (found,))
         return found
+
+    def _met(self, value: int, want: Placement, op: Op) -> int:
+        found = super()._met(value, want, op)
+        if op.phase == "backward":
+            return self._gathered_again(found, op)
+        if self.plan.megatron and isinstance(self.at[value], Shard) and want is None:
+            self.parts[found] = value
+        return found
+
+    def _gathered_again(self, value: int, op: Op) -> int:
+        """What stands for a value of the forward pass: Megatron-LM keeps parts of tokens alone.
+
+        LinearWithGradAccumulationAndAsyncCommunication of megatron/core/tensor_parallel/layers.py.
+        """
+        if value in self.again:
+            return self.again[value]
+        known = self.values[value]
+        if value in self.parts:
+            again = self._exchanged("all_gather", self.parts[value], None, op)
+        else:
+            whole = known.base if known.base is None else self._gathered_again(known.base, op)
+            if whole is None or whole == known.base:
+                return value
+            again = self._added(known, self.at[value])
+            self.values[again] = replace(known, base=whole)
+            call = OpCall("aten.alias.default", (known.spec,), (), (known.spec,))
+            other = OpCall("aten.alias.default", (known.other_spec,), (), (known.other_spec,))
+            self._add(f"{self.axis}_alias_{again}", (call, other), op, (whole,), (again,))
+        self.again[value] = again
+        self.made_in[again] = op.module
+        return again
+
+    def _held(self, value: int, op: Op) -> int:
+        return value if self.plan.megatron else super()._held(value, op)
+
+    def _beside(self, value: int, op: Op) -> str:
+        if not self.plan.megatron or op.phase == "forward":
+            return ""
+        if self.at[value] == PARTIAL:
+            return self.made_in[value]
+        return op.module if value in self.parts.values() else ""
+
+    def _copied(self, value: int, op: Op) -> int:
+        # Megatron-LM sums in place, and has the tokens in the first dimension.
+        return value if self.plan.megatron else super()._copied(value, op)
 
     def _keeps_partial(self, op: Op, before: tuple[Placement, ...]) -> bool:
         name = op_name(op)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from estimator.errors import StrategyError
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.split import split
@@ -29,4 +31,6 @@ def split_by_layout(graph: OpGraph, layout: Layout, plan: Plan | None = None) ->
         plan = found_plan(graph, sequence=layout.sequence, vocabulary=layout.vocabulary)
     graph = split_experts(graph, ep=layout.ep, imbalance=layout.imbalance)
     graph = split_context(graph, cp=layout.cp, ring=layout.ring)
-    return graph if plan is None else split(graph, plan, tp=layout.tp)
+    if plan is None:
+        return graph
+    return split(graph, replace(plan, megatron=layout.megatron), tp=layout.tp)

@@ -52,7 +52,8 @@ class Plan:
 
     With `sequence` tokens are divided wherever a module is not: sequence parallelism. What several
     modules take is gathered, and its gradients summed, once for all of them (`reduces_once`, as
-    torch's ``PrepareModuleInput`` does), or for each of them, as torch's other styles do.
+    torch's ``PrepareModuleInput`` does), or for each of them, as torch's other styles do. With
+    `megatron` the backward pass is that of Megatron-LM's layers.
 
     >>> Plan((("layers.*.up", "column"), ("layers.*.down", "row"))).style_of("layers.3.down")
     'row'
@@ -62,6 +63,7 @@ class Plan:
     sequence: bool = False
     reduces_once: bool = False
     source: str = "the plan given"
+    megatron: bool = False
 
     def style_of(self, module: str) -> Style | None:
         """The style of a module; names may begin anywhere after a dot, as in a base model."""

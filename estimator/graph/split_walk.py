@@ -92,11 +92,14 @@ class Walk(ABC):
     # Operators
 
     def _op(self, op: Op) -> None:
+        if op.holds:
+            op = replace(op, holds=tuple([self._held(value, op) for value in op.holds]))
         inputs = [self._current(value, op) for value in op.inputs]
         before = tuple([self.at[value] for value in inputs])
         if not any(before) and not self._makes_parts(op):
             if inputs != list(op.inputs) or op.module in self.dtensors:
                 op = replace(op, inputs=tuple(inputs), enters_dtensor=self._enters(op))
+                self._rebase(op, inputs)
             self.ops.append(op)
             self._mark(op, (None,) * len(op.outputs))
             return
@@ -115,6 +118,7 @@ class Walk(ABC):
             for specs in zip(found.reduced, other.reduced, strict=True):
                 calls = [collective_call("all_reduce", self.axis, spec, spec) for spec in specs]
                 self._issue("all_reduce", calls, op, (), ())
+        self._rebase(op, inputs)
         self.ops.append(
             replace(
                 op,
@@ -125,6 +129,16 @@ class Walk(ABC):
             )
         )
         self._mark(op, found.outputs)
+
+    def _held(self, value: int, op: Op) -> int:
+        """What a node of autograd holds instead of a value of the whole graph."""
+        return self.gathered.get((self._scope(op), value), value)
+
+    def _rebase(self, op: Op, inputs: Sequence[int]) -> None:
+        """Views are of what now stands for what they were of."""
+        for value in op.outputs if op.is_view else ():
+            if self.values[value].base is not None:
+                self.values[value] = replace(self.values[value], base=inputs[0])
 
     def _enters(self, op: Op) -> bool:
         """Whether a module that DTensor runs is called with an operator, once a pass."""
@@ -190,11 +204,21 @@ class Walk(ABC):
         known = self.values[value]
         new = self._added(known, want)
         calls = [
-            collective_call(kind, self.axis, self._spec(spec, have), self._spec(spec, want))
+            collective_call(
+                kind,
+                self.axis,
+                self._spec(spec, have),
+                self._spec(spec, want),
+                product_of=self._beside(value, op),
+            )
             for spec in (known.spec, known.other_spec)
         ]
         self._issue(kind, calls, op, (value,), (new,))
         return self._copied(new, op) if isinstance(have, Shard) and have.dim else new
+
+    def _beside(self, value: int, op: Op) -> str:
+        """The module a product of which runs while a value is exchanged; none by default."""
+        return ""
 
     def _copied(self, value: int, op: Op) -> int:
         known, at = self.values[value], self.at[value]

@@ -20,11 +20,13 @@ class Layout:
     """Ranks along each axis; `dp` None takes what the others leave.
 
     `sequence` divides tokens between the layers that `tp` divides (sequence parallelism),
-    `vocabulary` the rows of the embedding, the last layer and its loss. `cp` ranks share the tokens
-    of every sample; keys and values are gathered, or go around a `ring`. `ep` of the data-parallel
-    ranks share the experts; the busiest has `imbalance` times the mean of tokens. `pp` pipeline
-    ranks hold stages of the model, which `schedule` has them compute; they begin at the modules of
-    `cut`, by default so that the slowest takes least.
+    `vocabulary` the rows of the embedding, the last layer and its loss. With `megatron` the
+    backward pass overlaps its exchanges with products and gathers again what it needs of divided
+    tokens, as Megatron-LM does; torch's own styles do neither. `cp` ranks share the tokens of every
+    sample; keys and values are gathered, or go around a `ring`. `ep` of the data-parallel ranks
+    share the experts; the busiest has `imbalance` times the mean of tokens. `pp` pipeline ranks
+    hold stages of the model, which `schedule` has them compute; they begin at the modules of `cut`,
+    by default so that the slowest takes least.
     """
 
     tp: int = 1
@@ -36,6 +38,7 @@ class Layout:
     dp: int | None = None
     sequence: bool = False
     vocabulary: bool = False
+    megatron: bool = False
     ring: bool = False
     cut: tuple[str, ...] = ()
 
@@ -59,6 +62,7 @@ class Layout:
         parts += [f"cut={'+'.join(self.cut)}"] if self.cut else []
         parts += ["sp"] if self.sequence else []
         parts += ["vocab"] if self.vocabulary else []
+        parts += ["megatron"] if self.megatron else []
         parts.append(f"dp={'*' if self.dp is None else self.dp}")
         return ",".join(parts)
 
@@ -125,7 +129,7 @@ DATA_PARALLEL = Layout()
 @lru_cache(maxsize=4096)
 def _read(text: str) -> Layout:
     sizes: dict[str, int | None] = {}
-    flags = {"sp": False, "vocab": False, "ring": False}
+    flags = dict.fromkeys(("sp", "vocab", "megatron", "ring"), False)
     schedule: Schedule | None = None
     cut: tuple[str, ...] = ()
     imbalance = 1.0
@@ -146,8 +150,8 @@ def _read(text: str) -> Layout:
         if name not in _AXES or name in sizes or not _is_size(value):
             raise StrategyError(
                 f"layout {quoted(text)}: {quoted(part)} is none of {', '.join(_AXES)} with a "
-                "number from 1 (one may be *), sp, vocab, ring, imbalance=1.2, schedule=1f1b or "
-                "cut=MODULE+MODULE, each once; write tp=2,dp=*"
+                "number from 1 (one may be *), sp, vocab, megatron, ring, imbalance=1.2, "
+                "schedule=1f1b or cut=MODULE+MODULE, each once; write tp=2,dp=*"
             )
         sizes[name] = None if value == "*" else int(value)
     free = [name for name, size in sizes.items() if size is None]
@@ -166,6 +170,7 @@ def _read(text: str) -> Layout:
         dp=sizes.get("dp"),
         sequence=flags["sp"],
         vocabulary=flags["vocab"],
+        megatron=flags["megatron"],
         ring=flags["ring"],
         cut=cut,
     )
@@ -191,8 +196,8 @@ def _reason_against(layout: Layout, *, has_schedule: bool) -> str:
         "keys and values of cp ranks go around a ring; write cp=2 or more": (
             layout.cp == 1 and layout.ring
         ),
-        "sp and vocab divide what tp ranks share; write tp=2 or more": (
-            layout.tp == 1 and (layout.sequence or layout.vocabulary)
+        "sp, vocab and megatron say how tp ranks share layers; write tp=2 or more": (
+            layout.tp == 1 and (layout.sequence or layout.vocabulary or layout.megatron)
         ),
         "schedule is that of pipeline ranks; write pp=2 or more": layout.pp == 1 and has_schedule,
     }
