@@ -170,11 +170,8 @@ class _MegatronSplitter(_Splitter):
         # Of what was gathered and of views of it: what is divided, and the views that led there.
         self._whole: dict[int, tuple[int, tuple[Op, ...]]] = {}
 
-    def _op(self, op: Op) -> None:
-        kept = tuple(
-            [self._whole[value][0] if value in self._whole else value for value in op.holds]
-        )
-        super()._op(replace(op, holds=kept) if kept != op.holds else op)
+    def _held(self, value: int, op: Op) -> int:
+        return self._whole[value][0] if value in self._whole else value
 
     def _mark(self, op: Op, outputs: Sequence[Placement]) -> None:
         super()._mark(op, outputs)

@@ -99,6 +99,8 @@ class Walk(ABC):
     # Operators
 
     def _op(self, op: Op) -> None:
+        if op.holds:
+            op = replace(op, holds=tuple([self._held(value, op) for value in op.holds]))
         inputs = [self._current(value, op) for value in op.inputs]
         before = tuple([self.at[value] for value in inputs])
         if not any(before) and not self._makes_parts(op):
@@ -132,6 +134,10 @@ class Walk(ABC):
             )
         )
         self._mark(op, found.outputs)
+
+    def _held(self, value: int, op: Op) -> int:
+        """What a node of autograd holds instead of a value of the whole graph."""
+        return self.gathered.get((self._scope(op), value), value)
 
     def _enters(self, op: Op) -> bool:
         """Whether a module that DTensor runs is called with an operator, once a pass."""

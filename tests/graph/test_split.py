@@ -12,6 +12,8 @@ from estimator.graph.op_graph import OpGraph
 from estimator.graph.split import split
 from estimator.graph.split_found import found_plan
 from estimator.graph.split_plan import Plan
+from estimator.graph.stage_passes import held_between_passes
+from estimator.graph.structure import GraphStructure
 from estimator.graph.trace import trace_graph
 
 BATCH, TOKENS, WIDTH, INNER, HEADS = 4, 8, 16, 32, 4
@@ -223,6 +225,40 @@ def test_sequence_parallelism_scatters_and_gathers_the_same_bytes() -> None:
     # gathered; its gradient is whole, and cut for nothing.
     assert moved(plain) == 4 * 2 * STREAM_BYTES
     assert moved(divided) == moved(plain) + 3 * STREAM_BYTES
+
+
+def test_as_in_megatron_the_backward_pass_gathers_again_beside_a_product() -> None:
+    graph = model_graph()
+    local = split(graph, found_plan(graph, sequence=True), tp=2, megatron=True)
+    found = collectives_of(local.at())
+    # What attention, the MLP and the last layer gathered of divided tokens is gathered again.
+    gathered = [c for c in found if c.op == "all_gather" and c.phase == "backward"]
+    plain = collectives_of(split(graph, found_plan(graph, sequence=True), tp=2).at())
+    assert len(gathered) == 3 + sum(c.op == "all_gather" and c.phase == "backward" for c in plain)
+    # That and the scattered sums of two layers' gradients run beside a product of their layer.
+    beside = [local.ops[c.beside] for c in found if c.beside is not None]
+    assert sorted(op.module for op in beside) == ["attention.qkv"] * 2 + ["head"] + ["mlp.up"] * 2
+    assert {(op.call.target, op.phase) for op in beside} == {("aten.mm.default", "backward")}
+    assert not any(c.beside for c in plain)
+
+
+def test_what_is_gathered_is_kept_by_torch_and_not_by_megatron() -> None:
+    graph = model_graph()
+    plan = found_plan(graph, sequence=True)
+
+    def kept(*, megatron: bool) -> int:
+        local = split(graph, plan, tp=2, megatron=megatron)
+        return held_between_passes(local.at(), GraphStructure.of(local))
+
+    # The whole input of three layers, and not the half of it that a norm makes.
+    assert kept(megatron=False) - kept(megatron=True) == 3 * STREAM_BYTES // 2
+
+
+def test_megatron_copies_nothing_to_sum_or_to_order_tokens() -> None:
+    graph = model_graph()
+    own = sum(op.call.target == "aten.clone.default" for op in graph.ops)
+    local = split(graph, found_plan(graph, sequence=True), tp=2, megatron=True)
+    assert sum(op.call.target == "aten.clone.default" for op in local.ops) == own
 
 
 def test_tokens_are_divided_between_the_layers() -> None:

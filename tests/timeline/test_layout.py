@@ -162,5 +162,5 @@ def test_a_plan_without_a_layout_is_refused() -> None:
 
 
 def test_a_layout_prints_as_it_is_read() -> None:
-    for text in ("tp=8,sp,vocab,dp=*", "tp=2,dp=4", "dp=*"):
+    for text in ("tp=8,sp,vocab,dp=*", "tp=8,sp,vocab,megatron,dp=*", "tp=2,dp=4", "dp=*"):
         assert str(Layout.parse(text)) == text
