@@ -130,7 +130,7 @@ def _replay(
 ) -> tuple[dict[OpCall, OpTiming], list[tuple[str, str]]]:
     plan = replay_plan(bound)
     if wanted[-1] == update_call(bound.graph):
-        plan["update"] = _update_plan(bound.graph, len(wanted) - 1)
+        plan["update"] = update_plan(bound.graph, len(wanted) - 1)
     device = profile.devices[0]
     needed = sum(spec.storage_bytes for spec in _made_before(bound).values())
     if needed > _MOST_OF_MEMORY * device.memory_bytes:
@@ -195,7 +195,7 @@ def replay_plan(bound: BoundGraph) -> dict[str, Any]:
     return {"calls": coded, "ops": rows, "made": made, "tf32": graph.precision == "tf32"}
 
 
-def _update_plan(graph: OpGraph, number: int) -> dict[str, Any]:
+def update_plan(graph: OpGraph, number: int) -> dict[str, Any]:
     """The optimizer's step, timed as `number`: the trained parameters and their gradients."""
     trained = [
         [encode_tree(each.spec), each.gradient]

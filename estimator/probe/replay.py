@@ -52,7 +52,7 @@ def replay(
 
     begin = time.monotonic()
     torch.manual_seed(0)
-    step = _Step(backend, plan, begin + budget_s)
+    step = Step(backend, plan, begin + budget_s)
     canaries: list[float] = []
     # Grad mode on and nothing requiring gradients: what runs below autograd in a training step.
     with torch.enable_grad(), float32_matmuls(on_tensor_cores=plan.get("tf32", False)):
@@ -96,7 +96,7 @@ def _is_enough(passes: int, quiet: int, spent_share: float) -> bool:
     return passes >= _MOST_PASSES and spent_share >= _WAITING_SHARE
 
 
-class _Step:
+class Step:
     """The tensors and calls of a step, and how long each call took in each pass."""
 
     def __init__(self, backend: Backend, plan: Mapping[str, Any], end: float) -> None:
