@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,13 +138,13 @@ def predict(case: Case, method: str, rank_counts: Sequence[int], graphs: Path) -
     import torch
 
     import estimator
-    from estimator.api import with_timings
     from estimator.graph.models import load_model
     from estimator.graph.op_graph import OpGraph
-    from estimator.probe.canary import slowdown_ratio
+    from estimator.probe.ops import measure_ops
 
     torch.set_num_threads(1)
     begun = time.perf_counter()
+    canaries: list[float] = []
     kept = graphs / f"{case.model}-b{case.batch}.graph"
     if not kept.exists():
         model, batch, loss, _ = load_model(case.model_text, batch=case.batch or None)
@@ -160,10 +160,8 @@ def predict(case: Case, method: str, rank_counts: Sequence[int], graphs: Path) -
         graph.save(kept)
     graph = OpGraph.load(kept)
     if method == "measured":
-        graph = with_timings(graph)
-    profile = load_profile("local")
-    # Beside the operators' times stands what the fixed one takes.
-    slowdown = slowdown_ratio(profile) if method == "measured" else None
+        timings = measure_ops(graph, load_profile("local"), on_canary=canaries.append)
+        graph = replace(graph, timings=timings, timed_on="local")
     look_s = time.perf_counter() - begun
     records = []
     for ranks in rank_counts:
@@ -181,7 +179,7 @@ def predict(case: Case, method: str, rank_counts: Sequence[int], graphs: Path) -
                 "peak_memory_bytes": answer.peak_memory_bytes,
                 "assumptions": list(answer.assumptions),
                 "look_s": look_s,
-                "canary_s": slowdown and slowdown * profile.canary_s,
+                "canary_s": canaries[-1] if canaries else None,
             }
         )
     return records

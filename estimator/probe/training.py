@@ -14,7 +14,8 @@ from typing import Any
 
 from estimator.errors import ProbeError, StrategyError, TrainingError
 from estimator.machines.profile import Device
-from estimator.probe.backend import keep_memory_resident, touch_memory
+from estimator.probe.backend import CpuBackend, keep_memory_resident, touch_memory
+from estimator.probe.canary import canary_s
 from estimator.probe.ranks import run_on_devices
 from estimator.probe.sharding import shard_model
 from estimator.probe.updates import optimizer_of
@@ -25,7 +26,6 @@ from estimator.workload.precision import check_precision
 
 _AUTOCAST = {"bf16-amp": "bfloat16", "fp16-amp": "float16"}
 _CAST = {"bf16": "bfloat16", "fp16": "float16"}
-_CANARY_SIDE, _CANARY_REPEATS = 512, 21
 _CANARIES_BESIDE = 3
 # Of what a rank holds after its warm-up: by how much its heap may yet grow.
 _SPARE_MEMORY_SHARE = 0.25
@@ -146,10 +146,10 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
     # As the probe does; with glibc's defaults whether a tensor meets page faults is chaotic, and
     # equal runs of small convolutional networks differ by a third.
     keep_memory_resident()
-    canary_s = _time_canary()
+    before_s = canary_s(CpuBackend())
     torch.manual_seed(0)
     training = Training(arguments, world_size)
-    return {"canary_s": canary_s, **time_steps(training, arguments, world_size)}
+    return {"canary_s": before_s, **time_steps(training, arguments, world_size)}
 
 
 def time_steps(training: Training, arguments: Mapping[str, Any], world_size: int) -> dict[str, Any]:
@@ -172,14 +172,14 @@ def time_steps(training: Training, arguments: Mapping[str, Any], world_size: int
         dist.barrier()
     training.synchronize()
     times_canary = arguments.get("canaries", False)
-    canaries_s = [_time_canary(_CANARIES_BESIDE)] if times_canary else []
+    canaries_s = [canary_s(CpuBackend(), repeats=_CANARIES_BESIDE)] if times_canary else []
     faults, kernel_s, start = _page_faults(), _kernel_s(), time.perf_counter()
     training.mark("start")
     for _ in range(arguments["steps"]):
         training.step()
         if times_canary:
             training.synchronize()
-            canaries_s.append(_time_canary(_CANARIES_BESIDE))
+            canaries_s.append(canary_s(CpuBackend(), repeats=_CANARIES_BESIDE))
             training.mark("start")
     training.synchronize()
     step_s = (time.perf_counter() - start) / arguments["steps"]
@@ -366,20 +366,6 @@ def _moved(batch: Any, device: Any, dtype: Any) -> Any:
         return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
     return map_tensors(batch, move)
-
-
-def _time_canary(repeats: int = _CANARY_REPEATS) -> float:
-    """Median seconds of a fixed single-precision matmul on this rank's cores."""
-    import torch
-
-    left, right = (torch.randn(_CANARY_SIDE, _CANARY_SIDE) for _ in range(2))
-    out = torch.empty_like(left)
-    seconds = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        torch.mm(left, right, out=out)
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
 
 
 def _page_faults() -> int:
