@@ -136,6 +136,8 @@ def _file_name(spec: ModelSpec, precision: str) -> str:
     modes += [
         text for text in (spec.compiled, spec.checkpoint, spec.float8) if isinstance(text, str)
     ]
+    # Compiled graphs of earlier versions lack the eager operators that layouts divide.
+    modes += ["with eager"] if spec.compiled else []
     described = json.dumps([spec.builder, spec.settings, precision, *modes], sort_keys=True)
     plain = re.sub(r"[^a-z0-9]+", "-", spec.name.lower()).strip("-")
     return f"{plain}_{precision}_{hashlib.sha256(described.encode()).hexdigest()[:12]}.graph"

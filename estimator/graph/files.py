@@ -219,6 +219,7 @@ def _encode(graph: Mapping[str, Any]) -> dict[str, Any]:
         "timings": timings,
         "calls": [call.encode() for call in calls.items()],
         "specs": [encode_tree(spec) for spec in specs.items()],
+        "eager": None if graph["eager"] is None else _encode(graph["eager"]),
     }
 
 
@@ -268,7 +269,8 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
         },
     }
     _check_plain_fields(graph)
-    return graph
+    eager = data.get("eager")
+    return graph | {"eager": None if eager is None else _decode({**eager, "eager": None})}
 
 
 def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from estimator.errors import StrategyError
+from estimator.graph.float8 import with_float8
+from estimator.graph.fusion import compile_graph
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.split import split
 from estimator.graph.split_context import split_context
@@ -21,12 +25,22 @@ def split_by_layout(graph: OpGraph, layout: Layout, plan: Plan | None = None) ->
             "it"
         )
     if graph.execution != "eager":
-        raise StrategyError(
-            f"{graph.name} is compiled: its fused operators cannot be divided by {axis}; trace it "
-            "eager"
-        )
+        return _compiled(graph, axis, layout, plan)
     if plan is None and layout.tp > 1:
         plan = found_plan(graph, sequence=layout.sequence, vocabulary=layout.vocabulary)
     graph = split_experts(graph, ep=layout.ep, imbalance=layout.imbalance)
     graph = split_context(graph, cp=layout.cp, ring=layout.ring)
     return graph if plan is None else split(graph, plan, tp=layout.tp)
+
+
+def _compiled(graph: OpGraph, axis: str, layout: Layout, plan: Plan | None) -> OpGraph:
+    """What the compiler makes of a rank's part, as of a module that was parallelised before."""
+    eager = graph.eager
+    if eager is None:
+        raise StrategyError(
+            f"{graph.name} was compiled and saved without its eager operators, which {axis} "
+            "divides; trace it again"
+        )
+    eager = replace(eager, name=graph.name, optimizer=graph.optimizer)
+    made = compile_graph(split_by_layout(eager, layout, plan), graph.execution)
+    return made if graph.float8 is None else with_float8(made, graph.float8)
