@@ -384,10 +384,13 @@ def _sailor(row: PublishedRow) -> Workload:
 def _dgxc(row: PublishedRow) -> Workload:
     """Llama 3.1 by NeMo: sequence parallel, nothing run again, targets shifted by the loader.
 
-    Megatron-Core and Transformer Engine fuse RoPE, SwiGLU, norms and residuals by hand.
+    Megatron-Core and Transformer Engine fuse RoPE, SwiGLU, norms and residuals by hand, and have
+    cuDNN's attention.
     """
     spec = llama(_llama_name(row.step.model), row.seq_len or 8192, "no")
-    spec = replace(spec, name=f"{spec.name}, shifted", compiled="blocks")
+    spec = replace(
+        spec, name=f"{spec.name}, shifted", compiled="blocks", cudnn_attention=True
+    )
     return Workload(
         spec=spec.with_settings(shifted=True),
         precision="bf16",
