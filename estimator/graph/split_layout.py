@@ -12,7 +12,7 @@ from estimator.graph.split import split
 from estimator.graph.split_context import split_context
 from estimator.graph.split_experts import split_experts
 from estimator.graph.split_found import found_plan
-from estimator.graph.split_plan import Plan
+from estimator.graph.split_plan import Plan, plan_of_config
 from estimator.workload.layout import Layout
 
 
@@ -27,10 +27,18 @@ def split_by_layout(graph: OpGraph, layout: Layout, plan: Plan | None = None) ->
     if graph.execution != "eager":
         return _compiled(graph, axis, layout, plan)
     if plan is None and layout.tp > 1:
-        plan = found_plan(graph, sequence=layout.sequence, vocabulary=layout.vocabulary)
+        plan = _plan(graph, layout)
     graph = split_experts(graph, ep=layout.ep, imbalance=layout.imbalance)
     graph = split_context(graph, cp=layout.cp, ring=layout.ring)
     return graph if plan is None else split(graph, plan, tp=layout.tp)
+
+
+def _plan(graph: OpGraph, layout: Layout) -> Plan:
+    """What the model's config says, but where tokens or vocabulary are divided too: found."""
+    sequence, vocabulary = layout.sequence, layout.vocabulary
+    modules = dict.fromkeys(op.module for op in graph.ops)
+    own = None if sequence or vocabulary else plan_of_config(graph.tp_plan, modules)
+    return own or found_plan(graph, sequence=sequence, vocabulary=vocabulary)
 
 
 def _compiled(graph: OpGraph, axis: str, layout: Layout, plan: Plan | None) -> OpGraph:

@@ -204,7 +204,7 @@ class AttentionModel:
 
     The share grows with the head size: small heads leave the exponentials' units the bottleneck.
     Head sizes between the kernels' steps are padded, and reach `padded_ratio` of the share. Kernels
-    that wait for tensor cores (FlashAttention-2, torch's memory-efficient one) reach `waiting_ratio`
+    that wait for tensor cores (FlashAttention-2's, memory-efficient ones) reach `waiting_ratio`
     of it on those of Hopper and later, which compute while groups of warps load; cuDNN's do not.
     """
 
