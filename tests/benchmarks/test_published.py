@@ -17,7 +17,7 @@ from published.known_sources import source_of
 from published.machines import machine_name
 from published.mapping import Verdict, verdicts
 from published.methods import calibrated_cases, cold_cases, naive_cases
-from published.own_kernels import with_own_kernels
+from published.own_kernels import with_cudnn_attention, with_own_kernels
 from published.page import PageError, filled, read_runs
 from published.report import constant_score_ratio
 from published.rows import NotMapped, NotQualified, parsed
@@ -29,9 +29,12 @@ from zoo.megatron import megatron_gpt
 
 import estimator as est
 from estimator.errors import StrategyError
+from estimator.graph.costs import features_of, op_cost
 from estimator.graph.fused_calls import FusedKernel
 from estimator.graph.split import split
 from estimator.graph.split_found import found_plan
+from estimator.machines.catalogue import load_profile
+from estimator.timeline.roofline import Roofline
 
 ROW = {
     "source": "Lambda deeplearning-benchmark",
@@ -183,6 +186,27 @@ def test_a_kernel_of_ones_own_makes_one_pass_and_is_divided_like_its_scores() ->
     assert not any("want of a rule" in each for each in rank.assumptions)
     # Four layers, each with a region, three norms, softmax and GELU.
     assert graph.function_calls == 13
+
+
+def test_cudnn_s_attention_is_the_same_work_without_the_wait_on_hopper() -> None:
+    model, batch, loss = decoder(
+        2, width=512, heads=4, layers=1, length=4096, vocabulary=32, hidden=512, key_heads=4
+    )
+    traced = est.trace_model(model, batch, loss=loss, precision="bf16", target="cuda")
+    by_cudnn = with_cudnn_attention(traced)
+    roofline = Roofline(load_profile("h100-sxm"), precision="bf16")
+    pairs = [
+        (one.call, two.call)
+        for one, two in zip(traced.ops, by_cudnn.ops, strict=True)
+        if "attention" in one.call.target
+    ]
+    assert len(pairs) == 2
+    for one, two in pairs:
+        assert "cudnn" in two.target
+        assert one.inputs == two.inputs
+        assert features_of(one).dims == features_of(two).dims
+        assert op_cost(one) == op_cost(two)
+        assert roofline.predict(two).warm_s < roofline.predict(one).warm_s
 
 
 @pytest.mark.parametrize("cells", [{"model": "Parrot-9000"}, {"source": "a blog"}])

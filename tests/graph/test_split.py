@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,10 +14,12 @@ from estimator.graph.exchanges import collectives_of
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.split import split
 from estimator.graph.split_found import found_plan
+from estimator.graph.split_layout import split_by_layout
 from estimator.graph.split_plan import Plan
 from estimator.graph.stage_passes import held_between_passes
 from estimator.graph.structure import GraphStructure
 from estimator.graph.trace import trace_graph
+from estimator.workload.layout import Layout
 
 BATCH, TOKENS, WIDTH, INNER, HEADS = 4, 8, 16, 32, 4
 FLOAT = 4
@@ -423,3 +428,52 @@ def test_the_first_pattern_that_names_a_module_gives_its_style() -> None:
         "setup": None,
     }
     assert Plan.of({"layers.*.up": "rowwise", "up": "colwise"}).style_of("layers.0.up") == "row"
+
+
+class HeadNorm(nn.Module):
+    """A column, a norm of each head, and a row, with the plan that a config has of them."""
+
+    def __init__(self, plan: dict[str, str]) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(base_model_tp_plan=plan)
+        self.up = nn.Linear(WIDTH, INNER, bias=False)
+        self.norm = nn.RMSNorm(INNER // HEADS)
+        self.down = nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.norm(self.up(x).view(len(x), TOKENS, HEADS, -1))
+        return x + self.down(heads.flatten(2))
+
+
+COLUMN_NORM_ROW = {
+    "up": "colwise",
+    "norm": "replicated_with_grad_allreduce",
+    "down": "rowwise",
+    "experts": "moe_tp_experts",
+}
+
+
+def configured(plan: dict[str, str]) -> OpGraph:
+    return trace_graph(HeadNorm(plan), torch.randn(BATCH, TOKENS, WIDTH))
+
+
+def test_the_plan_of_a_model_s_config_is_kept_and_followed(tmp_path: Path) -> None:
+    configured(COLUMN_NORM_ROW).save(tmp_path / "a.graph")
+    graph = OpGraph.load(tmp_path / "a.graph")
+    local = split_by_layout(graph, Layout.parse("tp=2,dp=*"))
+    assert "base_model_tp_plan of its config" in local.assumptions[-1]
+    # The norm works on the rank's heads: of it only the gradient of its weight is summed.
+    assert exchanged(local) == [
+        ("forward", "all_reduce", STREAM_BYTES),
+        ("backward", "all_reduce", INNER // HEADS * FLOAT),
+    ]
+    asked = split_by_layout(graph, Layout.parse("tp=2,dp=*"), Plan.of({"up": "gather"}))
+    assert "the plan given" in asked.assumptions[-1]
+
+
+@pytest.mark.parametrize("plan", [{}, {"layers.*.up": "colwise"}, {"experts": "moe_tp_experts"}])
+def test_a_config_that_names_nothing_to_divide_leaves_it_to_the_dataflow(
+    plan: dict[str, str],
+) -> None:
+    local = split_by_layout(configured(plan), Layout.parse("tp=2,dp=*"))
+    assert "found from its dataflow" in local.assumptions[-1]

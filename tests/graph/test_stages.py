@@ -69,6 +69,19 @@ def test_a_stage_is_a_graph_of_its_own_at_any_batch() -> None:
             assert parameter.gradient in stage.graph.ops[parameter.ready_after].outputs
 
 
+def test_stages_of_a_compiled_step_have_the_gradients_that_its_kernels_make() -> None:
+    model = Model(4)
+    batch = torch.zeros(8, 10, dtype=torch.long)
+    graph = trace_model(model, batch, target="cuda", compiled=True)
+    stages = stage_graphs(graph, ["layers.2"])
+    trained = [p for stage in stages for p in stage.graph.parameters if p.gradient is not None]
+    assert len(trained) == len(graph.parameters)
+    for stage in stages:
+        for parameter in stage.graph.parameters:
+            assert parameter.ready_after is not None
+            assert parameter.gradient in stage.graph.ops[parameter.ready_after].outputs
+
+
 def test_a_tied_weight_has_a_gradient_on_both_ends() -> None:
     first, middle, last = stage_graphs(traced(tied=True), ["layers.1", "layers.2"])
     held = [[p.name for p in stage.graph.parameters] for stage in (first, middle, last)]
