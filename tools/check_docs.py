@@ -1,4 +1,4 @@
-"""Run the commands of the pages in docs/ and compare what they print, numbers masked.
+"""Run the commands of README.md and of docs/, and compare what they print, numbers masked.
 
 A block ```console holds commands after "$ " and what each prints; ```console lines=N the first N
 lines of that. Commands run in one empty folder, in the order of their page. --write puts what they
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     differing = 0
-    for page in asked.pages or sorted((ROOT / "docs").glob("*.md")):
+    for page in asked.pages or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = page.read_text()
         found, blocks, wrong = rerun(text)
         if asked.write:

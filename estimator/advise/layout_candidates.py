@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from estimator.graph.op_graph import OpGraph
@@ -66,14 +67,7 @@ def _pipelines(
 ) -> Iterator[Layout]:
     for schedule in schedules if pp > 1 else (DEFAULT_SCHEDULE,):
         if pp == 1 or pp * schedule.virtual <= blocks:
-            yield Layout(
-                tp=shared.tp,
-                pp=pp,
-                schedule=schedule,
-                dp=dp,
-                sequence=shared.sequence,
-                vocabulary=shared.vocabulary,
-            )
+            yield replace(shared, pp=pp, schedule=schedule, dp=dp)
 
 
 def _strategies(

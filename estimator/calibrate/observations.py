@@ -10,7 +10,6 @@ from dataclasses import astuple, fields, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from estimator.calibrate.database import PATIENCE_S, Database
@@ -219,12 +218,7 @@ class ObservationStore:
     def __enter__(self) -> ObservationStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _number(self, query: str) -> int:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from estimator.calibrate.database import PATIENCE_S
@@ -97,7 +96,7 @@ def observe(
     # What makes no sense is refused before training starts.
     observation(step_time_s=1.0)
     return Watch(
-        sink=_opened(store) if (_own_rank() if rank is None else rank) == 0 else None,
+        sink=_opened(store) if (own_rank() if rank is None else rank) == 0 else None,
         summary=summary,
         observation=observation,
         windows=Windows(warmup_steps=warmup_steps),
@@ -163,12 +162,7 @@ class Watch:
             self._synchronize()
         self._untimed_steps, self._start_s = 0, self._clock()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._write(self._windows.close(), PATIENCE_S)
         if self._waiting:
             logger.warning("%d observations of %s are lost", len(self._waiting), self._summary.name)
@@ -201,7 +195,8 @@ def _opened(store: Sink | str | os.PathLike[str] | None) -> Sink:
     return store
 
 
-def _own_rank() -> int:
+def own_rank() -> int:
+    """The rank of this process, of torch.distributed, else of $RANK."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 from typing import Any
 
-from estimator.callbacks.training import Comparison, Settings, Training, is_watched
+from estimator.calibrate.watching import own_rank
+from estimator.callbacks.training import Comparison, Settings, Training
 
 
 class HookedTraining:
@@ -19,7 +20,7 @@ class HookedTraining:
         self._model, self._optimizer, self._about = model, optimizer, about
         self._batch: Any = None
         self._handles: list[Any] = []
-        if is_watched():
+        if own_rank() == 0:
             self._handles = [
                 model.register_forward_pre_hook(self._called, with_kwargs=True),
                 optimizer.register_step_post_hook(self._stepped),

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 from estimator.calibrate.database import PATIENCE_S
 from estimator.calibrate.observations import ObservationStore
 from estimator.calibrate.observed import Observation, ObservedWorkload
-from estimator.calibrate.watching import Watch, observe
+from estimator.calibrate.watching import Watch, observe, own_rank
 from estimator.errors import EstimatorError
 from estimator.machines.files import check_writable, write_text_atomically
+from estimator.placement.allocation import Allocation
 from estimator.units import format_interval, format_ratio, format_seconds
+from estimator.workload import Strategy
 
 if TYPE_CHECKING:
     from estimator.estimates import Estimate
@@ -81,7 +83,8 @@ class Settings:
     """What a user may say of a training; None is found out from the framework.
 
     `store` is a path, None the user's store. `report` is a file for the comparison as JSON. `say`
-    is told the comparison in a line, by default on stderr.
+    is told the comparison in a line, by default on stderr. Raises StoreError, AllocationError,
+    StrategyError: before training, which a callback never ends.
     """
 
     store: str | os.PathLike[str] | None = None
@@ -94,6 +97,12 @@ class Settings:
     def __post_init__(self) -> None:
         if self.report is not None:
             check_writable(Path(self.report))
+        if self.allocation is not None:
+            Allocation.parse(self.allocation)
+        if self.strategy is not None:
+            Strategy.parse(self.strategy)
+        if own_rank() == 0:
+            ObservationStore(self.store)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -218,15 +227,6 @@ class _Kept:
         """Steps that were timed, and the median of their windows, each counted by its steps."""
         times_s = [one.step_time_s for one in self.observations.values() for _ in range(one.steps)]
         return len(times_s), statistics.median(times_s) if times_s else None
-
-
-def is_watched() -> bool:
-    """Whether this process is the rank that watches: the first."""
-    from torch import distributed
-
-    if distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank()) == 0
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _traced(model: Any, batch: Any, recipe: Mapping[str, Any]) -> tuple[OpGraph | None, str]:

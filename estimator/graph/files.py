@@ -143,7 +143,6 @@ def load_summary(path: str | os.PathLike[str]) -> WorkloadSummary:
     Raises ModelError where there is none to read, WorkloadError or StrategyError naming the file
     where it says what cannot be. Its name is the file's unless it has one.
     """
-    known = [item.name for item in fields(WorkloadSummary)]
     try:
         data = parse_json(read_text(path))
     except FileNotFoundError:
@@ -151,19 +150,24 @@ def load_summary(path: str | os.PathLike[str]) -> WorkloadSummary:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"{path} cannot be read as JSON ({reason}); correct the summary") from None
+    return summary_from(data, str(path), name=Path(path).stem)
+
+
+def summary_from(data: Any, where: str, *, name: str = "job") -> WorkloadSummary:
+    """The summary that JSON values are, called `name` unless it has one; errors name `where`."""
+    known = [item.name for item in fields(WorkloadSummary)]
     if not isinstance(data, dict):
-        raise ModelError(f"{path} holds no JSON object; write one with {', '.join(known)}")
+        raise ModelError(f"{where} holds no JSON object; write one with {', '.join(known)}")
     unknown = [key for key in data if key not in known]
     if unknown:
         raise WorkloadError(
-            f"{path} has {quoted(unknown[0])}, which is no part of a summary; its parts are "
+            f"{where} has {quoted(unknown[0])}, which is no part of a summary; its parts are "
             f"{', '.join(known)}"
         )
     try:
-        given: dict[str, Any] = {"name": Path(path).stem} | data
-        return WorkloadSummary(**given)
+        return WorkloadSummary(**{"name": name} | data)
     except (WorkloadError, StrategyError) as error:
-        raise type(error)(f"{path}: {error}") from None
+        raise type(error)(f"{where}: {error}") from None
 
 
 def _damaged(path: str | os.PathLike[str], error: BaseException) -> str:

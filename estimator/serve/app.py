@@ -161,13 +161,6 @@ def _add_problems(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         return problem(error.status_code, "Http", f"{error.detail}; see /openapi.json", headers)
 
-    async def impossible(request: Request, error: Exception) -> Response:
-        # What no check has met; the input is none that can be computed with.
-        return problem(422, "Impossible", "the input leads to what cannot be computed; correct it")
-
-    for kind in (ArithmeticError, MemoryError, RecursionError):
-        app.add_exception_handler(kind, impossible)
-
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         return problem(500, "Failed", "the service failed; its log says why")

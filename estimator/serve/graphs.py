@@ -10,8 +10,10 @@ from pathlib import Path
 
 from estimator.errors import GraphFileError, WorkloadError
 from estimator.files import parse_json
-from estimator.graph.op_graph import OpGraph
+from estimator.graph.files import summary_from
+from estimator.graph.op_graph import OpGraph, summary_graph
 from estimator.machines.files import write_bytes_atomically
+from estimator.serve.questions import check_machine
 
 _MOST_IN_MEMORY = 64
 _MOST_ON_DISK = 10_000
@@ -94,17 +96,13 @@ def _of_summary(content: bytes) -> bytes:
             f"the upload is neither a saved graph nor JSON ({error}); send what 'estimator trace "
             "-o FILE' wrote, or a job's summary"
         ) from None
-    if not isinstance(known, dict) or not all(isinstance(key, str) for key in known):
-        raise WorkloadError("a summary is a JSON object; see 'job.json' in the README")
-    target = known.pop("target", None)
+    target = known.pop("target", None) if isinstance(known, dict) else None
     if target not in (None, "cpu", "cuda"):
         raise WorkloadError("the target of a summary is cpu or cuda; leave it out or correct it")
-    try:
-        graph = OpGraph.from_summary(target=target, **known)
-    except TypeError:
-        raise WorkloadError(
-            "the summary has a part that is none, or lacks one; its parts are those of job.json"
-        ) from None
+    summary = summary_from(known, "the upload")
+    if summary.machine is not None:
+        check_machine(summary.machine)
+    graph = summary_graph(summary, target=target)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "summary"
         graph.save(path)

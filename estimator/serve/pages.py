@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Request, Response
+from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, RedirectResponse
 
@@ -74,7 +75,7 @@ def _front(answers: Answers, graph: str, on: str, strategy: str) -> Response:
     if graph and on:
         try:
             title, sections = _answered(answers, graph, on, strategy or "ddp")
-        except (EstimatorError, ValueError) as error:
+        except (EstimatorError, ValidationError) as error:
             refusal = str(error) if isinstance(error, EstimatorError) else "that is no question"
     return _page(
         "front.html",

@@ -15,7 +15,7 @@ from estimator.calibrate.observations import ObservationStore
 from estimator.callbacks import accelerate as accelerate_callback
 from estimator.callbacks.hooks import HookedTraining, precision_of
 from estimator.callbacks.training import Comparison, Settings, Training
-from estimator.errors import StoreError
+from estimator.errors import AllocationError, StoreError, StrategyError
 
 STEPS = 60
 
@@ -166,6 +166,22 @@ def test_more_threads_than_the_device_has_cores_are_told(
 def test_a_report_that_cannot_be_written_is_refused_before_training() -> None:
     with pytest.raises(StoreError):
         Settings(report="/dev/null/out.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({"store": "/"}, StoreError),
+        ({"allocation": "two nodes"}, AllocationError),
+        ({"strategy": "magic"}, StrategyError),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_training(
+    store: Path, given: dict[str, str], kind: type[Exception]
+) -> None:
+    # At the first batch they would end the training.
+    with pytest.raises(kind):
+        Settings(**given)
 
 
 def test_the_precision_is_that_of_the_parameters_unless_mixed() -> None:

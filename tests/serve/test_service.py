@@ -118,6 +118,21 @@ def test_a_summary_is_a_graph_too(client: TestClient) -> None:
     assert client.post("/estimate", json=asked).json()["step_time_s"] > 0
 
 
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"target": "tpu"}, "the target of a summary is cpu or cuda"),
+        ({"colour": 1}, "the upload has 'colour', which is no part of a summary"),
+        ({"tensors": 0}, "the upload: tensors must be a positive number"),
+    ],
+)
+def test_a_summary_that_cannot_be_is_one_sentence(
+    client: TestClient, part: dict[str, Any], said: str
+) -> None:
+    known = {"parameter_bytes": 438000000, "tensors": 199, "flops_per_sample": 2.5e11}
+    assert said in refusal(client.post("/graphs", json=known | part), 422)
+
+
 def test_what_is_acknowledged_is_in_the_store(
     client: TestClient, graph: str, tmp_path: Path
 ) -> None:
@@ -252,13 +267,16 @@ def test_no_file_is_read_by_its_path(
     for name in ("here.json", "here"):
         found = client.post("/estimate", json={"graph": graph, "on": f"1x1:{name}"})
         assert "there is no machine" in refusal(found, 422)
+        timed = {"machine": name, "step_times": [[4, 0.4]], "parameter_bytes": 4000, "tensors": 2}
+        assert "there is no machine" in refusal(client.post("/graphs", json=timed), 422)
 
 
+@pytest.mark.parametrize("kind", [KeyError, ZeroDivisionError, OverflowError, RecursionError])
 def test_what_fails_inside_is_told_without_its_insides(
-    client: TestClient, graph: str, monkeypatch: pytest.MonkeyPatch
+    client: TestClient, graph: str, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
-        raise KeyError("secret path")
+        raise kind("secret path")
 
     monkeypatch.setattr("estimator.serve.answers.estimate", broken)
     found = client.post("/estimate", json={"graph": graph, "on": "1x1:t4-g4dn"})
@@ -290,6 +308,18 @@ def test_the_page_needs_a_login_and_shows_an_answer_with_names_escaped(
     # A session changes nothing and asks nothing but pages.
     assert client.post("/estimate", json=asked).status_code == 401
     assert client.get("/machines").status_code == 401
+
+
+def test_a_fault_behind_the_page_is_not_said_to_be_a_wrong_question(
+    client: TestClient, graph: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ValueError("operands could not be broadcast together")
+
+    asked = {"graph": graph, "on": "2x2:t4-g4dn"}
+    assert "that is no question" in client.get("/", params=asked | {"graph": "hf:gpt2"}).text
+    monkeypatch.setattr("estimator.serve.answers.estimate", broken)
+    assert client.get("/", params=asked).status_code == 500
 
 
 def test_a_session_runs_out_and_cannot_be_made_up() -> None:

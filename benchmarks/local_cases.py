@@ -1,0 +1,144 @@
+"""Say which models are trained on this machine, and what was predicted and measured of each."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from canaries import case_canaries, quiet_steps
+from records import Record, Records, measured_fields
+
+from estimator.machines.profile import MachineProfile
+from estimator.workload import Strategy
+
+MODELS = Path(__file__).with_name("local_models.py")
+QUICK_MODELS = ("gpt2", "resnet", "lstm", "recommender")
+OPTIMIZER, PRECISION = "adamw", "fp32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One thing to train: a model at a batch size on a number of this machine's devices."""
+
+    file: str
+    model: str
+    batch: int
+    ranks: int
+    strategy: str = "ddp"
+
+    @property
+    def key(self) -> str:
+        how = "" if self.strategy == "ddp" else f"-{self.strategy}"
+        return f"{self.model}-b{self.batch}-r{self.ranks}{how}"
+
+    @property
+    def model_text(self) -> str:
+        return f"{self.file}:{self.model}"
+
+    @property
+    def allocation(self) -> str:
+        return f"1x{self.ranks}:local"
+
+
+def read_cases(options: argparse.Namespace) -> list[Case]:
+    """The models of the file's `ALL`, each at two batch sizes and on each number of ranks."""
+    path = options.models.resolve()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise SystemExit(f"{path} is no Python file; name one that defines ALL = [function, ...]")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    functions: list[Callable[..., Any]] = getattr(module, "ALL", [])
+    only = options.only or (QUICK_MODELS if options.quick and options.is_own_list else None)
+    unknown = set(only or ()) - {function.__name__ for function in functions}
+    if not functions or unknown:
+        raise SystemExit(f"{path} has no {', '.join(sorted(unknown)) or 'list ALL'}; check names")
+    return [
+        Case(
+            file=os.path.relpath(path),
+            model=function.__name__,
+            batch=batch,
+            ranks=ranks,
+            strategy=str(Strategy.parse(options.strategy)),
+        )
+        for function in functions
+        if not only or function.__name__ in only
+        for batch in batch_sizes(function, default_only=options.quick)
+        for ranks in options.ranks
+    ]
+
+
+def batch_sizes(function: Callable[..., Any], *, default_only: bool) -> list[int]:
+    """The default of the parameter `batch` and half of it; 0 stands for a model without one."""
+    parameter = inspect.signature(function).parameters.get("batch")
+    if parameter is None:
+        return [0]
+    default = int(parameter.default)
+    return [default] if default_only or default < 2 else [default, default // 2]
+
+
+def draw_cases(options: argparse.Namespace, records: Records) -> list[Case]:
+    """Models drawn at random, each at the batch of its name on one device."""
+    import drawn_models
+
+    file = os.path.relpath(drawn_models.__file__)
+    names = drawn_models.drawn(options.draw, options.seed, records)
+    return [Case(file=file, model=name, batch=0, ranks=1) for name in names]
+
+
+def assemble(
+    cases: Sequence[Case], profile: MachineProfile, methods: Sequence[str], records: Records
+) -> list[Record]:
+    """The cases of DESIGN: one per case and method, failed ones included."""
+    return [assemble_case(case, method, profile, records) for case in cases for method in methods]
+
+
+def assemble_case(case: Case, method: str, profile: MachineProfile, records: Records) -> Record:
+    """One case with its last prediction and all its measurements; nulls where there are none."""
+    predictions = records.of("prediction", case.key, method=method)
+    prediction = predictions[-1] if predictions else {"reason": "not predicted yet"}
+    runs = records.of("measurement", case.key)
+    measured = measured_fields(runs, records.of("failure", case.key))
+    measured["reason"] = None if runs else measured["reason"] or "not measured yet"
+    if prediction.get("predicted_s") is None:
+        measured.update(status="no_prediction", reason=prediction["reason"])
+    measured_at = measured["measured_at"]
+    phased = [run["phases_s"] for run in runs if run.get("phases_s")]
+    canaries = case_canaries(case.key, profile, records)
+    kept = ("predicted_s", "low_s", "high_s", "breakdown", "op_time_in_grid_ratio", "assumptions")
+    return {
+        "id": f"{case.key}-{method}",
+        "source": "local_accuracy",
+        "model": case.model,
+        "machine": profile.name,
+        "allocation": case.allocation,
+        "ranks": case.ranks,
+        "nodes": 1,
+        "strategy": case.strategy,
+        "precision": PRECISION,
+        "optimizer": OPTIMIZER,
+        "batch_per_gpu": prediction.get("batch_per_gpu", case.batch or None),
+        "global_batch": prediction.get("global_batch", case.batch * case.ranks or None),
+        "method": method,
+        "k": 0,
+        "draw": 0,
+        **{name: prediction.get(name) for name in kept},
+        **measured,
+        "canaries": canaries,
+        **quiet_steps(case.key, method, canaries, records),
+        "faults_per_step": statistics.median(r["faults_per_step"] for r in runs) if runs else None,
+        "phases_s": {
+            phase: statistics.median(phases[phase] for phases in phased) for phase in phased[0]
+        }
+        if phased
+        else None,
+        "predicted_at": prediction.get("at"),
+        "predicted_beforehand": measured_at is None or prediction.get("at", "") < measured_at,
+    }
