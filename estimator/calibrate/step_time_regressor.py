@@ -58,7 +58,7 @@ _FIRST_STEP = 1.0
 # The columns by whose range a row is inside or outside of the training data.
 _RANGE_COLUMNS = [RANKS, NODES, BATCH, LARGEST_NODE]
 # So many of the last observations are compared with the intervals of so many before them.
-_MOST_SUCCESSIVE, _MOST_BEFORE = 100, 200
+_MOST_SUCCESSIVE, _MOST_BEFORE = 50, 50
 _ENGINE_MEDIANS = ENGINE_PRIORS.log_medians()
 
 
