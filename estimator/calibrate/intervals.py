@@ -33,7 +33,7 @@ COVERAGE_RATIO = 1 - INTERVAL_ALPHA
 # the best for those of Sia alone.
 _PRIOR_DEGREES_OF_FREEDOM = 6.0
 _PRIOR_SCALE = 0.70
-_PRIOR_COUNT = 18.0
+PRIOR_COUNT = 18.0
 _PRIOR_POINTS = 200
 # The grid of a job's spread: standard deviations of log step time by which its runs may scatter
 # beyond what is predicted, and factors on the predictive standard deviation; the degrees of freedom
@@ -142,6 +142,19 @@ def replicate_variance(
     return max(pooled - usual, 0.0)
 
 
+def away_from_others(log_times: Array, row_of: NDArray[np.intp]) -> tuple[Array, NDArray[np.bool_]]:
+    """How far each run is from the mean of the others of its step, and which have others.
+
+    Divided by what the variance of a difference from a mean of n − 1 is above that of one run. It
+    is n / (n − 1) times as far from their mean as from that of all, so that √(n / (n − 1)) remains.
+    """
+    of_row = np.bincount(row_of, minlength=1)
+    mean = np.bincount(row_of, log_times, minlength=1) / np.maximum(of_row, 1)
+    count = of_row[row_of]
+    ratio = np.sqrt(count / np.maximum(count - 1, 1))
+    return np.abs(log_times - mean[row_of]) * ratio, count > 1
+
+
 @cache
 def prior_scores() -> Array:
     """Quantiles, evenly spaced in probability, of the scores expected of an unobserved job."""
@@ -164,11 +177,11 @@ def quantiles_on_grid(
     values = np.concatenate([np.abs(scores), prior])
     order = np.argsort(values)
     # The conformal correction (1 + 1/n) for the observation that is yet to come.
-    level = min(coverage_ratio * (1 + 1 / (len(scores) + _PRIOR_COUNT)), 1.0)
+    level = min(coverage_ratio * (1 + 1 / (len(scores) + PRIOR_COUNT)), 1.0)
     quantiles = []
     for point in _GRID:
         near = np.exp(-(((sync_share - point) / _BANDWIDTH) ** 2) / 2)
-        prior_weights = np.full(len(prior), _PRIOR_COUNT / len(prior))
+        prior_weights = np.full(len(prior), PRIOR_COUNT / len(prior))
         cumulated = np.cumsum(np.concatenate([_FLOOR_WEIGHT + near, prior_weights])[order])
         at = np.searchsorted(cumulated, level * cumulated[-1])
         quantiles.append(values[order][min(at, len(order) - 1)])

@@ -8,6 +8,7 @@ means, variances and leave-one-out errors are linear algebra.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,9 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.calibrate import gaussian_process
+from estimator.calibrate.design_matrix import Dataset
 from estimator.calibrate.gaussian_process import Inputs
+from estimator.calibrate.performance_model import ModelValues
 from estimator.calibrate.priors import Array
+from estimator.calibrate.robust_weights import confirmed
 
+# The Gaussian process takes so many distinct rows, the last observed: its cost is cubic in them.
+_MOST_INPUTS = 1000
 # A quantile of the leave-one-out scores needs no more observations than this.
 _SCORED_OBSERVATIONS = 200
 
@@ -47,6 +53,46 @@ class TrainingData:
     observed_input: NDArray[np.intp]
     observed_residual: Array
     observed_noise_variance: Array
+
+
+def training_data(
+    data: Dataset,
+    model: ModelValues,
+    parameters: Array,
+    jacobian: Array,
+    observation_weights: Array,
+) -> TrainingData:
+    """Residuals of the fitted model at the distinct rows of some observations.
+
+    `parameters` and `jacobian` are standardised by their priors; `observation_weights` are those of
+    the robust fit.
+    """
+    rows, row_of = data.distinct()
+    first = np.full(len(rows), len(row_of))
+    np.minimum.at(first, row_of, np.arange(len(row_of)))
+    residuals = data.log_times - model.log_step
+    noise_variance = gaussian_process.noise_variance(model.sync_share)
+    weights = data.weights * observation_weights
+    weights, nugget = confirmed(weights, data.weights, row_of, residuals, model.sync_share)
+    total = np.bincount(row_of, weights, minlength=len(rows))
+    mean = np.bincount(row_of, weights * residuals, minlength=len(rows)) / total
+    last = np.sort(np.argsort(first)[-_MOST_INPUTS:])
+    at = first[last]
+    input_of = np.full(len(rows), -1)
+    input_of[last] = np.arange(len(last))
+    is_kept = input_of[row_of] >= 0
+    return TrainingData(
+        inputs=Inputs(rows=rows[last], sync_share=model.sync_share[at]),
+        parameters=parameters,
+        jacobian=jacobian[at],
+        residuals=mean[last],
+        noise_variance=noise_variance[at] / total[last],
+        nugget_variance=nugget[last],
+        observation=np.flatnonzero(is_kept),
+        observed_input=input_of[row_of[is_kept]],
+        observed_residual=residuals[is_kept],
+        observed_noise_variance=(noise_variance / data.weights)[is_kept],
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,6 +137,28 @@ class Posterior:
         parameters = self.parameter_variance(jacobian - cross @ self._solved_jacobian)
         noise = gaussian_process.noise_variance(inputs.sync_share)
         return self._mean(cross, jacobian), residual + parameters + noise
+
+    def successive(
+        self, inputs: Inputs, jacobian: Array, residuals: Array, noise_variance: Array
+    ) -> tuple[Array, Array]:
+        """Errors of further observations, each predicted from those before it, and their variances.
+
+        `residuals` are log(measured / fitted), in order of arrival. The Cholesky factor of their
+        predictive covariance gives each given those before it (Dawid 1984); noise is left out of
+        the variances.
+        """
+        from scipy.linalg import solve_triangular
+
+        cross = self._covariance(inputs)
+        free = jacobian - cross @ self._solved_jacobian
+        covariance = gaussian_process.kernel(inputs, inputs) - cross @ self._solve(cross.T)
+        for same, variance in self._own_effects(inputs):
+            covariance[np.ix_(same, same)] += variance
+        covariance += free @ self.parameter_covariance @ free.T + np.diag(noise_variance)
+        factor = np.linalg.cholesky(covariance)
+        errors = solve_triangular(factor, residuals - self._mean(cross, jacobian), lower=True)
+        deviations = np.diag(factor)
+        return errors * deviations, np.maximum(deviations**2 - noise_variance, 0)
 
     def _mean(self, cross: Array, jacobian: Array) -> Array:
         return np.asarray(jacobian @ self.parameter_shift + cross @ self._dual_weights)
@@ -156,3 +224,10 @@ class Posterior:
             same = (inputs.rows == training.rows[place]).all(axis=1)
             cross[same, place] += self._training.nugget_variance[place]
         return cross
+
+    def _own_effects(self, inputs: Inputs) -> Iterator[tuple[NDArray[np.intp], float]]:
+        """Which inputs are of each row that has an effect of its own, and its variance."""
+        training = self._training
+        for place in np.flatnonzero(training.nugget_variance):
+            same = (inputs.rows == training.inputs.rows[place]).all(axis=1)
+            yield np.flatnonzero(same), float(training.nugget_variance[place])

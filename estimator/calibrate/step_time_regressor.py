@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from estimator.calibrate import gaussian_process, intervals
+from estimator.calibrate.adaptive import adapted_coverage
 from estimator.calibrate.design_matrix import Dataset, design_matrix, reference_of
 from estimator.calibrate.gaussian_process import Inputs
 from estimator.calibrate.intervals import ENGINE_SPREAD_PRIOR, SPREAD_PRIOR, Spread, SpreadPrior
@@ -35,7 +36,7 @@ from estimator.calibrate.performance_model import (
     evaluate_model,
 )
 from estimator.calibrate.populations import two_speeds
-from estimator.calibrate.posterior import Posterior, TrainingData
+from estimator.calibrate.posterior import Posterior, training_data
 from estimator.calibrate.priors import (
     COMPUTE_CORRECTIONS,
     ENGINE_PRIORS,
@@ -46,7 +47,7 @@ from estimator.calibrate.priors import (
     Priors,
     transferred,
 )
-from estimator.calibrate.robust_weights import confirmed, robust_weights
+from estimator.calibrate.robust_weights import robust_weights
 from estimator.errors import WorkloadError
 
 # Iteratively reweighted least squares: most iterations, and the change that counts as converged.
@@ -56,8 +57,8 @@ _TOLERANCE = 0.01
 _FIRST_STEP = 1.0
 # The columns by whose range a row is inside or outside of the training data.
 _RANGE_COLUMNS = [RANKS, NODES, BATCH, LARGEST_NODE]
-# The Gaussian process takes so many distinct rows, the last observed: its cost is cubic in them.
-_MOST_INPUTS = 1000
+# So many of the last observations are compared with the intervals of so many before them.
+_MOST_SUCCESSIVE, _MOST_BEFORE = 50, 50
 _ENGINE_MEDIANS = ENGINE_PRIORS.log_medians()
 
 
@@ -139,7 +140,8 @@ class StepTimeRegressor:
         )
         seen = data.rows[:, _RANGE_COLUMNS]
         self.observed_range_ = np.stack([seen.min(axis=0), seen.max(axis=0)]) if len(seen) else seen
-        self.posterior_ = Posterior(self._training_data(data))
+        self._data = data
+        self.posterior_ = self._posterior(data, self.observation_weights_)
         self._observed = data.rows, log_times, engine_log_s
         usual = gaussian_process.noise_variance(np.zeros(1)).item()
         self.replicate_variance_ = intervals.replicate_variance(
@@ -189,8 +191,13 @@ class StepTimeRegressor:
 
         What n runs of a step have shown of it is known; that they differ among each other remains.
         """
-        scatter = self.spread_.scatter_variance / (1 + self.mixture_.counts(rows))
-        return variance * self.spread_.inflation_variance + scatter + self.replicate_variance_
+        return self._spread(self.mixture_.counts(rows), variance)
+
+    def _spread(self, seen: Array, variance: Array) -> Array:
+        """The same where each row was seen so often; repeated ones vary as runs do, no more."""
+        inflation = np.where(seen > 1, 1.0, self.spread_.inflation_variance)
+        scatter = self.spread_.scatter_variance / (1 + seen)
+        return variance * inflation + scatter + self.replicate_variance_
 
     @property
     def scores_(self) -> tuple[Array, Array]:
@@ -244,7 +251,7 @@ class StepTimeRegressor:
         mean, variance = self.posterior_.mean_and_variance(inputs, jacobian)
         log_step, between = self._mixed(inputs.rows, model.log_step + mean, variance, engine_times)
         variance = self._spread_variance(inputs.rows, variance + between)
-        quantiles = self._score_quantiles(model.sync_share, coverage_ratio)
+        quantiles = self._score_quantiles(inputs, coverage_ratio)
         half_width = intervals.half_width(quantiles, variance)
         if self.speeds_ is not None:
             half_width = half_width + self.speeds_.wider(inputs.rows[:, NODES], coverage_ratio)
@@ -278,15 +285,52 @@ class StepTimeRegressor:
         return np.asarray(np.log(times.step_s) - at_medians.log_step)
 
     @cached_property
-    def _quantiles(self) -> dict[float, Array]:
+    def _quantiles(self) -> dict[float, tuple[Array, Array]]:
         return {}
 
-    def _score_quantiles(self, sync_share: Array, coverage_ratio: float) -> Array:
-        """Half-widths, in predictive standard deviations, that cover the given share of steps."""
+    def _score_quantiles(self, inputs: Inputs, coverage_ratio: float) -> Array:
+        """Half-widths, in predictive standard deviations, that cover the given share of steps.
+
+        A step that was seen more than once is judged by how repeated ones vary, others by how those
+        left out do: of what is known of a step itself, the latter say nothing.
+        """
         known = self._quantiles
         if coverage_ratio not in known:
-            known[coverage_ratio] = intervals.quantiles_on_grid(*self.scores_, coverage_ratio)
-        return intervals.interpolated(known[coverage_ratio], sync_share)
+            asked = adapted_coverage(self._successive_scores(), coverage_ratio)
+            known[coverage_ratio] = (
+                intervals.quantiles_on_grid(*self.scores_, asked),
+                intervals.quantiles_on_grid(*self._repeated_scores(), asked),
+            )
+        new, seen = (intervals.interpolated(q, inputs.sync_share) for q in known[coverage_ratio])
+        return np.where(self.mixture_.counts(inputs.rows) > 1, seen, new)
+
+    def _repeated_scores(self) -> tuple[Array, Array]:
+        """Scores of steps that were seen again, and the share of synchronisation in each."""
+        data = self._data
+        model = self._model(self.standardised_parameters_, data.rows, data.engine_times)
+        noise = gaussian_process.noise_variance(model.sync_share) + self.replicate_variance_
+        row_of = data.distinct()[1]
+        away, is_repeated = intervals.away_from_others(data.log_times, row_of)
+        return (away / np.sqrt(noise))[is_repeated], model.sync_share[is_repeated]
+
+    def _successive_scores(self) -> Array:
+        """Scores of the last observations, each predicted from those before it."""
+        latest = slice(-_MOST_BEFORE - _MOST_SUCCESSIVE, None)
+        data, weights = self._data.part(latest), self.observation_weights_[latest]
+        first = len(weights) - min(len(weights) // 2, _MOST_SUCCESSIVE)
+        before = self._posterior(data.part(slice(first)), weights[:first])
+        after = data.part(slice(first, None))
+        inputs, model = self._inputs(after.rows, after.engine_times)
+        noise = gaussian_process.noise_variance(inputs.sync_share)
+        errors, variance = before.successive(
+            inputs,
+            model.jacobian * self.prior_sigmas_,
+            after.log_times - model.log_step,
+            noise / (after.weights * weights[first:]),
+        )
+        _, row_of = data.distinct()
+        seen = np.array([np.sum(row_of[:at] == row_of[at]) for at in range(first, len(weights))])
+        return np.abs(errors) / np.sqrt(self._spread(seen, variance + noise))
 
     def _model(
         self, standardised: Array, rows: Array, engine_times: EngineTimes | None
@@ -335,34 +379,12 @@ class StepTimeRegressor:
         jacobian = model.jacobian * self.prior_sigmas_ * scale[:, None]
         return errors, np.vstack([jacobian, np.eye(len(standardised))])
 
-    def _training_data(self, data: Dataset) -> TrainingData:
-        """Residuals of the fitted model at the distinct rows, for the Gaussian process."""
+    def _posterior(self, data: Dataset, observation_weights: Array) -> Posterior:
+        """What some observations say of the residuals of the fitted model."""
         model = self._model(self.standardised_parameters_, data.rows, data.engine_times)
-        rows, row_of = data.distinct()
-        first = np.full(len(rows), len(row_of))
-        np.minimum.at(first, row_of, np.arange(len(row_of)))
-        residuals = data.log_times - model.log_step
-        noise_variance = gaussian_process.noise_variance(model.sync_share)
-        weights = data.weights * self.observation_weights_
-        weights, nugget = confirmed(weights, data.weights, row_of, residuals, model.sync_share)
-        total = np.bincount(row_of, weights, minlength=len(rows))
-        mean = np.bincount(row_of, weights * residuals, minlength=len(rows)) / total
-        last = np.sort(np.argsort(first)[-_MOST_INPUTS:])
-        at = first[last]
-        input_of = np.full(len(rows), -1)
-        input_of[last] = np.arange(len(last))
-        is_kept = input_of[row_of] >= 0
-        return TrainingData(
-            inputs=Inputs(rows=rows[last], sync_share=model.sync_share[at]),
-            parameters=self.standardised_parameters_,
-            jacobian=model.jacobian[at] * self.prior_sigmas_,
-            residuals=mean[last],
-            noise_variance=noise_variance[at] / total[last],
-            nugget_variance=nugget[last],
-            observation=np.flatnonzero(is_kept),
-            observed_input=input_of[row_of[is_kept]],
-            observed_residual=residuals[is_kept],
-            observed_noise_variance=(noise_variance / data.weights)[is_kept],
+        jacobian = model.jacobian * self.prior_sigmas_
+        return Posterior(
+            training_data(data, model, self.standardised_parameters_, jacobian, observation_weights)
         )
 
 

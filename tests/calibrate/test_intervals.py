@@ -9,6 +9,7 @@ import pytest
 
 from estimator.calibrate.intervals import (
     Spread,
+    away_from_others,
     extrapolates,
     half_width,
     interpolated,
@@ -128,3 +129,12 @@ def test_runs_of_one_step_that_differ_widen_it() -> None:
     found = replicate_variance(log_times, np.ones(4), row_of, 0.03**2)
     assert found == pytest.approx((4 * 0.04 + 8 * 0.0009) / 10 - 0.0009)
     assert replicate_variance(log_times, np.ones(4), np.arange(4), 0.03**2) == 0.0
+
+
+def test_a_run_is_judged_by_the_other_runs_of_its_step() -> None:
+    away, has_others = away_from_others(np.array([1.0, 2.0, 6.0, 9.0]), np.array([0, 0, 0, 1]))
+    # From the mean of the others, 4, 3.5 and 1.5, whose difference from a run has a variance of
+    # 1 + 1/2 runs.
+    expected = np.array([3.0, 1.5, 4.5]) / math.sqrt(1.5)
+    assert away[has_others] == pytest.approx(expected)
+    assert has_others.tolist() == [True, True, True, False]
