@@ -153,11 +153,8 @@ def load_summary(path: str | os.PathLike[str]) -> WorkloadSummary:
     return summary_from(data, str(path), name=Path(path).stem)
 
 
-def summary_from(data: Any, where: str, *, name: str = "job") -> WorkloadSummary:
-    """The summary that JSON values are; `name` is its name unless it has one.
-
-    Raises ModelError, WorkloadError or StrategyError naming `where` it stands.
-    """
+def summary_from(data: Any, where: str, *, name: Any = "job") -> WorkloadSummary:
+    """The summary that JSON values are, called `name` unless it has one; errors name `where`."""
     known = [item.name for item in fields(WorkloadSummary)]
     if not isinstance(data, dict):
         raise ModelError(f"{where} holds no JSON object; write one with {', '.join(known)}")
@@ -168,8 +165,7 @@ def summary_from(data: Any, where: str, *, name: str = "job") -> WorkloadSummary
             f"{', '.join(known)}"
         )
     try:
-        given: dict[str, Any] = {"name": name} | data
-        return WorkloadSummary(**given)
+        return WorkloadSummary(**{"name": name} | data)
     except (WorkloadError, StrategyError) as error:
         raise type(error)(f"{where}: {error}") from None
 
