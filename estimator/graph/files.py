@@ -165,7 +165,7 @@ def summary_from(data: Any, where: str, *, name: str = "job") -> WorkloadSummary
             f"{', '.join(known)}"
         )
     try:
-        return WorkloadSummary(**{"name": name} | data)
+        return WorkloadSummary(**dict[str, Any](name=name) | data)
     except (WorkloadError, StrategyError) as error:
         raise type(error)(f"{where}: {error}") from None
 
