@@ -1,13 +1,12 @@
 """Predict steps of tensor-parallel CPU ranks, then run them: parallelize_module on gloo.
 
 Every case is predicted before it is measured; a measurement is the median over fresh processes of
-the slowest rank's step.
+the slowest rank's step. What is found is appended to a file in --work, from which a further run
+continues.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import warnings
@@ -15,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from layout_models import Case, decoder
-from records import now
+from options import add_work, parser_of, print_found
+from records import Record, Records, now, say
 
 import estimator as est
 from estimator.estimates import Estimate
@@ -48,7 +48,7 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
 
     keep_memory_resident()
     torch.manual_seed(0)
-    model, batch = CASES[arguments["case"]].make()
+    model, batch = next(case for case in CASES if case.name == arguments["case"]).make()
     plan = Plan(tuple(tuple(each) for each in arguments["styles"]), sequence=arguments["sequence"])
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, torch_styles(plan, model))
@@ -102,11 +102,11 @@ def predicted(case: Case, profile: MachineProfile, *, sequence: bool) -> tuple[P
 
 
 def measured(
-    number: int, plan: Plan, profile: MachineProfile, *, steps: int, processes: int
+    case: Case, plan: Plan, profile: MachineProfile, *, steps: int, processes: int
 ) -> list[float]:
     """Seconds of the slowest rank's step in each of some runs."""
     arguments = {
-        "case": number,
+        "case": case.name,
         "styles": plan.styles,
         "sequence": plan.sequence,
         "kind": "cpu",
@@ -123,50 +123,60 @@ def measured(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--machine", default="local")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--only", type=int, action="append", default=[])
-    parser.add_argument("--json", action="store_true")
+    add_work(parser, "layout_accuracy")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
+    options.work.mkdir(parents=True, exist_ok=True)
+    records = Records(options.work / "records.jsonl")
     profile = est.load_profile(options.machine)
     rows = []
     for number, case in enumerate(CASES):
         if options.only and number not in options.only:
             continue
         for sequence in (False, True):
-            plan, answer = predicted(case, profile, sequence=sequence)
-            at = now()
-            runs = measured(number, plan, profile, steps=options.steps, processes=options.processes)
-            step_s = statistics.median(runs)
-            rows.append(
-                {
-                    "model": case.name,
-                    "layout": answer.layout,
-                    "predicted_at": at,
-                    "predicted_s": answer.step_time_s,
-                    "layer_communication_s": answer.breakdown.layer_communication_s,
-                    "measured_s": step_s,
-                    "runs_s": runs,
-                    "error_ratio": answer.step_time_s / step_s - 1,
-                }
-            )
-            print(_line(rows[-1]), file=sys.stderr)
+            if not records.of("layout", case.name, sequence=sequence):
+                plan, answer = predicted(case, profile, sequence=sequence)
+                at = now()
+                runs = measured(
+                    case, plan, profile, steps=options.steps, processes=options.processes
+                )
+                records.add(_record(case, answer, runs, predicted_at=at, sequence=sequence))
+                say(_line(records.found[-1]))
+            rows += records.of("layout", case.name, sequence=sequence)[-1:]
     errors = sorted(abs(row["error_ratio"]) for row in rows)
-    summary = {"cases": rows, "median": statistics.median(errors), "worst": errors[-1]}
-    if options.json:
-        print(json.dumps(summary))
-    else:
-        print("\n".join(map(_line, rows)))
-        print(f"median {summary['median']:.1%}, worst {summary['worst']:.1%}, {len(rows)} cases")
+    median, worst = statistics.median(errors), errors[-1]
+    lines = [*map(_line, rows), f"median {median:.1%}, worst {worst:.1%}, {len(rows)} cases"]
+    print_found(options, lines, machine=profile.name, cases=rows, median=median, worst=worst)
     return 0
+
+
+def _record(
+    case: Case, answer: Estimate, runs: list[float], *, predicted_at: str, sequence: bool
+) -> Record:
+    """A case's prediction beside its measurement."""
+    step_s = statistics.median(runs)
+    return {
+        "kind": "layout",
+        "key": case.name,
+        "sequence": sequence,
+        "layout": answer.layout,
+        "predicted_at": predicted_at,
+        "predicted_s": answer.step_time_s,
+        "layer_communication_s": answer.breakdown.layer_communication_s,
+        "measured_s": step_s,
+        "runs_s": runs,
+        "error_ratio": answer.step_time_s / step_s - 1,
+    }
 
 
 def _line(row: Mapping[str, Any]) -> str:
     return (
-        f"{row['model']:22} {row['layout']:14} predicted {row['predicted_s'] * 1e3:7.1f} ms "
+        f"{row['key']:22} {row['layout']:14} predicted {row['predicted_s'] * 1e3:7.1f} ms "
         f"(communication {row['layer_communication_s'] * 1e3:5.1f}) measured "
         f"{row['measured_s'] * 1e3:7.1f} ms  {row['error_ratio']:+.1%}"
     )

@@ -1,6 +1,7 @@
 """Train layers whose gradients ranks exchange: ``exchange.py TENSORS WIDTH bucketed|unbucketed``.
 
-Bucketed by DDP, or one all-reduce for each tensor as soon as its gradient is ready.
+Bucketed by DDP, or one all-reduce for each tensor as soon as its gradient is ready. Both take the
+mean over the ranks: each divides its gradients before it sends them, as DDP does.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def main() -> None:
     elif ranks > 1:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(
-                lambda tensor: waiting.append(dist.all_reduce(tensor.grad, async_op=True))
+                lambda tensor: waiting.append(
+                    dist.all_reduce(tensor.grad.div_(ranks), async_op=True)
+                )
             )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     for inputs in DataLoader(batch.repeat(4096, 1), batch_size=BATCH):
