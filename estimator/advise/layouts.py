@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from estimator.advise.layout_bounds import LayoutBounds
@@ -221,13 +222,23 @@ class _Search:
         fitting = [pair for pair in bounded if not prune or not self._is_too_large(pair[1])]
         fitting.sort(key=lambda pair: pair[0])
         found: list[tuple[float, int, Candidate, Estimate]] = []
-        worked_out = 0
+        worked_out, too_large = 0, list[Candidate]()
 
         def in_turn() -> Iterator[Candidate]:
-            for number, (least_s, candidate) in enumerate(fitting):
+            waiting = [(least_s, n, not prune, each) for n, (least_s, each) in enumerate(fitting)]
+            left = len(fitting)
+            while waiting:
+                least_s, number, is_close, candidate = heappop(waiting)
                 if prune and len(found) >= self._most and least_s > found[self._most - 1][0]:
                     return
-                self._report(str(candidate.layout), number / len(fitting))
+                if not is_close:
+                    closer_s, ratio = self._closer(candidate)
+                    if ratio > 1 + NOT_FIT_MARGIN_RATIO:
+                        too_large.append(candidate)
+                    else:
+                        heappush(waiting, (max(least_s, closer_s), number, True, candidate))
+                    continue
+                self._report(str(candidate.layout), 1 - len(waiting) / left)
                 yield candidate
 
         for candidate, answer in map_shared(executor, _answer, self._shared(executor), in_turn()):
@@ -242,7 +253,7 @@ class _Search:
             rows=tuple(self._row(each[2], each[3], best[0][3]) for each in best),
             candidates=len(every),
             worked_out=worked_out,
-            too_large=len(every) - len(fitting),
+            too_large=len(every) - len(fitting) + len(too_large),
             refusals=tuple(self._refusals.most_common()),
         )
 
@@ -274,6 +285,13 @@ class _Search:
             return self._bounds[candidate.graph].step_s(layout, batch, micro_batches)
         except _REFUSALS:
             return 0.0
+
+    def _closer(self, candidate: Candidate) -> tuple[float, float]:
+        number, layout, strategy, batch, micro_batches = candidate
+        try:
+            return self._bounds[number].closer(layout, strategy, batch, micro_batches)
+        except _REFUSALS:
+            return 0.0, 0.0
 
     def _is_too_large(self, candidate: Candidate) -> bool:
         number, layout, strategy, batch, micro_batches = candidate
