@@ -89,29 +89,29 @@ def _recomputation() -> Iterator[KnownRow]:
         samples = 4 if size == "22B" else gpus
         row = partial(_gpt, size, gpus, samples, micro_batch, 8, pp, virtual=virtual)
         source = "Reducing Activation Recomputation"
-        yield row()(source=source, step_time_s=full_s)
-        yield row(recomputes="core", flags="sp,vocab")(source=source, step_time_s=selective_s)
+        yield row(flags="vocab,megatron")(source=source, step_time_s=full_s)
+        yield row(recomputes="core", flags="sp,vocab,megatron")(
+            source=source, step_time_s=selective_s
+        )
 
 
 def _megatron() -> Iterator[KnownRow]:
-    """The table's own degrees; its micro-batches are not given and taken as 1, or 16 without tp."""
-    for size, tp, pp, gpus, samples, tera_per_s in (
-        ("1.7B", 1, 1, 32, 512, 137),
-        ("3.6B", 2, 1, 64, 512, 138),
-        ("7.5B", 4, 1, 128, 512, 142),
-        ("18.4B", 8, 1, 256, 1024, 135),
-        ("39.1B", 8, 2, 512, 1536, 138),
-        ("76.1B", 8, 4, 1024, 1792, 140),
-        ("145.6B", 8, 8, 1536, 2304, 148),
-        ("310.1B", 8, 16, 1920, 2160, 155),
-        ("529.6B", 8, 35, 2520, 2520, 163),
-        ("1008B", 8, 64, 3072, 3072, 163),
+    """Its degrees; micro-batches and schedules as in the authors' examples/sc21/run_table_1.sh."""
+    for size, tp, pp, virtual, micro_batch, gpus, samples, tera_per_s in (
+        ("1.7B", 1, 1, 1, 16, 32, 512, 137),
+        ("3.6B", 2, 1, 1, 16, 64, 512, 138),
+        ("7.5B", 4, 1, 1, 16, 128, 512, 142),
+        ("18.4B", 8, 1, 1, 8, 256, 1024, 135),
+        ("39.1B", 8, 2, 1, 4, 512, 1536, 138),
+        ("76.1B", 8, 4, 3, 2, 1024, 1792, 140),
+        ("145.6B", 8, 8, 2, 2, 1536, 2304, 148),
+        ("310.1B", 8, 16, 2, 1, 1920, 2160, 155),
+        ("529.6B", 8, 35, 3, 1, 2520, 2520, 163),
+        ("1008B", 8, 64, 1, 1, 3072, 3072, 163),
     ):
-        micro_batch = samples * tp // gpus if pp == 1 else 1
-        yield _gpt(size, gpus, samples, micro_batch, tp, pp)(
+        yield _gpt(size, gpus, samples, micro_batch, tp, pp, virtual=virtual)(
             source="Megatron-LM SC21, table 1",
             step_time_s=_GPTS[size].flops(samples) / (gpus * tera_per_s * 1e12),
-            remark="its micro-batches are not given: all of a rank without pp, 1 with it",
         )
 
 
@@ -143,6 +143,9 @@ def _llama() -> Iterator[KnownRow]:
     """Llama Team, The Llama 3 Herd of Models (2024), table 4: BF16 TFLOPs of each H100."""
     sizes = LLAMA["llama-3-405b"]
     length, tokens = 8192, 2048 * 8192
+    # Section 3.3.2: the first stage has the embedding alone, the last one the output and the loss.
+    cut = "+".join([*(f"blocks.{block}" for block in range(sizes["layers"])), "norm"])
+    layout = layout_text({"tp": 8, "pp": 16, "vp": 8}, flags="sp,vocab,megatron")
     flops = tokens * (6 * 405e9 + 6 * sizes["layers"] * sizes["width"] * length)
     for gpus, each, tera_per_s in ((8192, 32, 430), (16384, 16, 400)):
         yield KnownRow(
@@ -155,8 +158,8 @@ def _llama() -> Iterator[KnownRow]:
             step_time_s=flops / (gpus * tera_per_s * 1e12),
             precision="bf16",
             strategy="fsdp:reduce=fp32,no_reshard",
-            layout=layout_text({"tp": 8, "pp": 16, "vp": 4}, flags="sp,vocab"),
+            layout=f"{layout},cut={cut}",
             setting=Setting(network="roce", network_bit_per_s=8 * 400e9, source="section 3.3.1"),
-            remark="its interleaved schedule is taken with 4 stages a rank, which have 2 layers each "
-            "but for the first and the last, its operations as 6 a parameter and attention",
+            remark="its overlaps are taken as Megatron-LM's, its operations as 6 a parameter and "
+            "attention",
         )

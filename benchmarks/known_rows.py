@@ -8,6 +8,7 @@ with context parallelism; llm-foundry's with transformer-engine's FP8.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,7 +52,8 @@ class KnownRow:
     def id(self) -> str:
         compiled = ", compiled" if self.spec.compiled else ""
         where = f"{self.gpus} x {self.machine}, batch {self.batch_per_gpu}"
-        where += f", {self.layout} x {self.accumulation_steps}" if self.layout else ""
+        layout = re.sub(r",cut=[^,]*", "", self.layout or "")
+        where += f", {layout} x {self.accumulation_steps}" if layout else ""
         return f"{self.spec.name}{compiled}, {self.precision}, {where}"
 
     @property

@@ -20,14 +20,15 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from canaries import canary_drift, case_canaries, note_canary, quiet_steps
 from local_report import BOUNDS, DRAWN_BOUNDS, report, report_drawn
 from options import add_prediction, add_profile, add_repeats, add_work, parser_of, print_found
 from records import Progress, Record, Records, measured_fields, say
-from summary import noise_ratio, summarise
+from summary import summarise
 
 from estimator.errors import EstimatorError, ModelError
 from estimator.machines.catalogue import load_profile
@@ -137,12 +138,13 @@ def predict(case: Case, method: str, rank_counts: Sequence[int], graphs: Path) -
     import torch
 
     import estimator
-    from estimator.api import with_timings
     from estimator.graph.models import load_model
     from estimator.graph.op_graph import OpGraph
+    from estimator.probe.ops import measure_ops
 
     torch.set_num_threads(1)
     begun = time.perf_counter()
+    canaries: list[float] = []
     kept = graphs / f"{case.model}-b{case.batch}.graph"
     if not kept.exists():
         model, batch, loss, _ = load_model(case.model_text, batch=case.batch or None)
@@ -158,7 +160,8 @@ def predict(case: Case, method: str, rank_counts: Sequence[int], graphs: Path) -
         graph.save(kept)
     graph = OpGraph.load(kept)
     if method == "measured":
-        graph = with_timings(graph)
+        timings = measure_ops(graph, load_profile("local"), on_canary=canaries.append)
+        graph = replace(graph, timings=timings, timed_on="local")
     look_s = time.perf_counter() - begun
     records = []
     for ranks in rank_counts:
@@ -176,6 +179,7 @@ def predict(case: Case, method: str, rank_counts: Sequence[int], graphs: Path) -
                 "peak_memory_bytes": answer.peak_memory_bytes,
                 "assumptions": list(answer.assumptions),
                 "look_s": look_s,
+                "canary_s": canaries[-1] if canaries else None,
             }
         )
     return records
@@ -183,9 +187,6 @@ def predict(case: Case, method: str, rank_counts: Sequence[int], graphs: Path) -
 
 def predict_all(cases: Sequence[Case], options: argparse.Namespace, records: Records) -> None:
     """Write down a prediction, or why there is none, for every case and method that lacks one."""
-    graphs = options.work / "graphs"
-    if options.repredict:
-        shutil.rmtree(graphs, ignore_errors=True)
     looks: dict[tuple[str, int, str], list[Case]] = {}
     for case in cases:
         for method in options.methods:
@@ -195,7 +196,7 @@ def predict_all(cases: Sequence[Case], options: argparse.Namespace, records: Rec
     progress = Progress("predicted", len(looks))
     for (model, batch, method), members in looks.items():
         rank_counts = [case.ranks for case in members]
-        found, reason = predict_apart(members[0], method, rank_counts, graphs)
+        found, reason = predict_apart(members[0], method, rank_counts, options.work / "graphs")
         for case, record in zip(members, found or [{}] * len(members), strict=True):
             kept = {"predicted_s": None, "reason": reason, **record}
             records.add({"kind": "prediction", "key": case.key, "method": method, **kept})
@@ -225,18 +226,18 @@ def measure_all(
     profile: MachineProfile,
     options: argparse.Namespace,
     records: Records,
+    *,
+    repeats: int,
 ) -> None:
-    """Train every case --repeats times in fresh processes, one round over all cases at a time."""
+    """Train every case `repeats` times in fresh processes, one round over all cases at a time."""
     # Drawn models import torchvision, which loads beside a CPU torch only once `drawn_models` has
     # said how: the ranks import for themselves.
     if not options.draw:
         import_models(cases)
     counts = {case.key: len(records.of("measurement", case.key)) for case in cases}
     broken: set[str] = set()
-    progress = Progress(
-        "trained", sum(max(0, options.repeats - count) for count in counts.values())
-    )
-    for done in range(options.repeats):
+    progress = Progress("trained", sum(max(0, repeats - count) for count in counts.values()))
+    for done in range(repeats):
         for case in cases:
             if counts[case.key] > done or case.key in broken:
                 continue
@@ -245,7 +246,7 @@ def measure_all(
             except EstimatorError as error:
                 # One failure is enough: the case counts as failed, and the others go on.
                 broken.add(case.key)
-                progress.total -= options.repeats - done - 1
+                progress.total -= repeats - done - 1
                 records.add({"kind": "failure", "key": case.key, "reason": str(error)[:500]})
                 progress.advance(f"{case.key}: {error}")
                 continue
@@ -286,11 +287,14 @@ def measure(
         steps=max(5, options.steps // 3) if is_long else options.steps,
         warmup_steps=options.warmup_steps,
         phases=options.phases,
+        canaries=bool(options.draw),
     )
     slowest = run.step_s.index(run.slowest_step_s)
     return {
         "step_s": run.slowest_step_s,
         "canary_s": run.canary_s,
+        "steps_s": run.step_times_s[slowest],
+        "canaries_s": run.canaries_s[slowest],
         "faults_per_step": run.faults_per_step[slowest],
         "peak_memory_bytes": run.peak_memory_bytes,
         "phases_s": dict(run.phases_s[slowest]) if options.phases else None,
@@ -319,6 +323,7 @@ def assemble_case(case: Case, method: str, profile: MachineProfile, records: Rec
         measured.update(status="no_prediction", reason=prediction["reason"])
     measured_at = measured["measured_at"]
     phased = [run["phases_s"] for run in runs if run.get("phases_s")]
+    canaries = case_canaries(case.key, profile, records)
     kept = ("predicted_s", "low_s", "high_s", "breakdown", "op_time_in_grid_ratio", "assumptions")
     return {
         "id": f"{case.key}-{method}",
@@ -338,6 +343,8 @@ def assemble_case(case: Case, method: str, profile: MachineProfile, records: Rec
         "draw": 0,
         **{name: prediction.get(name) for name in kept},
         **measured,
+        "canaries": canaries,
+        **quiet_steps(case.key, method, canaries, records),
         "faults_per_step": statistics.median(r["faults_per_step"] for r in runs) if runs else None,
         "phases_s": {
             phase: statistics.median(phases[phase] for phases in phased) for phase in phased[0]
@@ -347,45 +354,6 @@ def assemble_case(case: Case, method: str, profile: MachineProfile, records: Rec
         "predicted_at": prediction.get("at"),
         "predicted_beforehand": measured_at is None or prediction.get("at", "") < measured_at,
     }
-
-
-def canary_drift(profile: MachineProfile, records: Records) -> Record:
-    """The fixed op's seconds when probing, predicting and measuring; never used to correct."""
-    stages = {
-        "probe_s": [profile.canary_s] if profile.canary_s else [],
-        "prediction_s": [record["canary_s"] for record in records.of("canary")],
-        "measurement_s": [record["canary_s"] for record in records.of("measurement")],
-    }
-    medians = {name: statistics.median(seen) if seen else None for name, seen in stages.items()}
-    known = [seconds for seconds in medians.values() if seconds]
-    return {
-        **medians,
-        "drift_ratio": max(known) / min(known) - 1 if known else None,
-        "measurement_noise_ratio": (
-            noise_ratio(stages["measurement_s"]) if stages["measurement_s"] else None
-        ),
-    }
-
-
-def time_canary(rank: int, world_size: int, arguments: Record) -> float:
-    """Seconds of the fixed op, in a process pinned as a rank of a training run is."""
-    from estimator.probe.backend import open_backend
-    from estimator.probe.canary import canary_s
-
-    return canary_s(open_backend(arguments["kind"]))
-
-
-def note_canary(profile: MachineProfile, records: Records) -> None:
-    """Time the fixed op now, at prediction."""
-    from estimator.probe.ranks import run_on_devices
-
-    (seconds,) = run_on_devices(
-        profile.devices[:1],
-        "local_accuracy:time_canary",
-        {"kind": profile.kind},
-        timeout_s=60.0,
-    )
-    records.add({"kind": "canary", "canary_s": seconds})
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -437,10 +405,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{len(profile.devices)}; probe with more --devices or ask for fewer ranks"
         )
     note_canary(profile, records)
-    predict_all(cases, options, records)
-    note_canary(profile, records)
-    if not options.predict_only:
-        measure_all(cases, profile, options, records)
+    if options.repredict:
+        shutil.rmtree(options.work / "graphs", ignore_errors=True)
+    # The machine changes within minutes: a drawn model trains just after its operators were timed.
+    for group in [[case] for case in cases] if options.draw else [cases]:
+        predict_all(group, options, records)
+        if not options.predict_only:
+            first = 1 if options.draw else options.repeats
+            measure_all(group, profile, options, records, repeats=first)
+    if options.draw and not options.predict_only:
+        trained = [case for case in cases if records.of("measurement", case.key)]
+        measure_all(trained, profile, options, records, repeats=options.repeats)
     found = assemble(cases, profile, options, records)
     canary = canary_drift(profile, records)
     print_found(

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from canaries import LEAST_QUIET_STEPS, MOST_DRIFT_RATIO, judged
 from summary import (
     PAIR_GAP_RATIO,
     Bound,
@@ -57,7 +58,10 @@ _HEADINGS = {"probe": "probe", "measured": "operators timed"}
 
 
 def report_drawn(cases: Sequence[Case], canary: Mapping[str, float | None]) -> Iterator[str]:
-    """What people read of models drawn at random: each by both methods, then both methods."""
+    """What people read of models drawn at random: each by both methods, then both methods.
+
+    The summaries are of all models, then of those whose canary lets them be judged.
+    """
     by_model: dict[str, dict[str, Case]] = {}
     for case in cases:
         by_model.setdefault(case["model"], {})[case["method"]] = case
@@ -67,6 +71,9 @@ def report_drawn(cases: Sequence[Case], canary: Mapping[str, float | None]) -> I
         "measured",
         "noise",
         *(cell for name in methods for cell in (_HEADINGS[name], "error")),
+        *(f"canary: {stage.removesuffix('_s')}" for stage in cases[0]["canaries"]),
+        "quiet steps",
+        "their median",
     ]
     lines = [[*header, ""]]
     for model, found in by_model.items():
@@ -75,10 +82,18 @@ def report_drawn(cases: Sequence[Case], canary: Mapping[str, float | None]) -> I
         for name in methods:
             predicted_s = found[name]["predicted_s"]
             cells += [milliseconds(predicted_s, unit=""), off(predicted_s, first["measured_s"])]
+        cells += [milliseconds(seconds, 2, unit="") for seconds in first["canaries"].values()]
+        cells.append(f"{first['quiet_steps']} of {first['steps']}")
+        cells.append(milliseconds(first["quiet_step_s"], unit=""))
         bad = next((each for each in found.values() if each["status"] != "ok"), None)
-        lines.append([model, *cells, _complaint(bad) if bad else ""])
+        lines.append([model, *cells, _complaint(bad) if bad else _drifted(found)])
     yield format_table(lines)
     yield "\n" + format_rows(summarise(cases, by=("method",), bounds=DRAWN_BOUNDS))
+    yield (
+        f"\njudged by the median of at least {LEAST_QUIET_STEPS} quiet steps, the canary around "
+        f"each being within {percent(MOST_DRIFT_RATIO)} of the probe's:"
+    )
+    yield format_rows(summarise(judged(cases), by=("method",), bounds=DRAWN_BOUNDS))
     if {"probe", "measured"} <= set(methods):
         closer = sum(
             error_ratio(found["measured"]) < error_ratio(found["probe"])
@@ -93,6 +108,12 @@ def report_drawn(cases: Sequence[Case], canary: Mapping[str, float | None]) -> I
         yield f"asked of {name}: {asked}"
     yield describe_canary(canary)
     yield from describe_grid_share(cases)
+
+
+def _drifted(found: Mapping[str, Case]) -> str:
+    """By which methods a model is not judged."""
+    beyond = [_HEADINGS[name] for name, case in found.items() if case["quiet_step_s"] is None]
+    return f"not judged: {', '.join(beyond)}" if beyond else ""
 
 
 def describe_cases(cases: Sequence[Case]) -> str:

@@ -77,7 +77,7 @@ def profile_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> di
 
 
 def clock_operators(
-    step: Callable[[Callable[[str], None]], tuple[float, ...]],
+    step: Callable[[Callable[[str], None]], tuple[float, ...]], *, steps: int = CLOCKED_STEPS
 ) -> tuple[dict[Key, list[list[float]]], float]:
     """Seconds of every operator call, by phase, operator and shapes, for each of some steps.
 
@@ -87,7 +87,7 @@ def clock_operators(
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    seen: dict[Key, list[list[float]]] = defaultdict(lambda: [[] for _ in range(CLOCKED_STEPS)])
+    seen: dict[Key, list[list[float]]] = defaultdict(lambda: [[] for _ in range(steps)])
     place: dict[str, Any] = {"step": 0, "phase": ""}
 
     class Clock(TorchDispatchMode):
@@ -111,7 +111,7 @@ def clock_operators(
     with Clock():
         step(enter)
         seen.clear()
-        for number in range(CLOCKED_STEPS):
+        for number in range(steps):
             place["step"] = number
             totals.append(sum(step(enter)))
     return seen, statistics.median(totals)

@@ -100,7 +100,8 @@ def _compiled(
     if compiled:
         from estimator.graph.fusion import compile_graph
 
-        graph = compile_graph(graph, _EXECUTIONS.get(compiled, compiled))  # type: ignore[arg-type]
+        fused = compile_graph(graph, _EXECUTIONS.get(compiled, compiled))  # type: ignore[arg-type]
+        graph = replace(fused, eager=graph)
     if float8 is None:
         return graph
     from estimator.graph.float8 import with_float8

@@ -15,7 +15,7 @@ from records import say
 
 import estimator as est
 from estimator.errors import EstimatorError
-from published.own_kernels import with_own_kernels
+from published.own_kernels import with_cudnn_attention, with_own_kernels
 from published.rows import NotMapped
 
 # Shapes are affine in the batch size: one traced batch serves all.
@@ -47,7 +47,7 @@ class ModelSpec:
 
     The setting `trace_batch` is not the builder's: the batch to trace with. `compiled`,
     `checkpoint` and `float8` are those of `trace_model`; `own_softmax` names modules whose softmax
-    is a kernel of their library's.
+    is a kernel of their library's, and with `cudnn_attention` attention is cuDNN's.
     """
 
     name: str
@@ -58,6 +58,7 @@ class ModelSpec:
     checkpoint: str | None = None
     float8: str | None = None
     own_softmax: str | None = None
+    cudnn_attention: bool = False
 
     @property
     def is_forward_only(self) -> bool:
@@ -101,6 +102,8 @@ class GraphStore:
             )
             if spec.own_softmax:
                 graph = with_own_kernels(graph, spec.own_softmax)
+            if spec.cudnn_attention:
+                graph = with_cudnn_attention(graph)
             if spec.is_forward_only:
                 graph, name = forward_only(graph), f"{name}, forward"
             self._known[key] = replace(graph, name=name, optimizer=optimizer)
@@ -136,6 +139,8 @@ def _file_name(spec: ModelSpec, precision: str) -> str:
     modes += [
         text for text in (spec.compiled, spec.checkpoint, spec.float8) if isinstance(text, str)
     ]
+    # Compiled graphs of earlier versions lack the eager operators that layouts divide.
+    modes += ["with eager"] if spec.compiled else []
     described = json.dumps([spec.builder, spec.settings, precision, *modes], sort_keys=True)
     plain = re.sub(r"[^a-z0-9]+", "-", spec.name.lower()).strip("-")
     return f"{plain}_{precision}_{hashlib.sha256(described.encode()).hexdigest()[:12]}.graph"

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from estimator.calibrate.tables import Row
+from estimator.workload.layout import Layout
 from published.graphs import ModelSpec
 from published.layouts import COLUMN as LAYOUT
 from published.layouts import with_layout
@@ -334,15 +335,26 @@ _VTRAIN = Setting(
 
 
 def _vtrain(row: PublishedRow) -> Workload:
-    """Megatron-DeepSpeed's GPT, every block recomputed, the vocabulary divided like its layers."""
+    """Megatron-DeepSpeed's GPT, the vocabulary divided like its layers.
+
+    Blocks are run again but for those of the last stage, which has their activations still (its
+    simulator: src/predictor.py, create_layer_graph); stages have as many blocks each.
+    """
     width, layers, heads = (int(row.notes[name]) for name in ("hidden", "layers", "heads"))
+    layout = Layout.parse(row.text(LAYOUT) or "dp=*")
+    each = max(layers // (layout.pp * layout.schedule.virtual), 1)
+    starts = tuple(f"blocks.{start}" for start in range(each, layers, each))
+    starts = starts if layout.pp > 1 else ()
     sizes = width, layers, heads, row.seq_len
+    spec = megatron_deepspeed(row.step.model, *sizes, recomputes="block" if starts else "none")
+    if starts:
+        spec = replace(spec, name=f"{spec.name} but for {each}").with_settings(kept_blocks=each)
     return Workload(
-        spec=megatron_deepspeed(row.step.model, *sizes, recomputes="block"),
+        spec=spec,
         precision="fp16",
         optimizer="adam-fused",
         strategy=_DEEPSPEED,
-        layout=row.text(LAYOUT) or None,
+        layout=None if layout.is_data_parallel else str(replace(layout, cut=starts)),
         setting=_VTRAIN,
         remarks=("precision taken as fp16, GPUs as those of 80 GB",),
     )
@@ -352,12 +364,14 @@ def _sailor(row: PublishedRow) -> Workload:
     """OPT-350M as Megatron-DeepSpeed's GPT.
 
     The memory that it took is that of float32 with nothing run again; NGC's torch multiplies so in
-    TF32.
+    TF32, and Megatron's kernel for the softmax takes halves alone.
     """
     width, layers, heads = (int(size) for size in re.findall(r"[hLa](\d+)", row.step.model))
     sizes = width, layers, heads, row.seq_len
+    spec = megatron_deepspeed(row.step.model, *sizes, recomputes="none")
+    spec = replace(spec, name=f"{spec.name}, masked by torch", own_softmax=None)
     return Workload(
-        spec=megatron_deepspeed(row.step.model, *sizes, recomputes="none"),
+        spec=spec.with_settings(by_kernel=False),
         precision="tf32",
         optimizer="adam-fused",
         strategy="ddp:bucket=1TB",
@@ -368,13 +382,20 @@ def _sailor(row: PublishedRow) -> Workload:
 
 
 def _dgxc(row: PublishedRow) -> Workload:
-    """Llama 3.1 by NeMo: Transformer Engine's attention, sequence parallel, nothing run again."""
+    """Llama 3.1 by NeMo: sequence parallel, nothing run again, targets shifted by the loader.
+
+    Megatron-Core and Transformer Engine fuse RoPE, SwiGLU, norms and residuals by hand, and have
+    cuDNN's attention.
+    """
+    spec = llama(_llama_name(row.step.model), row.seq_len or 8192, "no")
+    spec = replace(spec, name=f"{spec.name}, shifted", compiled="blocks", cudnn_attention=True)
     return Workload(
-        spec=llama(_llama_name(row.step.model), row.seq_len or 8192, "no"),
+        spec=spec.with_settings(shifted=True),
         precision="bf16",
         strategy="distributed-optimizer:reduce=fp32",
         layout=row.text(LAYOUT) or None,
         setting=Setting(machine="dgx-h100"),
+        remarks=("kernels fused by hand are taken for those that a compiler makes of blocks",),
     )
 
 

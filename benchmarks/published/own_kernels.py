@@ -1,4 +1,4 @@
-"""Take the softmax of some modules for the hand-written kernel that their library has for it."""
+"""Take operators for the kernels that a trainer's library has for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import estimator as est
+from estimator.graph.cost_registry import argument
 from estimator.graph.costs import family_of, features_of, op_cost
 from estimator.graph.fused_calls import FusedKernel
 from estimator.tensors import OpCall
@@ -41,3 +42,34 @@ def _own(call: OpCall) -> OpCall:
         members=(call.target,),
     )
     return kernel.call(call.inputs, call.outputs)
+
+
+def with_cudnn_attention(graph: est.OpGraph) -> est.OpGraph:
+    """The graph with cuDNN's fused attention for FlashAttention-2's, as Transformer Engine has it.
+
+    On Hopper it prefers cuDNN's (transformer_engine/pytorch/attention, get_attention_backend).
+    """
+    eager = None if graph.eager is None else with_cudnn_attention(graph.eager)
+    made = cache(_by_cudnn)
+    ops = (
+        replace(op, call=made(op.call), other_call=made(op.other_call))
+        if "_scaled_dot_product_flash_attention" in op.call.target
+        else op
+        for op in graph.ops
+    )
+    return replace(graph, ops=tuple(ops), eager=eager)
+
+
+def _by_cudnn(call: OpCall) -> OpCall:
+    """The same tensors in the order of cuDNN's signatures (aten/native_functions.yaml)."""
+    target = call.target.replace("flash_attention", "cudnn_attention")
+    given = call.arguments
+    if "backward" in call.target:
+        *tensors, cum_q, cum_k, max_q, max_k, drop, causal, seed, offset = given[:14]
+        arguments = (*tensors, seed, offset, None, cum_q, cum_k, max_q, max_k, drop, causal)
+    else:
+        drop = argument(call, 3, "dropout_p", 0.0)
+        causal = argument(call, 4, "is_causal", False)
+        arguments = (*given[:3], None, True, drop, causal)
+    keywords = tuple(item for item in call.keywords if item[0] == "scale")
+    return OpCall(target, arguments, keywords, call.outputs)

@@ -105,7 +105,8 @@ class Decoder(nn.Module):
     """A decoder and its loss.
 
     Of `recompute_every` blocks one is run again in backward (0: none); with `wide_loss` logits are
-    copied to float32; without `fused` attention is written out, as `mask` says.
+    copied to float32; without `fused` attention is written out, as `mask` says. Where targets come
+    `shifted` from the loader, every token has one.
     """
 
     def __init__(
@@ -125,8 +126,10 @@ class Decoder(nn.Module):
         fused: bool = True,
         mask: str | None = None,
         drop: float = 0.0,
+        shifted: bool = False,
     ) -> None:
         super().__init__()
+        self.shifted = shifted
         self.embedding = nn.Embedding(vocabulary, width)
         self.positions = None if key_heads else nn.Embedding(length, width)
         self.blocks = nn.ModuleList(
@@ -166,6 +169,8 @@ class Decoder(nn.Module):
         logits = self.logits(self.norm(states))
         if self.wide_loss:
             logits = logits.float()
+        if self.shifted:
+            return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 

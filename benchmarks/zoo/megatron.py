@@ -109,9 +109,18 @@ class LayerNorm(nn.LayerNorm):
 
 
 class MaskedSoftmax(nn.Module):
-    """Scales, masks what is later and takes the softmax, in one kernel."""
+    """Scales, masks what is later and takes the softmax, in one kernel; else in torch's.
 
-    def forward(self, scores: Tensor) -> Tensor:
+    The kernel takes halves alone (megatron/model/fused_softmax.py, is_kernel_available).
+    """
+
+    def __init__(self, *, by_kernel: bool) -> None:
+        super().__init__()
+        self.by_kernel = by_kernel
+
+    def forward(self, scores: Tensor, later: Tensor) -> Tensor:
+        if not self.by_kernel:
+            return torch.softmax(scores.masked_fill_(later, -10000.0), -1)
         made: Tensor = _Softmax.apply(scores)  # type: ignore[no-untyped-call]
         return made
 
@@ -119,29 +128,32 @@ class MaskedSoftmax(nn.Module):
 class CoreAttention(nn.Module):
     """Attention written out, between its projections."""
 
-    def __init__(self, drop: float) -> None:
+    def __init__(self, drop: float, *, by_kernel: bool) -> None:
         super().__init__()
-        self.softmax, self.drop = MaskedSoftmax(), drop
+        self.softmax, self.drop = MaskedSoftmax(by_kernel=by_kernel), drop
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.dropout(self.softmax(query @ key.transpose(2, 3)), self.drop) @ value
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, later: Tensor) -> Tensor:
+        return F.dropout(self.softmax(query @ key.transpose(2, 3), later), self.drop) @ value
 
 
 class Block(nn.Module):
     """Attention, whose core alone is run again with `recomputes_core`, and feed-forward."""
 
-    def __init__(self, width: int, heads: int, drop: float, *, recomputes_core: bool) -> None:
+    def __init__(
+        self, width: int, heads: int, drop: float, *, recomputes_core: bool, by_kernel: bool
+    ) -> None:
         super().__init__()
         self.heads, self.drop, self.recomputes_core = heads, drop, recomputes_core
-        self.core = CoreAttention(drop)
+        self.core = CoreAttention(drop, by_kernel=by_kernel)
         self.norms = nn.ModuleList(LayerNorm(width) for _ in range(2))
         self.joint, self.project = Linear(width, 3 * width), RowLinear(width, width)
         self.up, self.down = Linear(width, 4 * width), RowLinear(4 * width, width)
 
-    def forward(self, states: Tensor) -> Tensor:
+    def forward(self, states: Tensor, later: Tensor) -> Tensor:
         batch, length, width = states.shape
         joint = self.joint(self.norms[0](states)).split(width, dim=-1)
         parts = [each.view(batch, length, self.heads, -1).transpose(1, 2) for each in joint]
+        parts.append(later)
         mixed = recomputed(self.core, *parts) if self.recomputes_core else self.core(*parts)
         mixed = self.project(mixed.transpose(1, 2).reshape(batch, length, width))
         states = states + F.dropout(mixed, self.drop)
@@ -149,30 +161,41 @@ class Block(nn.Module):
         return states + F.dropout(made, self.drop)
 
 
+def _once(block: nn.Module, *arguments: Any) -> Any:
+    return block(*arguments)
+
+
 class Gpt(nn.Module):
-    """GPT and its loss over logits in fp32; it `recomputes` each "block", each "core" or "none"."""
+    """GPT and its loss over logits in fp32; it `recomputes` each "block", each "core" or "none".
+
+    The last `kept_blocks` are not run again. A softmax is masked `by_kernel` or by torch.
+    """
 
     def __init__(
         self, *, width: int, heads: int, layers: int, length: int, vocabulary: int,
-        recomputes: str, drop: float = 0.1,
+        recomputes: str, kept_blocks: int = 0, by_kernel: bool = True, drop: float = 0.1,
     ) -> None:  # fmt: skip
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(length, width)
         core = recomputes == "core"
         self.blocks = nn.ModuleList(
-            Block(width, heads, drop, recomputes_core=core) for _ in range(layers)
+            Block(width, heads, drop, recomputes_core=core, by_kernel=by_kernel)
+            for _ in range(layers)
         )
         self.norm = LayerNorm(width)
         self.logits = nn.Linear(width, vocabulary, bias=False)
         self.logits.weight = self.embedding.weight
-        self.recomputes, self.drop = recomputes == "block", drop
+        self.run_again = layers - kept_blocks if recomputes == "block" else 0
+        self.drop = drop
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
         states = F.dropout(self.embedding(tokens) + self.positions(places), self.drop)
-        for block in self.blocks:
-            states = recomputed(block, states) if self.recomputes else block(states)
+        later = torch.ones(len(places), len(places), dtype=torch.bool, device=tokens.device).triu(1)
+        for number, block in enumerate(self.blocks):
+            run = recomputed if number < self.run_again else _once
+            states = run(block, states, later)
         logits = self.logits(self.norm(states)).float()
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 

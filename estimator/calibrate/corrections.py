@@ -120,6 +120,13 @@ class StepCorrections:
         if self.by_name_:
             which = "which are" if self.by_name_ == count else f"{self.by_name_} of which are"
             remark += f", {which} known to be of this job by its name alone"
+        if (speeds := self.regressor_.speeds_) is not None:
+            is_slow = bool(speeds.log_shift(np.array([question.nodes]))[0])
+            remark += (
+                f", of which {int(speeds.is_slow.sum())} take {math.exp(speeds.log_ratio):.2f} "
+                "times as long as others of the same step: some nodes are slower, and this is the "
+                f"time {'with' if is_slow else 'without'} one of them"
+            )
         if extrapolates:
             remark += (
                 f", none of which is like {question.ranks} ranks on {question.nodes} nodes with "

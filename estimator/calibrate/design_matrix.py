@@ -89,9 +89,12 @@ class Dataset:
 
 
 def reference_of(data: Dataset, priors: Priors, compute_s: Array | None) -> Reference:
-    """The mean batch, and its compute: the engine's, or what the rows of fewest ranks suggest."""
+    """The mean batch, and its compute: the engine's, or what the rows of fewest ranks suggest.
+
+    Without rows it is next to none, and so is the stall, which nothing has shown.
+    """
     if not len(data.rows):
-        return Reference(compute_s=1.0, batch=1.0)
+        return Reference(compute_s=float(np.finfo(float).tiny), batch=1.0)
     batch = float(np.exp(np.log(data.rows[:, BATCH]).mean()))
     if compute_s is not None:
         return Reference(compute_s=float(np.exp(np.log(compute_s).mean())), batch=batch)

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from statistics import fmean, stdev
 
-import numpy as np
-
 LEAST_SHIFT_RATIO = 0.05
 # Standard errors between the two samples; above 3, since many change points are tested.
 _LEAST_Z = 4.5
@@ -24,10 +22,6 @@ _LEAST_STEPS = 3
 _MOST_STEPS = 200
 # Observation noise between two runs of the same step is at least about this (`gaussian_process`).
 _LEAST_SIGMA = 0.02
-# Steps of each of two populations, and the share of variance that two groups may leave: normal
-# values cut in two leave 1 − 2/π = 0.36, uniform ones a quarter.
-_LEAST_POPULATION = 4
-_MOST_WITHIN_RATIO = 0.12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,47 +66,6 @@ def drifts(residuals: Sequence[Residual]) -> list[Drift]:
         explained = [r for r in left if name in r.nodes and (since is None or r.at >= since)]
         found.append(Drift(name=name, ratio=math.exp(shift), since=since, steps=len(explained)))
         left = [residual for residual in left if residual not in explained]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Populations:
-    """Machines of one name whose steps fall into two groups, one `ratio` times as long."""
-
-    name: str
-    ratio: float
-    slower: int
-    steps: int
-
-    def __str__(self) -> str:
-        return (
-            f"steps on {self.name} fall into two groups: {self.slower} of {self.steps} take "
-            f"{self.ratio:.2f} times as long as the others; name the unlike machines apart"
-        )
-
-
-def populations(name: str, residuals: Sequence[Residual]) -> Populations | None:
-    """Two groups of residuals where they are far apart and each is close together, else None.
-
-    The cut is the one that leaves least variance within both groups (Fisher 1958). Of one normal
-    population it leaves 36 % of the variance; two groups have to leave far less.
-    """
-    values = np.sort([residual.value for residual in residuals])
-    steps = len(values)
-    if steps < 2 * _LEAST_POPULATION:
-        return None
-    # Sum of squares between two groups, the shorter's values adding to `below`; the mean is 0.
-    values -= values.mean()
-    shorter = np.arange(_LEAST_POPULATION, steps - _LEAST_POPULATION + 1)
-    below = np.cumsum(values)[shorter - 1]
-    between = below**2 * steps / (shorter * (steps - shorter))
-    best = int(np.argmax(between))
-    cut, total = int(shorter[best]), float(values @ values)
-    within = max(total - float(between[best]), 0.0)
-    shift = float(values[cut:].mean() - values[:cut].mean())
-    is_apart = within < _MOST_WITHIN_RATIO * total and math.expm1(shift) > LEAST_SHIFT_RATIO
-    if not is_apart or shift < _LEAST_Z * max(math.sqrt(within / steps), _LEAST_SIGMA):
-        return None
-    return Populations(name=name, ratio=math.exp(shift), slower=steps - cut, steps=steps)
 
 
 _ChangePoint = tuple[float, float, datetime | None]

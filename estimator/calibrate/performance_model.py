@@ -3,8 +3,9 @@
 compute = C·(fixed share ⊕ proportional share·(batch / reference)^exponent), times the jitter of
 the slowest rank and the contention of ranks on one node; synchronisation = C·ring(ranks)·
 (inter-node ⊕ intra-node) + latency per rank; step = (micro-batches − 1)·compute + (compute ⊕
-synchronisation). ⊕ is a p-norm, (x^p + y^p)^(1/p), as in Pollux (Qiao et al., OSDI 2021): a sum for
-p = 1, the larger of both for p → ∞.
+synchronisation) + stall, that of the input pipeline or the host, the same at every batch. ⊕ is a
+p-norm, (x^p + y^p)^(1/p), as in Pollux (Qiao et al., OSDI 2021): a sum for p = 1, the larger of
+both for p → ∞.
 
 All of it is in logarithms, so that every partial derivative is a share between 0 and 1. A single
 row is computed in plain floats, ten times as fast as arrays of one element.
@@ -137,12 +138,15 @@ def _evaluate(
     # overlapped = compute ⊕ synchronisation
     overlap = exp(logs["overlap"])
     overlapped, share = _norm(log_compute, log_sync, 1 + overlap)
-    # step = (micro-batches − 1)·compute + overlapped
-    step, last_share = _norm(log(rows.accumulation - 1) + log_compute, overlapped, 1.0)
-    sync_share = last_share * share
-    derivatives = _norm_derivatives(d_compute, d_sync, sync_share)
+    # busy = (micro-batches − 1)·compute + overlapped
+    busy, last_share = _norm(log(rows.accumulation - 1) + log_compute, overlapped, 1.0)
+    derivatives = _norm_derivatives(d_compute, d_sync, last_share * share)
     mean_log = _mean(log_compute, log_sync, share)
     derivatives["overlap"] = last_share * (overlap / (1 + overlap) * (mean_log - overlapped))
+    # step = busy + stall
+    step, stall_share = _norm(busy, logs["stall"] + log(reference.compute_s), 1.0)
+    derivatives = _norm_derivatives(derivatives, {"stall": 1.0}, stall_share)
+    sync_share = (1 - stall_share) * last_share * share
     return ModelValues(
         log_step=_column(step),
         log_compute=_column(log_compute),

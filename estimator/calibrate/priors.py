@@ -36,6 +36,7 @@ PARAMETERS = (
     "jitter",  # standard deviation of compute between ranks
     "contention",  # slowdown of compute by other ranks on the node
     "overlap",  # p − 1 of the norm of compute and synchronisation
+    "stall",  # of each step, as a share of compute at the mean batch
 )
 
 
@@ -96,6 +97,7 @@ WEAK_PRIORS = Priors(
         "jitter": LogNormalPrior(median=0.03, sigma=0.8),
         "contention": LogNormalPrior(median=0.05, sigma=1.0),
         "overlap": LogNormalPrior(median=1.4, sigma=0.45),
+        "stall": LogNormalPrior(median=0.01, sigma=1.5),
     }
 )
 

@@ -9,10 +9,11 @@ from datetime import datetime
 
 import numpy as np
 
-from estimator.calibrate.drift import Drift, Populations, Residual, drifts, populations
+from estimator.calibrate.drift import Drift, Residual, drifts
 from estimator.calibrate.mixture import OUTLIER_WEIGHT
 from estimator.calibrate.observed import Observation
 from estimator.calibrate.performance_model import RANKS
+from estimator.calibrate.populations import Populations, populations
 from estimator.calibrate.step_time_regressor import StepTimeRegressor
 from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster
@@ -77,7 +78,10 @@ def review(observations: Iterable[Observation]) -> Review:
         residuals[machines] += of_job
         doubted += contradicted
     every = [residual for of_machines in residuals.values() for residual in of_machines]
-    found_twice = (populations(name, of_type) for name, of_type in residuals.items())
+    found_twice = (
+        populations(name, np.array([residual.value for residual in of_type]))
+        for name, of_type in residuals.items()
+    )
     return Review(
         jobs=tuple(reviews),
         drifts=tuple(drifts(every)),

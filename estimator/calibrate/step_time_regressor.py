@@ -32,9 +32,9 @@ from estimator.calibrate.performance_model import (
     RANKS,
     EngineTimes,
     ModelValues,
-    Reference,
     evaluate_model,
 )
+from estimator.calibrate.populations import two_speeds
 from estimator.calibrate.posterior import Posterior, TrainingData
 from estimator.calibrate.priors import (
     COMPUTE_CORRECTIONS,
@@ -46,6 +46,7 @@ from estimator.calibrate.priors import (
     Priors,
     transferred,
 )
+from estimator.calibrate.robust_weights import confirmed, robust_weights
 from estimator.errors import WorkloadError
 
 # Iteratively reweighted least squares: most iterations, and the change that counts as converged.
@@ -53,12 +54,6 @@ _MOST_ITERATIONS = 6
 _TOLERANCE = 0.01
 # Factor on the first step's bound of MINPACK (`leastsq`).
 _FIRST_STEP = 1.0
-# Degrees of freedom of the Student t distribution of an observation's error.
-_DEGREES_OF_FREEDOM = 4.0
-# An observation outside the 99.9 % interval of a normal variable is an outlier, until so many
-# observations of the same row agree.
-_OUTLIER_Z = 3.29
-_CONFIRMED = 3
 # The columns by whose range a row is inside or outside of the training data.
 _RANGE_COLUMNS = [RANKS, NODES, BATCH, LARGEST_NODE]
 # The Gaussian process takes so many distinct rows, the last observed: its cost is cubic in them.
@@ -113,7 +108,6 @@ class StepTimeRegressor:
         """
         data = Dataset.checked(X, y, weights, engine_times)
         log_times, engine_log_s = data.log_times, _engine_log_s(engine_times)
-        data = replace(data, log_times=log_times - _log_offsets(data.rows, engine_times))
         compute_s, sync_s = (engine_times or EngineTimes()).columns(len(data.rows))
         if not len(data.rows) and (compute_s is None or sync_s is None):
             raise WorkloadError(
@@ -125,10 +119,20 @@ class StepTimeRegressor:
             sync = SYNC_CORRECTIONS if sync_s is not None else {}
             priors = WEAK_PRIORS.updated(**compute, **sync)
         self.reference_ = reference_of(data, priors, compute_s)
+        data = replace(data, log_times=log_times - self._log_offsets(data.rows, engine_times))
         self.prior_medians_, self.prior_sigmas_ = priors.log_medians(), priors.sigmas()
         self.standardised_parameters_ = np.zeros(len(PARAMETERS))
         self.observation_weights_ = np.ones(len(data.rows))
         if len(data.rows):
+            self._fit_model(data)
+        residuals = data.log_times - self.model(data.rows, engine_times=engine_times).log_step
+        row_of = data.distinct()[1]
+        self.speeds_ = two_speeds(residuals, row_of, data.rows[:, NODES], data.weights)
+        if self.speeds_ is not None:
+            # All that follows is of the faster nodes.
+            slower = self.speeds_.log_ratio * self.speeds_.is_slow
+            log_times = log_times - slower
+            data = replace(data, log_times=data.log_times - slower)
             self._fit_model(data)
         self.log_parameters_ = (
             self.prior_medians_ + self.prior_sigmas_ * self.standardised_parameters_
@@ -139,7 +143,7 @@ class StepTimeRegressor:
         self._observed = data.rows, log_times, engine_log_s
         usual = gaussian_process.noise_variance(np.zeros(1)).item()
         self.replicate_variance_ = intervals.replicate_variance(
-            log_times, self.observation_weights_, data.distinct()[1], usual
+            log_times, self.observation_weights_, row_of, usual
         )
         return self
 
@@ -241,10 +245,13 @@ class StepTimeRegressor:
         log_step, between = self._mixed(inputs.rows, model.log_step + mean, variance, engine_times)
         variance = self._spread_variance(inputs.rows, variance + between)
         quantiles = self._score_quantiles(model.sync_share, coverage_ratio)
+        half_width = intervals.half_width(quantiles, variance)
+        if self.speeds_ is not None:
+            half_width = half_width + self.speeds_.wider(inputs.rows[:, NODES], coverage_ratio)
         parameter_sigma = np.sqrt(self.posterior_.parameter_variance(jacobian))
         return Prediction(
             log_step=log_step,
-            half_width=intervals.half_width(quantiles, variance),
+            half_width=half_width,
             extrapolates=intervals.extrapolates(
                 inputs.rows[:, _RANGE_COLUMNS], self.observed_range_, parameter_sigma
             ),
@@ -255,8 +262,20 @@ class StepTimeRegressor:
         self, rows: Array, log_model: Array, variance: Array, engine_times: EngineTimes | None
     ) -> tuple[Array, Array]:
         """Log step times of the mixture, and the variance between its experts."""
-        log_model = log_model + _log_offsets(rows, engine_times)
-        return self.mixture_.combine(rows, log_model, variance, _engine_log_s(engine_times))
+        log_model = log_model + self._log_offsets(rows, engine_times)
+        log_step, between = self.mixture_.combine(
+            rows, log_model, variance, _engine_log_s(engine_times)
+        )
+        if self.speeds_ is not None:
+            log_step = log_step + self.speeds_.log_shift(rows[:, NODES])
+        return log_step, between
+
+    def _log_offsets(self, rows: Array, times: EngineTimes | None) -> Array:
+        """Log of the engine's step over the performance model's at the medians of its priors."""
+        if times is None or times.step_s is None:
+            return np.zeros(len(rows))
+        at_medians = evaluate_model(_ENGINE_MEDIANS, rows, self.reference_, times)
+        return np.asarray(np.log(times.step_s) - at_medians.log_step)
 
     @cached_property
     def _quantiles(self) -> dict[float, Array]:
@@ -301,7 +320,8 @@ class StepTimeRegressor:
                 maxfev=100,
                 full_output=True,
             )[0]
-            weights = self._robust_weights(data, scale)
+            errors, jacobian = self._errors(self.standardised_parameters_, data, scale)
+            weights = robust_weights(errors, jacobian, self.observation_weights_)
             change = np.abs(weights - self.observation_weights_).max()
             self.observation_weights_ = weights
             moved = np.abs(self.standardised_parameters_ - before).max()
@@ -315,21 +335,6 @@ class StepTimeRegressor:
         jacobian = model.jacobian * self.prior_sigmas_ * scale[:, None]
         return errors, np.vstack([jacobian, np.eye(len(standardised))])
 
-    def _robust_weights(self, data: Dataset, scale: Array) -> Array:
-        """Weights of observations by their standardised residuals, 0 to 1.
-
-        A Student t distribution's weights, with those outside the 99.9 % interval down-weighted
-        further. Residuals are studentised: divided by √(1 − leverage), since an observation pulls
-        the fit towards itself.
-        """
-        errors, jacobian = self._errors(self.standardised_parameters_, data, scale)
-        rows = jacobian[: len(data.rows)]
-        leverage = ((rows @ np.linalg.inv(jacobian.T @ jacobian)) * rows).sum(axis=1)
-        variance = self.observation_weights_ * np.maximum(1 - leverage, 1e-6)
-        z = np.maximum(np.abs(errors[: len(data.rows)]) / np.sqrt(variance), 1e-9)
-        student = (_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + z**2)
-        return np.asarray(np.minimum(student, 1) * np.minimum(1, _OUTLIER_Z / z) ** 2)
-
     def _training_data(self, data: Dataset) -> TrainingData:
         """Residuals of the fitted model at the distinct rows, for the Gaussian process."""
         model = self._model(self.standardised_parameters_, data.rows, data.engine_times)
@@ -339,7 +344,7 @@ class StepTimeRegressor:
         residuals = data.log_times - model.log_step
         noise_variance = gaussian_process.noise_variance(model.sync_share)
         weights = data.weights * self.observation_weights_
-        nugget = self._confirm(data, row_of, residuals, model.sync_share, weights)
+        weights, nugget = confirmed(weights, data.weights, row_of, residuals, model.sync_share)
         total = np.bincount(row_of, weights, minlength=len(rows))
         mean = np.bincount(row_of, weights * residuals, minlength=len(rows)) / total
         last = np.sort(np.argsort(first)[-_MOST_INPUTS:])
@@ -360,40 +365,6 @@ class StepTimeRegressor:
             observed_noise_variance=(noise_variance / data.weights)[is_kept],
         )
 
-    def _confirm(
-        self,
-        data: Dataset,
-        row_of: NDArray[np.intp],
-        residuals: Array,
-        sync_share: Array,
-        weights: Array,
-    ) -> Array:
-        """Restore `weights` of observations that agree on a row; the nugget variance of each row.
-
-        Three or more that agree within the noise are no outliers, however far the model is from
-        them: the row has an effect of its own.
-        """
-        count = int(row_of.max(initial=-1)) + 1
-        nugget = np.zeros(count)
-        variance = gaussian_process.marginal_variance(sync_share)
-        for row in np.flatnonzero(np.bincount(row_of, minlength=count) >= _CONFIRMED):
-            members = np.flatnonzero(row_of == row)
-            median = np.median(residuals[members])
-            sigma = np.sqrt(gaussian_process.noise_variance(sync_share[members]))
-            near = np.abs(residuals[members] - median) < _OUTLIER_Z * sigma
-            if near.sum() >= _CONFIRMED:
-                weights[members] = np.where(near, data.weights[members], weights[members])
-                nugget[row] = max(median**2 - variance[members[0]], 0.0)
-        return nugget
-
 
 def _engine_log_s(times: EngineTimes | None) -> Array | None:
     return None if times is None or times.step_s is None else np.log(times.step_s)
-
-
-def _log_offsets(rows: Array, times: EngineTimes | None) -> Array:
-    """Log of the engine's step over the performance model's at the medians of its priors."""
-    if times is None or times.step_s is None:
-        return np.zeros(len(rows))
-    at_medians = evaluate_model(_ENGINE_MEDIANS, rows, Reference(compute_s=1.0, batch=1.0), times)
-    return np.asarray(np.log(times.step_s) - at_medians.log_step)

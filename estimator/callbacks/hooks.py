@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-from types import TracebackType
 from typing import Any
 
 from estimator.callbacks.training import Comparison, Settings, Training, is_watched
@@ -30,12 +29,7 @@ class HookedTraining:
     def __enter__(self) -> HookedTraining:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def end(self) -> Comparison | None:

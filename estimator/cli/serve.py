@@ -48,6 +48,7 @@ def serve(host: str, port: int, names: tuple[str, ...], workers: int, store: Pat
             host=host,
             port=port,
             workers=workers,
+            loop="estimator.serve.listening:SharingLoop" if workers > 1 else "auto",
             access_log=False,
             log_level="warning",
             server_header=False,

@@ -38,6 +38,10 @@ class EngineSpeeds:
         self._cluster = cluster
         self._known: dict[tuple[int, int, int, Shape], float] = {}
 
+    def __reduce__(self) -> tuple[type[EngineSpeeds], tuple[Cluster | None]]:
+        # What is known goes by where graphs are in memory: another process has others there.
+        return EngineSpeeds, (self._cluster,)
+
     def step_times_s(
         self, job: Job, shapes: Sequence[Shape], global_batch: int | None = None
     ) -> list[float]:

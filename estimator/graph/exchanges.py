@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 from estimator.graph.op_graph import BoundGraph
 from estimator.graph.ops import Op, Phase
@@ -13,6 +14,10 @@ from estimator.tensors import OpCall, TensorSpec
 # They go by the names of torch's functional collectives.
 _NAMESPACE = "_c10d_functional"
 _RING = f"{_NAMESPACE}.permute_tensor.default"
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+
+# What a collective runs beside: the next attention, or the other product of its layer's gradients.
+Overlapped = Literal["attention", "product"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +40,21 @@ class Collective:
 
 
 def collective_call(
-    op: CollectiveName, axis: str, given: TensorSpec, found: TensorSpec, *, overlaps: bool = False
+    op: CollectiveName,
+    axis: str,
+    given: TensorSpec,
+    found: TensorSpec,
+    *,
+    overlaps: Overlapped | None = None,
 ) -> OpCall:
-    """The call of a collective, from what a rank gives to what it gets.
-
-    One that `overlaps` runs beside the next attention.
-    """
-    keywords = (("overlaps", True),) if overlaps else ()
+    """The call of a collective, from what a rank gives to what it gets, and what it runs beside."""
+    keywords = (("overlaps", overlaps),) if overlaps else ()
     return OpCall(f"{_NAMESPACE}.{op}.default", (given, axis), keywords, (found,))
 
 
 def ring_call(axis: str, sent: TensorSpec, degree: int, *, overlaps: bool) -> OpCall:
     """The call in which every rank of `degree` sends to the next one."""
-    keywords = (("overlaps", True),) if overlaps else ()
+    keywords = (("overlaps", "attention"),) if overlaps else ()
     return OpCall(_RING, (sent, axis, degree), keywords, (sent,))
 
 
@@ -58,19 +65,57 @@ def is_collective(call: OpCall) -> bool:
 
 def collectives_of(bound: BoundGraph) -> tuple[Collective, ...]:
     """The collectives of a graph at a batch size, in issue order."""
-    found = []
     calls, ops = bound.calls, bound.graph.ops
-    attention: int | None = None
-    for index in range(len(calls) - 1, -1, -1):
-        call = calls[index]
-        if "attention" in call.target:
-            attention = index
-        if is_collective(call):
-            found.append(_collective(call, ops[index], index, attention))
-    return tuple(reversed(found))
+    found = [index for index, call in enumerate(calls) if is_collective(call)]
+    overlaps = {index: dict(calls[index].keywords).get("overlaps") for index in found}
+    attentions = [index for index, call in enumerate(calls) if "attention" in call.target]
+    products = _Products(bound) if "product" in overlaps.values() else None
+    beside: dict[int, int | None] = {}
+    for index, kind in overlaps.items():
+        if kind == "attention":
+            beside[index] = next(iter(attentions[bisect(attentions, index) :]), None)
+        elif kind == "product" and products:
+            beside[index] = products.beside(index)
+    return tuple(
+        [_collective(calls[index], ops[index], index, beside.get(index)) for index in found]
+    )
 
 
-def _collective(call: OpCall, op: Op, index: int, attention: int | None) -> Collective:
+class _Products:
+    """The two products of each layer's backward pass, one of which a collective runs beside."""
+
+    def __init__(self, bound: BoundGraph) -> None:
+        self.ops = bound.graph.ops
+        self.maker = {value: index for index, op in enumerate(self.ops) for value in op.outputs}
+        self.of_module: dict[str, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            if bound.calls[index].target in _PRODUCTS and makes_gradients(op):
+                self.of_module.setdefault(op.module, []).append(index)
+
+    def beside(self, index: int) -> int | None:
+        """The product that neither makes what a collective sends nor takes what it gathers."""
+        own = self._made_by(index)
+        module = self.ops[index if own is None else own].module
+        both = self.of_module.get(module, [])
+        if own is None:
+            own = next((each for each in both if each > index), None)
+        return next((each for each in both if each != own), None)
+
+    def _made_by(self, index: int) -> int | None:
+        """The product whose result a collective sends, if it is one's."""
+        made = self.maker.get(self.ops[index].inputs[0])
+        while made is not None and self.ops[made].is_view:
+            made = self.maker.get(self.ops[made].inputs[0])
+        is_product = made is not None and made in self.of_module.get(self.ops[made].module, [])
+        return made if is_product else None
+
+
+def makes_gradients(op: Op) -> bool:
+    """Whether an operator is of the backward pass itself, and not what it runs again."""
+    return op.phase == "backward" and not op.is_repeated
+
+
+def _collective(call: OpCall, op: Op, index: int, beside: int | None) -> Collective:
     size_bytes = max(call.inputs[0].nbytes, call.outputs[0].nbytes)
     name, share = call.target.split(".")[1], 1.0
     if call.target == _RING:
@@ -85,5 +130,5 @@ def _collective(call: OpCall, op: Op, index: int, attention: int | None) -> Coll
         module=op.module,
         op_index=index,
         share=share,
-        beside=attention if dict(call.keywords).get("overlaps") else None,
+        beside=beside,
     )

@@ -219,6 +219,8 @@ def _encode(graph: Mapping[str, Any]) -> dict[str, Any]:
         "timings": timings,
         "calls": [call.encode() for call in calls.items()],
         "specs": [encode_tree(spec) for spec in specs.items()],
+        "eager": None if graph["eager"] is None else _encode(graph["eager"]),
+        "tp_plan": graph["tp_plan"],
     }
 
 
@@ -248,6 +250,7 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
         "assumptions": tuple(map(_text, data["assumptions"])),
         "unknown_ops": tuple(map(_text, data["unknown_ops"])),
         "versions": {_text(name): _text(text) for name, text in data["versions"].items()},
+        "tp_plan": tuple((_text(name), _text(style)) for name, style in data.get("tp_plan", ())),
         "ops": ops,
         "values": values,
         "parameters": tuple(
@@ -268,7 +271,8 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
         },
     }
     _check_plain_fields(graph)
-    return graph
+    eager = data.get("eager")
+    return graph | {"eager": None if eager is None else _decode({**eager, "eager": None})}
 
 
 def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:
@@ -373,8 +377,9 @@ def _check_plain_fields(graph: Mapping[str, Any]) -> None:
     check_optimizer(graph["optimizer"])
     check_precision(graph["precision"])
     for name in ("batch", "other_batch", "tokens_per_sample"):
-        value = graph[name]
-        if value is not None and (type(value) is not int or not 1 <= value <= _MOST_BATCH):
+        if (value := graph[name]) is not None and (
+            type(value) is not int or not 1 <= value <= _MOST_BATCH
+        ):
             raise ValueError(f"'{name}' is {quoted(value)}")
     if graph["other_batch"] is not None and graph["other_batch"] == graph["batch"]:
         raise ValueError("the second batch is the first")

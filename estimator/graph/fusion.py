@@ -74,7 +74,8 @@ def _rebuilt(split: SplitGraph, grouping: Grouping) -> OpGraph:
     for position, number in enumerate(order):
         for root in grouping.kernels[number].writes - grouping.kernels[number].again:
             made_at[root] = position
-    parameters = [_parameter(p, split, made_at) for p in graph.parameters]
+    made = {split.roots[value]: value for op in ops for value in op.outputs}
+    parameters = [_parameter(p, split, made_at, made) for p in graph.parameters]
     parameters.sort(key=lambda p: len(ops) if p.ready_after is None else p.ready_after)
     kept = _Kept(split, ops, parameters)
     return replace(
@@ -89,10 +90,15 @@ def _rebuilt(split: SplitGraph, grouping: Grouping) -> OpGraph:
     )
 
 
-def _parameter(parameter: Parameter, split: SplitGraph, made_at: dict[int, int]) -> Parameter:
+def _parameter(
+    parameter: Parameter, split: SplitGraph, made_at: dict[int, int], made: dict[int, int]
+) -> Parameter:
+    """A parameter whose gradient is what a kernel makes: views of it are gone."""
     if parameter.gradient is None:
         return parameter
-    return replace(parameter, ready_after=made_at.get(split.roots[parameter.gradient]))
+    root = split.roots[parameter.gradient]
+    gradient = made.get(root, parameter.gradient)
+    return replace(parameter, gradient=gradient, ready_after=made_at.get(root))
 
 
 def _in_order(grouping: Grouping) -> list[int]:

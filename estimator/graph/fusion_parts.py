@@ -15,6 +15,7 @@ from typing import Literal
 
 from estimator.graph.cost_registry import argument, formula_of
 from estimator.graph.costs import family_of, op_cost
+from estimator.graph.exchanges import is_collective
 from estimator.graph.fused_calls import FusedFamily
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Op, OpCost, Phase, Value
@@ -137,7 +138,8 @@ def split_graph(graph: OpGraph, *, blocks_only: bool = False) -> SplitGraph:
 
 
 def _is_view(op: Op) -> bool:
-    return op.is_view or family_of(op.call.target) == "view"
+    # A collective runs no kernel of its own either, but makes what was not there.
+    return (op.is_view and not is_collective(op.call)) or family_of(op.call.target) == "view"
 
 
 def _roots(split: SplitGraph, values: Sequence[int]) -> tuple[int, ...]:

@@ -43,8 +43,10 @@ class OpGraph:
     `execution` says how its calls are issued, `channels_last` that images were laid out so,
     `grad_scaler` that gradients are unscaled and checked before the update, `clip_grad_norm` that
     they are clipped by their norm. `checkpoint` is the form of activation checkpointing that was
-    asked for; what it computes again is among `ops`, as is what `float8` casts. `function_calls`
-    are those of ``torch.autograd.Function`` in the forward pass.
+    asked for; what it computes again is among `ops`, as is what `float8` casts. A compiled step
+    keeps its `eager` one, which is what a layout divides; `tp_plan` has the styles by module name
+    that its config says to divide it by. `function_calls` are those of
+    ``torch.autograd.Function`` in the forward pass.
     `timings` holds the calls measured on the machine `timed_on` when tracing asked for it. A graph
     made from a summary has `timed_on` if whole steps were timed there.
     """
@@ -76,6 +78,8 @@ class OpGraph:
     versions: Mapping[str, str] = field(default_factory=dict)
     timings: Mapping[OpCall, OpTiming] = field(default_factory=dict)
     timed_on: str | None = None
+    eager: OpGraph | None = None
+    tp_plan: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
         # The generated one would print every operator.
@@ -91,7 +95,7 @@ class OpGraph:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Compressed, as a file of it is: the operators of a model are much alike.
-        own = {item.name: getattr(self, item.name) for item in fields(self)}
+        own = self._fields()
         return _unpickled, (zlib.compress(pickle.dumps(own)),)
 
     @property
@@ -161,12 +165,18 @@ class OpGraph:
 
     def save(self, path: str | Path) -> None:
         """Write the graph as compressed JSON, whole or not at all."""
-        write_graph({item.name: getattr(self, item.name) for item in fields(self)}, path)
+        eager = self.eager
+        write_graph({**self._fields(), "eager": None if eager is None else eager._fields()}, path)
 
     @classmethod
     def load(cls, path: str | Path) -> OpGraph:
         """Read a saved graph; executes nothing from the file. Raises GraphFileError."""
-        return cls(**read_graph(path))
+        known = read_graph(path)
+        eager = None if known["eager"] is None else cls(**known["eager"])
+        return cls(**{**known, "eager": eager})
+
+    def _fields(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
     @classmethod
     def from_summary(

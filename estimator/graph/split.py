@@ -6,31 +6,37 @@ needs what its rank does not hold, a collective comes before it. The model is no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from estimator.graph.exchanges import Overlapped, makes_gradients
 from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import Op, Parameter
+from estimator.graph.ops import Op, Parameter, Phase
 from estimator.graph.split_placements import PARTIAL, Placement, Shard
 from estimator.graph.split_plan import Plan, Style
 from estimator.graph.split_rules import Placed
 from estimator.graph.split_walk import KEEP_PARTIAL, Walk, op_name
 from estimator.graph.split_weights import divided_weights, dtensor_modules
+from estimator.machines.profile import CollectiveName
 from estimator.tensors import OpCall
 
 
-def split(graph: OpGraph, plan: Plan, *, tp: int) -> OpGraph:
+def split(graph: OpGraph, plan: Plan, *, tp: int, megatron: bool = False) -> OpGraph:
     """The graph of one of `tp` tensor-parallel ranks, its collectives among the operators.
 
-    Raises StrategyError for a degree that does not divide what the plan has it divide, and for a
-    plan that names no module.
+    They are those of eager torch or, with `megatron`, of Megatron-LM's layers. Raises StrategyError
+    for a degree that does not divide what the plan has it divide, and for a plan that names no
+    module.
     """
     if tp == 1:
         return graph
-    return _Splitter(graph, plan, tp).split()
+    return (_MegatronSplitter if megatron else _Splitter)(graph, plan, tp).split()
 
 
 class _Splitter(Walk):
     """Tensor-parallel ranks: weights are divided as a plan says."""
+
+    _manner = "its collectives overlap nothing, as in eager torch"
 
     def __init__(self, graph: OpGraph, plan: Plan, degree: int) -> None:
         super().__init__(graph, "tp", degree)
@@ -44,10 +50,7 @@ class _Splitter(Walk):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        found = [
-            f"{self.axis}={self.degree} divides layers by {self.plan.source}; its collectives "
-            "overlap nothing, as in eager torch"
-        ]
+        found = [f"{self.axis}={self.degree} divides layers by {self.plan.source}; {self._manner}"]
         if any(op_name(op) == "_grouped_mm" for op in self.graph.ops):
             found.append(f"experts are whole on every rank: {self.axis} does not divide them")
         return tuple(found)
@@ -146,3 +149,70 @@ class _Splitter(Walk):
             ready_after=len(self.ops) - 1,
             is_dtensor=op.module in self.dtensors,
         )
+
+
+class _MegatronSplitter(_Splitter):
+    """Tensor-parallel ranks by Megatron-LM's layers (megatron/core/tensor_parallel/layers.py).
+
+    Sums are made in place, and of gradients beside the product that gives a weight's. What tokens
+    are divided for is kept divided, and gathered again beside the product before that (Korthikanti
+    et al., Reducing Activation Recomputation in Large Transformer Models, section 4.2.2).
+    """
+
+    copies = False
+    _manner = "its collectives overlap gradients' products, as in Megatron-LM"
+
+    def __init__(self, graph: OpGraph, plan: Plan, degree: int) -> None:
+        super().__init__(graph, plan, degree)
+        self.dtensors = set()
+        # In which phase what is kept for gradients was made.
+        self._made: dict[int, Phase] = {}
+        # Of what was gathered and of views of it: what is divided, and the views that led there.
+        self._whole: dict[int, tuple[int, tuple[Op, ...]]] = {}
+
+    def _held(self, value: int, op: Op) -> int:
+        return self._whole[value][0] if value in self._whole else value
+
+    def _mark(self, op: Op, outputs: Sequence[Placement]) -> None:
+        super()._mark(op, outputs)
+        if makes_gradients(op):
+            return
+        self._made.update(dict.fromkeys(op.outputs, op.phase))
+        if op.is_view and op.inputs[0] in self._whole:
+            divided, views = self._whole[op.inputs[0]]
+            self._whole[op.outputs[0]] = divided, (*views, op)
+
+    def _exchanged(self, kind: CollectiveName, value: int, want: Placement, op: Op) -> int:
+        found = super()._exchanged(kind, value, want, op)
+        if kind == "all_gather" and not makes_gradients(op):
+            self._whole[found] = value, ()
+        return found
+
+    def _current(self, value: int, op: Op) -> int:
+        """What now stands for a value; what is kept divided is gathered again for a gradient."""
+        is_forward_s = self._made.get(value, op.phase) != op.phase
+        if value not in self._whole or not (is_forward_s or makes_gradients(op)):
+            return super()._current(value, op)
+        divided, views = self._whole[value]
+        op = replace(op, is_repeated=False)
+        found = self._met(divided, None, op)
+        for view in views:
+            before, known = found, self.values[view.outputs[0]]
+            found = self.gathered.get((self._scope(op), view.outputs[0]), -1)
+            if found < 0:
+                found = self.gathered[self._scope(op), view.outputs[0]] = len(self.values)
+                self.values.append(replace(known, base=before))
+                self.at.append(None)
+                self.made_in[found] = op.module
+                again = replace(view, inputs=(before,), outputs=(found,), phase=op.phase)
+                self.ops.append(replace(again, module=op.module, name=f"{view.name}_again"))
+        return found
+
+    def _scope(self, op: Op) -> str:
+        return super()._scope(op) + (" again" if makes_gradients(op) else "")
+
+    def _overlaps(self, kind: CollectiveName, value: int, op: Op) -> Overlapped | None:
+        is_state = len(self.values[value].spec.shape) == 3
+        if not makes_gradients(op) or not is_state:
+            return None
+        return "product" if kind != "all_gather" or value in self._made else None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from estimator.graph.cost_kernels import attention_arguments
 from estimator.graph.cost_registry import argument
-from estimator.graph.exchanges import collective_call, ring_call
+from estimator.graph.exchanges import Overlapped, collective_call, ring_call
 from estimator.tensors import OpCall, TensorSpec
 
 _TOKENS = 2  # of (samples, heads, tokens, width)
@@ -87,7 +87,8 @@ def _sent(
         call = ring_call(axis, both, degree, overlaps=overlaps)
     else:
         gathered = TensorSpec((degree * both.shape[0], *both.shape[1:]), both.dtype)
-        call = collective_call("all_gather", axis, both, gathered, overlaps=overlaps)
+        beside: Overlapped | None = "attention" if overlaps else None
+        call = collective_call("all_gather", axis, both, gathered, overlaps=beside)
     return Step(name, call, (given,), (name,), computes=False)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from estimator.errors import StrategyError
+from estimator.graph.float8 import with_float8
+from estimator.graph.fusion import compile_graph
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.split import split
 from estimator.graph.split_context import split_context
 from estimator.graph.split_experts import split_experts
 from estimator.graph.split_found import found_plan
-from estimator.graph.split_plan import Plan
+from estimator.graph.split_plan import Plan, plan_of_config
 from estimator.workload.layout import Layout
 
 
@@ -21,12 +25,30 @@ def split_by_layout(graph: OpGraph, layout: Layout, plan: Plan | None = None) ->
             "it"
         )
     if graph.execution != "eager":
-        raise StrategyError(
-            f"{graph.name} is compiled: its fused operators cannot be divided by {axis}; trace it "
-            "eager"
-        )
+        return _compiled(graph, axis, layout, plan)
     if plan is None and layout.tp > 1:
-        plan = found_plan(graph, sequence=layout.sequence, vocabulary=layout.vocabulary)
+        plan = _plan(graph, layout)
     graph = split_experts(graph, ep=layout.ep, imbalance=layout.imbalance)
     graph = split_context(graph, cp=layout.cp, ring=layout.ring)
-    return graph if plan is None else split(graph, plan, tp=layout.tp)
+    return graph if plan is None else split(graph, plan, tp=layout.tp, megatron=layout.megatron)
+
+
+def _plan(graph: OpGraph, layout: Layout) -> Plan:
+    """What the model's config says, but where tokens or vocabulary are divided too: found."""
+    sequence, vocabulary = layout.sequence, layout.vocabulary
+    modules = dict.fromkeys(op.module for op in graph.ops)
+    own = None if sequence or vocabulary else plan_of_config(graph.tp_plan, modules)
+    return own or found_plan(graph, sequence=sequence, vocabulary=vocabulary)
+
+
+def _compiled(graph: OpGraph, axis: str, layout: Layout, plan: Plan | None) -> OpGraph:
+    """What the compiler makes of a rank's part, as of a module that was parallelised before."""
+    eager = graph.eager
+    if eager is None:
+        raise StrategyError(
+            f"{graph.name} was compiled and saved without its eager operators, which {axis} "
+            "divides; trace it again"
+        )
+    eager = replace(eager, name=graph.name, optimizer=graph.optimizer)
+    made = compile_graph(split_by_layout(eager, layout, plan), graph.execution)
+    return made if graph.float8 is None else with_float8(made, graph.float8)

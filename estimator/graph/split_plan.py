@@ -40,10 +40,12 @@ _KNOWN: dict[str, Style] = {
     "embedding_rowwise": "vocabulary",
     "sequenceparallel": "sequence",
     "sequence_parallel": "sequence",
-    "replicated_with_grad_allreduce": "replicate",
     "all_reduce": "replicate",
     "local": "replicate",
 }
+# A norm between a column and a row works on the rank's own heads: nothing is gathered for it, and
+# its gradient is summed, as that of every whole weight is (transformers, tensor_parallel.py).
+_ON_PARTS = "replicated_with_grad_allreduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,11 @@ class Plan:
                 f"a tensor-parallel plan maps module names to styles, found {quoted(styles)}; "
                 'write {"layers.*.q_proj": "colwise"}'
             )
-        read = {str(name): _style(str(name), style) for name, style in styles.items()}
+        read = {
+            str(name): _style(str(name), style)
+            for name, style in styles.items()
+            if style != _ON_PARTS
+        }
         known = tuple((name, style) for name, style in read.items() if style is not None)
         return cls(
             known,
@@ -118,6 +124,28 @@ class Plan:
             reduces_once=len(known) < len(read),
             source=source,
         )
+
+
+def styles_of_config(model: Any) -> tuple[tuple[str, str], ...]:
+    """What transformers says of a model: `base_model_tp_plan` of its config, and of its head."""
+    base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    if not isinstance(base, Mapping):
+        return ()
+    head = getattr(model, "_tp_plan", None)
+    styles = {**base, **(head if isinstance(head, Mapping) else {})}
+    return tuple((str(name), str(style)) for name, style in styles.items())
+
+
+def plan_of_config(styles: Iterable[tuple[str, str]], modules: Iterable[str]) -> Plan | None:
+    """The plan of a model's config, None where it names no module to be divided.
+
+    What it says of experts is left out: they are whole on every tensor-parallel rank.
+    """
+    known = {name: style for name, style in styles if style in _KNOWN}
+    if not known:
+        return None
+    plan = Plan.of(known, source="base_model_tp_plan of its config")
+    return plan if any(plan.style_of(module) for module in modules) else None
 
 
 def read_plan(given: Mapping[str, Any] | str | os.PathLike[str]) -> Plan:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from estimator.graph.exchanges import collective_call
+from estimator.graph.exchanges import Overlapped, collective_call
 from estimator.graph.fused_calls import FUSED, FusedKernel
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Op, Parameter, Value
@@ -28,6 +28,9 @@ KEEP_PARTIAL = {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", 
 
 class Walk(ABC):
     """One pass over the operators of a graph, for one of `degree` ranks along `axis`."""
+
+    # Whether collectives copy what they send, as torch's functional ones.
+    copies = True
 
     def __init__(self, graph: OpGraph, axis: str, degree: int) -> None:
         self.graph, self.axis, self.degree = graph, axis, degree
@@ -89,15 +92,21 @@ class Walk(ABC):
         """Within which module what was gathered is used again."""
         return op.module
 
+    def _overlaps(self, kind: CollectiveName, value: int, op: Op) -> Overlapped | None:
+        """What a collective that an operator needs runs beside."""
+        return None
+
     # Operators
 
     def _op(self, op: Op) -> None:
+        if op.holds:
+            op = replace(op, holds=tuple([self._held(value, op) for value in op.holds]))
         inputs = [self._current(value, op) for value in op.inputs]
         before = tuple([self.at[value] for value in inputs])
         if not any(before) and not self._makes_parts(op):
             if inputs != list(op.inputs) or op.module in self.dtensors:
                 op = replace(op, inputs=tuple(inputs), enters_dtensor=self._enters(op))
-            self.ops.append(op)
+            self._append(op)
             self._mark(op, (None,) * len(op.outputs))
             return
         if PARTIAL in before and not self._keeps_partial(op, before):
@@ -115,7 +124,7 @@ class Walk(ABC):
             for specs in zip(found.reduced, other.reduced, strict=True):
                 calls = [collective_call("all_reduce", self.axis, spec, spec) for spec in specs]
                 self._issue("all_reduce", calls, op, (), ())
-        self.ops.append(
+        self._append(
             replace(
                 op,
                 inputs=tuple(inputs),
@@ -125,6 +134,10 @@ class Walk(ABC):
             )
         )
         self._mark(op, found.outputs)
+
+    def _held(self, value: int, op: Op) -> int:
+        """What a node of autograd holds instead of a value of the whole graph."""
+        return self.gathered.get((self._scope(op), value), value)
 
     def _enters(self, op: Op) -> bool:
         """Whether a module that DTensor runs is called with an operator, once a pass."""
@@ -138,6 +151,14 @@ class Walk(ABC):
         for value, at in zip(op.outputs, outputs, strict=True):
             self.at[value] = at
             self.made_in[value] = op.module
+
+    def _append(self, op: Op) -> None:
+        """Add an operator; a view is one of what now stands for its input."""
+        if op.is_view:
+            for value in op.outputs:
+                if self.values[value].base is not None:
+                    self.values[value] = replace(self.values[value], base=op.inputs[0])
+        self.ops.append(op)
 
     def _placed(self, op: Op, before: tuple[Placement, ...]) -> Placed:
         key = (id(op.call), op.module, before)
@@ -184,17 +205,20 @@ class Walk(ABC):
         torch's functional ones sum in a copy, and exchange along the first dimension alone: parts
         of another are put in order by one more copy (_functional_collectives.py).
         """
-        have = self.at[value]
-        if kind == "all_reduce" or (isinstance(want, Shard) and want.dim):
+        have, overlaps = self.at[value], self._overlaps(kind, value, op)
+        if self.copies and (kind == "all_reduce" or (isinstance(want, Shard) and want.dim)):
             value = self._copied(value, op)
         known = self.values[value]
         new = self._added(known, want)
         calls = [
-            collective_call(kind, self.axis, self._spec(spec, have), self._spec(spec, want))
+            collective_call(
+                kind, self.axis, self._spec(spec, have), self._spec(spec, want), overlaps=overlaps
+            )
             for spec in (known.spec, known.other_spec)
         ]
         self._issue(kind, calls, op, (value,), (new,))
-        return self._copied(new, op) if isinstance(have, Shard) and have.dim else new
+        in_order = not self.copies or not isinstance(have, Shard) or not have.dim
+        return new if in_order else self._copied(new, op)
 
     def _copied(self, value: int, op: Op) -> int:
         known, at = self.values[value], self.at[value]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -53,10 +53,13 @@ def weight_ops(graph: OpGraph) -> frozenset[int]:
     return frozenset(only)
 
 
-def held_between_passes(bound: BoundGraph, known: GraphStructure) -> int:
+def held_between_passes(
+    bound: BoundGraph, known: GraphStructure, outputs: Sequence[int] = ()
+) -> int:
     """Bytes that a micro-batch whose backward pass has not begun holds: what that will read.
 
-    Gradients that other stages give to that pass have not come yet.
+    Gradients that other stages give to that pass have not come yet. `outputs` are held as well: a
+    stage of torch.distributed.pipelining keeps what it has sent.
     """
     begin = int(known.is_forward.sum())
     waits = (known.born < begin) & (known.dies >= begin)
@@ -64,5 +67,6 @@ def held_between_passes(bound: BoundGraph, known: GraphStructure) -> int:
     has_come = np.zeros(len(kinds), dtype=np.bool_)
     has_come[known.touches.storage[known.touches.op < begin]] = True
     waits &= (kinds == "activation") | ((kinds == "input") & has_come)
+    waits[known.storage_of[list(outputs)]] = True
     block = block_bytes(bound.graph)
     return int((-(-known.storage_bytes(bound)[waits] // block) * block).sum())

@@ -32,14 +32,16 @@ class Stage:
 
     Stages that compute the same have the same graph, whose names are those of the first of them;
     `parameters` are the stage's own names. `point` is the module that it begins at, "" for the
-    first stage. `sent` are values of the whole graph; the gradients of the same come back.
-    `weight_ops` are those of `weight_ops(graph)`.
+    first stage. `sent` are values of the whole graph; the gradients of the same come back;
+    `outputs` are those of them that the stage makes, in its own graph. `weight_ops` are those of
+    `weight_ops(graph)`.
     """
 
     graph: OpGraph
     point: str
     ops: tuple[int, ...]
     sent: tuple[int, ...]
+    outputs: tuple[int, ...]
     weight_ops: frozenset[int]
     parameters: tuple[str, ...]
 
@@ -116,10 +118,15 @@ def stage_graphs(
         cutting = _Cutting(graph, flow.ops_of(graph, owner, number), known)
         first = alike.get(cutting.content)
         if first is None:
-            first = alike[cutting.content] = cutting.stage(number, point, sent)
+            first = alike[cutting.content] = cutting.stage(number, point)
         found.append(
             replace(
-                first, point=point, ops=cutting.ops, sent=sent, parameters=cutting.parameter_names
+                first,
+                point=point,
+                ops=cutting.ops,
+                sent=sent,
+                outputs=cutting.outputs(sent),
+                parameters=cutting.parameter_names,
             )
         )
     return tuple(found)
@@ -290,8 +297,12 @@ class _Cutting:
             tuple((each.gradient, each.ready_after) for each in self._parameters),
         )
 
-    def stage(self, number: int, point: str, sent: tuple[int, ...]) -> Stage:
-        """The stage with a graph of its own."""
+    def outputs(self, sent: tuple[int, ...]) -> tuple[int, ...]:
+        """The numbers in the stage of what it makes and sends on."""
+        return tuple([self._numbers[value] for value in sent if value in self._maker])
+
+    def stage(self, number: int, point: str) -> Stage:
+        """The stage with a graph of its own, but for what it sends."""
         graph = self._graph
         wired = zip(self.ops, self._wiring, strict=True)
         ops = tuple(
@@ -324,7 +335,8 @@ class _Cutting:
             graph=own,
             point=point,
             ops=self.ops,
-            sent=sent,
+            sent=(),
+            outputs=(),
             weight_ops=weight_ops(own),
             parameters=self.parameter_names,
         )

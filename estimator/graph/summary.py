@@ -298,13 +298,15 @@ class _Parts:
         self, summary: WorkloadSummary, line: StepLine | None, batches: tuple[int, int]
     ) -> None:
         self.summary, self.line, self.batches = summary, line, batches
+        self.numels = summary.numels
+        self.average_numel = sum(self.numels) / len(self.numels)
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.flow = self._value("input", *(TensorSpec((batch, 0)) for batch in batches))
 
     def step(self) -> tuple[Parameter, ...]:
         """Write the whole step down; the parameters, in the order in which gradients are ready."""
-        numels, ratios = self.summary.numels, self.summary.ready_ratios
+        numels, ratios = self.numels, self.summary.ready_ratios
         tensors = len(numels)
         specs = [TensorSpec((numel,), self.summary.parameter_dtype) for numel in numels]
         weights = [self._value("parameter", spec, spec) for spec in specs]
@@ -378,8 +380,7 @@ class _Parts:
 
     def _matmul(self, flops_per_sample: float, batch: int) -> OpCall:
         """A matmul by a square matrix as large as the average tensor, as often as FLOPs ask."""
-        average = sum(self.summary.numels) / len(self.summary.numels)
-        rows = max(round(flops_per_sample / (2 * average)), 1)
+        rows = max(round(flops_per_sample / (2 * self.average_numel)), 1)
         inner = max(round(math.sqrt(flops_per_sample / (2 * rows))), 1)
         columns = max(round(flops_per_sample / (2 * rows * inner)), 1)
         dtype = _PRODUCT_DTYPES.get(self.summary.precision, "float32")

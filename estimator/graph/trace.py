@@ -39,6 +39,7 @@ from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import GraphInput
 from estimator.graph.packed_sequences import packed_as_padded
 from estimator.graph.record import Recorder
+from estimator.graph.split_plan import styles_of_config
 from estimator.graph.training_call import Loss, TrainingCall
 from estimator.graph.user_code import UserCode
 from estimator.graph.watched_calls import watched_calls
@@ -170,6 +171,7 @@ def _graph(
         unknown_ops=_unknown_ops(joined.ops),
         assumptions=tuple(dict.fromkeys(assumptions)),
         versions={"torch": torch.__version__, "python": platform.python_version()},
+        tp_plan=styles_of_config(tracer.model),
     )
 
 

@@ -67,8 +67,8 @@ _HOST_ERROR = 0.4
 _UPDATE_ERROR = 0.4
 # Eager training issues some 60,000 operators a second from Python and 80,000 from autograd's C++,
 # launches included: 16 and 12 µs each. Traces of fast processors show 8 to 12 and 5 to 8 µs, but a
-# step that waits for the host all along takes longer: Megatron's GPT at micro-batch 1 on A100 19 µs
-# an operator (VIA-Research/vTrain, ground_truth_single.csv), BERT-base's forward pass 6 to 8 ms.
+# step that waits for the host all along takes longer: BERT-base's forward pass 6 to 8 ms. Machines
+# whose processors are known to be slower say so themselves.
 _HOST = HostCost(
     forward_op_s=8.5e-6,
     forward_view_s=5e-6,

@@ -36,6 +36,7 @@ def measure_ops(
     budget_s: float = 60.0,
     store: Path | None = None,
     report: Callable[[str, float], None] | None = None,
+    on_canary: Callable[[float], None] | None = None,
 ) -> dict[OpCall, OpTiming]:
     """Seconds of each distinct call of the graph on this machine, which `profile` describes.
 
@@ -43,8 +44,8 @@ def measure_ops(
     a call's time is the mean over its occurrences of the median over passes. On a CPU the optimizer
     follows, and its step is one more call, `update_call`. Timings are kept in
     `store` (a file; by default in the user's store), and where all are there nothing runs. Calls
-    that cannot be replayed are missing from the answer and named through `report`. Raises
-    ProbeError, StoreError.
+    that cannot be replayed are missing from the answer and named through `report`; `on_canary` gets
+    the seconds of a fixed matmul beside the passes that count. Raises ProbeError, StoreError.
     """
     say = report or (lambda _part, _fraction: None)
     _check_machine(graph, profile)
@@ -59,7 +60,7 @@ def measure_ops(
     if len(known) == len(wanted):
         return known
     say("timing the model's operators", 0.0)
-    timings, skipped = _replay(bound, profile, wanted, budget_s, say)
+    timings, skipped = _replay(bound, profile, wanted, budget_s, say, on_canary)
     kept.write(timings)
     for target, reason in skipped:
         say(f"could not time {target}: {reason}", 1.0)
@@ -125,10 +126,11 @@ def _replay(
     wanted: list[OpCall],
     budget_s: float,
     say: Callable[[str, float], None],
+    on_canary: Callable[[float], None] | None,
 ) -> tuple[dict[OpCall, OpTiming], list[tuple[str, str]]]:
     plan = replay_plan(bound)
     if wanted[-1] == update_call(bound.graph):
-        plan["update"] = _update_plan(bound.graph, len(wanted) - 1)
+        plan["update"] = update_plan(bound.graph, len(wanted) - 1)
     device = profile.devices[0]
     needed = sum(spec.storage_bytes for spec in _made_before(bound).values())
     if needed > _MOST_OF_MEMORY * device.memory_bytes:
@@ -147,6 +149,8 @@ def _replay(
             say("timing the model's operators", message["fraction"])
         for number, seconds, noise_ratio in message.get("timings", ()):
             timings[wanted[number]] = OpTiming(seconds=seconds, noise_ratio=noise_ratio)
+        if on_canary and part == "replay" and "canary_s" in message:
+            on_canary(message["canary_s"])
         skipped.extend((wanted[n].target, reason) for n, reason in message.get("skipped", ()))
 
     jobs = [
@@ -191,7 +195,7 @@ def replay_plan(bound: BoundGraph) -> dict[str, Any]:
     return {"calls": coded, "ops": rows, "made": made, "tf32": graph.precision == "tf32"}
 
 
-def _update_plan(graph: OpGraph, number: int) -> dict[str, Any]:
+def update_plan(graph: OpGraph, number: int) -> dict[str, Any]:
     """The optimizer's step, timed as `number`: the trained parameters and their gradients."""
     trained = [
         [encode_tree(each.spec), each.gradient]

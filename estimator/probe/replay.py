@@ -42,16 +42,17 @@ def replay(
     plan: Mapping[str, Any],
     usual_canary_s: float | None = None,
 ) -> None:
-    """Emit ``timings`` rows [call, seconds, spread] and ``skipped`` rows [call, reason].
+    """Emit ``timings`` rows [call, seconds, spread], ``skipped`` rows [call, reason], ``canary_s``.
 
     Passes beside which the canary ran slow, by the quickest seen here or the profile's
-    `usual_canary_s`, are left out where enough others are made within the time.
+    `usual_canary_s`, are left out where enough others are made within the time; the median of the
+    canary beside those that count tells in what state of the machine they were made.
     """
     import torch
 
     begin = time.monotonic()
     torch.manual_seed(0)
-    step = _Step(backend, plan, begin + budget_s)
+    step = Step(backend, plan, begin + budget_s)
     canaries: list[float] = []
     # Grad mode on and nothing requiring gradients: what runs below autograd in a training step.
     with torch.enable_grad(), float32_matmuls(on_tensor_cores=plan.get("tf32", False)):
@@ -69,8 +70,14 @@ def replay(
             canaries.append(canary_s(backend))
             last_s = time.monotonic() - started
             emit({"fraction": min(len(canaries) / (_WARM_UPS + _MOST_PASSES), 1.0)})
+    steady = canaries[_WARM_UPS:] or canaries
     quiet_only = quiet_passes(canaries[_WARM_UPS:], usual_canary_s)
-    emit({"timings": step.summary(quiet_only), "skipped": step.skipped()})
+    found: dict[str, Any] = {"timings": step.summary(quiet_only), "skipped": step.skipped()}
+    if steady:
+        are_enough = len(quiet_only) >= _LEAST_PASSES
+        counted = [steady[number] for number in quiet_only] if are_enough else steady
+        found["canary_s"] = statistics.median(counted)
+    emit(found)
 
 
 def quiet_passes(canaries_s: Sequence[float], usual_s: float | None) -> list[int]:
@@ -89,7 +96,7 @@ def _is_enough(passes: int, quiet: int, spent_share: float) -> bool:
     return passes >= _MOST_PASSES and spent_share >= _WAITING_SHARE
 
 
-class _Step:
+class Step:
     """The tensors and calls of a step, and how long each call took in each pass."""
 
     def __init__(self, backend: Backend, plan: Mapping[str, Any], end: float) -> None:

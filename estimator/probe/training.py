@@ -14,7 +14,8 @@ from typing import Any
 
 from estimator.errors import ProbeError, StrategyError, TrainingError
 from estimator.machines.profile import Device
-from estimator.probe.backend import keep_memory_resident
+from estimator.probe.backend import CpuBackend, keep_memory_resident, touch_memory
+from estimator.probe.canary import canary_s
 from estimator.probe.ranks import run_on_devices
 from estimator.probe.sharding import shard_model
 from estimator.probe.updates import optimizer_of
@@ -25,7 +26,9 @@ from estimator.workload.precision import check_precision
 
 _AUTOCAST = {"bf16-amp": "bfloat16", "fp16-amp": "float16"}
 _CAST = {"bf16": "bfloat16", "fp16": "float16"}
-_CANARY_SIDE, _CANARY_REPEATS = 512, 21
+_CANARIES_BESIDE = 3
+# Of what a rank holds after its warm-up: by how much its heap may yet grow.
+_SPARE_MEMORY_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +38,9 @@ class TrainingRun:
     `step_s` is the wall time of the whole timed window over its steps, `step_times_s` each step by
     itself. `faults_per_step` are page faults and `kernel_s_per_step` the CPU seconds spent in the
     operating system, mostly on them; `peak_memory_bytes` is the most that one rank held (resident
-    memory, or what torch allocated on an accelerator), `canary_s` a fixed matmul timed just
-    before. `phases_s` are seconds per step by phase, if asked for.
+    memory until the warm-up's end, or what torch allocated on an accelerator), `canary_s` a fixed
+    matmul timed before. `phases_s` are seconds per step by phase, `canaries_s` that matmul before
+    the first step and after each, if asked for: no step contains it.
     """
 
     step_s: tuple[float, ...]
@@ -47,6 +51,7 @@ class TrainingRun:
     canary_s: float
     unused_parameters: int = 0
     phases_s: tuple[Mapping[str, float], ...] = ()
+    canaries_s: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
     def of(cls, ranks: Sequence[Mapping[str, Any]], *, phases: bool) -> TrainingRun:
@@ -60,6 +65,7 @@ class TrainingRun:
             canary_s=statistics.median(rank["canary_s"] for rank in ranks),
             unused_parameters=ranks[0]["unused_parameters"],
             phases_s=tuple(rank["phases_s"] for rank in ranks) if phases else (),
+            canaries_s=tuple(tuple(rank["canaries_s"]) for rank in ranks),
         )
 
     @property
@@ -81,6 +87,7 @@ def train(
     accumulation_steps: int = 1,
     seq_len: int | None = None,
     phases: bool = False,
+    canaries: bool = False,
     timeout_s: float = 600.0,
 ) -> TrainingRun:
     """Train `model` (MODEL text) on `devices`, one fresh process each, DDP if there are several.
@@ -107,6 +114,7 @@ def train(
         "warmup_steps": warmup_steps,
         "accumulation_steps": accumulation_steps,
         "phases": phases,
+        "canaries": canaries,
     }
     try:
         ranks = run_on_devices(
@@ -138,10 +146,10 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
     # As the probe does; with glibc's defaults whether a tensor meets page faults is chaotic, and
     # equal runs of small convolutional networks differ by a third.
     keep_memory_resident()
-    canary_s = _time_canary()
+    before_s = canary_s(CpuBackend())
     torch.manual_seed(0)
     training = Training(arguments, world_size)
-    return {"canary_s": canary_s, **time_steps(training, arguments, world_size)}
+    return {"canary_s": before_s, **time_steps(training, arguments, world_size)}
 
 
 def time_steps(training: Training, arguments: Mapping[str, Any], world_size: int) -> dict[str, Any]:
@@ -154,21 +162,36 @@ def time_steps(training: Training, arguments: Mapping[str, Any], world_size: int
     for _ in range(arguments["warmup_steps"]):
         training.step()
     training.marks.clear()
+    peak_memory_bytes = _peak_memory_bytes(arguments["kind"])
+    spares_memory = arguments["kind"] == "cpu" and arguments["warmup_steps"] > 0
+    if spares_memory:
+        # For its first dozen steps a heap grows now and then, as freed blocks are split; where a
+        # hypervisor has to find each page, 30 MB cost 100 ms.
+        touch_memory(int(_SPARE_MEMORY_SHARE * peak_memory_bytes))
     if world_size > 1:
         dist.barrier()
     training.synchronize()
+    times_canary = arguments.get("canaries", False)
+    canaries_s = [canary_s(CpuBackend(), repeats=_CANARIES_BESIDE)] if times_canary else []
     faults, kernel_s, start = _page_faults(), _kernel_s(), time.perf_counter()
     training.mark("start")
     for _ in range(arguments["steps"]):
         training.step()
+        if times_canary:
+            training.synchronize()
+            canaries_s.append(canary_s(CpuBackend(), repeats=_CANARIES_BESIDE))
+            training.mark("start")
     training.synchronize()
     step_s = (time.perf_counter() - start) / arguments["steps"]
     return {
-        "step_s": step_s,
+        "step_s": statistics.fmean(training.step_times_s()) if times_canary else step_s,
+        "canaries_s": canaries_s,
         "step_times_s": training.step_times_s(),
         "faults_per_step": (_page_faults() - faults) / arguments["steps"],
         "kernel_s_per_step": (_kernel_s() - kernel_s) / arguments["steps"],
-        "peak_memory_bytes": _peak_memory_bytes(arguments["kind"]),
+        "peak_memory_bytes": (
+            peak_memory_bytes if spares_memory else _peak_memory_bytes(arguments["kind"])
+        ),
         "unused_parameters": training.unused_parameters,
         "phases_s": training.phases_s(arguments["steps"]),
     }
@@ -297,13 +320,19 @@ class Training:
         return float(one.elapsed_time(two) * 1e-3 if self.on_cuda else two - one)
 
     def step_times_s(self) -> list[float]:
-        ends = [when for what, when in self.marks if what in ("start", "update")]
-        return [self._between(one, two) for one, two in itertools.pairwise(ends)]
+        ends = [mark for mark in self.marks if mark[0] in ("start", "update")]
+        return [
+            self._between(one, two)
+            for (_, one), (what, two) in itertools.pairwise(ends)
+            if what == "update"
+        ]
 
     def phases_s(self, steps: int) -> dict[str, float]:
         """Seconds per step by phase; zero_grad counts as forward."""
         totals: dict[str, float] = {}
         for (_, begin), (what, end) in itertools.pairwise(self.marks):
+            if what == "start":  # between two steps
+                continue
             totals[what] = totals.get(what, 0.0) + self._between(begin, end) / steps
         return totals
 
@@ -337,20 +366,6 @@ def _moved(batch: Any, device: Any, dtype: Any) -> Any:
         return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
     return map_tensors(batch, move)
-
-
-def _time_canary() -> float:
-    """Median seconds of a fixed single-precision matmul on this rank's cores."""
-    import torch
-
-    left, right = (torch.randn(_CANARY_SIDE, _CANARY_SIDE) for _ in range(2))
-    out = torch.empty_like(left)
-    seconds = []
-    for _ in range(_CANARY_REPEATS):
-        begin = time.perf_counter()
-        torch.mm(left, right, out=out)
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
 
 
 def _page_faults() -> int:

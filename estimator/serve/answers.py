@@ -75,7 +75,8 @@ class Answers:
         from estimator.tables import estimate_many
 
         self._refit_soon()
-        for machine in {name for text in question.on for name in _machines(text)}:
+        groups = set("+".join(question.on).split("+"))
+        for machine in {_machine(group) for group in groups}:
             check_machine(machine)
         table = estimate_many(
             self.graphs.get(question.graph),
@@ -184,12 +185,11 @@ def said(answer: Estimate, *, reasons: bool) -> dict[str, Any]:
     }
 
 
-def _machines(text: str) -> list[str]:
-    """Names in an allocation text, as far as one can tell before it is parsed."""
-    parts = text.split("+")
-    if any("[" in part or ":" not in part for part in parts):
+def _machine(group: str) -> str:
+    """The name in a group of an allocation text, as far as one can tell before it is parsed."""
+    if "[" in group or ":" not in group:
         raise StrategyError("hosts need a cluster file; name machine types, as in 2x8:h100-sxm")
-    return [part.rpartition(":")[2].strip() for part in parts]
+    return group.rpartition(":")[2].strip()
 
 
 def _key(question: EstimateQuestion) -> Hashable:

@@ -32,6 +32,7 @@ _POLICY = (
     "frame-ancestors 'none'; script-src "
 )
 _MOST_GRAPHS = 200
+_TITLE = "throughput-estimator"
 
 
 def add_pages(app: FastAPI, answers: Answers, token: str) -> None:
@@ -46,14 +47,14 @@ def add_pages(app: FastAPI, answers: Answers, token: str) -> None:
 
     @app.get("/login", include_in_schema=False)
     async def login() -> Response:
-        return _page("login.html", failed=False)
+        return _page("login.html", title=_TITLE, sections=(), failed=False)
 
     @app.post("/login", include_in_schema=False)
     async def log_in(request: Request) -> Response:
         form = parse_qs((await request.body())[:4096].decode("latin-1"))
         given = form.get("token", [""])[0]
         if not hmac.compare_digest(given.encode(), token.encode()):
-            return _page("login.html", status=401, failed=True)
+            return _page("login.html", status=401, title=_TITLE, sections=(), failed=True)
         response = RedirectResponse("/", status_code=303)
         is_https = request.url.scheme == "https"
         response.set_cookie(
@@ -69,7 +70,7 @@ def _front(answers: Answers, graph: str, on: str, strategy: str) -> Response:
             graphs.append((name, answers.graphs.get(name).name))
         except EstimatorError:
             continue
-    title, sections, refusal = "throughput-estimator", list[Section](), ""
+    title, sections, refusal = _TITLE, list[Section](), ""
     if graph and on:
         try:
             title, sections = _answered(answers, graph, on, strategy or "ddp")

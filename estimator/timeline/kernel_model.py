@@ -204,8 +204,8 @@ class AttentionModel:
 
     The share grows with the head size: small heads leave the exponentials' units the bottleneck.
     Head sizes between the kernels' steps are padded, and reach `padded_ratio` of the share. Kernels
-    that wait for tensor cores reach `waiting_ratio` of it on those of Hopper and later, which
-    compute while groups of warps load.
+    that wait for tensor cores (FlashAttention-2's, memory-efficient ones) reach `waiting_ratio`
+    of it on those of Hopper and later, which compute while groups of warps load; cuDNN's do not.
     """
 
     forward_ratio: float
@@ -302,6 +302,7 @@ def attention_seconds(
     flops: ArrayLike,
     moved_bytes: ArrayLike,
     is_backward: ArrayLike,
+    waits: ArrayLike = True,
     cached: float = 1.0,
 ) -> Array:
     """Seconds of fused attention calls, without the start; `heads` are those of all samples.
@@ -316,7 +317,8 @@ def attention_seconds(
     share = share * np.where(padded > np.asarray(head_size), model.padded_ratio, 1.0)
     size = np.minimum(padded, _FULL_HEAD)
     share = share * (1.0 + model.small_head / _FULL_HEAD) / (1.0 + model.small_head / size)
-    share = share * np.where(chip.has_warp_groups, model.waiting_ratio, 1.0)
+    waiting = np.asarray(chip.has_warp_groups) & np.asarray(waits)
+    share = share * np.where(waiting, model.waiting_ratio, 1.0)
     rate = np.asarray(chip.flops_per_s) * share * np.asarray(sustained)
     compute_s = np.asarray(flops) * (padded / np.asarray(head_size)) / rate
     compute_s = compute_s * np.ceil(filled) / filled

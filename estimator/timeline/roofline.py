@@ -157,6 +157,7 @@ class Roofline:
             flops=[each.cost.flops for each in some],
             moved_bytes=[each.cost.moved_bytes for each in some],
             is_backward=[phase_of(each) == "backward" for each in some],
+            waits=["cudnn_attention" not in each.target for each in some],
             cached=cached,
         )
         found: list[float] = (kernel_model.start_s + seconds).tolist()

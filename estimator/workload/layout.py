@@ -20,7 +20,8 @@ class Layout:
     """Ranks along each axis; `dp` None takes what the others leave.
 
     `sequence` divides tokens between the layers that `tp` divides (sequence parallelism),
-    `vocabulary` the rows of the embedding, the last layer and its loss. `cp` ranks share the tokens
+    `vocabulary` the rows of the embedding, the last layer and its loss; `tp` and `pp`
+    ranks exchange as torch's do, or as those of `megatron`. `cp` ranks share the tokens
     of every sample; keys and values are gathered, or go around a `ring`. `ep` of the data-parallel
     ranks share the experts; the busiest has `imbalance` times the mean of tokens. `pp` pipeline
     ranks hold stages of the model, which `schedule` has them compute; they begin at the modules of
@@ -36,6 +37,7 @@ class Layout:
     dp: int | None = None
     sequence: bool = False
     vocabulary: bool = False
+    megatron: bool = False
     ring: bool = False
     cut: tuple[str, ...] = ()
 
@@ -64,6 +66,7 @@ class Layout:
         parts += [f"cut={'+'.join(self.cut)}"] if self.cut else []
         parts += ["sp"] if self.sequence else []
         parts += ["vocab"] if self.vocabulary else []
+        parts += ["megatron"] if self.megatron else []
         parts.append(f"dp={'*' if self.dp is None else self.dp}")
         return ",".join(parts)
 
@@ -100,7 +103,8 @@ class Layout:
             shard = dp
         data = Parallelism.data_parallel(dp, shard=shard, micro_batches=micro_batches)
         axes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "schedule": str(self.schedule)}
-        return replace(replace(data, **axes), ep=self.ep)  # type: ignore[arg-type]
+        found = replace(data, **axes, megatron=self.megatron)  # type: ignore[arg-type]
+        return replace(found, ep=self.ep)
 
     def _check_experts(self, dp: int, strategy: Strategy) -> None:
         if strategy.kind != "ddp":
@@ -130,7 +134,7 @@ DATA_PARALLEL = Layout()
 @lru_cache(maxsize=4096)
 def _read(text: str) -> Layout:
     sizes: dict[str, int | None] = {}
-    flags = {"sp": False, "vocab": False, "ring": False}
+    flags = dict.fromkeys(("sp", "vocab", "megatron", "ring"), False)
     schedule: Schedule | None = None
     cut: tuple[str, ...] = ()
     imbalance = 1.0
@@ -151,8 +155,8 @@ def _read(text: str) -> Layout:
         if name not in _AXES or name in sizes or not _is_size(value):
             raise StrategyError(
                 f"layout {quoted(text)}: {quoted(part)} is none of {', '.join(_AXES)} with a "
-                "number from 1 (one may be *), sp, vocab, ring, imbalance=1.2, schedule=1f1b or "
-                "cut=MODULE+MODULE, each once; write tp=2,dp=*"
+                "number from 1 (one may be *), sp, vocab, megatron, ring, imbalance=1.2, "
+                "schedule=1f1b or cut=MODULE+MODULE, each once; write tp=2,dp=*"
             )
         sizes[name] = None if value == "*" else int(value)
     free = [name for name, size in sizes.items() if size is None]
@@ -171,6 +175,7 @@ def _read(text: str) -> Layout:
         dp=sizes.get("dp"),
         sequence=flags["sp"],
         vocabulary=flags["vocab"],
+        megatron=flags["megatron"],
         ring=flags["ring"],
         cut=cut,
     )
@@ -198,6 +203,9 @@ def _reason_against(layout: Layout, *, has_schedule: bool) -> str:
         ),
         "sp and vocab divide what tp ranks share; write tp=2 or more": (
             layout.tp == 1 and (layout.sequence or layout.vocabulary)
+        ),
+        "megatron is how tp and pp ranks exchange; write tp=2 or pp=2 or more": (
+            layout.tp * layout.pp == 1 and layout.megatron
         ),
         "schedule is that of pipeline ranks; write pp=2 or more": layout.pp == 1 and has_schedule,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from estimator.errors import StrategyError, quoted
@@ -76,7 +76,7 @@ _MOVED_8BIT = 4 * (1 + 4 / _STATE_BLOCK)
 # 3.4, 10.6 and 12.3 µs for the first four); where torch loops over tensors, as on GPUs before
 # 2.0, 1, 4, 8 and 9 operators each (torch/optim/sgd.py, adamw.py), 9 µs without autograd; for 8-bit
 # states one kernel from Python; some 30 operators a matrix for Muon, at 5 to 10 µs.
-RULES: Mapping[str, UpdateRule] = {
+_FOREACH: Mapping[str, UpdateRule] = {
     "sgd": UpdateRule(measured_as="sgd", moved_tensors=3, state_tensors=0, tensor_s=1e-6),
     "sgd-momentum": UpdateRule(
         measured_as="sgd-momentum", moved_tensors=8, state_tensors=1, tensor_s=3e-6
@@ -87,34 +87,19 @@ RULES: Mapping[str, UpdateRule] = {
     "adamw": UpdateRule(
         measured_as="adamw", moved_tensors=20, state_tensors=2, root_tensors=1, tensor_s=1e-5
     ),
-    "adam-fused": UpdateRule(
-        measured_as="adam", form="fused", moved_tensors=7, state_tensors=2, tensor_s=3e-6
-    ),
-    "adamw-fused": UpdateRule(
-        measured_as="adamw", form="fused", moved_tensors=7, state_tensors=2, tensor_s=3e-6
-    ),
-    "sgd-loop": UpdateRule(
-        measured_as="sgd", form="loop", moved_tensors=3, state_tensors=0, tensor_s=9e-6
-    ),
-    "sgd-momentum-loop": UpdateRule(
-        measured_as="sgd-momentum", form="loop", moved_tensors=8, state_tensors=1, tensor_s=3.6e-5
-    ),
-    "adam-loop": UpdateRule(
-        measured_as="adam",
-        form="loop",
-        moved_tensors=18,
-        state_tensors=2,
-        root_tensors=1,
-        tensor_s=7.2e-5,
-    ),
-    "adamw-loop": UpdateRule(
-        measured_as="adamw",
-        form="loop",
-        moved_tensors=20,
-        state_tensors=2,
-        root_tensors=1,
-        tensor_s=8.1e-5,
-    ),
+}
+_LOOP_TENSOR_S = {"sgd": 9e-6, "sgd-momentum": 3.6e-5, "adam": 7.2e-5, "adamw": 8.1e-5}
+_FUSED = UpdateRule(
+    measured_as="adam", form="fused", moved_tensors=7, state_tensors=2, tensor_s=3e-6
+)
+RULES: Mapping[str, UpdateRule] = {
+    **_FOREACH,
+    "adam-fused": _FUSED,
+    "adamw-fused": replace(_FUSED, measured_as="adamw"),
+    **{
+        f"{name}-loop": replace(_FOREACH[name], form="loop", tensor_s=tensor_s)
+        for name, tensor_s in _LOOP_TENSOR_S.items()
+    },
     "adamw-8bit": UpdateRule(
         measured_as="adamw-8bit",
         form="loop",

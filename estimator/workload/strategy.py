@@ -327,7 +327,8 @@ class Parallelism:
     """Over how many ranks each axis of a mesh goes; torchtitan's names.
 
     `tp`, `cp` and `pp` divide the computing of one micro-batch, `ep` divides the experts over ranks
-    that `dp_shard` and `cp` count already. `schedule` is that of the pipeline.
+    that `dp_shard` and `cp` count already. `schedule` is that of the pipeline. Exchanges are those
+    of torch, or of `megatron`.
     """
 
     dp_replicate: int = 1
@@ -338,6 +339,7 @@ class Parallelism:
     pp: int = 1
     schedule: str = "1f1b"
     micro_batches: int = 1
+    megatron: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "micro_batches"):

@@ -11,7 +11,11 @@ from known_rows import KnownRow, known_rows, unseen
 from published.graphs import ModelSpec
 from published.machines import Setting, variant
 from published.page import with_known_answers
+from zoo.megatron import megatron_gpt
 
+import estimator as est
+from estimator.graph.split_layout import split_by_layout
+from estimator.graph.storages import storages
 from estimator.workload import Strategy
 from estimator.workload.layout import Layout
 
@@ -68,6 +72,33 @@ def test_a_step_follows_from_operations_as_its_source_counts_them() -> None:
     assert row.step_time_s is not None
     # 96 x 512 x 2048 x 24 x 2304² x (1 + 2048 / 13824 + 51200 / 884736) = 1.547e16.
     assert row.step_time_s == pytest.approx(1.547e16 / (32 * 137e12), rel=1e-3)
+
+
+def test_a_layer_of_megatron_keeps_what_its_paper_says() -> None:
+    """Korthikanti et al., 2022, table 2: 34 s b h / t with sequence parallelism and selective
+    recomputation, in bytes of activations of 2 and masks of 1."""
+    batch, length, width, tp = 2, 16, 64, 2
+
+    def kept(layers: int) -> int:
+        model, tokens, loss = megatron_gpt(
+            batch, width=width, heads=4, layers=layers, length=length, vocabulary=32,
+            recomputes="core",
+        )  # fmt: skip
+        whole = est.trace_model(model, tokens, loss=loss, target="cuda", precision="fp16")
+        rank = split_by_layout(whole, Layout.parse(f"tp={tp},sp,vocab,megatron,dp=*"))
+        found = storages(rank)
+        bound = rank.at()
+        begin = sum(op.phase == "forward" for op in rank.ops)
+        of_blocks = (
+            each
+            for each in found
+            if each.kind == "activation"
+            and each.born < begin <= each.dies
+            and len(bound.specs[each.root].shape) >= 2
+        )
+        return sum(max(bound.specs[value].nbytes for value in each.values) for each in of_blocks)
+
+    assert kept(3) - kept(2) == pytest.approx(34 * length * batch * width / tp, rel=0.03)
 
 
 def test_an_allocation_is_of_whole_nodes() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import drawn_models
 import local_accuracy
 import pytest
+from canaries import quiet_steps
 from records import Records
 
 from estimator.errors import TrainingError
@@ -133,10 +135,73 @@ def test_drawn_models_are_summed_up_by_method(
     # 1.001 s measured; 1.1 s by the probe is 9.9 % off, 1.02 s with operators timed 1.9 %. The
     # model that cannot be trained counts as 100 % off with both.
     line = next(line for line in out.splitlines() if line.startswith("good"))
-    assert line.split()[1:] == ["1001.0", "0.0", "%", "1100.0", "+9.9", "%", "1020.0", "+1.9", "%"]
+    cells = ["1001.0", "0.0", "%", "1100.0", "+9.9", "%", "1020.0", "+1.9", "%"]
+    assert line.split()[1:13] == [*cells, "-", "-", "1000.00"]
     assert "closer than the probe alone on 1 of 2 models" in out
     assert trained == ["good-b0-r1"]
     assert (tmp_path / "drawn_5" / "records.jsonl").exists()
+
+
+def test_a_model_is_judged_by_its_quiet_steps(
+    trained: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The canary took 1.0 s at the probe. Around the first, the second and the fifth step it takes
+    as long; the third ends and the fourth begins beside one of 1.2 s. The quiet steps took 1.0,
+    1.02 and 1.04 s, 1.02 s in the median, of which 1.1 s by the probe is 7.8 % off. Beside the
+    timed operators it took 1.15 s, beyond the 10 % of the rule."""
+    predict, measure = local_accuracy.predict_apart, local_accuracy.measure
+    profile = replace(local_accuracy.find_profile(None, None), canary_s=1.0)  # type: ignore[arg-type]
+    beside = {
+        "steps_s": [1.0, 1.02, 1.5, 1.6, 1.04],
+        "canaries_s": [1.0, 1.0, 1.0, 1.2, 1.0, 1.0],
+    }
+
+    def predict_apart(case: Any, method: str, *rest: Any) -> Any:
+        found, reason = predict(case, method, *rest)
+        slow_s = 1.15 if method == "measured" else None
+        return [{**record, "canary_s": slow_s} for record in found], reason
+
+    monkeypatch.setattr(drawn_models, "drawn", lambda *_: ["one"])
+    monkeypatch.setattr(local_accuracy, "find_profile", lambda *_: profile)
+    monkeypatch.setattr(local_accuracy, "predict_apart", predict_apart)
+    monkeypatch.setattr(local_accuracy, "measure", lambda *each: {**measure(*each), **beside})
+    local_accuracy.main(["--draw", "1", "--work", str(tmp_path), "--repeats", "1"])
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.startswith("one"))
+    shown = "1000.00 1150.00 1000.00 3 of 5 1020.0 not judged: operators timed"
+    assert " ".join(line.split()).endswith(shown)
+    everyone, judged_only = out.split("judged by the median")
+    assert everyone.split("\nmeasured  ")[0].split("\nprobe  ")[1].split()[2:4] == ["9.9", "%"]
+    assert judged_only.split("\nprobe  ")[1].split()[2:4] == ["7.8", "%"]
+    assert "\nmeasured  " not in judged_only
+
+
+def test_two_quiet_steps_are_too_few_to_be_judged_by(tmp_path: Path) -> None:
+    records = Records(tmp_path / "records.jsonl")
+    run = {"steps_s": [1.0, 1.0, 9.0], "canaries_s": [1.0, 1.0, 1.0, 1.2]}
+    records.add({"kind": "measurement", "key": "one", **run})
+    canaries = {"probe_s": 1.0, "timing_s": None, "training_s": 1.0}
+    found = quiet_steps("one", "probe", canaries, records)
+    assert found == {"steps": 3, "quiet_steps": 2, "quiet_step_s": None}
+
+
+def test_a_drawn_model_trains_straight_after_its_operators_were_timed(
+    trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predict = local_accuracy.predict_apart
+
+    def predict_apart(case: Any, method: str, *rest: Any) -> Any:
+        trained.append(f"{case.model} {method}")
+        return predict(case, method, *rest)
+
+    monkeypatch.setattr(drawn_models, "drawn", lambda *_: ["a", "b"])
+    monkeypatch.setattr(local_accuracy, "predict_apart", predict_apart)
+    local_accuracy.main(["--draw", "2", "--work", str(tmp_path), "--repeats", "2"])
+    first_round = ["a probe", "a measured", "a-b0-r1", "b probe", "b measured", "b-b0-r1"]
+    assert trained == [*first_round, "a-b0-r1", "b-b0-r1"]
 
 
 def test_a_stopped_draw_goes_on_with_what_it_has_not_tried(

@@ -17,7 +17,7 @@ from published.known_sources import source_of
 from published.machines import machine_name
 from published.mapping import Verdict, verdicts
 from published.methods import calibrated_cases, cold_cases, naive_cases
-from published.own_kernels import with_own_kernels
+from published.own_kernels import with_cudnn_attention, with_own_kernels
 from published.page import PageError, filled, read_runs
 from published.report import constant_score_ratio
 from published.rows import NotMapped, NotQualified, parsed
@@ -29,9 +29,12 @@ from zoo.megatron import megatron_gpt
 
 import estimator as est
 from estimator.errors import StrategyError
+from estimator.graph.costs import features_of, op_cost
 from estimator.graph.fused_calls import FusedKernel
 from estimator.graph.split import split
 from estimator.graph.split_found import found_plan
+from estimator.machines.catalogue import load_profile
+from estimator.timeline.roofline import Roofline
 
 ROW = {
     "source": "Lambda deeplearning-benchmark",
@@ -102,11 +105,11 @@ def test_a_row_that_is_no_data_parallel_pytorch_training_does_not_qualify(
 
 MEGATRON = {
     "source": "vTrain MICRO24",
-    "model": "GPT h64 L2 a4",
+    "model": "GPT h64 L20 a4",
     "gpu": "A100",
     "nodes": "4",
     "gpus": "32",
-    "notes": "hidden=64;layers=2;heads=4",
+    "notes": "hidden=64;layers=20;heads=4",
 }
 
 
@@ -115,8 +118,14 @@ MEGATRON = {
     [
         ("tp1/dp32/pp1", None),
         ("tp8/dp4/pp1", "tp=8,vocab,dp=*"),
-        ("tp4/dp2/pp4", "tp=4,vocab,pp=4,schedule=1f1b,dp=*"),
-        ("TP=2, PP=4, VP=5, MBS=1, GA=64", "tp=2,vocab,pp=4,schedule=interleaved:5,dp=*"),
+        (
+            "tp4/dp2/pp4",
+            "tp=4,pp=4,schedule=1f1b,cut=blocks.5+blocks.10+blocks.15,vocab,dp=*",
+        ),
+        (
+            "TP=2, PP=2, VP=2, MBS=1, GA=64",
+            "tp=2,pp=2,schedule=interleaved:2,cut=blocks.5+blocks.10+blocks.15,vocab,dp=*",
+        ),
     ],
 )
 def test_ranks_that_share_a_model_are_asked_as_a_layout_on_any_number_of_nodes(
@@ -127,6 +136,18 @@ def test_ranks_that_share_a_model_are_asked_as_a_layout_on_any_number_of_nodes(
     assert verdict.question is not None
     assert verdict.question.workload.layout == layout
     assert verdict.question.allocation == "4x8:a100-sxm-80gb"
+
+
+@pytest.mark.parametrize(("parallelism", "run_again"), [("dp32", 0), ("tp4/dp2/pp4", 15)])
+def test_the_last_stage_runs_nothing_again(
+    parallelism: str, run_again: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    question = outcome({**MEGATRON, "parallelism": parallelism}, monkeypatch, tmp_path).question
+    assert question is not None
+    settings = dict(question.workload.spec.settings)
+    settings.pop("length")
+    model, *_ = megatron_gpt(2, length=8, **settings)
+    assert model.run_again == run_again
 
 
 def test_a_layout_that_the_engine_has_not_counts_against_the_share_mapped(
@@ -165,6 +186,27 @@ def test_a_kernel_of_ones_own_makes_one_pass_and_is_divided_like_its_scores() ->
     assert not any("want of a rule" in each for each in rank.assumptions)
     # Four layers, each with a region, three norms, softmax and GELU.
     assert graph.function_calls == 13
+
+
+def test_cudnn_s_attention_is_the_same_work_without_the_wait_on_hopper() -> None:
+    model, batch, loss = decoder(
+        2, width=512, heads=4, layers=1, length=4096, vocabulary=32, hidden=512, key_heads=4
+    )
+    traced = est.trace_model(model, batch, loss=loss, precision="bf16", target="cuda")
+    by_cudnn = with_cudnn_attention(traced)
+    roofline = Roofline(load_profile("h100-sxm"), precision="bf16")
+    pairs = [
+        (one.call, two.call)
+        for one, two in zip(traced.ops, by_cudnn.ops, strict=True)
+        if "attention" in one.call.target
+    ]
+    assert len(pairs) == 2
+    for one, two in pairs:
+        assert "cudnn" in two.target
+        assert one.inputs == two.inputs
+        assert features_of(one).dims == features_of(two).dims
+        assert op_cost(one) == op_cost(two)
+        assert roofline.predict(two).warm_s < roofline.predict(one).warm_s
 
 
 @pytest.mark.parametrize("cells", [{"model": "Parrot-9000"}, {"source": "a blog"}])

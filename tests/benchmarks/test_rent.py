@@ -23,7 +23,7 @@ def row(ranks: int, time_s: float, predicted_s: float, noise: float = 0.0) -> Co
 
 def test_exact_predictions_choose_as_brute_force_does() -> None:
     found = judged([row(1, 100, 100), row(2, 60, 60), row(4, 40, 40)])["calibrated"]
-    assert found == (1.0, 0.0, 0.0)
+    assert found == (1.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_a_choice_that_ends_late_is_none() -> None:
@@ -42,6 +42,18 @@ def test_a_dearer_choice_counts_by_what_it_costs_more() -> None:
     share = 0.546  # log(99/60) of log(100/40): budgets for which four ranks are taken instead
     assert found.same_ratio == pytest.approx(1 - share, abs=0.03)
     assert found.regret == pytest.approx(share * (160 / 120 - 1), abs=0.01)
+    assert found.best_thought_late_ratio == pytest.approx(share, abs=0.03)
+
+
+def test_a_choice_that_was_thought_cheaper_is_told_from_one_within_the_budget() -> None:
+    # Four ranks are thought to take 20 s, 80 USD, and cost 160: wrong from 60 s on, where two do.
+    found = judged([row(1, 100, 100), row(2, 60, 60), row(4, 40, 20)])["calibrated"]
+    assert found.best_thought_late_ratio == found.late_ratio == 0.0
+    assert found.best_thought_dear_ratio == pytest.approx(0.557, abs=0.03)  # log(100/60)/log(2.5)
+
+
+def test_a_second_measurement_without_noise_chooses_the_same() -> None:
+    assert judged([row(1, 100, 50), row(2, 60, 99), row(4, 40, 7)])["again"].same_ratio == 1.0
 
 
 def test_what_differs_by_less_than_the_noise_is_the_same() -> None:

@@ -109,6 +109,22 @@ def test_a_step_seen_three_times_is_predicted_within_its_noise(cluster: Cluster)
     assert cluster.error("2x2:synthetic") < 0.02
 
 
+def test_slower_nodes_of_one_name_are_modelled_apart(cluster: Cluster) -> None:
+    real_s = answer("1x2:synthetic", machine=REAL).step_time_s
+    for ratio in [1.0, 1.01, 1.5] * 6:
+        cluster.calibrator.observe(
+            JOB, "1x2:synthetic", step_time_s=ratio * real_s, batch_per_gpu=64
+        )
+    found = cluster.estimate("1x2:synthetic")
+    assert found.step_time_s == pytest.approx(real_s, rel=0.03)
+    assert found.high_s > 1.5 * real_s
+    # A third of nodes is slower: of two or more 1 − (2/3)² = 0.56 and more steps are.
+    (told,) = [line for line in found.assumptions if "some nodes are slower" in line]
+    assert "6 take 1.49 times as long" in told
+    assert "without one of them" in told
+    assert any("with one of them" in line for line in cluster.estimate("2x2:synthetic").assumptions)
+
+
 def test_observations_of_some_placements_correct_others(cluster: Cluster) -> None:
     before = cluster.error("4x2:synthetic")
     cluster.observe("1x1:synthetic", "1x2:synthetic", "2x1:synthetic", "2x2:synthetic")

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from estimator.calibrate.drift import Residual, drifts, populations
+from estimator.calibrate.drift import Residual, drifts
 
 START = datetime(2026, 3, 2, tzinfo=UTC)  # a Monday
 # Residuals that are 1 % up and down by turns.
@@ -44,12 +44,3 @@ def test_noise_is_no_drift() -> None:
 def test_two_steps_are_too_few_for_drift() -> None:
     good = [_residual(hour, "a1", 1.0) for hour in range(12)]
     assert drifts([*good, _residual(12, "a2", 1.5), _residual(13, "a2", 1.5)]) == []
-
-
-def test_two_populations_are_found_among_many_steps() -> None:
-    fast = [_residual(hour, "t4", 1.0) for hour in range(8000)]
-    slow = [_residual(hour, "t4", 1.4) for hour in range(4000)]
-    found = populations("t4", [*slow, *fast])
-    assert found is not None
-    assert (found.slower, found.steps) == (4000, 12000)
-    assert found.ratio == pytest.approx(1.4, rel=1e-3)

@@ -36,6 +36,17 @@ KNOWN = [
     EngineTimes(compute_s=COMPUTE_S, sync_s=SYNC_S),
 ]
 
+# Without overlap, jitter, contention, growth with nodes, or corrections of the engine's seconds.
+PLAIN = {
+    "overlap": 1e-9,
+    "jitter": 1e-9,
+    "contention": 1e-9,
+    "node_growth": 1e-9,
+    "inter_node": 1.0,
+    "intra_node": 1.0,
+    "two_nodes": 1.0,
+}
+
 
 def parameters(**values: float) -> np.ndarray:
     """The medians of the priors with some replaced."""
@@ -60,12 +71,17 @@ def test_derivatives_are_those_of_the_values(times: EngineTimes) -> None:
 
 def test_without_overlap_a_step_is_the_sum_of_compute_and_synchronisation() -> None:
     # overlap → 0 makes the norm a sum; no jitter or contention leaves the engine's own seconds.
-    at = parameters(
-        overlap=1e-9, jitter=1e-9, contention=1e-9, inter_node=1, intra_node=1, two_nodes=1
-    )
-    at[PARAMETERS.index("node_growth")] = np.log(1e-9)
+    at = parameters(**PLAIN, stall=1e-9)
     model = evaluate_model(at, ROWS, REFERENCE, EngineTimes(compute_s=COMPUTE_S, sync_s=SYNC_S))
     assert np.exp(model.log_step) == pytest.approx(ROWS[:, 3] * COMPUTE_S + SYNC_S, rel=1e-6)
+
+
+def test_a_stall_adds_the_same_seconds_to_every_step() -> None:
+    # A tenth of the reference's 0.3 s of compute, whatever the batch, ranks and micro-batches.
+    at = parameters(**PLAIN, stall=0.1)
+    model = evaluate_model(at, ROWS, REFERENCE, EngineTimes(compute_s=COMPUTE_S, sync_s=SYNC_S))
+    expected = ROWS[:, 3] * COMPUTE_S + SYNC_S + 0.03
+    assert np.exp(model.log_step) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_ring_over_many_ranks_takes_twice_that_over_two() -> None:
@@ -86,7 +102,8 @@ def test_one_rank_has_nothing_to_synchronise() -> None:
 def test_compute_and_synchronisation_of_the_model_add_up_to_its_step() -> None:
     at = parameters(overlap=1e-9, compute=1.2, inter_node=3.0, intra_node=0.5)
     model = evaluate_model(at, ROWS, REFERENCE, EngineTimes(compute_s=COMPUTE_S, sync_s=SYNC_S))
-    expected = ROWS[:, 3] * np.exp(model.log_compute) + np.exp(model.log_sync)
+    # The stall of the prior is a hundredth of the 0.3 s of the reference.
+    expected = ROWS[:, 3] * np.exp(model.log_compute) + np.exp(model.log_sync) + 0.003
     assert np.exp(model.log_step) == pytest.approx(expected, rel=1e-6)
 
 

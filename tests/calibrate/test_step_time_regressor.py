@@ -136,6 +136,20 @@ def test_beside_an_engine_left_out_errors_count_as_they_are() -> None:
     assert alone.spread_.inflation_variance > 1.2
 
 
+def test_a_stall_that_the_engine_does_not_know_is_learnt_as_seconds() -> None:
+    # An input pipeline holds up each step by 60 ms, whatever the batch; the engine knows the rest.
+    engine = EngineTimes(compute_s=COMPUTE_S, sync_s=SYNC_S * ~ALONE, step_s=MEASURED_S)
+    seen = np.flatnonzero(ALONE & (ROWS[:, 2] < 64))
+    known = EngineTimes(
+        compute_s=COMPUTE_S[seen], sync_s=np.zeros(len(seen)), step_s=MEASURED_S[seen]
+    )
+    fitted = StepTimeRegressor().fit(ROWS[seen], MEASURED_S[seen] + 0.06, engine_times=known)
+    largest = np.flatnonzero(ALONE & (ROWS[:, 2] == 64))
+    predicted = np.exp(fitted.prediction(ROWS, engine_times=engine).model.log_step)[largest]
+    # By the mean ratio of what was seen, 1.30, the 0.69 s of the engine would be 0.89 s.
+    assert predicted == pytest.approx(0.75, rel=0.04)
+
+
 def test_the_engines_shape_carries_one_observation_to_other_placements() -> None:
     # The engine sees the right shape and is 30 % short everywhere.
     engine = EngineTimes(compute_s=COMPUTE_S / 1.3, sync_s=SYNC_S * ~ALONE / 1.3)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,8 +14,12 @@ from estimator.graph.exchanges import collectives_of
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.split import split
 from estimator.graph.split_found import found_plan
+from estimator.graph.split_layout import split_by_layout
 from estimator.graph.split_plan import Plan
+from estimator.graph.stage_passes import held_between_passes
+from estimator.graph.structure import GraphStructure
 from estimator.graph.trace import trace_graph
+from estimator.workload.layout import Layout
 
 BATCH, TOKENS, WIDTH, INNER, HEADS = 4, 8, 16, 32, 4
 FLOAT = 4
@@ -105,6 +112,43 @@ def test_a_sum_is_made_in_a_copy_as_by_functional_collectives() -> None:
         assert local.ops[index - 1].outputs == local.ops[index].inputs
 
 
+def test_megatron_sums_in_place_and_gradients_beside_the_product_of_a_weight() -> None:
+    local = split(mlp_graph(), MLP, tp=2, megatron=True)
+    assert not any("clone" in op.call.target for op in local.ops)
+    forward, backward = collectives_of(local.at())
+    assert (forward.op, forward.beside) == ("all_reduce", None)
+    assert backward.op == "all_reduce"
+    assert backward.beside is not None
+    # The gradient of up's weight: (INNER / 2 x rows) by (rows x WIDTH).
+    product = local.ops[backward.beside].call
+    assert product.outputs[0].shape == (INNER // 2, WIDTH)
+
+
+def test_megatron_keeps_divided_tokens_and_gathers_them_again_for_a_weights_gradient() -> None:
+    graph = trace_graph(nn.Sequential(Mlp(), Mlp()), torch.randn(BATCH, TOKENS, WIDTH))
+    plan = found_plan(graph, sequence=True)
+    torchs = split(graph, plan, tp=2)
+    local = split(graph, plan, tp=2, megatron=True)
+
+    def gathers(found: OpGraph) -> list[tuple[str, bool]]:
+        some = [c for c in collectives_of(found.at()) if c.op == "all_gather"]
+        return [(c.phase, c.beside is not None) for c in some]
+
+    # Tokens are divided behind the first block: the second gathers its input, and its gradient
+    # the first one's output.
+    assert gathers(torchs) == [("forward", False), ("backward", False)]
+    assert gathers(local) == [("forward", False), ("backward", True), ("backward", False)]
+    again = [op for op in local.ops if "all_gather" in op.call.target][1]
+    assert again.module == "1.up"
+    norm = next(op for op in local.ops if op.module == "1.norm")
+    assert again.inputs == norm.outputs[:1]
+    # What backward reads is the second one: the first ends with the forward pass.
+    gathered = next(op for op in local.ops if "all_gather" in op.call.target).outputs[0]
+    views = {v for v, value in enumerate(local.values) if value.base == gathered} | {gathered}
+    readers = [op for op in local.ops if not views.isdisjoint(op.inputs)]
+    assert {op.phase for op in readers} == {"forward"}
+
+
 def test_divided_tokens_are_put_in_order_by_a_copy_after_each_gather() -> None:
     graph = model_graph()
     local = split(graph, found_plan(graph, sequence=True), tp=2)
@@ -186,6 +230,40 @@ def test_sequence_parallelism_scatters_and_gathers_the_same_bytes() -> None:
     # gathered; its gradient is whole, and cut for nothing.
     assert moved(plain) == 4 * 2 * STREAM_BYTES
     assert moved(divided) == moved(plain) + 3 * STREAM_BYTES
+
+
+def test_as_in_megatron_the_backward_pass_gathers_again_beside_a_product() -> None:
+    graph = model_graph()
+    local = split(graph, found_plan(graph, sequence=True), tp=2, megatron=True)
+    found = collectives_of(local.at())
+    # What attention, the MLP and the last layer gathered of divided tokens is gathered again.
+    gathered = [c for c in found if c.op == "all_gather" and c.phase == "backward"]
+    plain = collectives_of(split(graph, found_plan(graph, sequence=True), tp=2).at())
+    assert len(gathered) == 3 + sum(c.op == "all_gather" and c.phase == "backward" for c in plain)
+    # That and the scattered sums of two layers' gradients run beside a product of their layer.
+    beside = [local.ops[c.beside] for c in found if c.beside is not None]
+    assert sorted(op.module for op in beside) == ["attention.qkv"] * 2 + ["head"] + ["mlp.up"] * 2
+    assert {(op.call.target, op.phase) for op in beside} == {("aten.mm.default", "backward")}
+    assert not any(c.beside for c in plain)
+
+
+def test_what_is_gathered_is_kept_by_torch_and_not_by_megatron() -> None:
+    graph = model_graph()
+    plan = found_plan(graph, sequence=True)
+
+    def kept(*, megatron: bool) -> int:
+        local = split(graph, plan, tp=2, megatron=megatron)
+        return held_between_passes(local.at(), GraphStructure.of(local))
+
+    # The whole input of three layers, and not the half of it that a norm makes.
+    assert kept(megatron=False) - kept(megatron=True) == 3 * STREAM_BYTES // 2
+
+
+def test_megatron_copies_nothing_to_sum_or_to_order_tokens() -> None:
+    graph = model_graph()
+    own = sum(op.call.target == "aten.clone.default" for op in graph.ops)
+    local = split(graph, found_plan(graph, sequence=True), tp=2, megatron=True)
+    assert sum(op.call.target == "aten.clone.default" for op in local.ops) == own
 
 
 def test_tokens_are_divided_between_the_layers() -> None:
@@ -350,3 +428,52 @@ def test_the_first_pattern_that_names_a_module_gives_its_style() -> None:
         "setup": None,
     }
     assert Plan.of({"layers.*.up": "rowwise", "up": "colwise"}).style_of("layers.0.up") == "row"
+
+
+class HeadNorm(nn.Module):
+    """A column, a norm of each head, and a row, with the plan that a config has of them."""
+
+    def __init__(self, plan: dict[str, str]) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(base_model_tp_plan=plan)
+        self.up = nn.Linear(WIDTH, INNER, bias=False)
+        self.norm = nn.RMSNorm(INNER // HEADS)
+        self.down = nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.norm(self.up(x).view(len(x), TOKENS, HEADS, -1))
+        return x + self.down(heads.flatten(2))
+
+
+COLUMN_NORM_ROW = {
+    "up": "colwise",
+    "norm": "replicated_with_grad_allreduce",
+    "down": "rowwise",
+    "experts": "moe_tp_experts",
+}
+
+
+def configured(plan: dict[str, str]) -> OpGraph:
+    return trace_graph(HeadNorm(plan), torch.randn(BATCH, TOKENS, WIDTH))
+
+
+def test_the_plan_of_a_model_s_config_is_kept_and_followed(tmp_path: Path) -> None:
+    configured(COLUMN_NORM_ROW).save(tmp_path / "a.graph")
+    graph = OpGraph.load(tmp_path / "a.graph")
+    local = split_by_layout(graph, Layout.parse("tp=2,dp=*"))
+    assert "base_model_tp_plan of its config" in local.assumptions[-1]
+    # The norm works on the rank's heads: of it only the gradient of its weight is summed.
+    assert exchanged(local) == [
+        ("forward", "all_reduce", STREAM_BYTES),
+        ("backward", "all_reduce", INNER // HEADS * FLOAT),
+    ]
+    asked = split_by_layout(graph, Layout.parse("tp=2,dp=*"), Plan.of({"up": "gather"}))
+    assert "the plan given" in asked.assumptions[-1]
+
+
+@pytest.mark.parametrize("plan", [{}, {"layers.*.up": "colwise"}, {"experts": "moe_tp_experts"}])
+def test_a_config_that_names_nothing_to_divide_leaves_it_to_the_dataflow(
+    plan: dict[str, str],
+) -> None:
+    local = split_by_layout(configured(plan), Layout.parse("tp=2,dp=*"))
+    assert "found from its dataflow" in local.assumptions[-1]

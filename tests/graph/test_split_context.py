@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from estimator.errors import StrategyError
 from estimator.graph.cost_registry import argument
 from estimator.graph.exchanges import collectives_of, is_collective
+from estimator.graph.fusion import compile_graph
 from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import Execution
 from estimator.graph.split import split
 from estimator.graph.split_context import split_context
 from estimator.graph.split_found import found_plan
+from estimator.graph.split_layout import split_by_layout
 from estimator.graph.trace import trace_graph
+from estimator.workload.layout import Layout
 
 BATCH, TOKENS, WIDTH, HEADS, WORDS = 2, 16, 16, 4, 64
 FLOAT = 4
@@ -214,3 +220,27 @@ def test_blocks_and_bytes_are_those_of_torch(ranks: int, ring: bool) -> None:
 
 def _target(graph: OpGraph, each: Any) -> str:
     return graph.ops[each.op_index].call.target
+
+
+@pytest.mark.parametrize("execution", ["compiled", "compiled-blocks"])
+@pytest.mark.parametrize("layout", ["cp=2,dp=*", "tp=2,sp,vocab,dp=*", "tp=2,cp=2,dp=*"])
+def test_a_compiled_step_is_divided_before_it_is_compiled(
+    execution: Execution, layout: str, tmp_path: Path
+) -> None:
+    eager = graph_of()
+    compiled = replace(compile_graph(eager, execution), eager=eager)
+    compiled.save(tmp_path / "compiled.graph")
+    local = split_by_layout(OpGraph.load(tmp_path / "compiled.graph"), Layout.parse(layout))
+    assert local.execution == execution
+    assert local.eager is None
+    assert len(local.ops) < len(split_by_layout(eager, Layout.parse(layout)).ops)
+    # The compiler takes no collective for a view of what it sends, and leaves none out.
+    assert sorted(exchanged(local)) == sorted(
+        exchanged(split_by_layout(eager, Layout.parse(layout)))
+    )
+
+
+def test_a_compiled_step_without_its_eager_operators_is_refused() -> None:
+    compiled = compile_graph(graph_of(), "compiled")
+    with pytest.raises(StrategyError, match="saved without its eager operators, which cp divides"):
+        split_by_layout(compiled, Layout.parse("cp=2,dp=*"))

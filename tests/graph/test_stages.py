@@ -69,6 +69,19 @@ def test_a_stage_is_a_graph_of_its_own_at_any_batch() -> None:
             assert parameter.gradient in stage.graph.ops[parameter.ready_after].outputs
 
 
+def test_stages_of_a_compiled_step_have_the_gradients_that_its_kernels_make() -> None:
+    model = Model(4)
+    batch = torch.zeros(8, 10, dtype=torch.long)
+    graph = trace_model(model, batch, target="cuda", compiled=True)
+    stages = stage_graphs(graph, ["layers.2"])
+    trained = [p for stage in stages for p in stage.graph.parameters if p.gradient is not None]
+    assert len(trained) == len(graph.parameters)
+    for stage in stages:
+        for parameter in stage.graph.parameters:
+            assert parameter.ready_after is not None
+            assert parameter.gradient in stage.graph.ops[parameter.ready_after].outputs
+
+
 def test_a_tied_weight_has_a_gradient_on_both_ends() -> None:
     first, middle, last = stage_graphs(traced(tied=True), ["layers.1", "layers.2"])
     held = [[p.name for p in stage.graph.parameters] for stage in (first, middle, last)]
@@ -88,6 +101,15 @@ def test_a_waiting_micro_batch_holds_what_its_backward_pass_will_read() -> None:
     # stage, the part of the tied weight's gradient that the last one sends.
     assert held[1] == 2 * state + mask + tokens
     assert held[0] <= held[1]
+
+
+def test_a_stage_of_torch_holds_what_it_has_sent() -> None:
+    _, middle, last = stage_graphs(traced(), ["layers.1", "layers.2"])
+    structure = GraphStructure.of(middle.graph)
+    freed = held_between_passes(middle.graph.at(), structure)
+    # One state of 8 x 10 x 16 fp32.
+    assert held_between_passes(middle.graph.at(), structure, middle.outputs) == freed + 5120
+    assert last.outputs == ()
 
 
 def test_blocks_are_the_points_and_cuts_balance_the_time() -> None:

@@ -15,6 +15,7 @@ import pytest
 from estimator.api import estimate
 from estimator.errors import EstimatorError, ProfileError, StrategyError
 from estimator.graph.op_graph import OpGraph
+from estimator.graph.summary import WorkloadSummary
 from estimator.machines.profile import Contention, MachineProfile
 from estimator.tables import estimate_many
 from tests.synthetic import CHOSEN, Machine, perceptron
@@ -50,6 +51,22 @@ def test_parameters_are_spread_evenly_to_the_last_one() -> None:
     # 11 float32 parameters in 4 tensors.
     assert sorted(p.spec.numel for p in graph.parameters) == [2, 3, 3, 3]
     assert graph.parameter_bytes == 44
+
+
+def test_sizes_of_tensors_are_worked_out_as_often_for_many_as_for_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Once for each operator took an hour for the 100,000 tensors that a summary may have.
+    counted = []
+    sizes = WorkloadSummary.numels.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        WorkloadSummary, "numels", property(lambda self: counted.append(0) or sizes(self))
+    )
+    for tensors in (2, 200):
+        counted.append(1)
+        OpGraph.from_summary(parameter_bytes=4000, tensors=tensors, flops_per_sample=1e9)
+    few, many = "".join(map(str, counted)).split("1")[1:]
+    assert few == many
 
 
 def test_given_sizes_stand_in_the_order_in_which_gradients_are_ready() -> None:

@@ -16,7 +16,7 @@ from estimator.engine import estimate_graph
 from estimator.machines.architectures import architectures
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, MachineProfile
-from estimator.machines.typical import achieved_bytes_per_s
+from estimator.machines.typical import achieved_bytes_per_s, with_typical_costs
 from estimator.timeline.inner_links import widest_link
 from tests.synthetic import perceptron
 
@@ -171,6 +171,19 @@ def prices() -> list[dict[str, str]]:
     for path in sorted((DATA / "prices").glob("*.csv")):
         rows += csv.DictReader(path.read_text(encoding="utf-8").splitlines())
     return rows
+
+
+@pytest.mark.parametrize(("name", "linear_us"), [("gh200-alps", 33.17), ("gb200", 37.08)])
+def test_a_grace_processor_issues_operators_as_slowly_as_it_was_timed(
+    name: str, linear_us: float
+) -> None:
+    grace, usual = (with_typical_costs(load_profile(each)).host for each in (name, "dgx-h100"))
+    assert grace is not None
+    assert usual is not None
+    # nn.Linear in bf16, on a DGX H100 13.48 us: NVIDIA/TransformerEngine, issue 2053.
+    for item in ("forward_op_s", "forward_view_s", "bare_op_s", "module_call_s"):
+        ratio = getattr(grace, item) / getattr(usual, item)
+        assert ratio == pytest.approx(linear_us / 13.48, rel=0.01)
 
 
 @pytest.mark.parametrize("row", prices(), ids=lambda row: row["InstanceType"])

@@ -166,11 +166,35 @@ def test_passes_beside_a_slow_canary_are_left_out() -> None:
     assert quiet_passes([], 1.0) == []
 
 
+@pytest.mark.parametrize(
+    ("beside", "median_s"),
+    [
+        # Two warm-ups; one of six passes is slower than 1.15 · 1.0 and left out.
+        ([9.0, 9.0, 1.0, 1.1, 1.12, 2.0, 1.13, 1.14], 1.12),
+        # Four quiet passes are too few: all six count.
+        ([9.0, 9.0, 1.0, 1.1, 2.0, 3.0, 1.12, 1.14], 1.13),
+    ],
+)
+def test_a_replay_tells_the_canary_beside_the_passes_that_count(
+    beside: list[float], median_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    seen = iter(beside)
+    monkeypatch.setattr(replay_module, "canary_s", lambda _: next(seen))
+    monkeypatch.setattr(replay_module, "_is_enough", lambda passes, *_: passes == 6)
+    emitted: list[dict[str, Any]] = []
+    replay(CpuBackend(), emitted.append, budget_s=60.0, plan=replay_plan(CHAIN.at()))
+    assert emitted[-1]["canary_s"] == pytest.approx(median_s)
+
+
 def test_measured_calls_are_kept_and_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = tmp_path / "timings" / "ops.sqlite"
-    first = measure_ops(CHAIN, here(), budget_s=2.0, store=store)
+    canaries: list[float] = []
+    first = measure_ops(CHAIN, here(), budget_s=2.0, store=store, on_canary=canaries.append)
+    assert len(canaries) == 1
+    assert canaries[0] > 0
     assert set(first) == {*distinct_calls(CHAIN.at()), update_call(CHAIN)}
     assert all(timing.seconds > 0 for timing in first.values())
 

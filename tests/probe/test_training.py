@@ -46,6 +46,15 @@ def own_loss(batch=2):
     loss = lambda output, given: output.sum() * len(given[0])
     return nn.Linear(4, 1), (torch.ones(batch, 4),), loss
 
+class Hoarder(nn.Linear):
+    kept = []
+    def forward(self, x):
+        self.kept.append(torch.ones(1 << 20))
+        return super().forward(x)
+
+def hoarder():
+    return Hoarder(4, 1), torch.ones(2, 4)
+
 class Fatal(nn.Linear):
     def forward(self, x):
         os._exit(7)
@@ -88,6 +97,14 @@ def test_accumulation_repeats_the_micro_batch_in_one_step(models: str) -> None:
     assert phases["forward"] > 0.06
 
 
+def test_no_step_contains_the_canary_beside_it(models: str) -> None:
+    run = train(f"{models}:sleeper", DEVICES[:1], steps=4, phases=True, canaries=True)
+    assert len(run.canaries_s[0]) == 5
+    # Three matmuls and two random factors stand between steps of 20 ms, and in no phase.
+    assert run.step_s[0] == pytest.approx(sum(run.step_times_s[0]) / 4)
+    assert sum(run.phases_s[0].values()) == pytest.approx(run.step_s[0], rel=0.01)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-amp"])
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-momentum", "adam", "adamw"])
 def test_every_optimizer_and_precision_trains(models: str, optimizer: str, precision: str) -> None:
@@ -102,6 +119,12 @@ def test_every_optimizer_and_precision_trains(models: str, optimizer: str, preci
     assert 0 < run.slowest_step_s < 1
     assert run.canary_s > 0
     assert run.peak_memory_bytes > 0
+
+
+def test_a_heap_that_grows_after_the_warm_up_costs_no_page_faults(models: str) -> None:
+    """Each of 8 steps keeps 4 MiB more: 1024 faults of 4 KiB, but for memory touched before."""
+    run = train(f"{models}:hoarder", DEVICES[:1], steps=8, warmup_steps=1)
+    assert run.faults_per_step[0] < 100
 
 
 def test_parameters_without_a_gradient_are_found_and_do_not_stop_the_ranks(models: str) -> None:

@@ -175,7 +175,12 @@ def test_attention_pads_heads_and_fills_multiprocessors_in_waves() -> None:
     )
 
     def taken_s(
-        heads: float, size: float, *, is_backward: bool = False, chip: Chip = CHIP
+        heads: float,
+        size: float,
+        *,
+        is_backward: bool = False,
+        waits: bool = True,
+        chip: Chip = CHIP,
     ) -> float:
         return float(
             attention_seconds(
@@ -188,6 +193,7 @@ def test_attention_pads_heads_and_fills_multiprocessors_in_waves() -> None:
                 flops=1e9 * heads * size / 64,
                 moved_bytes=0.0,
                 is_backward=is_backward,
+                waits=waits,
             )
         )
 
@@ -198,6 +204,7 @@ def test_attention_pads_heads_and_fills_multiprocessors_in_waves() -> None:
     # Tensor cores that compute while others load are kept waiting.
     hopper = replace(CHIP, has_warp_groups=True)
     assert taken_s(100, 64, chip=hopper) == pytest.approx(100e9 / (0.8 * 5e12))
+    assert taken_s(100, 64, chip=hopper, waits=False) == pytest.approx(100e9 / 5e12)
     # a head of 40 runs as one of 64
     assert taken_s(100, 40) == pytest.approx(taken_s(100, 64))
 

@@ -142,6 +142,7 @@ def test_tp_of_one_is_data_parallel() -> None:
         ("cp=2", "cp=2 divides the tokens of fused attention, and Mlp has none"),
         ("ring", "keys and values of cp ranks go around a ring"),
         ("sp", "sp and vocab divide what tp ranks share"),
+        ("megatron", "megatron is how tp and pp ranks exchange"),
         ("tp=2,tp=2", "each once"),
     ],
 )
@@ -161,5 +162,5 @@ def test_a_plan_without_a_layout_is_refused() -> None:
 
 
 def test_a_layout_prints_as_it_is_read() -> None:
-    for text in ("tp=8,sp,vocab,dp=*", "tp=2,dp=4", "dp=*"):
+    for text in ("tp=8,sp,vocab,dp=*", "tp=8,sp,vocab,megatron,dp=*", "tp=2,dp=4", "dp=*"):
         assert str(Layout.parse(text)) == text

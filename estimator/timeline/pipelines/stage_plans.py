@@ -126,7 +126,12 @@ def _stage_plans(
                 sent_s=sent_s,
                 returned_s=returned_s,
                 tied_s=_tied_s(mesh, schedule, number, stages, tied, cache),
-                kept_bytes=_kept_bytes(slowest.program.bound, cache),
+                kept_bytes=_kept_bytes(
+                    # Megatron-LM frees what it has sent (deallocate_pipeline_outputs).
+                    slowest.program.bound,
+                    () if mesh.parallelism.megatron else stage.outputs,
+                    cache,
+                ),
             )
         )
         # What a stage sends on comes back as its gradient, over the same link.
@@ -134,9 +139,14 @@ def _stage_plans(
     return tuple(found)
 
 
-def _kept_bytes(bound: BoundGraph, cache: Cache) -> int:
+def _kept_bytes(bound: BoundGraph, outputs: tuple[int, ...], cache: Cache) -> int:
     structure = structure_of(bound.graph, cache)
-    return cache.get("held between passes", (bound,), lambda: held_between_passes(bound, structure))
+    return cache.get(
+        "held between passes",
+        (bound,),
+        lambda: held_between_passes(bound, structure, outputs),
+        outputs,
+    )
 
 
 def _passes_s(kind: RankKind, stage: Stage, cache: Cache) -> tuple[float, float, float]:

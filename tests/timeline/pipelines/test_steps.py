@@ -81,18 +81,15 @@ def test_rows_are_steps_of_their_own() -> None:
 
 
 SECONDS = st.floats(0.01, 3.0)
+SCHEDULES = st.sampled_from(
+    ["gpipe", "1f1b", "interleaved:2", "interleaved:3", "zb", "zbv", "dualpipev"]
+).map(Schedule.parse)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_evaluator_equals_the_simulation_for_every_schedule(data: st.DataObject) -> None:
-    schedule = Schedule.parse(
-        data.draw(
-            st.sampled_from(
-                ["gpipe", "1f1b", "interleaved:2", "interleaved:3", "zb", "zbv", "dualpipev"]
-            )
-        )
-    )
+    schedule = data.draw(SCHEDULES)
     ranks = data.draw(st.integers(1, 5))
     micro_batches = ranks * data.draw(st.integers(2, 4))
     stages = [
@@ -113,13 +110,7 @@ def test_the_evaluator_equals_the_simulation_for_every_schedule(data: st.DataObj
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_micro_batches_in_the_middle_advance_by_the_period_of_all(data: st.DataObject) -> None:
-    schedule = Schedule.parse(
-        data.draw(
-            st.sampled_from(
-                ["gpipe", "1f1b", "interleaved:2", "interleaved:3", "zb", "zbv", "dualpipev"]
-            )
-        )
-    )
+    schedule = data.draw(SCHEDULES)
     ranks = data.draw(st.integers(1, 4))
     micro_batches = ranks * data.draw(st.integers(2, 14))
     # Stages that are nearly alike fall behind each other slowly: what is waited for changes late.

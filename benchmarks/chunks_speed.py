@@ -1,0 +1,108 @@
+"""Tables in chunks on two workers of a Dask cluster, beside one process: time, memory, a death.
+
+Needs the extra [dask].
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import distributed
+import numpy as np
+
+import estimator as est
+from estimator.placement.columns import AllocationColumns
+from estimator.tables import COLUMNS
+
+MACHINES = ("h100-sxm", "a100-p4d", "v100-sxm")
+TARGET_RATIO = 1.6
+
+
+def main() -> None:
+    """Time one process, two workers, and two workers of which one is killed in the middle."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--graph", type=Path, required=True, help="As 'estimator trace' wrote it.")
+    parser.add_argument("--rows", type=float, default=1e7)
+    parser.add_argument("--chunk", type=int, default=1 << 18)
+    options = parser.parse_args()
+    graph, rows = est.OpGraph.load(options.graph), int(options.rows)
+    run(graph, 1 << 15, 1 << 10, None, kill_at=None)
+    found = {"one process": run(graph, rows, options.chunk, None, kill_at=None)}
+    for name, kill_at in (("two workers", None), ("two workers, one killed", rows // 2)):
+        with (
+            distributed.LocalCluster(
+                n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=50
+            ) as cluster,
+            distributed.Client(cluster, direct_to_workers=True) as client,
+        ):
+            run(graph, 1 << 15, 1 << 10, client, kill_at=None)  # every worker becomes warm
+            found[name] = run(graph, rows, options.chunk, client, kill_at=kill_at)
+    alone = found["one process"]
+    for name, each in found.items():
+        each["speedup"] = alone["seconds"] / each["seconds"]
+        each["same"] = each["digest"] == alone["digest"]
+        print(f"{name}: {json.dumps(each)}", flush=True)
+    is_met = found["two workers"]["speedup"] >= TARGET_RATIO
+    sys.exit(0 if is_met and all(each["same"] for each in found.values()) else 1)
+
+
+def run(
+    graph: est.OpGraph, rows: int, chunk: int, client: Any, *, kill_at: int | None
+) -> dict[str, Any]:
+    """What one pass over all rows takes and finds."""
+    executor: Executor | None = None if client is None else client.get_executor()
+    digest, done, resident = hashlib.blake2b(), 0, []
+    begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
+    for columns in blocks(rows):
+        for table in est.estimate_chunks(graph, columns, rows=chunk, executor=executor):
+            for name in COLUMNS:
+                digest.update(np.ascontiguousarray(getattr(table, name)).data)
+            done += len(table)
+            resident.append(resident_mib())
+            if kill_at is not None and done >= kill_at:
+                os.kill(next(iter(client.run(os.getpid).values())), signal.SIGKILL)
+                kill_at = None
+    seconds = time.perf_counter() - begun_s
+    cpu_s = time.process_time() - begun_cpu_s
+    half = len(resident) // 2
+    return {
+        "rows": done,
+        "seconds": round(seconds, 2),
+        "cpu_s_here": round(cpu_s, 2),
+        "rows_per_s": round(done / seconds),
+        "mib_after_half": round(max(resident[: half + 1])),
+        "mib_after_all": round(max(resident)),
+        "digest": digest.hexdigest()[:16],
+    }
+
+
+def blocks(rows: int, most: int = 1 << 23) -> Iterator[AllocationColumns]:
+    """Allocations of one machine each, drawn."""
+    for number, start in enumerate(range(0, rows, most)):
+        draw, shape = np.random.default_rng(number), (min(most, rows - start), 1)
+        yield AllocationColumns(
+            machines=MACHINES,
+            machine=draw.integers(0, len(MACHINES), shape, dtype=np.int32),
+            nodes=draw.integers(1, 33, shape, dtype=np.int32),
+            devices=draw.integers(1, 9, shape, dtype=np.int32),
+        )
+
+
+def resident_mib() -> float:
+    """Memory of this process (Linux)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+if __name__ == "__main__":
+    main()
