@@ -187,7 +187,11 @@ class LayoutBounds:
             each_s = np.minimum.reduce([self._least_s(bound, node) for node in placement.kinds])
             if layout.divides_layers:
                 mesh = Mesh.laid_out(placement, replace(layout.of_layers, dp=None), Strategy())
-                each_s = each_s + exchanges_of(mesh, cache).seconds(bound).each_s
+                exchanged = exchanges_of(mesh, cache).seconds(bound)
+                alone_s = exchanged.each_s.copy()
+                # What runs beside a kernel may add nothing.
+                alone_s[[place for place, _ in exchanged.hidden_by]] = 0.0
+                each_s = each_s + alone_s
         return _MicroBatch(bound, each_s, float(each_s.sum()), kept, touched)
 
     def _least_s(self, bound: BoundGraph, node: NodeKind) -> Array:
