@@ -345,6 +345,18 @@ def ask_rounds(options: argparse.Namespace, *, is_prepared: bool = False) -> dic
     return ask(options, is_prepared=is_prepared)
 
 
+def layouts(options: argparse.Namespace) -> Found:
+    """Answers about layouts: a plan of 1,024 GPUs, a new layout, warm ones."""
+    return {name: tuple(line) for name, line in in_child("layouts", options).items()}
+
+
+def ask_layouts(options: argparse.Namespace) -> Found:
+    """Ask all questions of `layouts`."""
+    from speed_layouts import times_of
+
+    return times_of(f"{LLAMA_70B},gradient_checkpointing=true", options.repeats)
+
+
 def write_cases(options: argparse.Namespace) -> None:
     """Write the graphs and machines of `cold`."""
     from speed_cold import write_cases
@@ -369,6 +381,7 @@ PARTS = {
     "start-up": start_up,
     "cold": cold_answers,
     "loop": rounds,
+    "layouts": layouts,
 }
 CHILDREN: dict[str, Callable[[argparse.Namespace], Any]] = {
     "look": look_ratio,
@@ -378,6 +391,7 @@ CHILDREN: dict[str, Callable[[argparse.Namespace], Any]] = {
     "cases": write_cases,
     "cold": ask_cold,
     "loop": ask_rounds,
+    "layouts": ask_layouts,
     "prepared": partial(ask_rounds, is_prepared=True),
 }
 

@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from estimator.advise.layout_bounds import LayoutBounds
 from estimator.advise.layout_candidates import Candidate, candidates, divisors
+from estimator.advise.layout_errors import StepErrors, are_alike, step_errors
 from estimator.coefficients import Calibration
 from estimator.engine import DEFAULT, Engine
 from estimator.errors import ProfileError, StrategyError, WorkloadError
@@ -40,7 +42,7 @@ _REFUSALS = (StrategyError, WorkloadError, ProfileError)
 class LayoutRow:
     """A candidate that fits, and its estimate; `why` says what makes it slower than the best.
 
-    `like_best` where the intervals of both meet: they cannot be told apart.
+    `like_best` where they cannot be told apart: by what both are not off together.
     """
 
     layout: str
@@ -154,8 +156,10 @@ class _Shared(NamedTuple):
     engine: Engine | None
 
 
-def _answer(shared: _Shared, kept: dict[str, Any], candidate: Candidate) -> Estimate | str:
-    """The estimate of a candidate, or why there is none."""
+def _answer(
+    shared: _Shared, kept: dict[str, Any], candidate: Candidate
+) -> tuple[Estimate, StepErrors] | str:
+    """The estimate of a candidate and what it is off by, or why there is none."""
     number, layout, strategy, batch, micro_batches = candidate
     engine = shared.engine or DEFAULT
     if "placement" not in kept:
@@ -163,7 +167,7 @@ def _answer(shared: _Shared, kept: dict[str, Any], candidate: Candidate) -> Esti
             shared.where, cluster=shared.asked["cluster"], profile=shared.asked["profile"]
         )
     try:
-        return engine.estimate(
+        found = engine.estimate(
             shared.graphs[number],
             kept["placement"],
             batch_per_gpu=batch,
@@ -174,6 +178,11 @@ def _answer(shared: _Shared, kept: dict[str, Any], candidate: Candidate) -> Esti
         )
     except _REFUSALS as error:
         return str(error)
+    return found, step_errors(found)
+
+
+# (step seconds, number in the order of answers, candidate, its estimate, what that is off by)
+_Found = tuple[float, int, Candidate, Estimate, StepErrors]
 
 
 class _Search:
@@ -220,31 +229,49 @@ class _Search:
         )
         fitting = [pair for pair in bounded if not prune or not self._is_too_large(pair[1])]
         fitting.sort(key=lambda pair: pair[0])
-        found: list[tuple[float, int, Candidate, Estimate]] = []
-        worked_out = 0
+        found: list[_Found] = []
+        worked_out, too_large = 0, list[Candidate]()
 
-        def in_turn() -> Iterator[Candidate]:
-            for number, (least_s, candidate) in enumerate(fitting):
-                if prune and len(found) >= self._most and least_s > found[self._most - 1][0]:
-                    return
-                self._report(str(candidate.layout), number / len(fitting))
-                yield candidate
-
-        for candidate, answer in map_shared(executor, _answer, self._shared(executor), in_turn()):
+        turns = self._in_turn(fitting, found, too_large, prune=prune)
+        for candidate, answer in map_shared(executor, _answer, self._shared(executor), turns):
             worked_out += 1
             if isinstance(answer, str):
                 self._refusals[answer] += 1
-            elif answer.fits != "no":
-                found.append((answer.step_time_s, worked_out, candidate, answer))
+            elif answer[0].fits != "no":
+                found.append((answer[0].step_time_s, worked_out, candidate, *answer))
                 found.sort(key=lambda each: each[:2])
         best = found[: self._most]
         return LayoutRanking(
-            rows=tuple(self._row(each[2], each[3], best[0][3]) for each in best),
+            rows=tuple(self._row(each, best[0]) for each in best),
             candidates=len(every),
             worked_out=worked_out,
-            too_large=len(every) - len(fitting),
+            too_large=len(every) - len(fitting) + len(too_large),
             refusals=tuple(self._refusals.most_common()),
         )
+
+    def _in_turn(
+        self,
+        fitting: Sequence[tuple[float, Candidate]],
+        found: Sequence[_Found],
+        too_large: list[Candidate],
+        *,
+        prune: bool,
+    ) -> Iterator[Candidate]:
+        """Candidates by their bounds, each seen closer before its turn, while they may be best."""
+        waiting = [(least_s, n, not prune, each) for n, (least_s, each) in enumerate(fitting)]
+        while waiting:
+            least_s, number, is_close, candidate = heappop(waiting)
+            if prune and len(found) >= self._most and least_s > found[self._most - 1][0]:
+                return
+            if is_close:
+                self._report(str(candidate.layout), 1 - len(waiting) / len(fitting))
+                yield candidate
+                continue
+            closer_s, ratio = self._closer(candidate)
+            if ratio > 1 + NOT_FIT_MARGIN_RATIO:
+                too_large.append(candidate)
+            else:
+                heappush(waiting, (max(least_s, closer_s), number, True, candidate))
 
     def _tensor_parallel(self, graph: OpGraph) -> list[Layout]:
         """The tensor-parallel degrees that can divide a graph, each sharing most that it can."""
@@ -275,6 +302,13 @@ class _Search:
         except _REFUSALS:
             return 0.0
 
+    def _closer(self, candidate: Candidate) -> tuple[float, float]:
+        number, layout, strategy, batch, micro_batches = candidate
+        try:
+            return self._bounds[number].closer(layout, strategy, batch, micro_batches)
+        except _REFUSALS:
+            return 0.0, 0.0
+
     def _is_too_large(self, candidate: Candidate) -> bool:
         number, layout, strategy, batch, micro_batches = candidate
         dp = layout.dp or 1
@@ -290,7 +324,9 @@ class _Search:
             return _Shared(self._graphs, self._placement, self._asked, self._engine)
         return _Shared(self._graphs, self._placement.allocation, self._asked, None)
 
-    def _row(self, candidate: Candidate, answer: Estimate, best: Estimate) -> LayoutRow:
+    def _row(self, row: _Found, best: _Found) -> LayoutRow:
+        step_s, _, candidate, answer, errors = row
+        is_best = row is best
         return LayoutRow(
             layout=str(candidate.layout),
             strategy=str(candidate.strategy),
@@ -298,8 +334,8 @@ class _Search:
             batch_per_gpu=candidate.batch,
             micro_batches=candidate.micro_batches,
             answer=answer,
-            why="" if answer is best else why_slower(answer, best),
-            like_best=answer is not best and answer.low_s <= best.high_s,
+            why="" if is_best else why_slower(answer, best[3]),
+            like_best=not is_best and are_alike((step_s, errors), (best[0], best[4])),
         )
 
 

@@ -101,7 +101,7 @@ def layouts_report(
         f"fit, {ranking.worked_out} were worked out, {out} are slower than these by their bounds"
     ]
     if any(row.like_best for row in ranking.rows):
-        notes.append("~ cannot be told apart from the first: their intervals meet")
+        notes.append("~ cannot be told apart from the first, by what both are not off together")
     if any(row.answer.fits == "uncertain" for row in ranking.rows):
         notes.append("? may not fit into memory")
     return stacked(facts([("best", best.bottleneck)]), table, Text("; ".join(notes)))

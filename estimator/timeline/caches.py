@@ -6,11 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.graph.op_graph import BoundGraph
-from estimator.graph.structure import GraphStructure
+from estimator.graph.structure import GraphStructure, Touches
 from estimator.graph.workspace import workspace_bytes
 from estimator.tensors import OpCall
 
 Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
 
 # These work through copies of their own, of unknown size, in memory as cold as any new tensor's.
 _UNSIZED_SCRATCH = ("aten._scaled_dot_product", "aten.mkldnn_rnn")
@@ -22,6 +23,7 @@ def cold_ratios(
     *,
     threads: int = 1,
     structure: GraphStructure | None = None,
+    blocks: Indices | None = None,
 ) -> Array:
     """For each op, the share (0–1) of the bytes it touches that must come from main memory.
 
@@ -29,7 +31,9 @@ def cold_ratios(
     have touched more than the cache holds (Mattson et al. 1970, stack distance, approximated by
     the bytes touched). The memory that a new tensor gets was last used up to a step ago; so was
     that of the blocked copies that a convolution on `threads` threads makes. `structure` is that of
-    the graph where it is at hand.
+    the graph where it is at hand. With `blocks`, the block of each op, the shares are at most those
+    in a graph of any of the blocks: what another block touches too is warm, and only the ops of the
+    same block stand between.
     """
     graph = bound.graph
     if cache_bytes <= 0 or not graph.ops:
@@ -38,13 +42,19 @@ def cold_ratios(
     touches, ops = known.touches, len(graph.ops)
     size = known.storage_bytes(bound).astype(np.float64)[touches.storage]
     per_op = np.bincount(touches.op, weights=size, minlength=ops)
-    before = np.concatenate([np.zeros(1), np.cumsum(per_op)])
-    total = float(before[-1])
-    new_is_cold = float(evicted(total, cache_bytes))
+    of, own_size = np.zeros(ops, dtype=np.intp), size
+    if blocks is not None:
+        is_shared = _touched_by_several(touches, blocks)
+        of, own_size = blocks, np.where(is_shared, 0.0, size)
+    own: Array = np.bincount(touches.op, weights=own_size, minlength=ops).astype(np.float64)
+    total = np.bincount(of, weights=own)[of]
+    new_is_cold = evicted(total.astype(np.float64), cache_bytes)
     # First use in the step: parameters, buffers and inputs were last used a step ago.
     is_first = touches.previous < 0
-    distance = np.where(is_first, total, before[touches.op] - before[touches.previous])
-    written_cold = np.where(is_first, new_is_cold, 0.0)
+    before = _before(own, of)
+    between = before[touches.op] - before[touches.previous]
+    distance = np.where(is_first, total[touches.op], between)
+    written_cold = np.where(is_first, new_is_cold[touches.op], 0.0)
     is_cold = np.where(touches.is_read, evicted(distance + size, cache_bytes), written_cold)
     calls = known.distinct_calls(bound)
     scratch = np.array([float(workspace_bytes(call, threads=threads)) for call in calls])
@@ -53,8 +63,28 @@ def cold_ratios(
     touched_cold = np.bincount(touches.op, weights=size * is_cold, minlength=ops)
     cold_bytes = touched_cold + scratch_bytes * new_is_cold
     ratios = np.divide(cold_bytes, moved, out=np.zeros(ops), where=moved > 0)
+    if blocks is not None:
+        ratios[touches.op[is_shared]] = 0.0
     unsized = np.array([_has_unsized_scratch(call, graph.target) for call in calls])
     return np.where(unsized[known.call_of] & ~known.is_view, new_is_cold, ratios)
+
+
+def _before(per_op: Array, blocks: Indices) -> Array:
+    """Bytes that ops of its block touch before each op, but for a sum of the block's own."""
+    order = np.argsort(blocks, kind="stable")
+    found = np.zeros(len(per_op))
+    found[order] = np.concatenate([np.zeros(1), np.cumsum(per_op[order])[:-1]])
+    return found
+
+
+def _touched_by_several(touches: Touches, blocks: Indices) -> NDArray[np.bool_]:
+    """For each touch whether ops of several blocks touch the same."""
+    of = blocks[touches.op]
+    count = int(touches.storage.max(initial=-1)) + 1
+    first, last = np.full(count, len(blocks)), np.full(count, -1)
+    np.minimum.at(first, touches.storage, of)
+    np.maximum.at(last, touches.storage, of)
+    return np.asarray((first != last)[touches.storage])
 
 
 def _has_unsized_scratch(call: OpCall, target: str) -> bool:

@@ -179,20 +179,29 @@ def op_durations(
 
 
 def least_device_s(
-    bound: BoundGraph, profile: MachineProfile, *, devices_busy: int, cache: Cache
-) -> float:
-    """What the device seconds of all ops are at least, whatever stands beside these.
-
-    All that they read is in cache.
-    """
-    structure = structure_of(bound.graph, cache)
+    bound: BoundGraph,
+    profile: MachineProfile,
+    *,
+    blocks: Indices,
+    devices_busy: int,
+    cache: Cache,
+) -> Array:
+    """What the device seconds of each op are at least in a graph of any of its `blocks`."""
+    graph, structure = bound.graph, structure_of(bound.graph, cache)
     costs = _call_costs(bound, structure, cache)
-    graph = bound.graph
     compiled = graph.execution != "eager"
     fits = kernel_fits(profile, graph.precision, compiled=compiled, cache=cache)
-    warm_s = np.array([each.warm_s for each in _timed(graph, costs, fits, profile)])
-    each_s = warm_s * _slowdowns(costs, profile, devices_busy, _cached_bytes(profile, fits))
-    return float(each_s[structure.call_of[~structure.is_view]].sum())
+    cached_bytes = _cached_bytes(profile, fits)
+    timed = _timed(graph, costs, fits, profile)
+    of = structure.call_of
+    cold = cold_ratios(
+        bound, cached_bytes, threads=fits.threads, structure=structure, blocks=blocks
+    )
+    warm_s = np.array([each.warm_s for each in timed])[of]
+    more_s = np.array([each.cold_s for each in timed])[of] - warm_s
+    seconds = warm_s + np.where(more_s > 0, cold * more_s, more_s)
+    slowdown = _slowdowns(costs, profile, devices_busy, cached_bytes)
+    return np.where(structure.is_view, 0.0, seconds * slowdown[of])
 
 
 def _slowdowns(

@@ -78,7 +78,7 @@ class Exchanges:
         each_s = np.zeros(len(bound.calls))
         found: dict[tuple[CollectiveName, str], list[Collective]] = {}
         beside = []
-        for collective in collectives_of(bound):
+        for collective in self._cache.get("collectives", (bound,), lambda: collectives_of(bound)):
             # On CPUs a collective is work for the cores that compute.
             if collective.axis not in self.groups:
                 # A group of one rank.
@@ -118,9 +118,10 @@ def _delay_s(cost: CollectiveCost, sizes_bytes: Array) -> Array:
 
 def exchanges_of(mesh: Mesh, cache: Cache) -> Exchanges:
     """Those of a mesh: of the groups along an axis, which work at once, the slowest counts."""
+    experts = ("ep", "expert_dp") if mesh.parallelism.ep > 1 else ()
     found = [
         (axis, *min(groups, key=lambda each: each[0].bytes_per_s))
-        for axis in ("tp", "cp", "ep", "expert_dp")
+        for axis in ("tp", "cp", *experts)
         if (groups := mesh.groups(axis))
     ]
     named = tuple((axis, group) for axis, group, _ in found)

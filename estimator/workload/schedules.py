@@ -93,6 +93,30 @@ class Schedule:
             return False
         return True
 
+    @property
+    def backward_is_whole(self) -> bool:
+        """Whether a stage before waits for a backward pass with its gradients of weights."""
+        return self.name in ("gpipe", "1f1b", "interleaved")
+
+    def held_at_least(self, rank: int, ranks: int, micro_batches: int) -> tuple[int, ...]:
+        """Micro-batches of each of a rank's stages that it holds at once, before its first backward
+        pass: known without their order.
+        """
+        behind, each = ranks - 1 - rank, self.round_of(ranks, micro_batches)
+        if self.name == "gpipe":
+            return (micro_batches,)
+        if self.name in _V_SHAPED:
+            begun = 2 * behind + 1 + rank
+            held = (begun, rank) if self.name == "zbv" else (begun, rank + 1)
+            return min(held[0], micro_batches), min(held[1], micro_batches)
+        if self.name != "interleaved":
+            return (min(behind + 1, micro_batches),)
+        warm_up = (self.virtual - 1) * each + 2 * behind + 1
+        whole, left = divmod(min(warm_up, self.virtual * micro_batches), self.virtual * each)
+        return tuple(
+            whole * each + min(max(left - stage * each, 0), each) for stage in range(self.virtual)
+        )
+
     def round_of(self, ranks: int, micro_batches: int) -> int:
         """After how many micro-batches the passes repeat, but for their number."""
         return micro_batches // _rounds(ranks, micro_batches) if self.name == "interleaved" else 1

@@ -21,12 +21,14 @@ def test_the_fastest_prediction_is_judged_by_what_was_measured_of_it() -> None:
     assert found["chosen"] == "tp=2 x 2"
     assert found["best"] == "dp=* x 2"
     assert round(found["regret_ratio"], 9) == 0.2
+    assert found["said_ratio"] == 0.5
 
 
 def test_without_an_answer_the_slowest_counts() -> None:
     found = chosen_of([case("tp=2", None, 1.0), case("pp=2", None, 3.0)])
     assert found["chosen"] == "none"
     assert found["regret_ratio"] == 2.0
+    assert found["said_ratio"] is None
 
 
 def test_nine_in_ten_choices_near_the_best_are_asked() -> None:

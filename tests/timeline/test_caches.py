@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from estimator.graph.stages import Blocks, stage_graphs
 from estimator.graph.trace import trace_graph
 from estimator.timeline.caches import cold_ratios
+from tests.graph.test_stages import traced
 from tests.synthetic import perceptron
 
 
@@ -51,3 +55,21 @@ def test_blocked_copies_are_cold_where_the_tensors_themselves_are_not() -> None:
     assert matmuls[later] == pytest.approx(0.5, abs=0.01)
     # The copies are as new as the output, so a larger share is cold.
     assert blocked[later] > matmuls[later] + 0.1
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(1e2, 1e6), st.sets(st.integers(1, 3), min_size=1), st.sampled_from([2, 8, 64]))
+def test_blocks_are_no_colder_than_in_any_stage(cache: float, cuts: set[int], batch: int) -> None:
+    graph = traced()
+    blocks = Blocks.of(graph)
+    least = cold_ratios(graph.at(batch), cache, blocks=blocks.owner)
+    for stage in stage_graphs(graph, [blocks.points[cut] for cut in sorted(cuts)]):
+        cold = cold_ratios(stage.graph.at(batch), cache)
+        assert (cold >= least[list(stage.ops)] - 1e-12).all()
+
+
+def test_in_a_small_cache_blocks_are_as_cold_as_their_stages() -> None:
+    # What a block alone touches has left a cache of a few bytes; what others touch counts as warm.
+    graph = traced()
+    least = cold_ratios(graph.at(8), 16.0, blocks=Blocks.of(graph).owner)
+    assert 0.2 < least.mean() < cold_ratios(graph.at(8), 16.0).mean()

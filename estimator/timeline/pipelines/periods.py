@@ -176,16 +176,19 @@ def _runs_of(schedule: Schedule, ranks: int, each: int, blocks: int) -> _Pattern
         for at, (task, number) in enumerate(zip(tasks, micro_batches, strict=True))
     }
     runs: list[Run] = []
+    # Up to where tasks repeat, by how far apart: found once for all that begin on the way.
+    known: dict[int, int] = {}
     begin = at = 0
     while at < len(tasks):
         length = place.get((tasks[at].cost, micro_batches[at] + each), at) - at
-        end = at
+        end = max(at, known.get(length, 0))
         while (
             0 < length < len(tasks) - end
             and tasks[end] == tasks[end + length]
             and micro_batches[end] + each == micro_batches[end + length]
         ):
             end += 1
+        known[length] = end
         times = (end - at) // length + 1 if length > 0 else 1
         if times < _FEWEST_BLOCKS:
             at += 1

@@ -21,6 +21,7 @@ from estimator.placement.placement import NodeKind
 from estimator.placement.process_groups import ProcessGroup, groups_along
 from estimator.timeline.collectives import CollectiveCosts, SizedCollective
 from estimator.timeline.durations import costed, op_durations, structure_of
+from estimator.timeline.exchanges import Exchanges
 from estimator.timeline.pipelines.answer import StagePlan
 from estimator.timeline.plan import (
     Members,
@@ -176,33 +177,41 @@ def _stages(
     cache: Cache,
 ) -> tuple[Stage, ...]:
     if not points:
-        points = _balanced(graph, mesh, batch, shape, schedule, cache)
+        points = balanced_points(graph, mesh, batch, shape.exchanges, schedule, cache)
     structure = structure_of(graph, cache)
     return cache.get("stages", (graph,), lambda: stage_graphs(graph, points, structure), points)
 
 
-def _balanced(
+def balanced_points(
     graph: OpGraph,
     mesh: Mesh,
     batch: int | None,
-    shape: StepShape,
+    exchanges: Exchanges | None,
     schedule: Schedule,
     cache: Cache,
 ) -> tuple[str, ...]:
     """The points by which the slowest stage takes least, on the first ranks' kind of node."""
     node = mesh.placement.kinds[0]
     bound = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
+    blocks = blocks_of(graph, cache)
 
     def spent() -> Array:
         profile = costed(node.profile, cache)
         durations = op_durations(bound, profile, devices_busy=node.ranks_per_node, cache=cache)
-        exchanged_s = shape.exchanges.seconds(bound).each_s if shape.exchanges else 0.0
+        exchanged_s = exchanges.seconds(bound).each_s if exchanges else 0.0
         return np.asarray(durations.device_s + durations.host_s + exchanged_s)
 
-    details = node.ranks_per_node, shape.exchanges
-    spent_s = cache.get("op seconds", (bound, node.profile), spent, *details)
-    blocks = cache.get("blocks", (graph,), lambda: Blocks.of(graph))
-    return blocks.balanced(mesh.parallelism.pp * schedule.virtual, spent_s)
+    def balanced() -> tuple[str, ...]:
+        seconds = cache.get("op seconds", (bound, node.profile), spent, *details)
+        return blocks.balanced(stages, seconds)
+
+    stages, details = mesh.parallelism.pp * schedule.virtual, (node.ranks_per_node, exchanges)
+    return cache.get("balanced", (bound, node.profile), balanced, *details, stages)
+
+
+def blocks_of(graph: OpGraph, cache: Cache) -> Blocks:
+    """The blocks of a graph, worked out once."""
+    return cache.get("blocks", (graph,), lambda: Blocks.of(graph))
 
 
 def _held(mesh: Mesh, members: Members, rank: int) -> Members:
