@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 import estimator as est
 from estimator.errors import StrategyError, WorkloadError
@@ -62,6 +65,28 @@ def test_groups_that_share_layers_stay_in_a_node() -> None:
     ring = inside.plan.group
     assert (ring.ranks, ring.nodes) == (2, 2)
     assert ring.bytes_per_s == pytest.approx(MACHINE.network_bytes_per_s / 2, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("width", "tokens", "ranks", "alone", "shared", "wins"),
+    [
+        # Three passes of 2.7e11 operations at some 6e14 a second, and two sums of 8 MB by NVLink.
+        (4096, 1024, 8, "1x1:h100-sxm", "1x8:h100-sxm", True),
+        # Three passes of 8.6e9 at some 3e13, and two sums of 4 MB over 50 Gbit/s.
+        (256, 8192, 4, "1x1:t4-g4dn", "4x1:t4-g4dn", False),
+    ],
+)
+def test_tp_wins_by_nvlink_and_loses_over_a_slow_network(
+    width: int, tokens: int, ranks: int, alone: str, shared: str, wins: bool
+) -> None:
+    with torch.device("meta"):
+        layers = [("up", nn.Linear(width, 4 * width)), ("down", nn.Linear(4 * width, width))]
+        model = nn.Sequential(OrderedDict(layers))
+    batch = torch.zeros(2, tokens // 2, width)
+    graph = est.trace_model(model, batch, optimizer="sgd", precision="fp16", target="cuda")
+    one = est.estimate(graph, alone)
+    together = est.estimate(graph, shared, layout=f"tp={ranks}", tp_plan=PLAN)
+    assert (together.step_time_s < one.step_time_s) == wins
 
 
 def test_a_rank_holds_and_updates_its_part() -> None:
