@@ -368,7 +368,7 @@ def _sailor(row: PublishedRow) -> Workload:
 
 
 def _dgxc(row: PublishedRow) -> Workload:
-    """Llama 3.1 by NeMo: Transformer Engine's attention, sequence parallel, nothing run again."""
+    """Llama 3.1 by NeMo: Megatron Core's layers, fused attention, nothing run again."""
     return Workload(
         spec=llama(_llama_name(row.step.model), row.seq_len or 8192, "no"),
         precision="bf16",
@@ -385,5 +385,7 @@ SOURCES = (
     Source(pattern="fms-fsdp", workload=_fms_fsdp),
     Source(pattern="vtrain", workload=_vtrain, complete=with_layout),
     Source(pattern="sailor", workload=_sailor, complete=with_layout),
-    Source(pattern="dgxc", workload=_dgxc, complete=partial(with_layout, flags="sp,vocab")),
+    Source(
+        pattern="dgxc", workload=_dgxc, complete=partial(with_layout, flags="sp,vocab,megatron")
+    ),
 )
