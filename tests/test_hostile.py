@@ -36,8 +36,8 @@ from estimator.errors import (
     TraceError,
     WorkloadError,
 )
-from estimator.graph.files import load_summary
 from estimator.graph.op_graph import OpGraph
+from estimator.graph.summary_files import load_summary
 from estimator.graph.trace import trace_graph
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile

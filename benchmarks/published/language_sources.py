@@ -382,7 +382,7 @@ def _sailor(row: PublishedRow) -> Workload:
 
 
 def _dgxc(row: PublishedRow) -> Workload:
-    """Llama 3.1 by NeMo: sequence parallel, nothing run again, targets shifted by the loader.
+    """Llama 3.1 by NeMo, Megatron Core's layers: nothing run again, targets shifted by the loader.
 
     Megatron-Core and Transformer Engine fuse RoPE, SwiGLU, norms and residuals by hand, and have
     cuDNN's attention.
@@ -406,5 +406,7 @@ SOURCES = (
     Source(pattern="fms-fsdp", workload=_fms_fsdp),
     Source(pattern="vtrain", workload=_vtrain, complete=with_layout),
     Source(pattern="sailor", workload=_sailor, complete=with_layout),
-    Source(pattern="dgxc", workload=_dgxc, complete=partial(with_layout, flags="sp,vocab")),
+    Source(
+        pattern="dgxc", workload=_dgxc, complete=partial(with_layout, flags="sp,vocab,megatron")
+    ),
 )

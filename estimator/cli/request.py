@@ -77,8 +77,9 @@ class Request:
         is told what is being measured and how far that is, from 0 to 1.
         """
         machines = [self._checked(text).placement.kinds[0].profile for text in allocations]
-        from estimator.graph.files import is_saved_graph, is_summary_file
+        from estimator.graph.files import is_saved_graph
         from estimator.graph.op_graph import OpGraph
+        from estimator.graph.summary_files import is_summary_file
 
         if is_saved_graph(self.model):
             graph = OpGraph.load(self.model)
@@ -116,8 +117,8 @@ class Request:
         )
 
     def _summarised(self, target: DeviceKind) -> OpGraph:
-        from estimator.graph.files import load_summary
         from estimator.graph.op_graph import summary_graph
+        from estimator.graph.summary_files import load_summary
 
         summary = load_summary(self.model)
         for option, asked in (

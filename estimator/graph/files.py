@@ -1,4 +1,4 @@
-"""Save a graph as compressed JSON and load it again; read summaries of jobs. Executes nothing."""
+"""Save a graph as compressed JSON and load it again; executes nothing."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import gzip
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
 from estimator.errors import (
     GraphFileError,
-    ModelError,
-    StrategyError,
-    WorkloadError,
     cause,
     quoted,
 )
-from estimator.files import parse_json, read_file, read_text, unpack
+from estimator.files import parse_json, read_file, unpack
 from estimator.graph.costs import check_cost
 from estimator.graph.fused_calls import FUSED, FusedKernel
 from estimator.graph.ops import (
@@ -33,7 +29,6 @@ from estimator.graph.ops import (
 )
 from estimator.graph.repeated import with_repeated
 from estimator.graph.step_parts import STEP_PART, StepPart
-from estimator.graph.summary import WorkloadSummary
 from estimator.machines.files import write_bytes_atomically
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree, tensor_leaves
 from estimator.units import MIB
@@ -130,44 +125,6 @@ def read_graph(path: str | os.PathLike[str]) -> dict[str, Any]:
         return _decode(data)
     except _DAMAGE as error:
         raise GraphFileError(_damaged(path, error)) from None
-
-
-def is_summary_file(text: str) -> bool:
-    """Whether a MODEL text names a summary of a job: a JSON file."""
-    return text.endswith(".json") and not text.startswith("hf:")
-
-
-def load_summary(path: str | os.PathLike[str]) -> WorkloadSummary:
-    """Read a summary, a JSON object of `WorkloadSummary`'s fields.
-
-    Raises ModelError where there is none to read, WorkloadError or StrategyError naming the file
-    where it says what cannot be. Its name is the file's unless it has one.
-    """
-    try:
-        data = parse_json(read_text(path))
-    except FileNotFoundError:
-        raise ModelError(f"there is no file {path}; check the path of the summary") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ModelError(f"{path} cannot be read as JSON ({reason}); correct the summary") from None
-    return summary_from(data, str(path), name=Path(path).stem)
-
-
-def summary_from(data: Any, where: str, *, name: str = "job") -> WorkloadSummary:
-    """The summary that JSON values are, called `name` unless it has one; errors name `where`."""
-    known = [item.name for item in fields(WorkloadSummary)]
-    if not isinstance(data, dict):
-        raise ModelError(f"{where} holds no JSON object; write one with {', '.join(known)}")
-    unknown = [key for key in data if key not in known]
-    if unknown:
-        raise WorkloadError(
-            f"{where} has {quoted(unknown[0])}, which is no part of a summary; its parts are "
-            f"{', '.join(known)}"
-        )
-    try:
-        return WorkloadSummary(**dict[str, Any](name=name) | data)
-    except (WorkloadError, StrategyError) as error:
-        raise type(error)(f"{where}: {error}") from None
 
 
 def _damaged(path: str | os.PathLike[str], error: BaseException) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from estimator.errors import GraphFileError, WorkloadError
 from estimator.files import parse_json
-from estimator.graph.files import summary_from
 from estimator.graph.op_graph import OpGraph, summary_graph
+from estimator.graph.summary_files import summary_from
 from estimator.machines.files import write_bytes_atomically
 from estimator.serve.questions import check_machine
 

@@ -141,7 +141,7 @@ def test_what_is_known_of_a_workload_is_filled_in_and_kept(kept: ObservationStor
         {"at": datetime(2026, 1, 2)},
         {"at": datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=1)))},
         {"at": datetime(1969, 12, 31, tzinfo=UTC)},
-        {"at": datetime.now(UTC) + timedelta(days=1, minutes=5)},
+        {"at": datetime.now(UTC) + timedelta(days=2)},
         {"at": datetime(2121, 1, 1, tzinfo=UTC)},
     ],
 )

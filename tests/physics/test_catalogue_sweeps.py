@@ -67,6 +67,25 @@ def test_no_collective_is_slower_over_faster_links(
             assert collective_s(faster(profile, 1.5), op, where, size) <= before_s
 
 
+@by_name(PROFILES)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_no_step_is_slower_with_more_bandwidth(profile: MachineProfile, strategy: str) -> None:
+    devices = tuple(
+        replace(each, memory_bandwidth_bytes_per_s=1.5 * each.memory_bandwidth_bytes_per_s)
+        for each in profile.devices
+        if each.memory_bandwidth_bytes_per_s
+    )
+    assert len(devices) == len(profile.devices)
+    wheres = [f"1x{len(devices)}:{profile.name}"]
+    wheres += [f"4x{len(devices)}:{profile.name}"] if profile.network else []
+    for where in wheres:
+        steps = [
+            estimate_graph(BLOCKS, where, strategy=strategy, profile=each).step_time_s
+            for each in (profile, faster(profile, 1.5), replace(profile, devices=devices))
+        ]
+        assert max(steps) == steps[0]
+
+
 @by_name(SEVERAL)
 def test_no_collective_is_faster_for_more_bytes(profile: MachineProfile) -> None:
     for where in {f"1x{used}:{profile.name}" for used in (2, len(profile.devices))}:
