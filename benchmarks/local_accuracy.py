@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.draw and not options.predict_only:
         trained = [case for case in cases if records.of("measurement", case.key)]
         measure_all(trained, profile, options, records, repeats=options.repeats)
-    found = assemble(cases, profile, options, records)
+    found = assemble(cases, profile, options.methods, records)
     canary = canary_drift(profile, records)
     print_found(
         options,
