@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 
 from estimator.calibrate.tables import Row
-from published import benchmark_sources, language_sources, scheduler_sources
+from published import benchmark_sources, language_sources, layout_sources, scheduler_sources
 from published.rows import NotMapped
 from published.sources import Source
 
 # In the order in which a row's source is looked for.
 SOURCES = (
     *language_sources.SOURCES,
+    *layout_sources.SOURCES,
     *benchmark_sources.SOURCES,
     *scheduler_sources.SOURCES,
 )

@@ -9,11 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from estimator.errors import (
-    GraphFileError,
-    cause,
-    quoted,
-)
+from estimator.errors import GraphFileError, cause, quoted
 from estimator.files import parse_json, read_file, unpack
 from estimator.graph.costs import check_cost
 from estimator.graph.fused_calls import FUSED, FusedKernel
@@ -338,9 +334,8 @@ def _check_plain_fields(graph: Mapping[str, Any]) -> None:
     check_optimizer(graph["optimizer"])
     check_precision(graph["precision"])
     for name in ("batch", "other_batch", "tokens_per_sample"):
-        if (value := graph[name]) is not None and (
-            type(value) is not int or not 1 <= value <= _MOST_BATCH
-        ):
+        value = graph[name]
+        if value is not None and (type(value) is not int or not 1 <= value <= _MOST_BATCH):
             raise ValueError(f"'{name}' is {quoted(value)}")
     if graph["other_batch"] is not None and graph["other_batch"] == graph["batch"]:
         raise ValueError("the second batch is the first")

@@ -100,10 +100,9 @@ class _Splitter(Walk):
         shard = Shard.along(known.spec, -1)
         found = self.gathered.get((op.module, value), -1)
         if found < 0:
-            found = self.gathered[op.module, value] = len(self.values)
-            self.values.append(replace(known, base=known.base if known.base is not None else value))
-            self.at.append(shard)
-            self.made_in[found] = op.module
+            base = value if known.base is None else known.base
+            found = self._added(known, shard, base=base, module=op.module)
+            self.gathered[op.module, value] = found
             calls = []
             for spec in (known.spec, known.other_spec):
                 part = self._spec(spec, shard)
@@ -190,20 +189,19 @@ class _MegatronSplitter(_Splitter):
 
     def _current(self, value: int, op: Op) -> int:
         """What now stands for a value; what is kept divided is gathered again for a gradient."""
-        is_forward_s = self._made.get(value, op.phase) != op.phase
-        if value not in self._whole or not (is_forward_s or makes_gradients(op)):
+        is_of_forward = self._made.get(value, op.phase) != op.phase
+        if value not in self._whole or not (is_of_forward or makes_gradients(op)):
             return super()._current(value, op)
         divided, views = self._whole[value]
         op = replace(op, is_repeated=False)
         found = self._met(divided, None, op)
         for view in views:
-            before, known = found, self.values[view.outputs[0]]
-            found = self.gathered.get((self._scope(op), view.outputs[0]), -1)
+            before, key = found, (self._scope(op), view.outputs[0])
+            found = self.gathered.get(key, -1)
             if found < 0:
-                found = self.gathered[self._scope(op), view.outputs[0]] = len(self.values)
-                self.values.append(replace(known, base=before))
-                self.at.append(None)
-                self.made_in[found] = op.module
+                known = self.values[view.outputs[0]]
+                found = self._added(known, None, base=before, module=op.module)
+                self.gathered[key] = found
                 again = replace(view, inputs=(before,), outputs=(found,), phase=op.phase)
                 self.ops.append(replace(again, module=op.module, name=f"{view.name}_again"))
         return found

@@ -229,11 +229,13 @@ class Walk(ABC):
         self._add(name, calls, op, (value,), (new,), is_view=False)
         return new
 
-    def _added(self, known: Value, at: Placement) -> int:
-        """A new value of the shape of another one."""
-        self.values.append(replace(known, kind="activation", base=None))
+    def _added(
+        self, known: Value, at: Placement, *, base: int | None = None, module: str = ""
+    ) -> int:
+        """A new value of the shape of another one, which may be a view of `base`."""
+        self.values.append(replace(known, kind="activation", base=base))
         self.at.append(at)
-        self.made_in[len(self.values) - 1] = ""
+        self.made_in[len(self.values) - 1] = module
         return len(self.values) - 1
 
     def _issue(

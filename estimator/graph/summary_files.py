@@ -44,7 +44,8 @@ def summary_from(data: Any, where: str, *, name: str = "job") -> WorkloadSummary
             f"{where} has {quoted(unknown[0])}, which is no part of a summary; its parts are "
             f"{', '.join(known)}"
         )
+    given: dict[str, Any] = {"name": name, **data}
     try:
-        return WorkloadSummary(**dict[str, Any](name=name) | data)
+        return WorkloadSummary(**given)
     except (WorkloadError, StrategyError) as error:
         raise type(error)(f"{where}: {error}") from None

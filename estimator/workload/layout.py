@@ -20,12 +20,12 @@ class Layout:
     """Ranks along each axis; `dp` None takes what the others leave.
 
     `sequence` divides tokens between the layers that `tp` divides (sequence parallelism),
-    `vocabulary` the rows of the embedding, the last layer and its loss; `tp` and `pp`
-    ranks exchange as torch's do, or as those of `megatron`. `cp` ranks share the tokens
-    of every sample; keys and values are gathered, or go around a `ring`. `ep` of the data-parallel
-    ranks share the experts; the busiest has `imbalance` times the mean of tokens. `pp` pipeline
-    ranks hold stages of the model, which `schedule` has them compute; they begin at the modules of
-    `cut`, by default so that the slowest takes least.
+    `vocabulary` the rows of the embedding, the last layer and its loss; `tp` and `pp` ranks
+    exchange as torch's do, or as those of `megatron`. `cp` ranks share the tokens of every sample;
+    keys and values are gathered, or go around a `ring`. `ep` of the data-parallel ranks share the
+    experts; the busiest has `imbalance` times the mean of tokens. `pp` pipeline ranks hold stages
+    of the model, which `schedule` has them compute; they begin at the modules of `cut`, by default
+    so that the slowest takes least.
     """
 
     tp: int = 1
