@@ -79,9 +79,7 @@ class CollectiveCost:
     `size_bytes` follows nccl-tests: the whole buffer of one rank (for all-gather and
     reduce-scatter the gathered size). The group has `group_size` ranks on `nodes` nodes; `hosts`
     names the node of every rank, in rank order, where it was measured on a cluster. `pair_ratio`
-    are (bytes, seconds of two such collectives at once / seconds of one). `delays` are
-    (bytes, seconds) that a small call takes longer in the mean than `points`, between operators
-    that compute: the backend's threads wait for the core that they share with them.
+    are (bytes, seconds of two such collectives at once / seconds of one).
     """
 
     op: CollectiveName
@@ -93,13 +91,11 @@ class CollectiveCost:
     latency_s: float
     bandwidth_bytes_per_s: float
     pair_ratio: tuple[tuple[float, float], ...] = ()
-    delays: tuple[tuple[float, float], ...] = ()
     provenance: Provenance
 
     def __post_init__(self) -> None:
         check_points(self, self.points)
         check_points(self, self.pair_ratio)
-        check_points(self, self.delays)
         check_not_negative(self, "latency_s")
         check_positive(self, "bandwidth_bytes_per_s", "group_size", "nodes")
         if self.nodes > self.group_size:
@@ -148,6 +144,7 @@ class OverlapCost:
     perfect overlap, 1 is none, above 1 they get in each other's way; where both run on the same
     cores (gloo), the work that the collective is to them is part of it. `collective_slowdown_ratio`
     = time of a collective beside compute / alone (≥ 0). The group spans `nodes` nodes.
+    `size_bytes` are those of all `in_flight` all-reduces that ran at once.
     """
 
     compute: Literal["compute_bound", "memory_bound"]
@@ -155,10 +152,11 @@ class OverlapCost:
     group_size: int
     nodes: int = 1
     size_bytes: int
+    in_flight: int = 1
     exposed_ratio: float
     collective_slowdown_ratio: float
     provenance: Provenance
 
     def __post_init__(self) -> None:
         check_not_negative(self, "exposed_ratio", "collective_slowdown_ratio")
-        check_positive(self, "group_size", "nodes", "size_bytes")
+        check_positive(self, "group_size", "nodes", "size_bytes", "in_flight")

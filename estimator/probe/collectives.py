@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from estimator.errors import ProbeError
@@ -30,13 +31,14 @@ _WARM_UPS = 2
 # again up to this much has passed through the caches.
 _TURNING_BYTES, _MOST_BUFFERS = 64 * MIB, 16
 _START_ALLOWANCE_S = 60.0
-# Up to here a call waits for its ranks rather than for the link.
-_SMALL_BYTES = MIB
-# Calls as they stand between the layers of a model: some tenths of a millisecond of matmuls each.
-_BETWEEN_BYTES, _BETWEEN_TURNS = (16 * KIB, 128 * KIB, MIB), 60
-_SIDE, _PRODUCTS = 256, 2
+# Of gloo's calls, sorted by time, the mean leaves out this share at both ends.
+_TRIMMED_RATIO = 0.05
+# All-reduces that are timed two at once too, of CPUs, and how often.
+_PAIR_BYTES, _PAIR_TURNS = (64 * KIB, MIB, 16 * MIB), 24
 
 Finding = CollectiveCost | str
+# (bytes, entered, left) of a call.
+Window = tuple[float, float, float]
 
 
 def probe_collectives(
@@ -101,27 +103,32 @@ class _Gathered:
         if "unsupported" in message:
             self.keep(f"{self.backend} has no {op}: {message['unsupported']}")
             return
-        ranks = [parts[number]["windows"] for number in range(self.group_size)]
-        between = [parts[number]["between"] for number in range(self.group_size)]
-        cost = collective_cost(op, self.backend, ranks, between)
+        ranks = [parts[number] for number in range(self.group_size)]
+        cost = collective_cost(op, self.backend, [each["windows"] for each in ranks])
         if cost is None:
             self.keep(
                 f"{self.backend} {op} over {self.group_size} devices was not measured: "
                 "the time was over; use a larger --budget"
             )
         else:
-            self.keep(cost)
+            pairs = zip(*(each["pairs"] for each in ranks), strict=True)
+            self.keep(replace(cost, pair_ratio=tuple(pair_ratio(pair) for pair in pairs)))
+
+
+def pair_ratio(ranks: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """(bytes, seconds of two all-reduces at once over those of one) from every rank's windows."""
+
+    def seconds(what: str) -> float:
+        calls = zip(*(rank[what] for rank in ranks), strict=True)
+        return _mean([max(c[2] for c in call) - max(c[1] for c in call) for call in calls])
+
+    return ranks[0]["one"][0][0], max(seconds("two") / max(seconds("one"), 1e-9), 1e-3)
 
 
 def collective_cost(
-    op: CollectiveName,
-    backend: str,
-    windows: Sequence[Sequence[Sequence[float]]],
-    between: Sequence[Sequence[Sequence[float]]] = (),
+    op: CollectiveName, backend: str, windows: Sequence[Sequence[Sequence[float]]]
 ) -> CollectiveCost | None:
     """A CollectiveCost from every rank's (bytes, entered, left), call by call.
-
-    `between` are every rank's (bytes, seconds that a call adds to compute around it).
 
     Entered and left are on one clock for all ranks. None if fewer than two sizes were timed.
     """
@@ -135,8 +142,7 @@ def collective_cost(
         seconds.setdefault(size, []).append(max(taken_s, 1e-9))
     if len(seconds) < 2:
         return None
-    # Of two, the quicker: what disturbs a call makes it longer.
-    points = tuple((size, statistics.median_low(seconds[size])) for size in sorted(seconds))
+    points, note = _points(backend, seconds)
     line = fit_line([size for size, _ in points], [time_s for _, time_s in points])
     return CollectiveCost(
         op=op,
@@ -144,33 +150,42 @@ def collective_cost(
         group_size=len(windows),
         points=points,
         latency_s=line.latency_s,
-        delays=_delays(points, seconds, between),
         bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
         provenance=Provenance(
             source="measured",
             at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             samples=sum(len(times) for times in seconds.values()),
             relative_error=line.relative_error,
-            note="median from the last rank's entry to the last rank's end",
+            note=f"{note} from the last rank's entry to the last rank's end",
         ),
     )
 
 
-def _delays(
-    points: Sequence[tuple[float, float]],
-    seconds: Mapping[float, Sequence[float]],
-    between: Sequence[Sequence[Sequence[float]]],
-) -> tuple[tuple[float, float], ...]:
-    """What small calls take beyond their points in the mean: between compute, else one by one."""
-    means = {size: statistics.fmean(seconds[size]) for size, _ in points if size <= _SMALL_BYTES}
-    if between:
-        means = {rows[0][0]: max(row[1] for row in rows) for rows in zip(*between, strict=True)}
-    found = []
-    for size, mean_s in means.items():
-        # A larger message that took less shows that a smaller one was disturbed.
-        least_s = min(time_s for larger, time_s in points if larger >= size)
-        found.append((size, max(mean_s - least_s, 1e-9)))
-    return tuple(found)
+def _points(
+    backend: str, seconds: Mapping[float, Sequence[float]]
+) -> tuple[tuple[tuple[float, float], ...], str]:
+    """The seconds of each size that was timed, and which statistic they are.
+
+    A small call of gloo takes either some tenths of a millisecond or a time slice of the scheduler
+    more: its event loop asks again and again for a lock while the thread that holds it waits for
+    the same core. A step makes many calls, so it takes their mean, which rises with the size.
+    """
+    sizes = sorted(seconds)
+    if backend != "gloo":
+        # Of two, the quicker: what disturbs a call makes it longer.
+        return tuple((size, statistics.median_low(seconds[size])) for size in sizes), "median"
+    from sklearn.isotonic import isotonic_regression
+
+    means_s = [_mean(seconds[size]) for size in sizes]
+    counts = [len(seconds[size]) for size in sizes]
+    rising_s = isotonic_regression(means_s, sample_weight=counts)
+    return tuple(zip(sizes, map(float, rising_s), strict=True)), "mean"
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    from scipy.stats import trim_mean
+
+    return float(trim_mean(seconds, _TRIMMED_RATIO))
 
 
 def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
@@ -180,12 +195,12 @@ def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
         share_s = arguments["budget_s"] * _SHARES[op]
         try:
             windows = timer.time_op(op, arguments["sizes_bytes"], share_s)
-            between = timer.time_between(op)
         # What torch raises where a backend lacks a collective; all ranks find out alike.
         except (RuntimeError, NotImplementedError, ValueError) as error:
             report({"op": op, "unsupported": " ".join(str(error).split())[:200]})
             continue
-        report({"op": op, "windows": windows, "between": between})
+        pairs = [] if timer.on_cuda or op != "all_reduce" else timer.pairs()
+        report({"op": op, "windows": windows, "pairs": pairs})
 
 
 class CallTimer:
@@ -214,11 +229,11 @@ class CallTimer:
             for _ in range(2)
         ]
 
-    def time_op(
-        self, op: str, sizes_bytes: Sequence[int], share_s: float
-    ) -> list[tuple[float, float, float]]:
-        """(bytes, entered, left) of every timed call, as far as `share_s` goes."""
-        windows: list[tuple[float, float, float]] = []
+    def time_op(self, op: str, sizes_bytes: Sequence[int], share_s: float) -> list[Window]:
+        """The windows of all timed calls, as far as `share_s` goes."""
+        windows: list[Window] = []
+        # Ranks meet in a call of gloo itself; but the root of a broadcast may run ahead.
+        meets = self.on_cuda or op == "broadcast"
         end = time.perf_counter() + share_s
         call_s: dict[int, float] = {}
         for done in range(_ROUNDS):
@@ -232,32 +247,34 @@ class CallTimer:
                 slices = (_ROUNDS - done) * len(sizes_bytes) - number
                 slice_s = (end - time.perf_counter()) / slices
                 for turn in range(max(fewest, self.agreed_repeats(call_s[size], slice_s))):
-                    windows.append((size, *self.timed(calls[turn % len(calls)])))
+                    call = calls[turn % len(calls)]
+                    windows.append((size, *self.timed(call, meets=meets or turn == 0)))
         return windows
 
-    def time_between(self, op: str) -> list[tuple[int, float]]:
-        """(bytes, what a call adds to the compute of a rank before and after it); CPUs alone."""
-        if self.on_cuda:
-            return []
-        matrix = self.torch.ones(_SIDE, _SIDE)
+    def pairs(self) -> list[dict[str, list[Window]]]:
+        """The windows of `one` all-reduce and of `two` at once, by turns, size by size."""
+        found: list[dict[str, list[Window]]] = []
+        for size in _PAIR_BYTES:
+            one, two = self.flight(size, 1), self.flight(size, 2)
+            turns = [(self.timed(one), self.timed(two)) for _ in range(_PAIR_TURNS)]
+            found.append(
+                {
+                    "one": [(size, *window) for window, _ in turns],
+                    "two": [(size, *window) for _, window in turns],
+                }
+            )
+        return found
 
-        def compute() -> None:
-            for _ in range(_PRODUCTS):
-                matrix @ matrix
+    def flight(self, size: int, count: int) -> Callable[[], object]:
+        """One or two all-reduces at once, each of `size` bytes of a buffer of its own."""
+        buffers = [half[: size // 4] for half in self.halves[:count]]
 
-        return [(size, self._added_s(self.calls(op, size), compute)) for size in _BETWEEN_BYTES]
+        def fly() -> None:
+            works = [self.dist.all_reduce(buffer, async_op=True) for buffer in buffers]
+            for work in works:
+                work.wait()
 
-    def _added_s(self, calls: Sequence[Callable[[], object]], compute: Callable[[], None]) -> float:
-        ends = []
-        for does_call in (False, True):
-            self.dist.barrier()
-            begin = time.perf_counter()
-            for turn in range(_BETWEEN_TURNS):
-                compute()
-                if does_call:
-                    calls[turn % len(calls)]()
-            ends.append((time.perf_counter() - begin) / _BETWEEN_TURNS)
-        return max(ends[1] - ends[0], 0.0)
+        return fly
 
     def agreed_repeats(self, call_s: float, slice_s: float) -> int:
         """The same number on every rank: as often as the slowest can in the least time left."""
@@ -266,9 +283,10 @@ class CallTimer:
         wanted = math.floor(-float(limits[1]) / max(float(limits[0]), 1e-6))
         return max(0, min(_MOST_REPEATS, wanted))
 
-    def timed(self, call: Callable[[], object]) -> tuple[float, float]:
-        """(entered, left) of a call that all ranks begin together."""
-        self.dist.barrier()
+    def timed(self, call: Callable[[], object], *, meets: bool = True) -> tuple[float, float]:
+        """(entered, left) of a call, which all ranks begin together where it `meets`."""
+        if meets:
+            self.dist.barrier()
         if self.on_cuda:
             self.torch.cuda.synchronize()
         entered = time.perf_counter()

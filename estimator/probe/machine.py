@@ -253,7 +253,7 @@ class _Probe:
             parts += [
                 _Part("collectives", 0.10, self._watched(self._collectives)),
                 _Part("contention", 0.06, self._watched(self._contention)),
-                _Part("overlap", 0.06, self._watched(self._overlaps)),
+                _Part("overlap", 0.12, self._watched(self._overlaps)),
             ]
         parts.append(_Part("copies", 0.04, self._watched(self._copies)))
         if self.devices[0].kind == "cuda":

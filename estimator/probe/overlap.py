@@ -10,15 +10,14 @@ from typing import Any, Literal, get_args
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, OverlapCost, Provenance
 from estimator.probe.ranks import report, run_on_devices
-from estimator.units import MIB
+from estimator.units import KIB, MIB
 
 ComputeBound = Literal["compute_bound", "memory_bound"]
 
-# (bytes, how many at once): DDP's first bucket, its full bucket, and as many full buckets as gloo
-# has slots for.
-CASES = ((1 * MIB, 1), (25 * MIB, 1), (25 * MIB, 2))
+# (bytes, how many at once): gradients one by one, DDP's first bucket, and its full bucket.
+CASES = ((64 * KIB, 8), (1 * MIB, 4), (25 * MIB, 1))
 # Compute lasts this many times the collective alone, so that a slowed collective still ends within.
-_COMPUTE_RATIO = 4.0
+_COMPUTE_RATIO = 3.0
 _LEAST_COMPUTE_S = 0.01
 # Below this an exposed ratio is near perfect overlap, and its error relative to 0 says nothing.
 _LEAST_EXPOSED_RATIO = 0.1
@@ -83,21 +82,21 @@ def overlap_cost(
 ) -> OverlapCost:
     """An OverlapCost from every rank's rounds: compute_s, collective_s, both_s, beside_s of each.
 
-    Per round the rank that loses most counts; over rounds the median. Together and alone are
-    compared within a round, so that a drift of the machine falls on both.
+    Per round the slowest rank counts; over rounds the median, of gloo the mean: what its calls
+    take comes in two modes. Together and alone are compared within a round, so that a drift of the
+    machine falls on both.
     """
+    middle = statistics.fmean if backend == "gloo" else statistics.median
 
     def slowest(what: str) -> float:
-        return statistics.median(
-            max(rank[what] for rank in ranks) for ranks in zip(*rounds, strict=True)
-        )
+        return middle([max(rank[what] for rank in ranks) for ranks in zip(*rounds, strict=True)])
 
     alone_s = slowest("collective_s")
     exposed = [
-        max(rank["both_s"] - rank["compute_s"] for rank in ranks) / alone_s
+        (max(rank["both_s"] for rank in ranks) - max(rank["compute_s"] for rank in ranks)) / alone_s
         for ranks in zip(*rounds, strict=True)
     ]
-    exposed_ratio = statistics.median(exposed)
+    exposed_ratio = middle(exposed)
     spread = statistics.median(abs(value - exposed_ratio) for value in exposed)
     bound: ComputeBound = "compute_bound" if compute == "compute_bound" else "memory_bound"
     return OverlapCost(
@@ -106,6 +105,7 @@ def overlap_cost(
         group_size=len(rounds),
         nodes=nodes,
         size_bytes=size_bytes * in_flight,
+        in_flight=in_flight,
         exposed_ratio=max(0.0, exposed_ratio),
         collective_slowdown_ratio=slowest("beside_s") / alone_s,
         provenance=Provenance(

@@ -261,8 +261,11 @@ class GroupCollective:
 
     def time_s(self, size_bytes: float) -> float:
         """Seconds for a buffer of `size_bytes` bytes; 0 for none."""
-        sized = SizedCollective(self._costs.corrections, np.array([size_bytes]))
-        return float(sized.time_s(self.model))
+        return float(self.times_s(np.array([size_bytes]))[0])
+
+    def times_s(self, sizes_bytes: Array) -> Array:
+        """Seconds for buffers of some sizes, each alone."""
+        return np.asarray(SizedCollective(self._costs.corrections, sizes_bytes).times_s(self.model))
 
 
 _Known = tuple[tuple[InnerLinks | None, ...], tuple[Reference, ...]]

@@ -12,7 +12,7 @@ from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.exchanges import Collective, collectives_of
 from estimator.graph.op_graph import BoundGraph
-from estimator.machines.profile import CollectiveCost, CollectiveName, MachineProfile
+from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import Mesh
 from estimator.placement.process_groups import ProcessGroup
 from estimator.placement.topology import Cluster
@@ -97,23 +97,13 @@ class Exchanges:
                     f"{axis} needs; run 'estimator probe' with a larger --budget"
                 )
             sizes = np.array([float(each.size_bytes) for each in some])
-            known = costs.references[model.reference : model.reference + 1]
-            delay_s = sum(_delay_s(each.cost, sizes) for each in known)
             times_s = SizedCollective(costs.corrections, sizes).times_s(model)
-            times_s = (times_s + delay_s) * np.array([each.share for each in some])
+            times_s = times_s * np.array([each.share for each in some])
             each_s[[each.op_index for each in some]] = times_s
             error_s += float(times_s.sum()) * float(model.relative_error)
             sources.add(costs.source(group))
         source = max(sources - {"measured"}, default="measured")
         return ExchangeSeconds(each_s, error_s, source, tuple(beside))
-
-
-def _delay_s(cost: CollectiveCost, sizes_bytes: Array) -> Array:
-    """What calls take longer between operators than alone, as the nearest sizes measured do."""
-    if not cost.delays:
-        return np.zeros(len(sizes_bytes))
-    known, delays_s = np.array(sorted(cost.delays)).T
-    return np.asarray(np.interp(np.log(np.maximum(sizes_bytes, 1.0)), np.log(known), delays_s))
 
 
 def exchanges_of(mesh: Mesh, cache: Cache) -> Exchanges:

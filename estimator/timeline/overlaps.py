@@ -9,14 +9,17 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from estimator.cache import Cache
 from estimator.elementwise import maximum, minimum
-from estimator.machines.profile import MachineProfile
+from estimator.machines.profile import MachineProfile, OverlapCost
 from estimator.machines.typical import typical_overlaps
 from estimator.placement.process_groups import ProcessGroup
 from estimator.timeline.collectives import GroupCollective
 from estimator.timeline.nearest import Lookup, Nearest, pool_of
+
+Array = NDArray[np.float64]
 
 
 class Overlap(NamedTuple):
@@ -55,22 +58,37 @@ NO_OVERLAP = Overlap()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupOverlap:
-    """The overlap measured on groups of one size.
+    """The overlap measured on groups of one size, beside all-reduces of some sizes, rising.
 
-    Where it was measured on one node and is carried over to the network, `local` is the all-reduce
-    that it was measured beside: over a slower link the same seconds of work are a smaller share.
+    `alone` is that all-reduce. Where the overlap was measured on one node and `is_carried` over to
+    the network, the same seconds of work are a smaller share of a slower link's time.
     """
 
     group_size: int
-    exposed_ratio: float
-    slowdown_ratio: float
-    local: GroupCollective | None
+    sizes_bytes: Array
+    exposed_ratios: Array
+    slowdown_ratios: Array
+    alone: GroupCollective | None
+    is_carried: bool
 
-    def local_s(self, size_bytes: float) -> float:
-        """Seconds of that all-reduce for `size_bytes`; inf where the overlap holds as it is."""
-        if self.local is None or size_bytes <= 0:
-            return math.inf
-        return self.local.time_s(size_bytes)
+    def beside(self, sizes_bytes: Array) -> tuple[float, float, float]:
+        """(exposed ratio, slowdown ratio, seconds that hold for) all-reduces of some sizes.
+
+        Those between two measured sizes are between their ratios, by the logarithms of the sizes,
+        and each counts by its time. The seconds are inf where the overlap holds as it is.
+        """
+        sizes = sizes_bytes[sizes_bytes > 0]
+        weights = np.ones(len(sizes)) if self.alone is None else self.alone.times_s(sizes)
+        if not weights.sum():
+            return float(self.exposed_ratios[-1]), float(self.slowdown_ratios[-1]), math.inf
+        places = np.log(sizes), np.log(self.sizes_bytes)
+        exposed, slowdown = (
+            float(np.average(np.interp(*places, ratios), weights=weights))
+            for ratios in (self.exposed_ratios, self.slowdown_ratios)
+        )
+        if self.alone is None or not self.is_carried:
+            return exposed, slowdown, math.inf
+        return exposed, slowdown, self.alone.time_s(float(sizes.sum()))
 
 
 def group_overlaps(
@@ -86,29 +104,38 @@ def group_overlaps(
 def _grouped(profile: MachineProfile, cache: Cache, across: bool) -> tuple[GroupOverlap, ...]:
     known = profile.overlaps or typical_overlaps(profile)
     measured = [item for item in known if (item.nodes > 1) == across]
-    found = measured or known
-    groups = []
-    for size in sorted({item.group_size for item in found}):
-        near = [item for item in found if item.group_size == size]
-        alone = ProcessGroup(ranks=size, nodes=1, per_node=size)
-        carried = (
-            None if measured else GroupCollective.of(profile, "all_reduce", alone, cache=cache)
-        )
-        groups.append(
-            GroupOverlap(
-                group_size=size,
-                exposed_ratio=median(item.exposed_ratio for item in near),
-                slowdown_ratio=median(item.collective_slowdown_ratio for item in near),
-                local=carried,
-            )
-        )
-    return tuple(groups)
+    groups: dict[int, list[OverlapCost]] = {}
+    for item in sorted(measured or known, key=lambda item: item.group_size):
+        groups.setdefault(item.group_size, []).append(item)
+    return tuple(_of_group(profile, cache, some, not measured) for some in groups.values())
+
+
+def _of_group(
+    profile: MachineProfile, cache: Cache, costs: Sequence[OverlapCost], is_carried: bool
+) -> GroupOverlap:
+    ranks = costs[0].group_size
+    by_size: dict[float, list[OverlapCost]] = {}
+    for cost in sorted(costs, key=lambda cost: cost.size_bytes / cost.in_flight):
+        by_size.setdefault(cost.size_bytes / cost.in_flight, []).append(cost)
+    alone = ProcessGroup(ranks=ranks, nodes=1, per_node=ranks)
+    return GroupOverlap(
+        group_size=ranks,
+        sizes_bytes=np.array(list(by_size)),
+        exposed_ratios=np.array([median(c.exposed_ratio for c in s) for s in by_size.values()]),
+        slowdown_ratios=np.array(
+            [median(c.collective_slowdown_ratio for c in s) for s in by_size.values()]
+        ),
+        alone=GroupCollective.of(profile, "all_reduce", alone, cache=cache),
+        is_carried=is_carried,
+    )
 
 
 class OverlapCosts:
-    """How compute and collectives of `size_bytes` bytes disturb each other on some profiles."""
+    """How compute and collectives of `sizes_bytes` disturb each other on some profiles."""
 
-    def __init__(self, profiles: Sequence[MachineProfile], size_bytes: float, cache: Cache) -> None:
+    def __init__(
+        self, profiles: Sequence[MachineProfile], sizes_bytes: Array, cache: Cache
+    ) -> None:
         found = [
             (2 * number + across, group)
             for number, profile in enumerate(profiles)
@@ -120,8 +147,7 @@ class OverlapCosts:
         )
         groups = [group for _, group in found]
         # The last value stands for groups of which nothing was measured: perfect overlap.
-        known = [(g.exposed_ratio, g.slowdown_ratio, g.local_s(size_bytes)) for g in groups]
-        self._known = Lookup([*known, (0.0, 1.0, math.inf)])
+        self._known = Lookup([*(g.beside(sizes_bytes) for g in groups), (0.0, 1.0, math.inf)])
 
     def overlap(self, group: ProcessGroup, collective_s: Any) -> Overlap:
         """The overlap with collectives that take `collective_s` together.

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from estimator.machines.profile import CollectiveCost, CollectiveName, Device
-from estimator.probe.collectives import Finding, collective_cost, probe_collectives
+from estimator.probe.collectives import Finding, collective_cost, pair_ratio, probe_collectives
 from estimator.probe.copies import host_copies, link_from, message_points
 from estimator.probe.overlap import overlap_cost, probe_overlaps
 from estimator.units import MIB
@@ -32,22 +32,31 @@ def test_a_collective_takes_from_the_last_entry_to_the_last_end() -> None:
     assert cost.bandwidth_bytes_per_s == pytest.approx(20.0)
 
 
-def test_what_small_calls_take_beyond_their_points_in_the_mean_is_their_delay() -> None:
-    small = [(1024, 0.0, taken_s) for taken_s in (0.001, 0.001, 0.004)]
-    larger = [(4096, 0.0, taken_s) for taken_s in (0.002, 0.002, 0.008)]
-    link = [(64 * MIB, 0.0, 1.0), (64 * MIB, 0.0, 3.0)]
-    cost = collective_cost("all_reduce", "gloo", [small + larger + link] * 2)
-    assert cost is not None
-    # 2 and 4 ms in the mean; the largest size waits for the link.
-    assert dict(cost.delays) == pytest.approx({1024: 0.001, 4096: 0.002})
+def test_calls_of_gloo_in_two_modes_count_by_their_mean() -> None:
+    # 0.4 ms or a time slice more, by turns; the largest size takes 5 ms each time.
+    small = [(1024, 0.0, taken_s) for taken_s in (0.4e-3, 4.4e-3) * 10]
+    larger = [(64 * MIB, 0.0, 5e-3)] * 20
+    points = [
+        cost.points[0][1]
+        for backend in ("gloo", "nccl")
+        if (cost := collective_cost("all_reduce", backend, [small + larger] * 2))
+    ]
+    assert points == pytest.approx([2.4e-3, 0.4e-3])
 
 
-def test_between_compute_the_slowest_rank_tells_the_delay() -> None:
-    windows = [(1024, 0.0, 0.001), (4096, 0.0, 0.002), (16384, 0.0, 0.004)]
-    added = [[(4096, 0.003), (16384, 0.003)], [(4096, 0.005), (16384, 0.004)]]
-    cost = collective_cost("all_reduce", "gloo", [windows] * 2, added)
+def test_means_of_gloo_do_not_fall_as_sizes_rise() -> None:
+    # 3 and 2 ms of two calls and one: (2 × 3 + 2) / 3.
+    windows = [(1024, 0.0, 3e-3)] * 2 + [(4096, 0.0, 2e-3), (16384, 0.0, 9e-3)]
+    cost = collective_cost("all_reduce", "gloo", [windows] * 2)
     assert cost is not None
-    assert dict(cost.delays) == pytest.approx({4096: 0.003, 16384: 0.0}, abs=1e-8)
+    assert dict(cost.points) == pytest.approx({1024: 8e-3 / 3, 4096: 8e-3 / 3, 16384: 9e-3})
+
+
+def test_two_at_once_are_compared_with_one() -> None:
+    # The last rank to enter and the last to leave: 3 s for one, 5 s for two.
+    rank0 = {"one": [(64, 0.0, 4.0)], "two": [(64, 10.0, 16.0)]}
+    rank1 = {"one": [(64, 1.0, 3.0)], "two": [(64, 11.0, 15.0)]}
+    assert pair_ratio([rank0, rank1]) == (64, pytest.approx(5 / 3))
 
 
 def test_one_size_alone_is_no_collective_cost() -> None:
@@ -70,9 +79,9 @@ def test_every_collective_of_two_core_groups_is_measured_or_named_as_missing() -
 
 def test_overlap_compares_together_with_apart_round_by_round() -> None:
     # Compute 10 s, all-reduce 4 s, together 13 s: 3 of the 4 s are exposed; beside compute the
-    # all-reduce takes 8 s instead of 4. The second rank is faster throughout and does not count.
+    # all-reduce takes 8 s instead of 4. The second rank is never the last and does not count.
     slow = {"compute_s": 10.0, "collective_s": 4.0, "both_s": 13.0, "beside_s": 8.0}
-    fast = {"compute_s": 10.0, "collective_s": 3.0, "both_s": 11.0, "beside_s": 5.0}
+    fast = {"compute_s": 7.0, "collective_s": 3.0, "both_s": 12.0, "beside_s": 5.0}
     cost = overlap_cost("memory_bound", 1 << 20, 2, "gloo", [[slow] * 3, [fast] * 3])
     assert cost.exposed_ratio == pytest.approx(0.75)
     assert cost.collective_slowdown_ratio == pytest.approx(2.0)
@@ -83,7 +92,7 @@ def test_overlap_compares_together_with_apart_round_by_round() -> None:
 def test_every_overlap_case_of_two_core_groups_is_measured() -> None:
     costs = probe_overlaps(DEVICES, "gloo", budget_s=0.1)
     assert {(cost.compute, cost.size_bytes >> 20) for cost in costs} == {
-        (bound, size) for bound in ("compute_bound", "memory_bound") for size in (1, 25, 50)
+        (bound, size) for bound in ("compute_bound", "memory_bound") for size in (0, 4, 25)
     }
 
 

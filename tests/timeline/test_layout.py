@@ -119,23 +119,6 @@ def test_what_dtensor_does_on_the_host_is_counted_by_module_and_collective() -> 
     assert [any(said in text for text in each.assumptions) for each in (plain, more)] == [1, 0]
 
 
-def test_a_collective_between_operators_takes_its_delay_too() -> None:
-    late = replace(
-        PROFILE,
-        collectives=tuple(
-            replace(cost, delays=((STREAM_BYTES / 4, 1e-3), (STREAM_BYTES * 4, 3e-3)))
-            for cost in PROFILE.collectives
-        ),
-    )
-    plain, more = (
-        est.estimate(GRAPH, "1x2:m", layout="tp=2", tp_plan=PLAN, profile=profile)
-        for profile in (PROFILE, late)
-    )
-    added_s = more.breakdown.layer_communication_s - plain.breakdown.layer_communication_s
-    # Halfway between both sizes, by their logarithms.
-    assert added_s == pytest.approx(2 * 2e-3)
-
-
 def test_sharding_over_the_data_parallel_ranks_that_are_left() -> None:
     found = answer("1x8:m", "tp=2,dp=*", strategy="zero1")
     assert found.plan.shards == 4

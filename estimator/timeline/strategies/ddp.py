@@ -106,7 +106,7 @@ class BucketedNetwork(Network):
         self.queue = BucketQueue(self.reduce.corrections, rules.bucket_bytes)
         whole = float(rules.bucket_bytes.sum())
         self._whole = SizedCollective(self.reduce.corrections, np.array([whole]))
-        self._overlaps = OverlapCosts(profiles, whole, cache)
+        self._overlaps = OverlapCosts(profiles, rules.bucket_bytes, cache)
         self._buffers = self._sized("broadcast", np.array([float(graph.buffer_bytes)]))
         self._norm = None
         if rules.norm_op is not None and graph.clip_grad_norm:

@@ -135,8 +135,7 @@ class ShardedNetwork(Network):
         self._norm = None
         if rules.graph.clip_grad_norm:
             self._norm = self._sized("all_reduce", np.array([NORM_BYTES]))
-        whole = float(passes.gathered_bytes.sum())
-        self._overlaps = OverlapCosts(profiles, whole, rules.cache)
+        self._overlaps = OverlapCosts(profiles, passes.gathered_bytes, rules.cache)
 
     def _sized(
         self, op: CollectiveName, sizes_bytes: Array
