@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 from estimator.errors import ProbeError
@@ -33,12 +33,14 @@ _TURNING_BYTES, _MOST_BUFFERS = 64 * MIB, 16
 _START_ALLOWANCE_S = 60.0
 # Of gloo's calls, sorted by time, the mean leaves out this share at both ends.
 _TRIMMED_RATIO = 0.05
-# All-reduces that are timed two at once too, of CPUs, and how often.
-_PAIR_BYTES, _PAIR_TURNS = (64 * KIB, MIB, 16 * MIB), 24
+# Calls of gloo are timed as DDP makes them, one after the other without waiting, as many as move so
+# many bytes and at most eight: in a queue some of what ranks wait for passes beside other calls.
+_QUEUED_BYTES, _MOST_QUEUED = 32 * MIB, 8
+
 
 Finding = CollectiveCost | str
-# (bytes, entered, left) of a call.
-Window = tuple[float, float, float]
+# (bytes, entered, left, calls): of some calls in a row that nobody waits for before the last.
+Window = tuple[float, float, float, int]
 
 
 def probe_collectives(
@@ -103,32 +105,21 @@ class _Gathered:
         if "unsupported" in message:
             self.keep(f"{self.backend} has no {op}: {message['unsupported']}")
             return
-        ranks = [parts[number] for number in range(self.group_size)]
-        cost = collective_cost(op, self.backend, [each["windows"] for each in ranks])
+        ranks = [parts[number]["windows"] for number in range(self.group_size)]
+        cost = collective_cost(op, self.backend, ranks)
         if cost is None:
             self.keep(
                 f"{self.backend} {op} over {self.group_size} devices was not measured: "
                 "the time was over; use a larger --budget"
             )
         else:
-            pairs = zip(*(each["pairs"] for each in ranks), strict=True)
-            self.keep(replace(cost, pair_ratio=tuple(pair_ratio(pair) for pair in pairs)))
-
-
-def pair_ratio(ranks: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """(bytes, seconds of two all-reduces at once over those of one) from every rank's windows."""
-
-    def seconds(what: str) -> float:
-        calls = zip(*(rank[what] for rank in ranks), strict=True)
-        return _mean([max(c[2] for c in call) - max(c[1] for c in call) for call in calls])
-
-    return ranks[0]["one"][0][0], max(seconds("two") / max(seconds("one"), 1e-9), 1e-3)
+            self.keep(cost)
 
 
 def collective_cost(
     op: CollectiveName, backend: str, windows: Sequence[Sequence[Sequence[float]]]
 ) -> CollectiveCost | None:
-    """A CollectiveCost from every rank's (bytes, entered, left), call by call.
+    """A CollectiveCost from every rank's (bytes, entered, left[, calls in a row]).
 
     Entered and left are on one clock for all ranks. None if fewer than two sizes were timed.
     """
@@ -139,6 +130,7 @@ def collective_cost(
         # What clocks of several nodes say is held within what each rank saw on its own.
         durations = [call[2] - call[1] for call in calls]
         taken_s = min(max(left - entered, min(durations)), max(durations))
+        taken_s /= calls[0][3] if len(calls[0]) > 3 else 1
         seconds.setdefault(size, []).append(max(taken_s, 1e-9))
     if len(seconds) < 2:
         return None
@@ -199,8 +191,7 @@ def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
         except (RuntimeError, NotImplementedError, ValueError) as error:
             report({"op": op, "unsupported": " ".join(str(error).split())[:200]})
             continue
-        pairs = [] if timer.on_cuda or op != "all_reduce" else timer.pairs()
-        report({"op": op, "windows": windows, "pairs": pairs})
+        report({"op": op, "windows": windows})
 
 
 class CallTimer:
@@ -232,13 +223,12 @@ class CallTimer:
     def time_op(self, op: str, sizes_bytes: Sequence[int], share_s: float) -> list[Window]:
         """The windows of all timed calls, as far as `share_s` goes."""
         windows: list[Window] = []
-        # Ranks meet in a call of gloo itself; but the root of a broadcast may run ahead.
-        meets = self.on_cuda or op == "broadcast"
         end = time.perf_counter() + share_s
         call_s: dict[int, float] = {}
         for done in range(_ROUNDS):
             for number, size in enumerate(sizes_bytes):
-                calls = self.calls(op, size)
+                queued = self.queued(size)
+                calls = self.calls(op, size, queued=queued)
                 if done == 0:
                     first = [self.timed(calls[turn % len(calls)]) for turn in range(_WARM_UPS)]
                     call_s[size] = first[-1][1] - first[-1][0]
@@ -247,34 +237,8 @@ class CallTimer:
                 slices = (_ROUNDS - done) * len(sizes_bytes) - number
                 slice_s = (end - time.perf_counter()) / slices
                 for turn in range(max(fewest, self.agreed_repeats(call_s[size], slice_s))):
-                    call = calls[turn % len(calls)]
-                    windows.append((size, *self.timed(call, meets=meets or turn == 0)))
+                    windows.append((size, *self.timed(calls[turn % len(calls)]), queued))
         return windows
-
-    def pairs(self) -> list[dict[str, list[Window]]]:
-        """The windows of `one` all-reduce and of `two` at once, by turns, size by size."""
-        found: list[dict[str, list[Window]]] = []
-        for size in _PAIR_BYTES:
-            one, two = self.flight(size, 1), self.flight(size, 2)
-            turns = [(self.timed(one), self.timed(two)) for _ in range(_PAIR_TURNS)]
-            found.append(
-                {
-                    "one": [(size, *window) for window, _ in turns],
-                    "two": [(size, *window) for _, window in turns],
-                }
-            )
-        return found
-
-    def flight(self, size: int, count: int) -> Callable[[], object]:
-        """One or two all-reduces at once, each of `size` bytes of a buffer of its own."""
-        buffers = [half[: size // 4] for half in self.halves[:count]]
-
-        def fly() -> None:
-            works = [self.dist.all_reduce(buffer, async_op=True) for buffer in buffers]
-            for work in works:
-                work.wait()
-
-        return fly
 
     def agreed_repeats(self, call_s: float, slice_s: float) -> int:
         """The same number on every rank: as often as the slowest can in the least time left."""
@@ -283,10 +247,9 @@ class CallTimer:
         wanted = math.floor(-float(limits[1]) / max(float(limits[0]), 1e-6))
         return max(0, min(_MOST_REPEATS, wanted))
 
-    def timed(self, call: Callable[[], object], *, meets: bool = True) -> tuple[float, float]:
-        """(entered, left) of a call, which all ranks begin together where it `meets`."""
-        if meets:
-            self.dist.barrier()
+    def timed(self, call: Callable[[], object]) -> tuple[float, float]:
+        """(entered, left) of a call that all ranks begin together."""
+        self.dist.barrier()
         if self.on_cuda:
             self.torch.cuda.synchronize()
         entered = time.perf_counter()
@@ -295,23 +258,37 @@ class CallTimer:
             self.torch.cuda.synchronize()
         return entered, time.perf_counter()
 
-    def calls(self, op: str, size: int) -> list[Callable[[], object]]:
-        """The op on buffers that are used in turn; `size` is the whole buffer of one rank."""
-        count = max(1, min(_MOST_BUFFERS, _TURNING_BYTES // size))
-        return [self._call(op, size, turn) for turn in range(count)]
+    def queued(self, size: int) -> int:
+        """How many calls of a size are timed in a row."""
+        return 1 if self.on_cuda else max(1, min(_MOST_QUEUED, _QUEUED_BYTES // size))
 
-    def _call(self, op: str, size: int, turn: int) -> Callable[[], object]:
-        dist, group = self.dist, self.group
+    def calls(self, op: str, size: int, *, queued: int = 1) -> list[Callable[[], object]]:
+        """The op on buffers that are used in turn; `size` is the whole buffer of one rank.
+
+        Each makes `queued` calls and waits for all of them.
+        """
+        count = max(1, min(_MOST_BUFFERS, _TURNING_BYTES // size))
+        each = [self._call(op, size, turn) for turn in range(count)]
+
+        def in_a_row(first: int) -> None:
+            works = [each[(first + number) % count]() for number in range(queued)]
+            for work in works:
+                work.wait()
+
+        return [partial(in_a_row, turn * queued) for turn in range(count)]
+
+    def _call(self, op: str, size: int, turn: int) -> Callable[[], Any]:
+        dist, how = self.dist, {"group": self.group, "async_op": True}
         elements = max(1, size // 4 // self.world_size) * self.world_size
         start = turn * elements
         whole, other = (half[start : start + elements] for half in self.halves)
         if op == "all_reduce":
-            return lambda: dist.all_reduce(whole, group=group)
+            return lambda: dist.all_reduce(whole, **how)
         if op == "broadcast":
-            return lambda: dist.broadcast(whole, group=group, group_src=0)
+            return lambda: dist.broadcast(whole, group_src=0, **how)
         if op == "all_to_all":
-            return lambda: dist.all_to_all_single(other, whole, group=group)
+            return lambda: dist.all_to_all_single(other, whole, **how)
         part = other[: elements // self.world_size]
         if op == "all_gather":
-            return lambda: dist.all_gather_into_tensor(whole, part, group=group)
-        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+            return lambda: dist.all_gather_into_tensor(whole, part, **how)
+        return lambda: dist.reduce_scatter_tensor(part, whole, **how)

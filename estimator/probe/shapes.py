@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 
 from estimator.machines.profile import CollectiveCost, CollectiveName
 from estimator.probe.clocks import SharedClock, Window
-from estimator.probe.collectives import CallTimer, collective_cost, pair_ratio
+from estimator.probe.collectives import CallTimer, collective_cost
 from estimator.probe.members import WorkerGroup
 from estimator.probe.pacing import Pace
 from estimator.probe.ranks import report
@@ -154,11 +155,20 @@ class _Group:
         end = time.perf_counter() + slice_s
         pace, last_size, turn_s = Pace(sizes_bytes), sizes_bytes[0], 0.0
         for number, size in enumerate(sizes_bytes):
-            one, two = self.timer.flight(size, 1), self.timer.flight(size, 2)
+            first, second = (half[: size // 4] for half in self.timer.halves)
             left_s = self._least(end - time.perf_counter())
             if number and not pace.goes_on(max(number, 2), last_size, turn_s, left_s):
                 return
             self.clock.mark()
+
+            def one(buffer: Any = first) -> None:
+                self.dist.all_reduce(buffer)
+
+            def two(buffers: tuple[Any, Any] = (first, second)) -> None:
+                works = [self.dist.all_reduce(each, async_op=True) for each in buffers]
+                for work in works:
+                    work.wait()
+
             # A turn is one and then two, which take as long as two more where they share a link.
             turn_s, last_size = 1.5 * self._warm_up([two], turn_s), size
             ones: list[Window] = []
@@ -204,7 +214,7 @@ def shape_costs(
         ]
         cost = _cost(op, backend, windows, hosts) if timed else None
         if cost is not None:
-            pairs = [pair_ratio(messages) for messages in own if "two" in messages[0]]
+            pairs = [_pair_ratio(messages) for messages in own if "two" in messages[0]]
             costs.append(replace(cost, pair_ratio=tuple(pairs)))
     return costs, notes
 
@@ -216,3 +226,13 @@ def _cost(
     if cost is None:
         return None
     return replace(cost, nodes=len(set(hosts)), hosts=tuple(hosts))
+
+
+def _pair_ratio(messages: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    def seconds(what: str) -> float:
+        return statistics.median(
+            max(call[2] for call in calls) - max(call[1] for call in calls)
+            for calls in zip(*(message[what] for message in messages), strict=True)
+        )
+
+    return messages[0]["one"][0][0], max(seconds("two") / max(seconds("one"), 1e-9), 1e-3)

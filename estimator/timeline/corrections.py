@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,14 +21,14 @@ _FURTHER_POINTS = 5
 class Corrections:
     """Measured over formula at the logarithms of the sizes that were measured, sizes rising.
 
-    `lines` are those of the formula for the measured group. `latencies` are (log of bytes, seconds
-    of the measured time that pass beside the collective before), as far as that is not over half.
+    `lines` are those of the formula for the measured group. `latency_s` is the part of the
+    measured times that passes beside the collective before, as far as that is not over half.
     """
 
     log_sizes: Array
     log_ratios: Array
     lines: tuple[Line, ...] = (Line(1.0, 0.0),)
-    latencies: tuple[tuple[float, float], ...] = ((0.0, 0.0),)
+    latency_s: float = 0.0
 
     @classmethod
     def of(cls, cost: CollectiveCost, lines: tuple[Line, ...], kind: DeviceKind) -> Corrections:
@@ -38,8 +37,8 @@ class Corrections:
         beta = min(line.beta_s_per_byte for line in lines)
         sizes, seconds = _extended(measured_sizes, measured_s, beta)
         formula_s = _formula_s(lines, sizes)
-        latencies = _latencies(cost, kind)
-        return cls(np.log(sizes), np.log(seconds / formula_s), lines=lines, latencies=latencies)
+        latency_s = _latency_s(cost, kind)
+        return cls(np.log(sizes), np.log(seconds / formula_s), lines=lines, latency_s=latency_s)
 
     def at(self, sizes_bytes: Array) -> Array:
         """Interpolated on logarithms, constant beyond both ends."""
@@ -49,9 +48,7 @@ class Corrections:
     def latency_at(self, sizes_bytes: Array) -> Array:
         """The parts of the times of some sizes that pass beside the collective before."""
         measured_s = _formula_s(self.lines, sizes_bytes) * self.at(sizes_bytes)
-        places, latencies_s = np.array(self.latencies).T
-        latency_s = np.interp(np.log(sizes_bytes), places, latencies_s)
-        return np.asarray(np.minimum(latency_s / measured_s, 0.5))
+        return np.asarray(np.minimum(self.latency_s / measured_s, 0.5))
 
 
 NO_CORRECTIONS = Corrections(np.zeros(1), np.zeros(1))
@@ -73,22 +70,17 @@ def monotone(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float]
     return tuple(reversed(result))
 
 
-def _latencies(cost: CollectiveCost, kind: DeviceKind) -> tuple[tuple[float, float], ...]:
-    """How long of a collective its ranks wait and can serve another one, by the log of its bytes.
+def _latency_s(cost: CollectiveCost, kind: DeviceKind) -> float:
+    """How long of a small collective the link waits for the ranks and can serve another one.
 
     Two threads of gloo run a collective each (ProcessGroupGloo.hpp), so one is sent while the
-    other waits: two at once then take less than twice as long. NCCL runs one at a time. Over a
-    network ranks wait as long for any size; on a node, where they move the bytes themselves, the
-    longer the more there are.
+    other waits: two at once then take less than twice as long. NCCL runs one at a time.
     """
     if kind == "cuda" or not cost.pair_ratio:
-        return ((0.0, 0.0),)
+        return 0.0
+    size, ratio = min(cost.pair_ratio)
     sizes, seconds = np.array(monotone(cost.points)).T
-    pairs = sorted(cost.pair_ratio)
-    return tuple(
-        (math.log(size), float(max(2.0 - ratio, 0.0) * np.interp(size, sizes, seconds)))
-        for size, ratio in (pairs[:1] if cost.spans_nodes else pairs)
-    )
+    return float(max(2.0 - ratio, 0.0) * np.interp(size, sizes, seconds))
 
 
 def _extended(sizes: Array, seconds: Array, beta: float) -> tuple[Array, Array]:

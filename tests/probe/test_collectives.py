@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from estimator.machines.profile import CollectiveCost, CollectiveName, Device
-from estimator.probe.collectives import Finding, collective_cost, pair_ratio, probe_collectives
+from estimator.probe.collectives import Finding, collective_cost, probe_collectives
 from estimator.probe.copies import host_copies, link_from, message_points
 from estimator.probe.overlap import overlap_cost, probe_overlaps
 from estimator.units import MIB
@@ -52,11 +52,11 @@ def test_means_of_gloo_do_not_fall_as_sizes_rise() -> None:
     assert dict(cost.points) == pytest.approx({1024: 8e-3 / 3, 4096: 8e-3 / 3, 16384: 9e-3})
 
 
-def test_two_at_once_are_compared_with_one() -> None:
-    # The last rank to enter and the last to leave: 3 s for one, 5 s for two.
-    rank0 = {"one": [(64, 0.0, 4.0)], "two": [(64, 10.0, 16.0)]}
-    rank1 = {"one": [(64, 1.0, 3.0)], "two": [(64, 11.0, 15.0)]}
-    assert pair_ratio([rank0, rank1]) == (64, pytest.approx(5 / 3))
+def test_calls_in_a_row_share_their_time() -> None:
+    windows = [(100, 0.0, 10.0, 5), (200, 20.0, 32.0, 1)]
+    cost = collective_cost("all_reduce", "gloo", [windows] * 2)
+    assert cost is not None
+    assert cost.points == ((100, pytest.approx(2.0)), (200, pytest.approx(12.0)))
 
 
 def test_one_size_alone_is_no_collective_cost() -> None:
