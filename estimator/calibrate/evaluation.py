@@ -50,8 +50,9 @@ _SPLITS_AT_ONCE = 8
 class Run:
     """What a method predicted for the test rows of one split; NaN where it could not.
 
-    `moved_ratio` is the mean relative change of the predictions when one observation of the split
-    is made an outlier, three times too long.
+    `moved_ratio` is the mean relative change of the predictions when the last observation of the
+    split is made an outlier, three times too long: what it had taught is lost then. `added_ratio`
+    is the change from predictions without that observation: what an outlier added to others does.
     """
 
     job: int
@@ -61,6 +62,7 @@ class Run:
     low_s: Array | None
     high_s: Array | None
     moved_ratio: float | None
+    added_ratio: float | None
     reason: str | None
 
 
@@ -229,6 +231,7 @@ def _run_split(task: _Task, split: Split) -> Run:
         low_s=None,
         high_s=None,
         moved_ratio=None,
+        added_ratio=None,
         reason=None,
     )
     try:
@@ -237,7 +240,9 @@ def _run_split(task: _Task, split: Split) -> Run:
         low_s = high_s = None
         if hasattr(fitted, "predict_interval"):
             low_s, high_s = fitted.predict_interval(X)
-        moved_ratio = _moved_ratio(task, split, predicted_s) if task.has_outlier else None
+        moved_ratio = added_ratio = None
+        if task.has_outlier and split.k is not None and split.k >= OUTLIER_LEAST_K:
+            moved_ratio, added_ratio = _outlier_changes(task, split, predicted_s)
     except (EstimatorError, np.linalg.LinAlgError) as error:
         return replace(run, reason=str(error))
     is_valid = np.isfinite(predicted_s) & (predicted_s > 0)
@@ -247,6 +252,7 @@ def _run_split(task: _Task, split: Split) -> Run:
         low_s=low_s,
         high_s=high_s,
         moved_ratio=moved_ratio,
+        added_ratio=added_ratio,
         reason=None if is_valid.all() else "it predicted no positive time",
     )
 
@@ -259,14 +265,15 @@ def _fitted(task: _Task, split: Split, y: Array) -> Any:
     return regressor.fit(X, times)
 
 
-def _moved_ratio(task: _Task, split: Split, predicted_s: Array) -> float | None:
-    """The mean relative change of the predictions when the last observation is an outlier."""
-    if split.k is None or split.k < OUTLIER_LEAST_K:
-        return None
+def _outlier_changes(task: _Task, split: Split, predicted_s: Array) -> tuple[float, float]:
+    """Mean relative changes by an outlier, in place of the last observation and added to others."""
     y = task.y.copy()
     y[split.train[-1]] *= OUTLIER_FACTOR
-    moved_s = _fitted(task, split, y).predict(task.X[split.test])
-    return float(np.mean(np.abs(moved_s / predicted_s - 1)))
+    X = task.X[split.test]
+    moved_s = _fitted(task, split, y).predict(X)
+    without_s = _fitted(task, replace(split, train=split.train[:-1]), task.y).predict(X)
+    moved, added = (np.mean(np.abs(moved_s / each - 1)) for each in (predicted_s, without_s))
+    return float(moved), float(added)
 
 
 def _noises(job: Job[Any]) -> list[float | None]:

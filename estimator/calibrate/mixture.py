@@ -84,7 +84,7 @@ _LARGEST_ERROR = 1.0
 _MOST_ROWS, _FEW_ROWS, _GROUPS_OF_FEW, _GROUPS_OF_MANY = 60, 20, 10, 4
 # Below this weight in the robust fit of the performance model an observation is an outlier, but of
 # four at most one: where more are, the job scatters, and they count.
-_MOST_OUTLIERS_RATIO = 0.25
+MOST_OUTLIERS_RATIO = 0.25
 _KINDS = 3
 # How far forms usually are from steps, in logarithms.
 _FORM_SIGMA = 0.1
@@ -256,7 +256,7 @@ def _kinds(rows: Array) -> NDArray[np.intp]:
 
 def _without_outliers(observation_weights: Array) -> NDArray[np.intp]:
     """The observations that forms are fitted to: no outliers, of many some that spread evenly."""
-    most = int(_MOST_OUTLIERS_RATIO * len(observation_weights))
+    most = int(MOST_OUTLIERS_RATIO * len(observation_weights))
     least = np.argsort(observation_weights, kind="stable")[:most]
     outliers = least[observation_weights[least] < OUTLIER_WEIGHT]
     kept = np.setdiff1d(np.arange(len(observation_weights)), outliers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,13 +40,38 @@ class MeanDeviation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeanMost:
+    """A mean, and the largest of all."""
+
+    mean: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> MeanMost | None:
+        """Of values, None for none."""
+        known = [value for value in values if value is not None]
+        return cls(mean=float(np.mean(known)), most=max(known)) if known else None
+
+    @classmethod
+    def over(cls, groups: Iterable[MeanMost | None]) -> MeanMost | None:
+        """Of groups that weigh the same, None for none."""
+        known = [group for group in groups if group is not None]
+        if not known:
+            return None
+        return cls(
+            mean=float(np.mean([group.mean for group in known])),
+            most=max(group.most for group in known),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """How one method did on one job after k observations.
 
     `median`, `p90` and `mape` are relative errors of a draw's rows, a row without a prediction
     counting 100 %. `order_right_ratio` is the share of pairs of one batch whose measured rates
-    differ by 10 % that are predicted in the right order. `moved_ratio` is the mean relative change
-    of the predictions that one outlier causes. None where there is nothing to score.
+    differ by 10 % that are predicted in the right order. `moved` and `added` are the mean and the
+    largest of those ratios of a run. None where there is nothing to score.
     """
 
     label: str
@@ -63,7 +88,8 @@ class Score:
     intervals: int
     coverage_ratio: float | None
     interval_score_ratio: float | None
-    moved_ratio: float | None
+    moved: MeanMost | None
+    added: MeanMost | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +105,8 @@ class Overall:
     worst_mape_ratio: float
     order_right_ratio: float | None
     coverage_ratio: float | None
-    moved_ratio: float | None
+    moved: MeanMost | None
+    added: MeanMost | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +173,6 @@ def _score(evaluation: Evaluation, job: int, method: str, k: int | None, runs: l
     ]
     pairs, right = np.sum([_order(evaluation, run) for run in runs], axis=0)
     inside, scores = _intervals(evaluation, runs)
-    moved = [run.moved_ratio for run in runs if run.moved_ratio is not None]
     return Score(
         label=evaluation.jobs[job].label,
         method=method,
@@ -162,7 +188,8 @@ def _score(evaluation: Evaluation, job: int, method: str, k: int | None, runs: l
         intervals=len(inside),
         coverage_ratio=_mean(inside),
         interval_score_ratio=_mean(scores),
-        moved_ratio=_mean(moved),
+        moved=MeanMost.of(run.moved_ratio for run in runs),
+        added=MeanMost.of(run.added_ratio for run in runs),
     )
 
 
@@ -182,7 +209,8 @@ def overall(scores: Sequence[Score]) -> list[Overall]:
             worst_mape_ratio=max(score.mape.mean for score in members),
             order_right_ratio=_mean([score.order_right_ratio for score in members]),
             coverage_ratio=_mean([score.coverage_ratio for score in members]),
-            moved_ratio=_mean([score.moved_ratio for score in members]),
+            moved=MeanMost.over(score.moved for score in members),
+            added=MeanMost.over(score.added for score in members),
         )
         for (method, k), members in groups.items()
     ]

@@ -25,7 +25,7 @@ from estimator.calibrate.adaptive import adapted_coverage
 from estimator.calibrate.design_matrix import Dataset, design_matrix, reference_of
 from estimator.calibrate.gaussian_process import Inputs
 from estimator.calibrate.intervals import ENGINE_SPREAD_PRIOR, SPREAD_PRIOR, Spread, SpreadPrior
-from estimator.calibrate.mixture import Mixture
+from estimator.calibrate.mixture import MOST_OUTLIERS_RATIO, OUTLIER_WEIGHT, Mixture
 from estimator.calibrate.performance_model import (
     BATCH,
     LARGEST_NODE,
@@ -344,6 +344,14 @@ class StepTimeRegressor:
         return Inputs(rows=rows, sync_share=model.sync_share), model
 
     def _fit_model(self, data: Dataset) -> None:
+        """Fit the parameters; beside outliers again from the priors with the weights found."""
+        self._reweighted_fit(data)
+        # Before they were known to be outliers they may have led to another local optimum.
+        if 0 < (self.observation_weights_ < OUTLIER_WEIGHT).mean() <= MOST_OUTLIERS_RATIO:
+            self.standardised_parameters_ = np.zeros(len(PARAMETERS))
+            self._reweighted_fit(data)
+
+    def _reweighted_fit(self, data: Dataset) -> None:
         """Iteratively reweighted least squares: alternate between parameters and weights."""
         from scipy.optimize import leastsq
 

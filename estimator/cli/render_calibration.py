@@ -12,6 +12,7 @@ from estimator.calibrate.evaluation import Evaluation
 from estimator.calibrate.scores import (
     IntervalScore,
     MeanDeviation,
+    MeanMost,
     Overall,
     PairScore,
     Score,
@@ -69,9 +70,10 @@ def _overall_table(rows: Sequence[Overall]) -> Table:
     has_intervals = any(row.coverage_ratio is not None for row in rows)
     if has_intervals:
         table.add_column("inside 80 %", justify="right")
-    has_outliers = any(row.moved_ratio is not None for row in rows)
+    has_outliers = any(row.moved is not None for row in rows)
     if has_outliers:
-        table.add_column("outlier moves", justify="right")
+        for name in ("outlier instead moves", "outlier added moves"):
+            table.add_column(name, justify="right")
     for row in sorted(rows, key=lambda row: -1 if row.k is None else row.k):
         cells = [row.method, _count(row.k)]
         cells += [_percent(row.median_ratio), _percent(row.p90_ratio), _percent(row.mape_ratio)]
@@ -79,9 +81,15 @@ def _overall_table(rows: Sequence[Overall]) -> Table:
         if has_intervals:
             cells.append(_percent(row.coverage_ratio))
         if has_outliers:
-            cells.append(_percent(row.moved_ratio))
+            cells += [_mean_most(row.moved), _mean_most(row.added)]
         table.add_row(*cells)
     return table
+
+
+def _mean_most(ratios: MeanMost | None) -> str:
+    if ratios is None:
+        return "-"
+    return f"{_percent(ratios.mean)}, at most {_percent(ratios.most)}"
 
 
 def _intervals_table(rows: Sequence[IntervalScore]) -> Table:

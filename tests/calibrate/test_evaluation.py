@@ -149,6 +149,11 @@ def test_an_outlier_moves_the_predictions_of_a_mean_by_what_it_weighs() -> None:
     run = next(run for run in evaluation.runs if run.split.k == 5)
     learnt = job.y()[run.split.train]
     assert run.moved_ratio == pytest.approx(2 * learnt[-1] / learnt.sum())
+    with_outlier = learnt.mean() + 2 * learnt[-1] / len(learnt)
+    assert run.added_ratio == pytest.approx(abs(with_outlier / learnt[:-1].mean() - 1))
+    (row,) = [row for row in overall(scores_of(evaluation)) if row.k == 5]
+    assert row.moved is not None
+    assert row.moved.most == max(run.moved_ratio for run in evaluation.runs if run.split.k == 5)
 
 
 def test_pairs_ask_which_placement_is_faster() -> None:

@@ -95,6 +95,23 @@ def test_an_outlier_three_times_too_long_hardly_moves_other_predictions() -> Non
     assert np.mean(np.abs(fitted.predict(ROWS) / clean - 1)) < 0.05
 
 
+def test_an_outlier_does_not_lead_the_fit_to_another_optimum() -> None:
+    # BERT on RTX 2080 Ti in the table of Sia: one row alone tells which link is the slower.
+    seen = [
+        (1, 1, 4, 1, 1, 0.252), (1, 1, 6, 1, 1, 0.326), (1, 1, 8, 1, 1, 0.368),
+        (1, 1, 11, 1, 1, 0.413), (1, 1, 12, 1, 1, 0.447), (13, 2, 6, 1, 7, 0.953),
+        (12, 2, 11, 1, 8, 0.901), (6, 2, 11, 1, 3, 0.847), (14, 2, 6, 1, 8, 0.909),
+        (10, 2, 11, 1, 6, 0.926), (22, 3, 4, 1, 8, 0.901), (5, 2, 6, 1, 3, 0.708),
+        (12, 2, 11, 1, 6, 0.945), (3, 2, 12, 1, 2, 0.671), (7, 1, 8, 1, 7, 3 * 0.727),
+    ]  # fmt: skip
+    rows, times = np.array(seen)[:, :5], np.array(seen)[:, 5]
+    fitted = StepTimeRegressor().fit(rows, times)
+    without = StepTimeRegressor().fit(rows[:-1], times[:-1])
+    assert fitted.observation_weights_[-1] < 0.05
+    others = np.vstack([rows[:-1], [(2, 1, 8, 1, 2), (4, 1, 8, 1, 4), (8, 1, 8, 1, 8)]])
+    assert np.mean(np.abs(fitted.predict(others) / without.predict(others) - 1)) < 0.05
+
+
 def test_a_down_weighted_outlier_still_widens_the_intervals() -> None:
     times = MEASURED_S.copy()
     times[5] *= 3
