@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 import reprlib
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from estimator.engine import DEFAULT, estimate_graph
-from estimator.errors import ModelError, StrategyError, WorkloadError
+from estimator.errors import (
+    ModelError,
+    StrategyError,
+    UnknownMachineError,
+    WorkloadError,
+    quoted,
+)
 from estimator.estimates import Estimate
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.split_plan import read_plan
@@ -20,7 +27,7 @@ from estimator.workload.layout import Layout
 from estimator.workload.loader import Loader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -242,6 +249,11 @@ def prepare(
             "trace_model"
         )
     named = [machines] if isinstance(machines, str | MachineProfile) else machines
+    if not isinstance(named, Iterable):
+        raise UnknownMachineError(
+            f"machines are names or profiles in a list, found {quoted(machines)}; write one such "
+            "as ['h100-sxm']"
+        )
     DEFAULT.prepare(
         graph,
         named,

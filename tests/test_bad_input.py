@@ -580,6 +580,9 @@ def test_a_table_of_what_is_no_graph_is_refused() -> None:
         ({"strategy": None}, StrategyError, "a strategy is text such as ddp .* found None"),
         ({"cluster": 5}, TopologyError, "cluster is a Cluster or the path of its file, found 5"),
         ({"profile": "t4"}, ProfileError, "profile is a MachineProfile, found 't4'; load_profile"),
+        ({"loader": 3}, WorkloadError, "a loader is text such as .* found 3; write one"),
+        ({"layout": 3}, StrategyError, "(a layout is|layouts are one) text .* found 3; write"),
+        ({"layout": ""}, StrategyError, "a layout is text such as .* found ''; write one"),
         ({"accumulation_steps": "2"}, WorkloadError, "accumulation steps must be a whole number"),
     ],
 )
@@ -604,6 +607,8 @@ def test_what_is_loaded_and_traced_by_another_kind_is_refused() -> None:
         estimator.Calibrator(5)  # type: ignore[arg-type]
     with pytest.raises(AllocationError, match="come in a list, found None"):
         estimator.estimate_many(perceptron([8, 8]), None)  # type: ignore[arg-type]
+    with pytest.raises(UnknownMachineError, match="names or profiles in a list, found 3"):
+        estimator.prepare(perceptron([8, 8]), 3)  # type: ignore[arg-type]
     model, batch = torch.nn.Linear(3, 2), torch.randn(4, 3)
     with pytest.raises(ModelError, match="dimension of the samples, found 'x'"):
         estimator.trace_model(model, batch, batch_dim="x")  # type: ignore[arg-type]

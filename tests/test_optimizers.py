@@ -37,6 +37,21 @@ def test_an_optimizer_that_was_told_not_to_run_foreach_loops(form: Any) -> None:
     assert found == form.__name__.lower() + "-loop"
 
 
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        (torch.optim.AdamW, "adamw"),
+        ("torch.optim.AdamW(lr=1e-3, fused=True)", "adamw-fused"),
+        ("AdamW(fused=False)", "adamw"),
+        ("Adam(foreach = False)", "adam-loop"),
+        ("SGD(model.parameters(), 0.1, momentum=0.9)", "sgd-momentum"),
+        ("SGD(lr=0.1, momentum=0)", "sgd"),
+    ],
+)
+def test_an_optimizer_is_named_as_torch_writes_it(written: Any, name: str) -> None:
+    assert check_optimizer(written) == name
+
+
 def test_optimizers_of_other_packages_are_known_by_their_classes() -> None:
     found = {name: check_optimizer(name) for name in ("FusedLAMB", "AdamW8bit", "Muon")}
     assert found == {"FusedLAMB": "lamb", "AdamW8bit": "adamw-8bit", "Muon": "muon"}

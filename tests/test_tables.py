@@ -509,6 +509,9 @@ def test_columns_and_texts_and_allocations_give_the_same_table() -> None:
     one, *others = [estimate_many(PLAIN, each).to_dict() for each in asked]
     assert one["allocation"] == texts
     assert all(other == one for other in others)
+    # A generator and the keys of a mapping are iterables, without a place for each.
+    drawn = [iter(texts), dict.fromkeys(texts).keys()]
+    assert all(estimate_many(PLAIN, each).to_dict() == one for each in drawn)
 
 
 def test_ranks_and_nodes_and_the_global_batch_add_up() -> None:

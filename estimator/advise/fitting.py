@@ -120,11 +120,14 @@ def _more_devices(graph: OpGraph, answer: Estimate, more: dict[str, Any]) -> Ite
 
 
 def _wider(allocation: Allocation, factor: int) -> Iterator[Allocation]:
-    """The same machine with more devices of a node, then with more nodes."""
-    group = allocation.groups[0]
-    devices = group.devices_per_node * factor
-    yield Allocation((replace(group, devices_per_node=devices, devices=()),))
-    yield Allocation((replace(group, nodes=group.nodes * factor),))
+    """The same machine with `factor` times the devices, on as few nodes as have them first."""
+    group, more_nodes = allocation.groups[0], 1
+    while more_nodes <= factor:
+        devices = group.devices_per_node * (factor // more_nodes)
+        named = () if more_nodes < factor else group.devices
+        wider = replace(group, devices_per_node=devices, devices=named)
+        yield Allocation((replace(wider, nodes=group.nodes * more_nodes),))
+        more_nodes *= 2
 
 
 def _tried(

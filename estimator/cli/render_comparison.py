@@ -65,7 +65,7 @@ def comparison_report(first: MachineProfile, second: MachineProfile) -> Group:
 def several_report(rows: Sequence[GroupRatio]) -> Group:
     """How long each of several machines takes, group by group, and which of them is odd."""
     machines = list(dict.fromkeys(row.machine for row in rows))
-    table = grid("times as long as usual", *machines, numbers=len(machines))
+    table = grid("times as long as usual", "group", *machines, numbers=len(machines))
     for group in dict.fromkeys(row.group for row in rows):
         found = [row for row in rows if row.group == group]
         name = f"{group}, {found[0].quantities} numbers"

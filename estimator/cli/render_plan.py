@@ -77,9 +77,8 @@ def layouts_report(
         *("micro-batches", "memory", "step", "slower by"),
         numbers=4,
     )
-    # A layout that is cut off tells nothing.
-    for column in table.columns[:2]:
-        column.overflow = "fold"
+    # A layout that is cut off tells nothing, and one on several lines cannot be copied.
+    table.columns[0].no_wrap, table.columns[1].overflow = True, "fold"
     best = ranking.rows[0].answer
     for row in ranking.rows:
         answer = row.answer
@@ -104,7 +103,8 @@ def layouts_report(
         notes.append("~ cannot be told apart from the first, by what both are not off together")
     if any(row.answer.fits == "uncertain" for row in ranking.rows):
         notes.append("? may not fit into memory")
-    return stacked(facts([("best", best.bottleneck)]), table, Text("; ".join(notes)))
+    rows = [("best", ranking.rows[0].layout), ("bottleneck", best.bottleneck)]
+    return stacked(facts(rows), table, Text("; ".join(notes)))
 
 
 def _said(offer: Offer) -> str:

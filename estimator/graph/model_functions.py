@@ -157,7 +157,9 @@ def _checked_result(result: Any, text: str) -> tuple[nn.Module, Any, Any]:
     model, example, loss = (*result, None)[:3]
     model, loss = as_phases(model, loss)
     if not isinstance(model, nn.Module):
-        raise ModelError(f"{text} returned {_kind(model)} as the model; return (nn.Module, batch)")
+        are_several = isinstance(model, (tuple, list))
+        write = "([nn.Module, …], batch, step)" if are_several else "(nn.Module, batch)"
+        raise ModelError(f"{text} returned {_kind(model)} as the model; return {write}")
     if loss is not None and not callable(loss):
         raise ModelError(
             f"{text} returned {_kind(loss)} as the loss; return a function of (output, targets)"

@@ -77,6 +77,12 @@ class TrainingCall:
                 "let training_step(batch, batch_idx) return its loss without a trainer, or return "
                 "(models, batch, step), where step(models, batch) returns the losses"
             )
+        if isinstance(self.loss, nn.Module) and len(self.target_names) > 1:
+            names = ", ".join(quoted(name) for name in self.target_names)
+            return (
+                f"forward() takes none of {names}, so the loss gets them as one mapping; leave "
+                "only its targets in the batch, or give a function of (output, targets)"
+            )
         if self.loss is not None or isinstance(self.batch, Tensor):
             return check
         return (

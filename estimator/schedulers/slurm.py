@@ -106,10 +106,11 @@ def job_script(
 ) -> str:
     """An sbatch script for what was estimated: one launcher a node, a rank for each of its devices.
 
-    `time_s` is the limit. Raises AllocationError where nodes have unlike numbers of devices.
+    `time_s` is the limit. Raises AllocationError where nodes are unlike.
     """
     each = {group.devices_per_node for group in answer.allocation.groups}
-    if len(each) > 1:
+    machines = {kind.program.profile.name for kind in answer.plan.kinds}
+    if len(each) > 1 or len(machines) > 1:
         raise AllocationError(
             f"'{answer.allocation}' has unlike nodes; Slurm's --gres is one for all, so name "
             "nodes alike"

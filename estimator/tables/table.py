@@ -238,7 +238,7 @@ COLUMNS = tuple(item.name for item in fields(EstimateTable) if item.name != "que
 
 def estimate_many(
     graph: OpGraph,
-    allocations: Allocations,
+    allocations: Allocations | Iterable[str | Allocation],
     *,
     batch_per_gpu: int | Integers | None = None,
     global_batch: int | Integers | None = None,
@@ -254,13 +254,15 @@ def estimate_many(
 ) -> EstimateTable:
     """Predict the step of a traced graph on many allocations, each as `estimate` would.
 
-    `allocations` are texts, `Allocation`s or `AllocationColumns`; `batch_per_gpu`, `global_batch`
-    and `layout` one for all, or one for each of them (rows whose ranks share layers or hold stages
-    are estimated one by one); a `loader` feeds every rank. Rows that cannot be answered are NaN,
-    and `errors` of the table says why; with `strict`
-    the first of them raises what `estimate` raises, with its number.
+    `allocations` are texts or `Allocation`s in any iterable, or `AllocationColumns`;
+    `batch_per_gpu`, `global_batch` and `layout` one for all, or one for each of them (rows whose
+    ranks share layers or hold stages are estimated one by one); a `loader` feeds every rank. Rows
+    that cannot be answered are NaN, and `errors` of the table says why; with `strict` the first of
+    them raises what `estimate` raises, with its number.
     """
     check_asked(graph, allocations, profile, calibration)
+    if not isinstance(allocations, Sequence | AllocationColumns):
+        allocations = list(allocations)
     question = Question(
         graph=graph,
         allocations=allocations,

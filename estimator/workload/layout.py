@@ -83,8 +83,11 @@ class Layout:
         """
         if isinstance(text, Layout):
             return text
-        if not isinstance(text, str):
-            raise StrategyError(f"a layout is text such as tp=2,dp=*, found {quoted(text)}")
+        if not isinstance(text, str) or not text.strip():
+            raise StrategyError(
+                f"a layout is text such as tp=2,dp=*, found {quoted(text)}; write one or leave it "
+                "out"
+            )
         return _read(text)
 
     def parallelism(self, ranks: int, strategy: Strategy, *, micro_batches: int = 1) -> Parallelism:

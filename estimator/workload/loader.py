@@ -90,6 +90,11 @@ class Loader:
         """
         if isinstance(text, Loader):
             return text
+        if not isinstance(text, str) or not text.strip():
+            raise WorkloadError(
+                f"a loader is text such as sample=150kB,prep=8ms,workers=4, found {quoted(text)}; "
+                "write one or leave it out"
+            )
         found: dict[str, Any] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, _, value = part.partition("=")
@@ -99,6 +104,8 @@ class Loader:
                     "sample=150kB,prep=8ms,workers=4"
                 )
             field, read = _PARTS[name]
+            if field in found:
+                raise WorkloadError(f"loader {quoted(text)} has {name} twice; write it once")
             try:
                 found[field] = read(value)
             except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -124,6 +125,9 @@ MEASURED = tuple(
 )
 # Classes of torchao, bitsandbytes, apex and Transformer Engine.
 _ALIASES = {"adamw8bit": "adamw-8bit", "fusedadam": "adamw-fused", "fusedlamb": "lamb"}
+# Options of an optimizer as torch writes it, in lower case, and whether they are set.
+_OPTION = re.compile(r"\b(momentum|fused|foreach)\s*=\s*([\w.]+)")
+_IS_SET = {"false": False, "none": None, "0": False, "0.0": False}
 # What Muon leaves to AdamW: vectors, embeddings and the head (torch.optim.Muon's documentation).
 BESIDE_MUON = "adamw"
 # Passes of Newton and Schulz' iteration in Muon (ns_steps), each of three products.
@@ -131,17 +135,24 @@ MUON_PASSES = 5
 
 
 def check_optimizer(optimizer: Any) -> str:
-    """The name of an optimizer given as ``adamw``, ``AdamW`` or an object of torch.optim.
+    """The name of an optimizer given as ``adamw``, ``AdamW(…)``, or an object or class of torch.
 
-    An object of SGD has momentum, and one of SGD or Adam is fused or (foreach=False) loops over its
-    tensors, as its parameter groups say. Raises StrategyError.
+    SGD has momentum, and SGD or Adam is fused or (foreach=False) loops over its tensors, as the
+    object's parameter groups, or the text, say. Raises StrategyError.
 
-    >>> check_optimizer("torch.optim.AdamW")
-    'adamw'
+    >>> check_optimizer("torch.optim.AdamW(lr=1e-3, fused=True)")
+    'adamw-fused'
     """
-    groups = getattr(optimizer, "param_groups", None)
-    found = optimizer if groups is None else type(optimizer).__name__
-    name = found.lower().removeprefix("torch.optim.") if isinstance(found, str) else ""
+    groups, found = getattr(optimizer, "param_groups", None), optimizer
+    if isinstance(optimizer, type):
+        found = optimizer.__name__
+    elif groups is not None:
+        found = type(optimizer).__name__
+    name = ""
+    if isinstance(found, str):
+        name, bracket, written = found.lower().removeprefix("torch.optim.").partition("(")
+        if bracket:
+            groups = [{option: _IS_SET.get(to, True) for option, to in _OPTION.findall(written)}]
     name = _ALIASES.get(name, name)
     if name == "sgd" and any(group.get("momentum") for group in groups or ()):
         name = "sgd-momentum"

@@ -48,6 +48,14 @@ def test_every_remedy_fits_and_the_cheapest_comes_first() -> None:
     assert wider.cost_ratio < 0
 
 
+def test_a_wider_allocation_fills_nodes_before_it_takes_more() -> None:
+    graph = perceptron([256] * 8, batch=4)
+    answer = estimate_graph(graph, "1x1:synthetic", batch_per_gpu=2048, profile=machine(12 << 20))
+    # 8 devices are twice as many as a node has: two nodes of four.
+    found = [r.change for r in remedies(graph, answer, profile=machine(12 << 20))]
+    assert "2x4:synthetic with ddp" in found
+
+
 def test_nothing_makes_parameters_fit_that_no_device_can_hold() -> None:
     graph = perceptron([256] * 8, batch=4)
     profile = machine(1 << 16)

@@ -344,6 +344,8 @@ def test_profile_list_show_and_compare_name_the_machine(
     compared = command("profile", "compare", "local", "twin", "odd").out
     # 9 and 10 times as long: 9.5 in the middle.
     assert "odd is odd: collective 9.50 times as slow as usual" in compared
+    assert "group local twin odd" in " ".join(compared.split())
+    assert "collective, 2 numbers 1.00 1.00 9.50" in " ".join(compared.split())
     rows = json.loads(command("profile", "compare", "local", "twin", "odd", "--json").out)
     assert [(r["machine"], r["group"]) for r in rows if r["is_odd"]] == [("odd", "collective")]
 

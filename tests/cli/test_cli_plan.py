@@ -91,6 +91,12 @@ def test_layouts_of_an_allocation_are_ranked(model: Path, command: Run) -> None:
     assert "with a global batch of 64" in found.out
     assert "dp=4" in found.out
     assert "were worked out" in found.out
+    layouts = command("plan", model, "--on", "1x4:t4-g4dn", "--global-batch", 64, "--json").out
+    names = [row["layout"] for row in json.loads(layouts)["layouts"]]
+    lines = found.out.splitlines()
+    # Each whole, on one line; the best is named first.
+    assert lines[0].split() == ["best", names[0]]
+    assert all(any(line.startswith(f"{name} ") for line in lines) for name in names)
 
 
 def test_layouts_as_json_are_those_of_python(model: Path, command: Run) -> None:

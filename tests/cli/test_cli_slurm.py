@@ -61,6 +61,7 @@ def test_the_script_follows_from_the_estimate(model: Path, tmp_path: Path, comma
         (("--samples", "1", "--sinfo", "/missing"), "cannot read /missing"),
         (("--samples", "1", "--run", "'"), "cannot be split into words"),
         (("--tokens", "1"), "no tokens to count"),
+        (("--samples", "1", "--on", "1x1:t4-g4dn+1x1:v100-p3"), "has unlike nodes"),
     ],
 )
 def test_wrong_input_is_one_sentence(

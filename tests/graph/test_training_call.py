@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from estimator.api import trace_model
-from estimator.errors import ModelError
+from estimator.errors import ModelError, TraceError
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.trace import trace_graph
 
@@ -93,6 +93,12 @@ def test_a_function_of_the_whole_batch_still_gets_it() -> None:
 
     graph = trace_graph(Two(), (X, torch.ones(6, 4)), loss=loss)
     assert [each.name for each in graph.inputs] == ["0", "1"]
+
+
+def test_targets_of_a_mapping_that_a_loss_of_torch_cannot_take_are_named() -> None:
+    batch = {"x": X, "labels": Y, "weights": torch.ones(6)}
+    with pytest.raises(TraceError, match="forward\\(\\) takes none of 'labels', 'weights'"):
+        trace_graph(Strict(), batch, loss=nn.CrossEntropyLoss())
 
 
 def test_several_targets_of_a_mapping_go_to_the_loss_by_name() -> None:

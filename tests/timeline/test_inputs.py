@@ -194,6 +194,8 @@ def test_columns_with_a_loader_equal_their_estimates() -> None:
         ("speed=3", "a loader has no 'speed=3'"),
         ("cached=nan", "cached_ratio is from 0 to 1"),
         ("workers=two", "workers: "),
+        ("sample=1kB,sample=2kB", "has sample twice"),
+        (" ", "a loader is text such as"),
     ],
 )
 def test_a_loader_that_makes_no_sense_is_refused_in_one_sentence(text: str, said: str) -> None:

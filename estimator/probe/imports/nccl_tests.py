@@ -119,7 +119,7 @@ def _printed_points(run: str) -> list[tuple[float, float]]:
     footer, header = _FOOTER.search(run), _HEADER.search(run)
     if header is None:
         raise _cut_off()
-    _check_complete(footer is not None, footer is not None and int(footer[1]) > 0)
+    _check_complete(footer is not None, int(footer[1]) if footer is not None else 0)
     names = header[0].lstrip("# ").split()
     if "time" not in names:
         raise ImportedFileError(
@@ -163,11 +163,11 @@ def _reported_point(result: Mapping[str, Any]) -> tuple[float, float]:
     return float(result["size"]), float(timed["time"]) * 1e-6
 
 
-def _check_complete(finished: bool, wrong: bool) -> None:
+def _check_complete(finished: bool, wrong: int) -> None:
     if not finished:
         raise _cut_off()
     if wrong:
-        raise _wrong("some")
+        raise _wrong(f"{wrong} values out of bounds")
 
 
 def _wrong(how_many: str) -> ImportedFileError:

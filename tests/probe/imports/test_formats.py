@@ -308,6 +308,10 @@ def test_a_run_with_wrong_results_is_refused() -> None:
     row = "338.82      0    47743"
     with pytest.raises(ImportedFileError, match=r"wrong results \(12 of 8589934592 bytes\)"):
         recognise(plain.replace(row, "338.82     12    47743"), at=AT)
+    counted = plain.replace("Out of bounds values : 0 OK", "Out of bounds values : 7 FAILED")
+    assert counted != plain
+    with pytest.raises(ImportedFileError, match=r"wrong results \(7 values out of bounds\)"):
+        recognise(counted, at=AT)
     unchecked = recognise(plain.replace(row, "338.82    N/A    47743"), at=AT)
     assert unchecked == imported("nccl_tests_2x8_h100.txt")
 
