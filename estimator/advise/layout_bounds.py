@@ -21,7 +21,7 @@ from estimator.graph.stage_passes import held_between_passes
 from estimator.machines.device_memory import device_memory
 from estimator.placement.mesh import Mesh
 from estimator.placement.placement import NodeKind, Placement
-from estimator.timeline.durations import costed, least_device_s, structure_of
+from estimator.timeline.durations import bound_of, costed, least_device_s, structure_of
 from estimator.timeline.exchanges import exchanges_of
 from estimator.timeline.pipelines.stage_plans import balanced_points, blocks_of
 from estimator.timeline.plan import groups_of
@@ -172,7 +172,7 @@ class LayoutBounds:
     def _worked_out(self, layout: Layout, batch: int) -> _MicroBatch:
         cache, placement = self._engine.cache, self._placement
         graph = self._engine.split(self._graph, layout)
-        bound = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
+        bound = bound_of(graph, batch, cache)
         structure = structure_of(graph, cache)
         kept = cache.get(
             "held between passes",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from estimator.graph.ops import OpCost
@@ -66,6 +67,7 @@ def cost_of(
             if target in _formulas:
                 raise ValueError(f"{target} already has a cost formula; keep one")
             _formulas[target] = Formula(family, kept, dims)
+        formula_of.cache_clear()
         return formula
 
     return register
@@ -83,6 +85,7 @@ def _of_any_dtype(formula: CostFormula) -> CostFormula:
     return cost
 
 
+@lru_cache(maxsize=4096)
 def formula_of(target: str) -> Formula | None:
     """The formula of ``aten.add_.Tensor``: under this name, ``aten.add_``, then ``aten.add``."""
     found = _formulas.get(target)

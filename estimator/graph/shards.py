@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import lru_cache
 
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Parameter, Phase
@@ -33,6 +34,7 @@ class UnitRun:
     last: int
 
 
+@lru_cache(maxsize=1 << 16)
 def unit_path(path: str) -> str:
     """The repeated block that a module path lies in: up to its first numbered part, else "".
 

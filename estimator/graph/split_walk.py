@@ -44,9 +44,11 @@ class Walk(ABC):
         self.unknown: dict[str, None] = {}
         self.dtensors: set[str] = set()
         self.entered: set[tuple[str, str]] = set()
-        self._local: dict[tuple[TensorSpec, Placement], TensorSpec] = {}
-        self._calls: dict[tuple[Any, ...], OpCall] = {}
-        self._rules: dict[tuple[int, str, tuple[Placement, ...]], Placed] = {}
+        # By identity, each with what it was made of: that stays while it is known.
+        self._local: dict[tuple[int, object], tuple[TensorSpec, TensorSpec]] = {}
+        self._parts: dict[tuple[int, int], tuple[OpCall, Placed, OpCall]] = {}
+        self._calls: dict[tuple[OpCall], OpCall] = {}
+        self._rules: dict[tuple[int, tuple[Placement, ...]], Placed] = {}
 
     def split(self) -> OpGraph:
         """The graph of one rank; raises StrategyError."""
@@ -100,12 +102,12 @@ class Walk(ABC):
 
     def _op(self, op: Op) -> None:
         if op.holds:
-            op = replace(op, holds=tuple([self._held(value, op) for value in op.holds]))
+            op = _changed(op, holds=tuple([self._held(value, op) for value in op.holds]))
         inputs = [self._current(value, op) for value in op.inputs]
         before = tuple([self.at[value] for value in inputs])
         if not any(before) and not self._makes_parts(op):
             if inputs != list(op.inputs) or op.module in self.dtensors:
-                op = replace(op, inputs=tuple(inputs), enters_dtensor=self._enters(op))
+                op = _changed(op, inputs=tuple(inputs), enters_dtensor=self._enters(op))
             self._append(op)
             self._mark(op, (None,) * len(op.outputs))
             return
@@ -113,7 +115,8 @@ class Walk(ABC):
             inputs = [self._reduced(value, op) for value in inputs]
             before = tuple([self.at[value] for value in inputs])
         if PARTIAL in before:
-            found = Placed(before, (PARTIAL,) * len(op.outputs))
+            terms = Placed(before, (PARTIAL,) * len(op.outputs))
+            found = self._rules.setdefault((id(op.call), before), terms)
         else:
             found = self._placed(op, before)
         inputs = [
@@ -125,7 +128,7 @@ class Walk(ABC):
                 calls = [collective_call("all_reduce", self.axis, spec, spec) for spec in specs]
                 self._issue("all_reduce", calls, op, (), ())
         self._append(
-            replace(
+            _changed(
                 op,
                 inputs=tuple(inputs),
                 call=self._localized(op.call, found),
@@ -156,12 +159,14 @@ class Walk(ABC):
         """Add an operator; a view is one of what now stands for its input."""
         if op.is_view:
             for value in op.outputs:
-                if self.values[value].base is not None:
-                    self.values[value] = replace(self.values[value], base=op.inputs[0])
+                known = self.values[value]
+                if known.base is not None and known.base != op.inputs[0]:
+                    self.values[value] = _viewed(known, op.inputs[0])
         self.ops.append(op)
 
     def _placed(self, op: Op, before: tuple[Placement, ...]) -> Placed:
-        key = (id(op.call), op.module, before)
+        # A rule tells the module only where it refuses a degree.
+        key = id(op.call), before
         found = self._rules.get(key)
         if found is None:
             found = placed(Given(op.call, before, self.degree, op.module, self.axis))
@@ -278,18 +283,19 @@ class Walk(ABC):
     # Local shapes
 
     def _spec(self, spec: TensorSpec, at: Placement) -> TensorSpec:
-        key = (spec, at)
+        # Of a shard the dimension alone counts.
+        key = id(spec), at.dim if isinstance(at, Shard) else (at,)
         found = self._local.get(key)
         if found is None:
-            found = self._local[key] = local_spec(spec, at, self.degree)
-        return found
+            found = self._local[key] = spec, local_spec(spec, at, self.degree)
+        return found[1]
 
     def _localized(self, call: OpCall, found: Placed) -> OpCall:
         """The call as one rank makes it; sizes among its arguments follow its result."""
-        key = (id(call), found.wants, found.outputs)
-        known = self._calls.get(key)
+        key = id(call), id(found)
+        known = self._parts.get(key)
         if known is not None:
-            return known
+            return known[2]
         outputs = tuple(
             [self._spec(spec, at) for spec, at in zip(call.outputs, found.outputs, strict=True)]
         )
@@ -313,16 +319,18 @@ class Walk(ABC):
         if call.target.startswith(FUSED):
             part = outputs[0].nbytes / call.outputs[0].nbytes
             made = FusedKernel.of(made).share(part).call(made.inputs, outputs)
-        made = self._calls[key] = self._calls.setdefault((made,), made)
+        made = self._calls.setdefault((made,), made)
+        self._parts[key] = call, found, made
         return made
 
     def _finished(self, parameters: tuple[Parameter, ...]) -> OpGraph:
         values = tuple(
             [
-                replace(
-                    value,
+                Value(
                     spec=self._spec(value.spec, at),
                     other_spec=self._spec(value.other_spec, at),
+                    kind=value.kind,
+                    base=value.base,
                 )
                 if isinstance(at, (Shard, Routed))
                 else value
@@ -341,6 +349,35 @@ class Walk(ABC):
             parameters=parameters,
             assumptions=(*self.graph.assumptions, *assumptions),
         )
+
+
+def _changed(
+    op: Op,
+    *,
+    inputs: tuple[int, ...] | None = None,
+    call: OpCall | None = None,
+    other_call: OpCall | None = None,
+    holds: tuple[int, ...] | None = None,
+    enters_dtensor: bool | None = None,
+) -> Op:
+    """What `replace` gives, which takes several times as long."""
+    return Op(
+        name=op.name,
+        call=op.call if call is None else call,
+        other_call=op.other_call if other_call is None else other_call,
+        phase=op.phase,
+        module=op.module,
+        inputs=op.inputs if inputs is None else inputs,
+        outputs=op.outputs,
+        is_view=op.is_view,
+        is_repeated=op.is_repeated,
+        holds=op.holds if holds is None else holds,
+        enters_dtensor=op.enters_dtensor if enters_dtensor is None else enters_dtensor,
+    )
+
+
+def _viewed(value: Value, base: int) -> Value:
+    return Value(spec=value.spec, other_spec=value.other_spec, kind=value.kind, base=base)
 
 
 def op_name(op: Op) -> str:

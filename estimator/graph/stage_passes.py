@@ -2,55 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.optimizer_memory import block_bytes
-from estimator.graph.structure import GraphStructure
+from estimator.graph.structure import Flags, GraphStructure
+
+Array = NDArray[np.float64]
 
 
 def pass_seconds(
-    graph: OpGraph, of_weights: frozenset[int], seconds: Callable[[int], float]
+    is_forward: Flags, weight_shares: Array, seconds: Array
 ) -> tuple[float, float, float]:
-    """(forward, gradients of the input, gradients of weights) of a stage, by the seconds of ops.
+    """(forward, gradients of the input, gradients of weights) of a stage, by the seconds of ops."""
+    weight_s = float((weight_shares * seconds).sum())
+    backward_s = float(seconds[~is_forward].sum())
+    return float(seconds[is_forward].sum()), backward_s - weight_s, weight_s
 
-    `of_weights` are `weight_ops(graph)`. What the gradient of the stage's input does not need is of
-    weights; in the first stage, whose
+
+def weight_shares(graph: OpGraph) -> Array:
+    """The share of each op that is of gradients of weights, not of the stage's input.
+
+    What the gradient of the stage's input does not need is of weights; in the first stage, whose
     input has none, all of the backward pass. A kernel that gives both, as of convolutions, is half
     of each.
     """
-    trained = {p.gradient for p in graph.parameters}
-    forward_s = input_s = weight_s = 0.0
-    for index, op in enumerate(graph.ops):
-        spent_s = seconds(index)
-        if op.phase == "forward":
-            forward_s += spent_s
-            continue
-        share = 1.0 if index in of_weights else 0.0 if trained.isdisjoint(op.outputs) else 0.5
-        weight_s += share * spent_s
-        input_s += (1.0 - share) * spent_s
-    return forward_s, input_s, weight_s
-
-
-def weight_ops(graph: OpGraph) -> frozenset[int]:
-    """Ops of the backward pass whose results serve gradients of parameters alone."""
-    only: set[int] = set()
     gradients = {p.gradient for p in graph.parameters if p.gradient is not None}
-    used_by: dict[int, list[int]] = {}
-    for index, op in enumerate(graph.ops):
-        for value in op.inputs:
-            used_by.setdefault(value, []).append(index)
+    # Values that something of the input's gradient needs.
+    needed: set[int] = set()
+    read: set[int] = set()
+    shares = np.zeros(len(graph.ops))
     for index in range(len(graph.ops) - 1, -1, -1):
         op = graph.ops[index]
         if op.phase != "backward":
             break
-        readers = [reader for value in op.outputs for reader in used_by.get(value, ())]
-        ends = bool(gradients.intersection(op.outputs))
-        if (ends or readers) and all(reader in only for reader in readers):
-            only.add(index)
-    return frozenset(only)
+        ends = not gradients.isdisjoint(op.outputs)
+        if needed.isdisjoint(op.outputs) and (ends or not read.isdisjoint(op.outputs)):
+            shares[index] = 1.0
+        else:
+            shares[index] = 0.5 if ends else 0.0
+            needed.update(op.inputs)
+        read.update(op.inputs)
+    return shares
 
 
 def held_between_passes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,6 +85,22 @@ class GraphStructure:
             is_forward=np.array([op.phase == "forward" for op in graph.ops], dtype=np.bool_),
             is_run_again=is_run_again,
             checkpoints=_checkpoints(graph, is_run_again),
+        )
+
+    def at(self, batch: int | None) -> BoundGraph:
+        """What `graph.at(batch)` gives, worked out for distinct calls and shapes alone."""
+        graph, calls, values = self.graph, self.first_op, self.first_value
+        one_of_each = replace(
+            graph,
+            ops=tuple([graph.ops[op] for op in calls]),
+            values=tuple([graph.values[value] for value in values]),
+        )
+        few = one_of_each.at(batch)
+        return BoundGraph(
+            graph=graph,
+            batch=few.batch,
+            calls=tuple([few.calls[number] for number in self.call_of.tolist()]),
+            specs=tuple([few.specs[number] for number in self.spec_of.tolist()]),
         )
 
     def distinct_calls(self, bound: BoundGraph) -> tuple[OpCall, ...]:

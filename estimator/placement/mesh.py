@@ -97,12 +97,13 @@ class Mesh:
 
     def groups(self, axis: str) -> tuple[tuple[ProcessGroup, NodeKind], ...]:
         """The unlike process groups along an axis, each with the kind of node that costs it."""
-        size = self.members(axis).shape[1]
+        members = self.members(axis)
+        size = members.shape[1]
         if size == self.placement.ranks:
             return ((whole_group(self.placement), slowest_network(self.placement)),)
         if size == 1:
             return ()
-        return groups_along(self.placement, self.members(axis))
+        return groups_along(self.placement, members)
 
     def global_batch(self, batches: Sequence[int]) -> int:
         """Samples of a step, by those of a rank and micro-batch in each group of the allocation."""

@@ -167,15 +167,20 @@ def groups_along(
     flows = np.bincount(node[hop], minlength=len(nodes.kinds))
     rates = np.array([kind.rate_bytes_per_s for kind in nodes.kinds])
     own_rate = np.where(hop, rates[node] / np.maximum(flows, 1)[node], math.inf)
-    crossing = [
-        [nodes.hop(a, b) for a, b in zip(*ends, strict=True)]
-        for ends in _ends(node, following, hop)
-    ]
+    if nodes.are_named:
+        crossing = [
+            [nodes.hop(a, b) for a, b in zip(*ends, strict=True)]
+            for ends in _ends(node, following, hop)
+        ]
+    else:
+        unlike = _unlike(node, flows, nodes.kind_of)
+        node, own_rate = node[unlike], own_rate[unlike]
+        crossing = [[]] * len(unlike)
     shared = _shared_limits(placement.cluster, crossing)
     found: dict[tuple[ProcessGroup, int], tuple[ProcessGroup, NodeKind]] = {}
     for number, row in enumerate(node.tolist()):
         counts = Counter(row)
-        kinds = [nodes.kinds[each] for each in counts]
+        kinds = list({id(kind): kind for kind in map(nodes.kinds.__getitem__, counts)}.values())
         across = len(counts) > 1
         slowest = int(own_rate[number].argmin())
         own, names = nodes.name(row[slowest])
@@ -219,6 +224,19 @@ def _ends(
         yield a[there].tolist(), b[there].tolist()
 
 
+def _unlike(node: Indices, flows: Indices, kind_of: Indices) -> list[int]:
+    """The first of each sort of groups over nodes without names.
+
+    Groups are alike whose rings go through nodes of the same kinds at the same distances, each left
+    by as many flows.
+    """
+    sorts = np.stack([node - node[:, :1], flows[node], kind_of[node]], axis=1)
+    first: dict[bytes, int] = {}
+    for number, sort in enumerate(sorts):
+        first.setdefault(sort.tobytes(), number)
+    return list(first.values())
+
+
 def _shared_limits(
     cluster: Cluster | None, crossing: Sequence[Sequence[_Hop]]
 ) -> dict[_Hop, list[_Limit]]:
@@ -242,6 +260,7 @@ class _Nodes:
 
     def __init__(self, placement: Placement) -> None:
         self.kinds: list[NodeKind] = []
+        kind_of: list[int] = []
         self._hosts: list[str | None] = []
         number_of: dict[str, int] = {}
         ranks: list[int] = []
@@ -252,10 +271,13 @@ class _Nodes:
                     node = number_of.setdefault(node_group.host, node)
                 if node == len(self.kinds):
                     self.kinds.append(placement.kinds[number])
+                    kind_of.append(number)
                     self._hosts.append(node_group.host)
                 ranks += [node] * node_group.per_node
         self.of_rank: Indices = np.array(ranks, dtype=np.intp)
+        self.kind_of: Indices = np.array(kind_of, dtype=np.intp)
         self._number_of = number_of
+        self.are_named = bool(number_of)
 
     def hop(self, a: int, b: int) -> _Hop:
         return self._hosts[a] or "", self._hosts[b] or ""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.costs import Features, features_of
+from estimator.graph.dataflow import Dataflow
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.structure import GraphStructure
 from estimator.machines.profile import MachineProfile
@@ -119,6 +120,16 @@ def costed(profile: MachineProfile, cache: Cache) -> MachineProfile:
 def structure_of(graph: OpGraph, cache: Cache) -> GraphStructure:
     """The structure of a graph, worked out once."""
     return cache.get("structure", (graph,), lambda: GraphStructure.of(graph))
+
+
+def bound_of(graph: OpGraph, batch: int | None, cache: Cache) -> BoundGraph:
+    """A graph at a batch size, worked out once."""
+    return cache.get("bound", (graph,), lambda: structure_of(graph, cache).at(batch), batch)
+
+
+def dataflow_of(graph: OpGraph, cache: Cache) -> Dataflow:
+    """Who reads and makes what in a graph, worked out once."""
+    return cache.get("dataflow", (graph,), lambda: Dataflow.of(graph))
 
 
 def kernel_fits(

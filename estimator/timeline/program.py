@@ -20,7 +20,7 @@ from estimator.graph.step_memory import step_memory
 from estimator.graph.utilization import StepFlops, step_flops
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance
 from estimator.timeline.buckets import Bucket, gradient_buckets
-from estimator.timeline.durations import Durations, costed, op_durations, structure_of
+from estimator.timeline.durations import Durations, bound_of, costed, op_durations, structure_of
 from estimator.timeline.exchanges import NO_EXCHANGES, Exchanges, ExchangeSeconds
 from estimator.timeline.host_copies import copies_of_one_rank_s
 from estimator.timeline.kernel_groups import kernel_groups
@@ -119,7 +119,7 @@ def step_program(
     """
 
     def compiled() -> StepProgram:
-        bound = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
+        bound = bound_of(graph, batch, cache)
         asked = _Asked(
             bound=bound,
             profile=costed(profile, cache),

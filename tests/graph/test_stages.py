@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from estimator import OpGraph, trace_model
 from estimator.errors import WorkloadError
-from estimator.graph.stage_passes import held_between_passes, pass_seconds, weight_ops
+from estimator.graph.stage_passes import held_between_passes, pass_seconds, weight_shares
 from estimator.graph.stages import Blocks, split_points, stage_graphs
 from estimator.graph.structure import GraphStructure
 
@@ -128,20 +129,25 @@ def test_blocks_are_the_points_and_cuts_balance_the_time() -> None:
 def test_a_linear_layers_weight_gradient_waits_for_nothing() -> None:
     graph = traced(2)
     _, second = stage_graphs(graph, ["layers.1"])
-    alone = [second.graph.ops[index] for index in weight_ops(second.graph)]
+    shares = weight_shares(second.graph)
+    alone = [second.graph.ops[index] for index in np.flatnonzero(shares == 1.0)]
     matmuls = [op.name for op in alone if op.call.target == "aten.mm.default"]
     # Of the block's four products backward two make the gradients of weights, the head's own too.
     assert len(matmuls) == 2
-    seconds = [
-        1.0 if op.call.target in ("aten.mm.default", "aten.addmm.default") else 0.0
-        for op in second.graph.ops
-    ]
-    assert pass_seconds(second.graph, second.weight_ops, seconds.__getitem__) == (2.0, 2.0, 2.0)
+    ops = second.graph.ops
+    is_product = [op.call.target in ("aten.mm.default", "aten.addmm.default") for op in ops]
+    seconds = np.array(is_product, dtype=np.float64)
+    assert pass_seconds(is_forward(second.graph), shares, seconds) == (2.0, 2.0, 2.0)
+
+
+def is_forward(graph: OpGraph) -> NDArray[np.bool_]:
+    return np.array([op.phase == "forward" for op in graph.ops])
 
 
 def test_the_first_stage_has_no_gradient_of_its_input() -> None:
     first, _ = stage_graphs(traced(2), ["layers.1"])
-    forward, of_input, of_weights = pass_seconds(first.graph, first.weight_ops, lambda _: 1.0)
+    of = is_forward(first.graph), first.weight_shares
+    forward, of_input, of_weights = pass_seconds(*of, np.ones(len(first.ops)))
     assert of_input == 0.0
     assert forward + of_weights == len(first.ops)
 

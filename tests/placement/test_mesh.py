@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from estimator.errors import StrategyError
+from estimator.placement import process_groups
 from estimator.placement.mesh import Mesh
 from estimator.placement.placement import place
+from estimator.placement.process_groups import groups_along
 from estimator.placement.topology import Cluster, Node, Switch
 from estimator.workload import Parallelism, Strategy
 from tests.synthetic import Machine
@@ -14,6 +19,7 @@ from tests.synthetic import Machine
 RATE = 1e8  # of a node's network
 # TCP with timestamps at MTU 1500: 1448 bytes of payload in 1514 on the wire.
 TCP = 1448 / 1514
+_MACHINES = ("h100-p5", "a100-p4d", "v100-nd-v2")
 
 
 def mesh(text: str, strategy: str, cluster: Cluster | None = None) -> Mesh:
@@ -110,3 +116,30 @@ def test_experts_divide_the_ranks_of_shards_and_contexts() -> None:
     assert Parallelism(dp_shard=4, cp=2, ep=8).world_size == 8
     with pytest.raises(StrategyError, match="ep=3 does not divide the 4 ranks"):
         Parallelism(dp_shard=4, ep=3)
+
+
+@given(
+    shapes=st.lists(
+        st.tuples(st.integers(1, 5), st.sampled_from((1, 2, 4)), st.sampled_from(_MACHINES)),
+        min_size=1,
+        max_size=3,
+    ),
+    data=st.data(),
+)
+@settings(deadline=None)  # The first one loads machines.
+def test_groups_that_are_alike_are_followed_once(
+    shapes: list[tuple[int, int, str]], data: st.DataObject
+) -> None:
+    placement = place("+".join(f"{n}x{g}:{name}" for n, g, name in shapes))
+    sizes = [size for size in range(1, placement.ranks + 1) if placement.ranks % size == 0]
+    size, ranks = data.draw(st.sampled_from(sizes)), np.arange(placement.ranks)
+    strided = data.draw(st.booleans())
+    members = ranks.reshape(size, -1).T if strided else ranks.reshape(-1, size)
+    # Without nodes' names all that counts is which of them are one, and what leaves each.
+    found = groups_along(placement, members)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_groups, "_unlike", lambda node, *_: list(range(len(node))))
+        every = groups_along(placement, members)
+    assert [(group, group.link, kind) for group, kind in found] == [
+        (group, group.link, kind) for group, kind in every
+    ]

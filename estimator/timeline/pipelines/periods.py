@@ -63,6 +63,14 @@ def last_ends_s(
 ) -> list[float]:
     """When each rank ends its last pass; raises StrategyError as `pipeline_tasks` does."""
     schedule.check(ranks, micro_batches)
+    return list(_last_ends_s(schedule, ranks, micro_batches, tuple(stages)))
+
+
+@lru_cache(maxsize=4096)
+def _last_ends_s(
+    schedule: Schedule, ranks: int, micro_batches: int, stages: tuple[StageCosts, ...]
+) -> tuple[float, ...]:
+    # Strategies differ in what comes after the last pass: the passes themselves are played once.
     each = schedule.round_of(ranks, micro_batches)
     pattern = _pattern(schedule, ranks, each, micro_batches // each)
     seconds = [
@@ -74,7 +82,7 @@ def last_ends_s(
     added = micro_batches // each - pattern.blocks
     for run in pattern.runs:
         play_run(run, run.times + run.more * added, pattern.reach, seconds, ends)
-    return [ends[place] for place in pattern.last]
+    return tuple([ends[place] for place in pattern.last])
 
 
 def play_run(run: Run, times: int, reach: int, seconds: Sequence[float], ends: list[float]) -> None:

@@ -20,7 +20,7 @@ from estimator.placement.mesh import Mesh
 from estimator.placement.placement import NodeKind
 from estimator.placement.process_groups import ProcessGroup, groups_along
 from estimator.timeline.collectives import CollectiveCosts, SizedCollective
-from estimator.timeline.durations import costed, op_durations, structure_of
+from estimator.timeline.durations import bound_of, costed, dataflow_of, op_durations, structure_of
 from estimator.timeline.exchanges import Exchanges
 from estimator.timeline.pipelines.answer import StagePlan
 from estimator.timeline.plan import (
@@ -104,7 +104,7 @@ def _stage_plans(
     batch = batches[0] if batches else None
     stages = _stages(graph, mesh, batch, shape, schedule, points, cache)
     merging = mesh.parallelism.replicas > 1
-    whole = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
+    whole = bound_of(graph, batch, cache)
     held = Counter(name for stage in stages for name in stage.parameters)
     tied = frozenset(name for name, count in held.items() if count > 1)
     plans: dict[Members, StepPlan] = {}
@@ -153,12 +153,13 @@ def _passes_s(kind: RankKind, stage: Stage, cache: Cache) -> tuple[float, float,
     """Passes in a run of micro-batches, whose host is ahead where it can be."""
 
     def made() -> tuple[float, float, float]:
-        lanes, graph = replace(kind.program.lanes, count=3, lead_s=0.0), stage.graph
+        lanes = replace(kind.program.lanes, count=3, lead_s=0.0)
         before, own = lanes.ends_s(0), lanes.ends_s(1)
-        ended_s = float(own[sum(op.phase == "forward" for op in graph.ops) - 1])
+        is_forward = structure_of(stage.graph, cache).is_forward
+        ended_s = float(own[is_forward.sum() - 1])
         backward_s = float(own[-1]) - ended_s
-        spent = (lanes.device_s + lanes.host_s).tolist()
-        _, input_s, weight_s = pass_seconds(graph, stage.weight_ops, spent.__getitem__)
+        spent = lanes.device_s + lanes.host_s
+        _, input_s, weight_s = pass_seconds(is_forward, stage.weight_shares, spent)
         share = weight_s / (input_s + weight_s or 1.0)
         return ended_s - float(before[-1]), backward_s * (1 - share), backward_s * share
 
@@ -178,8 +179,8 @@ def _stages(
 ) -> tuple[Stage, ...]:
     if not points:
         points = balanced_points(graph, mesh, batch, shape.exchanges, schedule, cache)
-    structure = structure_of(graph, cache)
-    return cache.get("stages", (graph,), lambda: stage_graphs(graph, points, structure), points)
+    known = structure_of(graph, cache), dataflow_of(graph, cache)
+    return cache.get("stages", (graph,), lambda: stage_graphs(graph, points, *known), points)
 
 
 def balanced_points(
@@ -192,7 +193,7 @@ def balanced_points(
 ) -> tuple[str, ...]:
     """The points by which the slowest stage takes least, on the first ranks' kind of node."""
     node = mesh.placement.kinds[0]
-    bound = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
+    bound = bound_of(graph, batch, cache)
     blocks = blocks_of(graph, cache)
 
     def spent() -> Array:
@@ -211,7 +212,7 @@ def balanced_points(
 
 def blocks_of(graph: OpGraph, cache: Cache) -> Blocks:
     """The blocks of a graph, worked out once."""
-    return cache.get("blocks", (graph,), lambda: Blocks.of(graph))
+    return cache.get("blocks", (graph,), lambda: Blocks.of(graph, dataflow_of(graph, cache)))
 
 
 def _held(mesh: Mesh, members: Members, rank: int) -> Members:
