@@ -17,6 +17,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
+import dask
 import distributed
 import numpy as np
 
@@ -26,6 +27,9 @@ from estimator.tables import COLUMNS
 
 MACHINES = ("h100-sxm", "a100-p4d", "v100-sxm")
 TARGET_RATIO = 1.6
+# Dask has its workers give freed memory back at once (MALLOC_TRIM_THRESHOLD_), and arrays then meet
+# new pages again and again: more time than the estimates take.
+KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": 1 << 30, "MALLOC_MMAP_THRESHOLD_": 1 << 28}
 
 
 def main() -> None:
@@ -33,9 +37,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--graph", type=Path, required=True, help="As 'estimator trace' wrote it.")
     parser.add_argument("--rows", type=float, default=1e7)
-    parser.add_argument("--chunk", type=int, default=1 << 18)
+    parser.add_argument("--chunk", type=int, default=1 << 16)
     options = parser.parse_args()
     graph, rows = est.OpGraph.load(options.graph), int(options.rows)
+    dask.config.set({"distributed.nanny.pre-spawn-environ": KEPT_MEMORY | {"OMP_NUM_THREADS": 1}})
     run(graph, 1 << 15, 1 << 10, None, kill_at=None)
     found = {"one process": run(graph, rows, options.chunk, None, kill_at=None)}
     for name, kill_at in (("two workers", None), ("two workers, one killed", rows // 2)):
