@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from estimator.accuracy import interval_score
 from estimator.calibrate.baselines import LinearScaling, OptimusRegressor, PolluxRegressor
-from estimator.calibrate.intervals import SPREAD_PRIOR, Spread
+from estimator.calibrate.intervals import COVERAGE_RATIO, SPREAD_PRIOR, Spread
 from estimator.calibrate.machine_priors import priors_of
 from estimator.calibrate.mixture import ENGINE, MODEL, PRIOR
 from estimator.calibrate.protocols import DRAWS, Split, k_shot
@@ -66,8 +66,8 @@ SPREADS = (
     dataclasses.replace(SPREAD_PRIOR, inflation_sigma=0.01),
     ALONE,
 )
-# The coverage that a cell should have.
-LEAST_COVERAGE, MOST_COVERAGE = 0.75, 0.9
+# The coverage that a cell should have; one of fewer rows than these may miss it by chance.
+LEAST_COVERAGE, MOST_COVERAGE, FEW_ROWS = 0.75, 0.9, 200
 MEDIAN, P90, MEAN = range(3)
 
 
@@ -229,20 +229,34 @@ def spread_chosen_without(source: str, cells: Cells) -> int:
 def interval_report(cells: Cells, spreads: Mapping[str, int]) -> Iterator[str]:
     """Coverage and score of each cell, with the prior of the spread of each source."""
     yield _line("source", "k", "rows", "inside %", "score %", "of one width %", "less %")
-    coverages, saved = [], []
+    coverages, saved, sizes = [], [], []
     for (source, k), draws in cells.items():
         rows, coverage, score, constant = intervals_of(draws, spreads[source])
         coverages.append(coverage)
+        sizes.append(rows)
         saved.append(1 - score / constant)
         yield _line(
             source, k, rows, *(f"{100 * x:.1f}" for x in (coverage, score, constant, saved[-1]))
         )
     inside = np.array(coverages)
     good = 100 * np.mean((inside >= LEAST_COVERAGE) & (inside <= MOST_COVERAGE))
+    low, high = np.transpose([bounds_of(rows) for rows in sizes])
+    as_told = 100 * np.mean((inside >= low) & (inside <= high))
     yield (
-        f"{good:.0f} % of {len(inside)} cells hold 75 to 90 %, the least {100 * inside.min():.1f}; "
+        f"{good:.0f} % of {len(inside)} cells hold 75 to 90 %, {as_told:.0f} % where cells of few "
+        f"rows may be anywhere in the binomial 95 % range, the least {100 * inside.min():.1f}; "
         f"score {100 * np.mean(saved):.1f} % below one width in the mean over cells"
     )
+
+
+def bounds_of(rows: int) -> tuple[float, float]:
+    """The coverage that a cell of so many rows should have; of few, the binomial 95 % range."""
+    from scipy.stats import binom
+
+    if rows >= FEW_ROWS:
+        return LEAST_COVERAGE, MOST_COVERAGE
+    low, high = binom.interval(0.95, rows, COVERAGE_RATIO)
+    return min(low / rows, LEAST_COVERAGE), max(high / rows, MOST_COVERAGE)
 
 
 COLUMNS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from estimator.placement.allocation import Allocation
 from estimator.workload import Strategy
@@ -71,8 +71,7 @@ class JobContent:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepQuestion:
+class StepQuestion(NamedTuple):
     """What calibration tells the steps of one cluster apart by.
 
     `job` is the fingerprint of the graph and `workload` its name; `machines` are the names of the

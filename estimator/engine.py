@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -263,8 +263,7 @@ class _Asked(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TrialEngine:
+class TrialEngine(NamedTuple):
     """Predicts steps of a graph under trial coefficients; see `coefficients.Engine`."""
 
     engine: Engine
