@@ -63,8 +63,8 @@ class GraphStructure:
     def of(cls, graph: OpGraph, flow: Dataflow | None = None) -> GraphStructure:
         """That of a graph; `flow` is its own where it is at hand."""
         flow = flow or Dataflow.of(graph)
-        call_of, first_op = _numbered((op.call, op.other_call) for op in graph.ops)
-        spec_of, first_value = _numbered((v.spec, v.other_spec) for v in graph.values)
+        call_of, first_op = _numbered([(op.call, op.other_call) for op in graph.ops])
+        spec_of, first_value = _numbered([(v.spec, v.other_spec) for v in graph.values])
         found = Stored.of(graph, flow)
         is_view = np.array([op.is_view for op in graph.ops], dtype=np.bool_)
         is_run_again = _is_run_again(flow, call_of)
