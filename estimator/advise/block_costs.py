@@ -130,7 +130,7 @@ class Stages:
 def _kept(bound: BoundGraph, structure: GraphStructure, blocks: Blocks) -> Array:
     """Bytes that wait in each block for its own backward pass, and that its forward pass knows."""
     begin, owner, touches = int(structure.is_forward.sum()), blocks.owner, structure.touches
-    activation = np.array([storage.kind == "activation" for storage in structure.storages])
+    activation = structure.kinds == "activation"
     waits = activation & (structure.born < begin) & (structure.dies >= begin)
     reader = owner[np.minimum(structure.dies, len(owner) - 1)]
     known = np.zeros(len(waits), dtype=np.bool_)

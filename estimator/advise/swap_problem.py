@@ -311,7 +311,7 @@ class _Builder:
                     size_bytes=size,
                     accesses=tuple(sorted({*touched, *at})),
                     writers=at,
-                    value=-1 if storage is None else structure.storages[storage].root,
+                    value=-1 if storage is None else int(structure.roots[storage]),
                 )
             )
             for index, part in own:
@@ -342,7 +342,7 @@ class _Builder:
             dies=updates[-1] if updates else place.get(dies, len(self.order)),
             accesses=tuple(sorted(touched)),
             writers=tuple(sorted({born, *writers.get(storage, [])})),
-            value=structure.storages[storage].root,
+            value=int(structure.roots[storage]),
         )
 
     def _parameter_of(self) -> dict[int, int]:
@@ -360,7 +360,7 @@ class _Builder:
         for op in graph.ops:
             for value in op.inputs:
                 storage = int(structure.storage_of[value])
-                root = graph.values[structure.storages[storage].root]
+                root = graph.values[int(structure.roots[storage])]
                 if root.kind != "parameter" or storage in found:
                     continue
                 options = left.get((op.module, root.spec.shape, root.spec.dtype))

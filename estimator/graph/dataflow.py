@@ -148,3 +148,15 @@ def _trained(graph: OpGraph) -> Flags:
     flags = np.zeros(len(values), dtype=np.bool_)
     flags[list(found)] = True
     return flags
+
+
+def by_first(items: Indices, count: int) -> tuple[Indices, Indices]:
+    """(the distinct ones of items below `count` in order of appearance, the number of each)."""
+    first = np.zeros(count, dtype=np.intp)
+    # Of several the first one: the last that is written here.
+    first[items[::-1]] = np.arange(len(items))[::-1]
+    is_first = first[items] == np.arange(len(items))
+    numbers = np.zeros(count, dtype=np.intp)
+    distinct = items[is_first]
+    numbers[distinct] = np.arange(len(distinct))
+    return distinct, numbers[items]

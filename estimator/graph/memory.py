@@ -130,7 +130,7 @@ class StorageSizes:
         """`threads` are those that one rank has on a CPU."""
         block = block_bytes(bound.graph)
         sizes = -(-structure.storage_bytes(bound) // block) * block
-        kinds = np.array([storage.kind for storage in structure.storages])
+        kinds = structure.kinds
         workspaces = np.zeros(len(bound.calls), dtype=np.int64)
         if bound.graph.target == "cpu" and len(bound.calls):
             of_call = [

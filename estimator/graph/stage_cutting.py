@@ -6,15 +6,13 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from estimator.graph.dataflow import KINDS, Dataflow
+from estimator.graph.dataflow import KINDS, Dataflow, Indices, by_first
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Op, Parameter, Value
 from estimator.graph.shards import unit_path
 from estimator.graph.structure import GraphStructure
 
-Indices = NDArray[np.intp]
 _ACTIVATION, _INPUT = KINDS.index("activation"), KINDS.index("input")
 
 
@@ -60,7 +58,7 @@ class Cutting:
 
     def _content(self, structure: GraphStructure) -> Hashable:
         flow, ops, values = self._flow, self.ops, self._values
-        modules, numbers = _by_first(flow.module_of[ops], len(flow.modules))
+        modules, numbers = by_first(flow.module_of[ops], len(flow.modules))
         names = [flow.modules[module] for module in modules.tolist()]
         names += [name.rpartition(".")[0] for name in self.parameter_names]
         units = [unit_path(name) for name in names]
@@ -168,24 +166,12 @@ def _numbered(touched: Indices, base: Indices) -> tuple[Indices, Indices]:
     They stand in the order in which they are met; what they share the storage of comes last where
     nothing touches it.
     """
-    values, _ = _by_first(touched, len(base))
+    values, _ = by_first(touched, len(base))
     number = np.full(len(base), -1, dtype=np.intp)
     more = values
     while len(more):
         number[more] = np.arange(len(values) - len(more), len(values))
         bases = base[more]
-        more, _ = _by_first(bases[(bases >= 0) & (number[bases] < 0)], len(base))
+        more, _ = by_first(bases[(bases >= 0) & (number[bases] < 0)], len(base))
         values = np.concatenate([values, more])
     return number, values
-
-
-def _by_first(items: Indices, count: int) -> tuple[Indices, Indices]:
-    """(the distinct ones of items below `count` in order of appearance, the number of each)."""
-    first = np.zeros(count, dtype=np.intp)
-    # Of several the first one: the last that is written here.
-    first[items[::-1]] = np.arange(len(items))[::-1]
-    is_first = first[items] == np.arange(len(items))
-    numbers = np.zeros(count, dtype=np.intp)
-    distinct = items[is_first]
-    numbers[distinct] = np.arange(len(distinct))
-    return distinct, numbers[items]

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.graph.dataflow import Flags
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.optimizer_memory import block_bytes
-from estimator.graph.structure import Flags, GraphStructure
+from estimator.graph.structure import GraphStructure
 
 Array = NDArray[np.float64]
 
@@ -59,7 +60,7 @@ def held_between_passes(
     """
     begin = int(known.is_forward.sum())
     waits = (known.born < begin) & (known.dies >= begin)
-    kinds = np.array([storage.kind for storage in known.storages])
+    kinds = known.kinds
     has_come = np.zeros(len(kinds), dtype=np.bool_)
     has_come[known.touches.storage[known.touches.op < begin]] = True
     waits &= (kinds == "activation") | ((kinds == "input") & has_come)

@@ -16,6 +16,7 @@ from estimator.graph.memory import (
     peak_memory,
 )
 from estimator.graph.op_graph import BoundGraph, OpGraph
+from estimator.graph.ops import Parameter
 from estimator.graph.optimizer_memory import (
     OptimizerMemory,
     block_bytes,
@@ -255,13 +256,15 @@ class ShardedStep:
 def _gradients(structure: GraphStructure, sizes: StorageSizes) -> Iterator[Gradient]:
     """The storages of gradients: until when each is made, and for which unit."""
     graph = structure.graph
-    of_gradient = {parameter.gradient: parameter for parameter in graph.parameters}
-    for number in sizes.gradients:
-        storage = structure.storages[number]
-        owners = [of_gradient[value] for value in storage.values if value in of_gradient]
+    of_gradient = {p.gradient: p for p in graph.parameters if p.gradient is not None}
+    owners_of: dict[int, list[Parameter]] = {}
+    for value, parameter in sorted(of_gradient.items()):
+        owners_of.setdefault(int(structure.storage_of[value]), []).append(parameter)
+    for number in sizes.gradients.tolist():
+        owners = owners_of[number]
         ready = [len(graph.ops) - 1 if p.ready_after is None else p.ready_after for p in owners]
-        size = int(sizes.size_bytes[number])
-        yield Gradient(storage.born, max(ready), size, parameter_unit(owners[0]))
+        size, born = int(sizes.size_bytes[number]), int(structure.born[number])
+        yield Gradient(born, max(ready), size, parameter_unit(owners[0]))
 
 
 def _most(levels: Levels) -> int:

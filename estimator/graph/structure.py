@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.graph.dataflow import Dataflow, Flags, Indices
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.shards import unit_path
-from estimator.graph.storages import Storage, storages
+from estimator.graph.storages import Stored
 from estimator.tensors import OpCall
-
-Indices = NDArray[np.intp]
-Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,10 +35,11 @@ class GraphStructure:
 
     `call_of` gives each op the number of its call: equal at both traced batch sizes is equal at
     all. `first_op` is an op of each distinct call; `spec_of` and `first_value` are the same for the
-    shapes of values. `storage_of` is the number of each value's storage; storages are held from the
-    start of op `born` to the end of op `dies`, and after op `ready` the last gradient in one is
-    final, where there are any. Python issues the ops of the forward pass and those that a
-    checkpoint runs again; `checkpoints` are the first ones that each checkpoint does.
+    shapes of values. `storage_of` is the number of each value's storage, `roots` and `kinds` are
+    the values that own them and what they are for; storages are held from the start of op `born` to
+    the end of op `dies`, and after op `ready` the last gradient in one is final, where there
+    are any. Python issues the ops of the forward pass and those that a checkpoint runs again;
+    `checkpoints` are the first ones that each checkpoint does.
     """
 
     graph: OpGraph
@@ -48,8 +47,9 @@ class GraphStructure:
     first_op: tuple[int, ...]
     spec_of: Indices
     first_value: tuple[int, ...]
-    storages: tuple[Storage, ...]
     storage_of: Indices
+    roots: Indices
+    kinds: NDArray[np.str_]
     born: Indices
     dies: Indices
     ready: Indices
@@ -60,31 +60,31 @@ class GraphStructure:
     checkpoints: Indices
 
     @classmethod
-    def of(cls, graph: OpGraph) -> GraphStructure:
-        call_of, first_op = _numbered((op.call, op.other_call) for op in graph.ops)
-        spec_of, first_value = _numbered((v.spec, v.other_spec) for v in graph.values)
-        found = storages(graph)
-        storage_of = np.zeros(len(graph.values), dtype=np.intp)
-        for number, storage in enumerate(found):
-            storage_of[list(storage.values)] = number
-        dies = np.array([storage.dies for storage in found], dtype=np.intp)
-        is_run_again = _is_run_again(graph)
+    def of(cls, graph: OpGraph, flow: Dataflow | None = None) -> GraphStructure:
+        """That of a graph; `flow` is its own where it is at hand."""
+        flow = flow or Dataflow.of(graph)
+        call_of, first_op = _numbered([(op.call, op.other_call) for op in graph.ops])
+        spec_of, first_value = _numbered([(v.spec, v.other_spec) for v in graph.values])
+        found = Stored.of(graph, flow)
+        is_view = np.array([op.is_view for op in graph.ops], dtype=np.bool_)
+        is_run_again = _is_run_again(flow, call_of)
         return cls(
             graph=graph,
             call_of=call_of,
             first_op=first_op,
             spec_of=spec_of,
             first_value=first_value,
-            storages=found,
-            storage_of=storage_of,
-            born=np.array([storage.born for storage in found], dtype=np.intp),
-            dies=dies,
-            ready=_ready(graph, storage_of, dies),
-            touches=_touches(graph, storage_of.tolist()),
-            is_view=np.array([op.is_view for op in graph.ops], dtype=np.bool_),
-            is_forward=np.array([op.phase == "forward" for op in graph.ops], dtype=np.bool_),
+            storage_of=found.storage_of,
+            roots=found.roots,
+            kinds=found.kinds,
+            born=found.born,
+            dies=found.dies,
+            ready=_ready(graph, found.storage_of, found.dies),
+            touches=_touches(flow, found.storage_of, is_view),
+            is_view=is_view,
+            is_forward=flow.is_forward,
             is_run_again=is_run_again,
-            checkpoints=_checkpoints(graph, is_run_again),
+            checkpoints=_checkpoints(flow, is_run_again & ~is_view),
         )
 
     def at(self, batch: int | None) -> BoundGraph:
@@ -110,24 +110,22 @@ class GraphStructure:
     def storage_bytes(self, bound: BoundGraph) -> NDArray[np.int64]:
         """The size of each storage at a batch size: that of the largest value in it."""
         of_spec = [bound.specs[value].storage_bytes for value in self.first_value]
-        sizes = np.zeros(len(self.storages), dtype=np.int64)
+        sizes = np.zeros(len(self.roots), dtype=np.int64)
         np.maximum.at(sizes, self.storage_of, np.array(of_spec, dtype=np.int64)[self.spec_of])
         return sizes
 
 
-def _is_run_again(graph: OpGraph) -> Flags:
+def _is_run_again(flow: Dataflow, call_of: Indices) -> Flags:
     """Whether a checkpoint calls an op again; gradients need forward work of their own, too."""
-    forward = {(op.module, op.call) for op in graph.ops if op.phase == "forward"}
-    again = [op.is_repeated and (op.module, op.call) in forward for op in graph.ops]
-    return np.array(again, dtype=np.bool_)
+    call = flow.module_of * (int(call_of.max(initial=0)) + 1) + call_of
+    return np.asarray(flow.is_repeated & np.isin(call, call[flow.is_forward]))
 
 
-def _checkpoints(graph: OpGraph, is_run_again: Flags) -> Indices:
+def _checkpoints(flow: Dataflow, runs_again: Flags) -> Indices:
     """The first kernel that each block runs again; views of weights belong to no checkpoint."""
     first: dict[str, int] = {}
-    for index in np.flatnonzero(is_run_again).tolist():
-        if not graph.ops[index].is_view:
-            first.setdefault(unit_path(graph.ops[index].module), index)
+    for index in np.flatnonzero(runs_again).tolist():
+        first.setdefault(unit_path(flow.modules[flow.module_of[index]]), index)
     return np.array(list(first.values()), dtype=np.intp)
 
 
@@ -142,24 +140,19 @@ def _ready(graph: OpGraph, storage_of: Indices, dies: Indices) -> Indices:
     return ready
 
 
-def _touches(graph: OpGraph, storage_of: Sequence[int]) -> Touches:
-    last: dict[int, int] = {}
-    rows: list[tuple[int, int, bool, int]] = []
-    for index, op in enumerate(graph.ops):
-        if op.is_view:
-            continue
-        read = {storage_of[value] for value in op.inputs}
-        rows += [(index, storage, True, last.get(storage, -1)) for storage in read]
-        written = {storage_of[value] for value in op.outputs} - read
-        rows += [(index, storage, False, last.get(storage, -1)) for storage in written]
-        last.update(dict.fromkeys((*read, *written), index))
-    columns = np.array(rows, dtype=np.intp).reshape(-1, 4).T
-    return Touches(
-        op=columns[0],
-        storage=columns[1],
-        is_read=columns[2].astype(np.bool_),
-        previous=columns[3],
-    )
+def _touches(flow: Dataflow, storage_of: Indices, is_view: Flags) -> Touches:
+    counts = ~is_view[flow.touched_by]
+    every = int(storage_of.max(initial=0)) + 1
+    pairs = flow.touched_by[counts] * every + storage_of[flow.touched[counts]]
+    distinct, place = np.unique(pairs, return_inverse=True)
+    op, storage = np.divmod(distinct, every)
+    is_read = np.zeros(len(distinct), dtype=np.bool_)
+    is_read[place[~flow.is_made[counts]]] = True
+    by_storage = np.argsort(storage, kind="stable")
+    before, after = by_storage[:-1], by_storage[1:]
+    previous = np.full(len(distinct), -1, dtype=np.intp)
+    previous[after] = np.where(storage[before] == storage[after], op[before], -1)
+    return Touches(op=op, storage=storage, is_read=is_read, previous=previous)
 
 
 def _numbered(items: Iterable[tuple[Hashable, Hashable]]) -> tuple[Indices, tuple[int, ...]]:

@@ -190,9 +190,7 @@ def _wanted_results(
     """By op, which of its outputs are wanted tensors: (position, number)."""
     structure = GraphStructure.of(graph)
     of_root = {t.value: t.number for t in problem.tensors if t.value >= 0}
-    tensor_of = [
-        of_root.get(structure.storages[number].root, -1) for number in structure.storage_of
-    ]
+    tensor_of = [of_root.get(root, -1) for root in structure.roots[structure.storage_of].tolist()]
     return [
         [(i, tensor_of[value]) for i, value in enumerate(op.outputs) if tensor_of[value] in wanted]
         for op in graph.ops

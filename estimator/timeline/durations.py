@@ -119,7 +119,9 @@ def costed(profile: MachineProfile, cache: Cache) -> MachineProfile:
 
 def structure_of(graph: OpGraph, cache: Cache) -> GraphStructure:
     """The structure of a graph, worked out once."""
-    return cache.get("structure", (graph,), lambda: GraphStructure.of(graph))
+    return cache.get(
+        "structure", (graph,), lambda: GraphStructure.of(graph, dataflow_of(graph, cache))
+    )
 
 
 def bound_of(graph: OpGraph, batch: int | None, cache: Cache) -> BoundGraph:
