@@ -31,6 +31,11 @@ def test_the_readme_is_short_and_begins_with_what_for_whom_a_command_and_a_pictu
     assert "![" in first_screen
 
 
+def test_the_readme_counts_the_machines_that_ship() -> None:
+    shipped = len(list((ROOT / "data" / "machines").glob("*.json")))
+    assert f"\n{shipped} machines ship with the package" in README
+
+
 @pytest.mark.parametrize("text", COMMANDS)
 def test_a_command_of_the_readme_is_one(text: str) -> None:
     # Without the other commands of a row: "profile list, show NAME".

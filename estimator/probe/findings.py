@@ -43,7 +43,6 @@ class Findings:
     collectives: list[CollectiveCost] = field(default_factory=list)
     overlaps: list[OverlapCost] = field(default_factory=list)
     contentions: list[Contention] = field(default_factory=list)
-    canary_s: float | None = None
     rank_jitter_ratio: float | None = None
     memory_resident: bool | None = None
     facts: dict[str, Any] = field(default_factory=dict)
@@ -68,8 +67,6 @@ class Findings:
         elif part == "device":
             self.facts.update(message.get("facts", {}))
             self.sustained.update(message.get("sustained", {}))
-        elif part == "canary":
-            self.canary_s = message["canary_s"]
         elif "memory_resident" in message:
             self.memory_resident = message["memory_resident"]
 

@@ -15,7 +15,6 @@ from estimator.errors import ProbeError
 from estimator.machines.profile import KernelPoint
 from estimator.probe.backend import Backend, keep_memory_resident, touch_memory
 from estimator.probe.calls import find_operator, output_tensors, real_arguments, spec_of
-from estimator.probe.canary import canary_s
 from estimator.probe.grid import kernel_grid
 from estimator.probe.grid_calls import GridCall
 from estimator.probe.interference import Watch
@@ -67,11 +66,6 @@ def prepare(backend: Backend, emit: Emit, *, budget_s: float) -> None:
         emit({"memory_resident": resident})
     warm_up_s = _WARM_UP_S[backend.kind]
     backend.warm_up(min(warm_up_s, budget_s) if backend.kind == "cuda" else warm_up_s)
-
-
-def measure_canary(backend: Backend, emit: Emit, *, budget_s: float) -> None:
-    """The fixed matmul that tells two states of a machine apart."""
-    emit({"canary_s": canary_s(backend)})
 
 
 def measure_kernels(

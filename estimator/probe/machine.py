@@ -33,15 +33,14 @@ THOROUGH_FACTOR = 5.0
 _PLANNED_RATIO = 0.95
 _JOBS = {
     "preparing": ("kernels:prepare", 0.02),
-    "canary": ("kernels:measure_canary", 0.01),
     "host": ("host:measure_host", 0.04),
     "cold reads": ("memory:measure_cold_read", 0.01),
-    "kernels": ("kernels:measure_kernels", 0.80),
+    "kernels": ("kernels:measure_kernels", 0.81),
     "updates": ("updates:measure_updates", 0.12),
 }
 # One bad kernel leaves a process without its GPU: what would be lost with it goes first there.
 _GPU_JOBS = {
-    **{part: _JOBS[part] for part in ("preparing", "canary")},
+    "preparing": _JOBS["preparing"],
     "device": ("accelerator:measure_facts", 0.02),
     **{part: _JOBS[part] for part in ("host", "cold reads", "updates", "kernels")},
 }
@@ -223,7 +222,7 @@ class _Probe:
             updates=tuple(findings.updates),
             software=software_versions(self.devices[0]),
             hardware=hardware,
-            canary_s=findings.canary_s,
+            canary_s=self.watch.seen.canary_s,
             rank_jitter_ratio=findings.rank_jitter_ratio,
             missing=tuple(findings.missing),
             interference=self.watch.seen.interference(self.watching.usual_canary_s),

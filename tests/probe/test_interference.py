@@ -13,6 +13,7 @@ from estimator.errors import ProbeError
 from estimator.machines.profile import Interference
 from estimator.probe.interference import (
     CpuTimes,
+    Seen,
     Watch,
     check_interference,
     read_cpu_times,
@@ -125,6 +126,19 @@ def test_a_canary_that_runs_slow_disturbs_where_no_load_is_seen() -> None:
     assert watch.seen.canaries_s == [1.0, 1.0, 1.0]
     assert watch.seen.interference().canary_ratio == 1.0
     assert watch.seen.interference(usual_canary_s=0.5).canary_ratio == 2.0
+
+
+def test_a_profile_has_the_canary_of_the_whole_probe_not_that_of_its_first_moment() -> None:
+    machine = Machine()
+    # A quarter of the moments run 1.25 times as long, the first among them.
+    times = iter([1.25, 1.0, 1.01, 1.02, 1.25, 1.0, 1.01, 1.02])
+    watch = machine.watch(0.0, lambda: next(times))
+    for _ in range(8):
+        watch.run(machine.measure)
+    assert watch.seen.canary_s == pytest.approx(1.015)
+    # Beside an earlier probe whose median was the same nothing looks slow.
+    assert watch.seen.interference(usual_canary_s=1.015).canary_ratio == pytest.approx(1.015)
+    assert Seen().canary_s is None
 
 
 def test_only_what_is_beyond_doubt_is_refused() -> None:

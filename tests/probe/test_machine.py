@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -25,13 +26,13 @@ POINT = {"call": grid_call("relu.default", tensor(8)).call.encode(), "warm_s": 1
 
 
 def cut_short(by: type[BaseException]) -> Callable[..., None]:
-    """A first process that measures the canary and one kernel, then ends that way."""
+    """A first process that prepares, reads and measures one kernel, then ends that way."""
 
     def run_jobs(
         _device: Device, _jobs: Any, on_finding: Callable[[str, Any], None], _watching: Any
     ) -> None:
-        on_finding("canary", {"canary_s": 0.004})
-        on_finding("canary", FINISHED)
+        on_finding("host", FINISHED)
+        on_finding(WATCH, {"seen": asdict(Seen(canaries_s=[0.009, 0.003, 0.004]))})
         on_finding("kernels", dict(POINT))
         raise by("the process died")
 
@@ -48,7 +49,7 @@ def test_interrupted_it_keeps_what_it_has_and_names_the_rest(
     assert "kernels: cut short" in profile.missing
     assert "updates: not reached" in profile.missing
     assert "first touch: interrupted" in profile.missing
-    assert not any(part.startswith("canary") for part in profile.missing)
+    assert not any(part.startswith("host") for part in profile.missing)
     assert MachineProfile.from_dict(profile.to_dict()) == profile
 
 
@@ -157,9 +158,13 @@ def test_a_busy_machine_is_refused_and_probed_all_the_same_if_forced(
     busy(monkeypatch, 0.5)
     monkeypatch.setattr(machine_module, "run_jobs", cut_short(KeyboardInterrupt))
     said: list[str] = []
-    with pytest.raises(ProbeError, match=r"other programs use 50 % of its cores"):
+    # By the clock of this process, which may be held up between two looks at it.
+    with pytest.raises(ProbeError, match=r"other programs use \d+ % of its cores"):
         probe_machine(devices=1, kind="cpu", budget_s=0.5, say=said.append)
-    assert said == ["other programs use 50 % of the cores: waiting for them, 0 s at most"]
+    (waits,) = said
+    assert re.fullmatch(
+        r"other programs use \d+ % of the cores: waiting for them, 0 s at most", waits
+    )
     profile = probe_machine(devices=1, kind="cpu", budget_s=0.5, force=True, say=said.append)
     assert [cost.target for cost in profile.kernels] == ["aten.relu.default"]
     assert len(said) == 1
@@ -197,7 +202,7 @@ def test_an_earlier_profile_of_the_same_state_tells_how_long_the_canary_takes(
 
     def run_jobs(_device: Device, _jobs: Any, on_finding: Any, watching: Watching) -> None:
         usual.append(watching.usual_canary_s)
-        on_finding("canary", {"canary_s": 0.004})
+        on_finding(WATCH, {"seen": asdict(Seen(canaries_s=[0.004]))})
         raise KeyboardInterrupt
 
     monkeypatch.setattr(machine_module, "run_jobs", run_jobs)
