@@ -25,6 +25,8 @@ class Case:
     accumulation_steps: int = 1
     batch: int | None = None
     layout: str | None = None
+    # What the products of a rank take a step, of models of `layout_paces`.
+    rank_s: float | None = None
     title: str = ""
 
     @property
@@ -36,6 +38,8 @@ class Case:
         """The group of cases that this one is judged in."""
         if not self.is_paced:
             return "computing"
+        if self.rank_s:
+            return "paced layouts"
         if self.layout:
             return "paced pipelines"
         return "paced fsdp" if self.strategy.startswith("fsdp") else "paced"
@@ -43,6 +47,7 @@ class Case:
     @property
     def key(self) -> str:
         parts = [self.bed, self.model, self.allocation, self.layout or self.strategy]
+        parts += [self.strategy] if self.layout and self.strategy.startswith("fsdp") else []
         parts += [f"a{self.accumulation_steps}"] if self.accumulation_steps > 1 else []
         return " ".join([*parts, *([f"b{self.batch}"] if self.batch else [])])
 
@@ -119,6 +124,8 @@ def beds() -> dict[str, TestbedDescription]:
         "fast": uniform(nodes=2, devices=1, uplink="10 Gbit/s"),
         **{name: uniform(nodes=2, devices=2, uplink=rate) for name, (rate, _) in _SHARDED.items()},
         **_mixed_beds(),
+        "eight200": uniform(nodes=4, devices=2, uplink="200 Mbit/s"),
+        "sixteen200": uniform(nodes=8, devices=2, uplink="200 Mbit/s"),
         "grid": uniform(nodes=6, devices=1, uplink="400 Mbit/s"),
         "oversubscribed": uniform(
             nodes=8, devices=1, uplink="500 Mbit/s", racks=2, rack_uplink="500 Mbit/s"
@@ -198,6 +205,7 @@ def cases() -> list[Case]:
         _case("fast", "few_big", "n0[0]+n1[0]"),
         *_sharded_cases(),
         *_pipelined_cases(),
+        *_divided_cases(),
     ]
 
 
@@ -237,6 +245,42 @@ def _pipelined_cases() -> Iterator[Case]:
                         allocation=allocation,
                         layout=f"pp={ranks},schedule={schedule},dp=1",
                         accumulation_steps=count,
+                    )
+
+
+# Layouts that divide layers, by allocation, and those of them that FSDP shards too.
+_LAYOUTS = {
+    "n0[0]+n1[0]": ("tp=2", "tp=2,sp", "cp=2", "cp=2,ring", "ep=2"),
+    "n0[0]+n1[0]+n2[0]+n3[0]": (
+        *("tp=4", "tp=4,sp", "tp=2,dp=2", "tp=2,sp,dp=2"),
+        *("cp=4", "cp=4,ring", "ep=4"),
+    ),
+    "n0[0,1]+n1[0,1]": ("tp=2,dp=2", "tp=2,sp,dp=2", "tp=4"),
+    "n0[0]+n1[0]+n0[1]+n1[1]": ("tp=2,dp=2",),
+    "+".join(f"n{node}[0,1]" for node in range(4)): ("tp=2,dp=4", "tp=4,dp=2", "tp=8", "ep=8"),
+    "+".join(f"n{node}[0]" for node in range(8)): ("tp=4,dp=2", "tp=4,sp,dp=2"),
+    "+".join(f"n{node}[0,1]" for node in range(8)): ("tp=4,dp=4", "tp=8,dp=2", "ep=16"),
+}
+_SHARDED_TOO = ("tp=2,dp=2", "tp=4,dp=2", "tp=2,dp=4", "tp=2,sp,dp=2")
+
+
+def _divided_cases() -> Iterator[Case]:
+    """Layers divided over ranks of one node, of several, and over all of a group."""
+    for allocation, layouts in _LAYOUTS.items():
+        ranks = Allocation.parse(allocation).ranks
+        for layout in layouts:
+            strategies = ["ddp:view"] + (["fsdp"] if layout in _SHARDED_TOO else [])
+            models = ("decoder", "gpt") if layout in ("tp=2", "tp=2,sp") else ("decoder",)
+            for strategy in strategies:
+                for model in ("qwen3_moe",) if layout.startswith("ep") else models:
+                    yield Case(
+                        bed="eight200" if "n4" not in allocation else "sixteen200",
+                        model=model,
+                        allocation=allocation,
+                        strategy=strategy,
+                        layout=layout,
+                        # The more ranks share a core, the longer each leaves it alone.
+                        rank_s=max(0.6, 0.2 * ranks),
                     )
 
 

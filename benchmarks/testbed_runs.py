@@ -12,8 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from layout_paces import Divided, divided
 from records import Progress, Record, Records, say
-from testbed import paced
+from testbed import layouts, paced
 from testbed.launch import launch
 from testbed.measure import measure
 from testbed.network import Testbed, testbed, unavailable_reason
@@ -152,9 +153,15 @@ class ModelBench(Bench):
 
     def graph(self, case: Case) -> OpGraph:
         """The traced graph of a case's model, once."""
+        if case.rank_s:
+            return self.divided(case).graph
         if case.model not in self._graphs:
             self._graphs[case.model] = self.traced(case)
         return self._graphs[case.model]
+
+    def divided(self, case: Case) -> Divided:
+        """The same of a model of `layout_paces`."""
+        return divided(case.model, case.layout or "", rank_s=case.rank_s or 0.0)
 
     def traced(self, case: Case) -> OpGraph:
         """The graph of a paced model, or one traced from `local_models`."""
@@ -186,13 +193,16 @@ class ModelBench(Bench):
             "batch_per_gpu": case.batch,
             "accumulation_steps": case.accumulation_steps,
             "layout": case.layout,
+            **changed,
         }
-        return estimate_graph(
-            self.graph(case), allocation, **{**self.asked(case), **options, **changed}
-        )
+        if case.rank_s and options["layout"]:
+            options["tp_plan"] = self.divided(case).plan
+        return estimate_graph(self.graph(case), allocation, **{**self.asked(case), **options})
 
     def train(self, bed: Testbed, case: Case, **changed: Any) -> Record:
         """One launch of a case: the slowest rank's seconds of a step; raises TrainingError."""
+        if case.rank_s:
+            return {"step_s": self.train_divided(bed, case)}
         if case.layout:
             return {"step_s": self.train_stages(bed, case)}
         options = {"batch": case.batch, "steps": self.options.steps, **changed}
@@ -206,6 +216,20 @@ class ModelBench(Bench):
             **options,
         )
         return {"step_s": run.step_s}
+
+    def train_divided(self, bed: Testbed, case: Case) -> float:
+        """The same of a model that torch's own parallelism divides."""
+        known = self.divided(case)
+        return layouts.step_seconds(
+            bed,
+            case.model,
+            case.allocation,
+            layout=case.layout or "",
+            plan=known.plan,
+            strategy=case.strategy,
+            flops_per_s=known.flops_per_s,
+            steps=self.options.steps,
+        )
 
     def train_stages(self, bed: Testbed, case: Case) -> float:
         """The same of a model in stages, cut where the engine has them begin."""

@@ -30,6 +30,7 @@ BOUNDS = {
     "paced": Bound(median_ratio=0.03, worst_ratio=0.10),
     "paced fsdp": Bound(median_ratio=0.03, worst_ratio=0.10),
     "paced pipelines": Bound(median_ratio=0.03, worst_ratio=0.10),
+    "paced layouts": Bound(median_ratio=0.03, worst_ratio=0.10),
 }
 FORMS = {"linear": LinearScaling, "optimus": OptimusRegressor, "pollux": PolluxRegressor}
 LONG_STEP_S = 1.0

@@ -2,8 +2,9 @@
 
 Every rank computes its passes in the order of the schedule; what a stage sends travels on a lane of
 its own from rank to rank, in the order in which it is sent, and the pass that needs it waits for
-it. As in torch.distributed.pipelining, GPipe and 1F1B receive only once they have nothing else to
-do before, and nothing is sent before it is received; the other schedules have asked for it earlier.
+it. As in torch.distributed.pipelining nothing is sent before it is received: GPipe and 1F1B receive
+once they have nothing else to do before, the other schedules after the passes that a rank has come
+to when all take one at a time.
 1F1B (Megatron-LM's too) waits for what it sends as well: between a forward and a backward pass for
 the one just sent, within a run of either for the one before.
 """
@@ -155,6 +156,9 @@ class _Ordering:
                 if before >= len(self._passes[receiver]):
                     continue
                 after += self._passes[receiver][before : before + 1] if before >= 0 else []
+            else:
+                # As torch's `_add_send_recv` does (pipelining/schedules.py).
+                after += self._passes[receiver][-1:]
             self._unsent.remove((rank, place))
             self.items.append(Item(action, rank, receiver, tuple(after)))
             self._sent[rank][place] = self._left[_result(action)] = len(self.items) - 1
