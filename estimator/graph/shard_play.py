@@ -70,12 +70,16 @@ class Ledger:
 
 
 class Gradient(NamedTuple):
-    """A storage of gradients: the op that makes it, the one after which it is final, its unit."""
+    """A storage of gradients: the op that makes it, the one after which it is final, its unit.
+
+    The ranks that FSDP shards over have `parts` unlike ones.
+    """
 
     born: int
     final: int
     size_bytes: int
     unit: str
+    parts: int = 1
 
 
 class Reduction(NamedTuple):
@@ -156,10 +160,12 @@ def play_fsdp(
 
     afters = [released(gradient) for gradient in gradients]
     sizes: Counter[int] = Counter()
+    kept: Counter[int] = Counter()
     for after, gradient in zip(afters, gradients, strict=True):
         sizes[after] += gradient.size_bytes
+        kept[after] += gradient.size_bytes * gradient.parts
     reductions = [
-        Reduction(after, int(size * dtypes.reduced_ratio), size * dtypes.stored_ratio)
+        Reduction(after, int(size * dtypes.reduced_ratio), kept[after] * dtypes.stored_ratio)
         for after, size in sorted(sizes.items())
     ]
     whole, shards = _reduce(

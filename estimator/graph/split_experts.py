@@ -163,7 +163,7 @@ class _Splitter(Walk):
             spec=self._spec(parameter.spec, at),
             gradient=gradient,
             ready_after=len(self.ops) - 1,
-            is_expert=True,
+            expert_parts=self.degree,
         )
 
     # Tokens to their experts and back

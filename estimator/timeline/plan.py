@@ -293,6 +293,8 @@ def groups_of(
     if rules.axes == (DP,):
         return {DP: (whole,)}, (kind.profile,)
     shard = mesh.parallelism.shards
+    if mesh.parallelism.ep > 1:
+        return _groups_beside_layers(mesh, rules)
     if shard == mesh.placement.ranks:
         return {DP: (whole,), DP_SHARD: (whole,), DP_REPLICATE: ()}, (kind.profile,)
     networks: dict[int, MachineProfile] = {id(kind.profile): kind.profile}
@@ -311,7 +313,8 @@ def _groups_beside_layers(
     """The same where ranks share layers too: of groups that work at once the slowest counts."""
     networks: dict[int, MachineProfile] = {}
     found: dict[str, tuple[ProcessGroup, ...]] = {}
-    for axis in dict.fromkeys((DP, *rules.axes)):
+    experts = rules.expert_axes if mesh.parallelism.ep > 1 else ()
+    for axis in dict.fromkeys((DP, *rules.axes, *experts)):
         some = mesh.groups(axis)
         for _, node in some:
             networks.setdefault(id(node.profile), node.profile)

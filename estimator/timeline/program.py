@@ -120,6 +120,7 @@ def step_program(
 
     def compiled() -> StepProgram:
         bound = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
+        sharded = merging and strategy.kind == "fsdp"
         asked = _Asked(
             bound=bound,
             profile=costed(profile, cache),
@@ -129,6 +130,9 @@ def step_program(
             accumulation_steps=accumulation_steps,
             exchanged=exchanges.seconds(bound) if exchanges else NO_EXCHANGES,
             trained=cache.get("trained", (bound,), lambda: Trained.of(bound)),
+            updated=cache.get(
+                "updated", (bound,), lambda: Trained.of(bound, sharded=sharded), sharded
+            ),
             cache=cache,
         )
         return _compile(asked)
@@ -153,6 +157,7 @@ class _Asked:
     accumulation_steps: int
     exchanged: ExchangeSeconds
     trained: Trained
+    updated: Trained
     cache: Cache
 
     @property
@@ -231,7 +236,7 @@ def _update(
     asked: _Asked, lanes: MicroBatches, sharding: bool
 ) -> tuple[MicroBatches, float, float, Provenance]:
     """(lanes, seconds of the update behind them, those that no sharding shortens, their source)."""
-    graph, profile, strategy, trained = asked.graph, asked.profile, asked.strategy, asked.trained
+    graph, profile, strategy, trained = asked.graph, asked.profile, asked.strategy, asked.updated
     stored_ratio = strategy.shard_dtypes(graph.precision).stored_ratio
     stored_ratio *= strategy.master_ratio(graph.precision)
     kind: DeviceKind | None = "cpu" if strategy.offload else None
@@ -334,7 +339,8 @@ def _sharded_lane(asked: _Asked, durations: Durations) -> _Lane:
     reducing = accumulation_steps if asked.strategy.gradient_sync else 1
     copied_s = accumulation_steps * out_s[list(passes.gathered)].sum()
     copied_s += reducing * in_s[[0, *passes.reduced]].sum()
-    sums_s = np.array([(accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)])
+    summed = asked.updated if asked.strategy.gradient_sync else asked.trained
+    sums_s = np.array([(accumulation_steps - 1) * accumulate_s(summed, *asked.machine)])
     segments_s = np.concatenate([segment_seconds(lanes, passes), out_s, in_s, sums_s])
     return _Lane(
         lanes=lanes,

@@ -37,17 +37,19 @@ class Trained:
     matrices: tuple[tuple[tuple[int, int], int], ...] = ()
 
     @classmethod
-    def of(cls, bound: BoundGraph) -> Trained:
-        specs = [p.spec for p in bound.graph.parameters if p.gradient is not None]
-        sizes = [spec.nbytes for spec in specs]
+    def of(cls, bound: BoundGraph, *, sharded: bool = False) -> Trained:
+        """Those of a rank or, `sharded`, of all ranks that hold shards of one model together."""
+        own = [p for p in bound.graph.parameters if p.gradient is not None]
+        parts = [p.sharded_parts if sharded else 1 for p in own]
+        sizes = [p.spec.nbytes * count for p, count in zip(own, parts, strict=True)]
         return cls(
-            tensors=len(specs),
-            elements=sum(spec.numel for spec in specs),
+            tensors=len(own),
+            elements=sum(p.spec.numel * count for p, count in zip(own, parts, strict=True)),
             size_bytes=sum(sizes),
             words=sum(size // 4 for size in sizes),
             idle=_idle_parameters(bound),
-            dtensors=sum(p.is_dtensor for p in bound.graph.parameters if p.gradient is not None),
-            matrices=_matrices(bound.graph),
+            dtensors=sum(p.is_dtensor for p in own),
+            matrices=_matrices(bound.graph, sharded=sharded),
         )
 
     @property
@@ -135,8 +137,9 @@ def _tensors(trained: Trained, graph: OpGraph) -> float:
     return matrices + (trained.tensors - matrices) * beside.tensor_s / own.tensor_s
 
 
-def _matrices(graph: OpGraph) -> tuple[tuple[tuple[int, int], int], ...]:
-    sizes = Counter(t.shape for t in trained_tensors(graph) if is_muon_matrix(t))
+def _matrices(graph: OpGraph, *, sharded: bool) -> tuple[tuple[tuple[int, int], int], ...]:
+    tensors = trained_tensors(graph, sharded=sharded)
+    sizes = Counter(t.shape for t in tensors if is_muon_matrix(t))
     return tuple(((shape[0], shape[1]), count) for shape, count in sizes.items())
 
 

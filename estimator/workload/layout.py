@@ -99,18 +99,19 @@ class Layout:
             )
         shard = self._shard(dp, strategy.shard) if strategy.kind == "fsdp" else None
         if self.ep > 1:
-            self._check_experts(dp, strategy)
-            shard = dp
+            # FSDP shards over ranks that have all experts together.
+            self._check_experts(dp if shard is None else shard, strategy)
+            shard = dp if shard is None else shard
         data = Parallelism.data_parallel(dp, shard=shard, micro_batches=micro_batches)
         axes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "schedule": str(self.schedule)}
         found = replace(data, **axes, megatron=self.megatron)  # type: ignore[arg-type]
         return replace(found, ep=self.ep)
 
     def _check_experts(self, dp: int, strategy: Strategy) -> None:
-        if strategy.kind != "ddp":
+        if strategy.kind not in ("ddp", "fsdp") or strategy.offload:
             raise StrategyError(
-                f"layout '{self}' divides experts, which is estimated with ddp alone, not with "
-                f"{strategy.kind}; leave ep or the strategy out"
+                f"layout '{self}' divides experts, which is estimated with ddp and fsdp without "
+                f"offload, found '{strategy}'; leave ep or the strategy out"
             )
         if dp * self.cp % self.ep:
             raise StrategyError(
