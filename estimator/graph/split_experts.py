@@ -20,7 +20,7 @@ from estimator.machines.profile import CollectiveName
 from estimator.tensors import OpCall, TensorSpec
 
 EXPERT_DP = "expert_dp"
-_GROUPED = "_grouped_mm"
+GROUPED = "_grouped_mm"
 _TRANSPOSES = ("t", "transpose")
 # They take a shape and a dtype from their first tensor, not its elements.
 _LIKE = ("new_zeros", "new_empty", "new_ones", "empty_like", "zeros_like")
@@ -32,13 +32,17 @@ def split_experts(graph: OpGraph, *, ep: int, imbalance: float = 1.0) -> OpGraph
     The rank with most tokens has `imbalance` times the mean. Raises StrategyError where there are
     no grouped experts, or some that the degree does not divide.
     """
-    return graph if ep == 1 else _Splitter(graph, ep, imbalance).split()
+    return graph if ep == 1 else ExpertSplitter(graph, ep, imbalance).split()
 
 
-class _Splitter(Walk):
+class ExpertSplitter(Walk):
+    """One of the ranks among which experts are divided."""
+
     def __init__(self, graph: OpGraph, degree: int, imbalance: float) -> None:
         super().__init__(graph, "ep", degree)
         self.imbalance = imbalance
+        # Of the ranks that FSDP shards other weights over, how many have unlike experts.
+        self.parts = degree
         self.dispatched: dict[int, int] = {}
         self.combined: dict[int, int] = {}
         # What a transposed value was before, and which dimensions of it.
@@ -66,7 +70,7 @@ class _Splitter(Walk):
                 break
             if op_name(op) in (*_TRANSPOSES, "_to_copy") and op.inputs[0] in weights:
                 weights[op.outputs[0]] = weights[op.inputs[0]]
-            elif op_name(op) == _GROUPED and op.inputs[1] in weights:
+            elif op_name(op) == GROUPED and op.inputs[1] in weights:
                 weight = weights[op.inputs[1]]
                 count = self.graph.values[weight].spec.shape[0]
                 if count % self.degree:
@@ -88,7 +92,7 @@ class _Splitter(Walk):
         inputs = [self._current(value, op) for value in op.inputs]
         before = tuple([self.at[value] for value in inputs])
         name = op_name(op)
-        if name == _GROUPED and any(before):
+        if name == GROUPED and any(before):
             self._placed_op(op, inputs, self._grouped(op, before))
         elif not any(isinstance(at, Routed) for at in before):
             super()._op(op)
@@ -163,7 +167,7 @@ class _Splitter(Walk):
             spec=self._spec(parameter.spec, at),
             gradient=gradient,
             ready_after=len(self.ops) - 1,
-            expert_parts=self.degree,
+            expert_parts=self.parts,
         )
 
     # Tokens to their experts and back

@@ -287,14 +287,12 @@ def groups_of(
     mesh: Mesh, rules: Rules
 ) -> tuple[dict[str, tuple[ProcessGroup, ...]], tuple[MachineProfile, ...]]:
     """(process groups along the axes of a strategy, the profiles that they name)."""
-    if mesh.parallelism.replicas != mesh.placement.ranks:
+    if mesh.parallelism.replicas != mesh.placement.ranks or mesh.parallelism.ep > 1:
         return _groups_beside_layers(mesh, rules)
     whole, kind = whole_group(mesh.placement), slowest_network(mesh.placement)
     if rules.axes == (DP,):
         return {DP: (whole,)}, (kind.profile,)
     shard = mesh.parallelism.shards
-    if mesh.parallelism.ep > 1:
-        return _groups_beside_layers(mesh, rules)
     if shard == mesh.placement.ranks:
         return {DP: (whole,), DP_SHARD: (whole,), DP_REPLICATE: ()}, (kind.profile,)
     networks: dict[int, MachineProfile] = {id(kind.profile): kind.profile}

@@ -34,7 +34,7 @@ from estimator.timeline.shard_costs import (
     unit_copies_s,
 )
 from estimator.timeline.step_times import part_durations
-from estimator.timeline.updates import Trained, update_cost, update_lanes
+from estimator.timeline.updates import Trained, trained_of, update_cost, update_lanes
 from estimator.workload import Strategy
 from estimator.workload.precision import peak_dtype
 
@@ -120,7 +120,6 @@ def step_program(
 
     def compiled() -> StepProgram:
         bound = cache.get("bound", (graph,), lambda: graph.at(batch), batch)
-        sharded = merging and strategy.kind == "fsdp"
         asked = _Asked(
             bound=bound,
             profile=costed(profile, cache),
@@ -129,10 +128,8 @@ def step_program(
             strategy=strategy,
             accumulation_steps=accumulation_steps,
             exchanged=exchanges.seconds(bound) if exchanges else NO_EXCHANGES,
-            trained=cache.get("trained", (bound,), lambda: Trained.of(bound)),
-            updated=cache.get(
-                "updated", (bound,), lambda: Trained.of(bound, sharded=sharded), sharded
-            ),
+            trained=trained_of(bound, cache),
+            updated=trained_of(bound, cache, sharded=merging and strategy.kind == "fsdp"),
             cache=cache,
         )
         return _compile(asked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.optimizer_memory import trained_tensors, update_call
@@ -57,6 +58,11 @@ class Trained:
         """(how many matrices Muon would update, their elements)."""
         elements = sum(rows * columns * count for (rows, columns), count in self.matrices)
         return sum(count for _, count in self.matrices), elements
+
+
+def trained_of(bound: BoundGraph, cache: Cache, *, sharded: bool = False) -> Trained:
+    """The parameters of a graph, worked out once; see `Trained.of`."""
+    return cache.get("trained", (bound,), lambda: Trained.of(bound, sharded=sharded), sharded)
 
 
 def update_cost(

@@ -135,10 +135,11 @@ def test_sharded_bytes_of_experts_follow_from_the_units() -> None:
 @pytest.mark.parametrize(
     ("layout", "strategy", "sentence"),
     [
-        ("ep=3", "ddp", "ep=3 does not divide the 8 experts|over 3 of the 8 ranks"),
+        ("ep=3", "ddp", "ep=3 does not divide the 8 experts|over 3 of the 8 ranks of dp"),
         ("ep=2", "zero1", "estimated with ddp and fsdp without offload, found 'zero1'"),
-        ("ep=8", "fsdp:shard=4", "over 8 of the 4 ranks"),
-        ("tp=2,ep=2", "ddp", "leave tp or ep out"),
+        ("ep=8", "fsdp:shard=4", "over 8 of the 4 ranks of dp, cp and tp"),
+        ("tp=4,ep=2", "ddp", "tp=4 ranks that share a batch are among .* found ep=2"),
+        ("tp=2,ep=4,all-reduce", "ddp", "write ep and tp alike"),
         ("imbalance=2", "ddp", "write ep=2 or more"),
         ("ep=2,imbalance=0.5", "ddp", "from 1 to 10000, found '0.5'"),
         ("ep=2,imbalance=much", "ddp", "found 'much'"),
@@ -151,6 +152,28 @@ def test_a_layout_of_experts_that_cannot_be_is_refused(
         answer("1x8:h100-sxm", layout, strategy=strategy)
 
 
-def test_a_layout_with_experts_prints_as_it_is_read() -> None:
-    text = "cp=2,ep=4,imbalance=1.25,dp=*"
+@pytest.mark.parametrize(
+    "text", ["cp=2,ep=4,imbalance=1.25,dp=*", "tp=2,ep=2,all-reduce,dp=*", "tp=2,ep=4,dp=*"]
+)
+def test_a_layout_with_experts_prints_as_it_is_read(text: str) -> None:
     assert str(Layout.parse(text)) == text
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "layout", ["tp=2,ep=4", "tp=2,ep=2,all-reduce", "tp=2,ep=8", "tp=2,cp=2,ep=4"]
+)
+def test_experts_and_layers_are_divided_together(layout: str, strategy: str) -> None:
+    found = answer("1x8:h100-sxm", layout, strategy=strategy)
+    assert found.timeline.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
+    # A group with the ranks that share a batch in it, and the ranks with the same experts.
+    ep = Layout.parse(layout).ep
+    mesh = found.plan.mesh
+    assert mesh.members("ep")[0].tolist() == list(range(ep))
+    assert mesh.members("expert_dp")[0].tolist() == list(range(0, 8, ep))
+    sizes = {p.name: -(-p.spec.nbytes // 512) * 512 for p in GRAPH.parameters}
+    experts = sum(size for name, size in sizes.items() if "experts" in name)
+    if strategy == "ddp":
+        plain = answer("1x8:h100-sxm", layout.replace(f",ep={ep}", "").replace(",all-reduce", ""))
+        saved = plain.memory.parameters_bytes - found.memory.parameters_bytes
+        assert saved == experts - experts // ep
