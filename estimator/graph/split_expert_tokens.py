@@ -13,6 +13,7 @@ from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Op, Parameter
 from estimator.graph.split_experts import GROUPED, ExpertSplitter
 from estimator.graph.split_placements import PARTIAL, Placement, Routed, Shard
+from estimator.graph.split_plan import divided_experts
 from estimator.graph.split_rules import Placed
 from estimator.graph.split_walk import Walk, op_name
 from estimator.tensors import OpCall, TensorSpec
@@ -38,10 +39,11 @@ def sum_experts(graph: OpGraph, *, ep: int, imbalance: float = 1.0) -> OpGraph:
 
 
 class _Modules:
-    """The modules of experts: those with grouped matmuls, and what is below them."""
+    """The modules of divided experts: those with grouped matmuls, and what is below them."""
 
     def __init__(self, graph: OpGraph) -> None:
-        self._own = {op.module for op in graph.ops if op_name(op) == GROUPED}
+        grouped = {op.module for op in graph.ops if op_name(op) == GROUPED}
+        self._own = divided_experts(graph.ep_plan, grouped) or grouped
         self._known: dict[str, str | None] = {}
 
     def of(self, module: str) -> str | None:
@@ -162,7 +164,7 @@ class _Sums(ExpertSplitter):
         return self._met(value, None, op) if self.at[value] == PARTIAL else value
 
     def _op(self, op: Op) -> None:
-        if op_name(op) != GROUPED:
+        if not self._divides(op):
             super()._op(op)
             return
         inputs = [self._current(value, op) for value in op.inputs]

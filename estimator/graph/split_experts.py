@@ -14,6 +14,7 @@ from estimator.graph.exchanges import collective_call
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Op, Parameter
 from estimator.graph.split_placements import PARTIAL, Placement, Routed, Shard
+from estimator.graph.split_plan import divided_experts
 from estimator.graph.split_rules import Placed
 from estimator.graph.split_walk import KEEP_PARTIAL, Walk, op_name
 from estimator.machines.profile import CollectiveName
@@ -55,22 +56,25 @@ class ExpertSplitter(Walk):
         routing = "tokens are routed evenly"
         if self.imbalance != 1.0:
             routing = f"the rank with most tokens has {self.imbalance:.3g} times the mean"
+        source = "" if self.named is None else ", by base_model_ep_plan of its config"
         return (
-            f"ep={self.degree} divides {self.experts} experts of every layer; {routing}, they go "
-            "by all-to-all, which overlaps nothing, and gradients of experts are reduced as they "
-            "become ready",
+            f"ep={self.degree} divides {self.experts} experts of every layer{source}; {routing}, "
+            "they go by all-to-all, which overlaps nothing, and gradients of experts are reduced "
+            "as they become ready",
         )
 
     def _divided(self) -> int:
         """Mark the weights of experts; how many there are in a layer."""
         weights = {n: n for n, value in enumerate(self.graph.values) if value.kind == "parameter"}
+        grouped = {op.module for op in self.graph.ops if op_name(op) == GROUPED}
+        self.named = divided_experts(self.graph.ep_plan, grouped)
         count = 0
         for op in self.graph.ops:
             if op.phase != "forward":
                 break
             if op_name(op) in (*_TRANSPOSES, "_to_copy") and op.inputs[0] in weights:
                 weights[op.outputs[0]] = weights[op.inputs[0]]
-            elif op_name(op) == GROUPED and op.inputs[1] in weights:
+            elif self._divides(op) and op.inputs[1] in weights:
                 weight = weights[op.inputs[1]]
                 count = self.graph.values[weight].spec.shape[0]
                 if count % self.degree:
@@ -86,13 +90,17 @@ class ExpertSplitter(Walk):
             )
         return count
 
+    def _divides(self, op: Op) -> bool:
+        """Whether an operator is of divided experts: all are where no plan names them."""
+        return op_name(op) == GROUPED and (self.named is None or op.module in self.named)
+
     # What the walk asks
 
     def _op(self, op: Op) -> None:
         inputs = [self._current(value, op) for value in op.inputs]
         before = tuple([self.at[value] for value in inputs])
         name = op_name(op)
-        if name == GROUPED and any(before):
+        if self._divides(op) and any(before):
             self._placed_op(op, inputs, self._grouped(op, before))
         elif not any(isinstance(at, Routed) for at in before):
             super()._op(op)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,6 +153,32 @@ def test_a_model_without_experts_is_refused() -> None:
         split_experts(graph, ep=2)
 
 
+def test_the_plan_of_the_config_says_which_experts_are_divided() -> None:
+    assert ("layers.*.mlp.experts", "ep_dispatch_experts") in GRAPH.ep_plan
+    assert "by base_model_ep_plan of its config" in split_experts(GRAPH, ep=2).assumptions[-1]
+    one = replace(GRAPH, ep_plan=(("layers.1.mlp.experts", "ep_dispatch_experts"),))
+    local = split_experts(one, ep=2)
+    there, back = ("forward", "all_to_all", ROW_BYTES), ("backward", "all_to_all", ROW_BYTES)
+    assert exchanged(local, "ep") == [COUNTS, there, there, back, back]
+    divided = {p.name for p in local.parameters if p.is_expert}
+    assert divided == {p.name for p in GRAPH.parameters if "layers.1.mlp.experts" in p.name}
+    tokens = ROW_BYTES // CHOSEN
+    summed = [each[1:] for each in exchanged(sum_experts(one, ep=2), "ep")]
+    assert summed.count(("all_reduce", tokens)) == 2
+
+
+def test_a_plan_that_names_no_module_of_the_model_is_not_followed() -> None:
+    other = replace(GRAPH, ep_plan=(("blocks.*.experts", "ep_dispatch_experts"),))
+    assert exchanged(split_experts(other, ep=2), "ep") == exchanged(
+        split_experts(GRAPH, ep=2), "ep"
+    )
+
+
+def test_the_plan_of_experts_is_kept_in_a_file(tmp_path: Path) -> None:
+    GRAPH.save(tmp_path / "moe.graph")
+    assert OpGraph.load(tmp_path / "moe.graph").ep_plan == GRAPH.ep_plan
+
+
 class _Watch(TorchDispatchMode):
     """Notes what goes out or comes in, whichever is a whole batch, and the experts' weights."""
 
@@ -176,12 +204,17 @@ class _Watch(TorchDispatchMode):
 
 
 def by_transformers(
-    ranks: int, monkeypatch: pytest.MonkeyPatch, *, tp: int = 1, form: str = "all_to_all"
+    ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    tp: int = 1,
+    form: str = "all_to_all",
+    kind: str = "qwen3_moe",
 ) -> _Watch:
     """A step of transformers' expert parallelism on one rank of a fake process group."""
     from transformers.distributed import expert_parallel
 
-    model, batch = moe()
+    model, batch = moe(kind)
     sizes: list[int] = []
 
     def equal_counts(received: Tensor, sent: Tensor, group: Any) -> None:
@@ -220,12 +253,21 @@ def test_bytes_and_experts_are_those_of_transformers(
     assert weights == theirs.weights
 
 
-@pytest.mark.parametrize(("ranks", "tp"), [(2, 2), (4, 2), (8, 4)])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "tp"),
+    [
+        ("qwen3_moe", 2, 2),
+        ("qwen3_moe", 4, 2),
+        ("qwen3_moe", 8, 4),
+        ("mixtral", 4, 2),
+        ("olmoe", 8, 2),
+    ],
+)
 def test_ranks_that_share_a_batch_send_slices_of_it_as_those_of_transformers(
-    ranks: int, tp: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, ranks: int, tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = slice_expert_tokens(split_experts(GRAPH, ep=ranks), tp=tp)
-    theirs = by_transformers(ranks, monkeypatch, tp=tp)
+    local = slice_expert_tokens(split_experts(graph_of(kind), ep=ranks), tp=tp)
+    theirs = by_transformers(ranks, monkeypatch, tp=tp, kind=kind)
     ours = [size for _, _, size in exchanged(local, "ep") if size != EXPERTS * 8]
     assert ours == theirs.sent == [ROW_BYTES // tp] * 4 * LAYERS
     # Gathered are tokens after their experts, their gradients and those of what routes them.
@@ -240,12 +282,14 @@ def test_ranks_that_share_a_batch_send_slices_of_it_as_those_of_transformers(
     assert {p.expert_parts for p in local.parameters if p.is_expert} == {ranks // tp}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("qwen3_moe", 2), ("qwen3_moe", 4), ("mixtral", 4), ("olmoe", 8)]
+)
 def test_results_of_experts_are_summed_as_those_of_transformers(
-    ranks: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = sum_experts(GRAPH, ep=ranks)
-    theirs = by_transformers(ranks, monkeypatch, tp=ranks, form="all_reduce")
+    local = sum_experts(graph_of(kind), ep=ranks)
+    theirs = by_transformers(ranks, monkeypatch, tp=ranks, form="all_reduce", kind=kind)
     tokens, routes = ROW_BYTES // CHOSEN, BATCH * TOKENS * CHOSEN * 4
     forward = [each[1:] for each in exchanged(local, "ep") if each[0] == "forward"]
     backward = [each[1:] for each in exchanged(local, "ep") if each[0] == "backward"]
