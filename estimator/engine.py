@@ -205,7 +205,7 @@ class Engine:
         mesh = Mesh.laid_out(placement, layout, parsed, micro_batches=accumulation_steps)
         batches = batches_of(graph.batch, mesh, batch_per_gpu, global_batch, accumulation_steps)
         graph = self.split(graph, layout, tp_plan)
-        exchanges = exchanges_of(mesh, self.cache) if layout.divides_layers else None
+        exchanges = exchanges_of(mesh, self.cache, parsed) if layout.divides_layers else None
         shape = StepShape(parsed, accumulation_steps, loader, exchanges)
         return _Asked(mesh, shape, batches, graph, layout)
 

@@ -178,6 +178,7 @@ def _encode(graph: Mapping[str, Any]) -> dict[str, Any]:
         "specs": [encode_tree(spec) for spec in specs.items()],
         "eager": None if graph["eager"] is None else _encode(graph["eager"]),
         "tp_plan": graph["tp_plan"],
+        "ep_plan": graph["ep_plan"],
     }
 
 
@@ -207,7 +208,10 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
         "assumptions": tuple(map(_text, data["assumptions"])),
         "unknown_ops": tuple(map(_text, data["unknown_ops"])),
         "versions": {_text(name): _text(text) for name, text in data["versions"].items()},
-        "tp_plan": tuple((_text(name), _text(style)) for name, style in data.get("tp_plan", ())),
+        **{
+            plan: tuple((_text(name), _text(style)) for name, style in data.get(plan, ()))
+            for plan in ("tp_plan", "ep_plan")
+        },
         "ops": ops,
         "values": values,
         "parameters": tuple(

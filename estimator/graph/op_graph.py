@@ -44,9 +44,9 @@ class OpGraph:
     `grad_scaler` that gradients are unscaled and checked before the update, `clip_grad_norm` that
     they are clipped by their norm. `checkpoint` is the form of activation checkpointing that was
     asked for; what it computes again is among `ops`, as is what `float8` casts. A compiled step
-    keeps its `eager` one, which is what a layout divides; `tp_plan` has the styles by module name
-    that its config says to divide it by. `function_calls` are those of
-    ``torch.autograd.Function`` in the forward pass.
+    keeps its `eager` one, which is what a layout divides; `tp_plan` and
+    `ep_plan` have the styles by name that its config says to divide layers and experts by.
+    `function_calls` are those of ``torch.autograd.Function`` in the forward pass.
     `timings` holds the calls measured on the machine `timed_on` when tracing asked for it. A graph
     made from a summary has `timed_on` if whole steps were timed there.
     """
@@ -80,6 +80,7 @@ class OpGraph:
     timed_on: str | None = None
     eager: OpGraph | None = None
     tp_plan: tuple[tuple[str, str], ...] = ()
+    ep_plan: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
         # The generated one would print every operator.

@@ -83,8 +83,9 @@ class Parameter:
 
     `ready_after` is the index in `OpGraph.ops` of the op after which its gradient is final;
     `gradient` is the value that holds it (None: it gets no gradient). Of one that `is_dtensor` a
-    rank keeps its part in a DTensor; the gradient of one that `is_expert` is reduced among the
-    ranks with the same experts, among the operators.
+    rank keeps its part in a DTensor. Of experts that are divided, the ranks that FSDP shards other
+    weights over hold `expert_parts` unlike parts (0: it is no such weight); its gradient is reduced
+    among the ranks with the same experts.
     """
 
     name: str
@@ -92,7 +93,17 @@ class Parameter:
     gradient: int | None
     ready_after: int | None
     is_dtensor: bool = False
-    is_expert: bool = False
+    expert_parts: int = 0
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is of experts that ranks divide among them."""
+        return self.expert_parts > 0
+
+    @property
+    def sharded_parts(self) -> int:
+        """How many such weights are sharded over the ranks that shard a whole model."""
+        return max(self.expert_parts, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

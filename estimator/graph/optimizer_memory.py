@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from estimator.graph.op_graph import OpGraph
+from estimator.graph.ops import Parameter
 from estimator.graph.shards import parameter_unit
 from estimator.tensors import OpCall
 from estimator.workload.optimizers import (
@@ -39,16 +40,23 @@ class OptimizerMemory(NamedTuple):
 
 
 def optimizer_memory(
-    graph: OpGraph, optimizer: str, *, stored_ratio: int = 1, master_ratio: int = 1
+    graph: OpGraph,
+    optimizer: str,
+    *,
+    stored_ratio: int = 1,
+    master_ratio: int = 1,
+    sharded: bool = False,
 ) -> OptimizerMemory:
     """What an optimizer holds of parameters that take `stored_ratio` times the traced bytes.
+
+    With `sharded`, of all that the ranks which shard a model hold together.
 
     Master weights are copies of `master_ratio` times the size, 1: there are none. With them the
     state is as wide, and gradients are cast for the update (Float16OptimizerWithFloat16Params of
     Megatron-LM, BF16_Optimizer of DeepSpeed).
     """
     name = check_optimizer(optimizer)
-    tensors = trained_tensors(graph, stored_ratio * master_ratio)
+    tensors = trained_tensors(graph, stored_ratio * master_ratio, sharded=sharded)
     masters = [tensor.size_bytes if master_ratio > 1 else 0 for tensor in tensors]
     states = [
         sum(state_sizes(name, tensor)) + master
@@ -72,20 +80,33 @@ def update_call(graph: OpGraph) -> OpCall:
     return OpCall(f"update.{graph.optimizer}", (trained,))
 
 
-def trained_tensors(graph: OpGraph, ratio: int = 1) -> list[OptimizedTensor]:
-    """The parameters that get a gradient, `ratio` times as wide as they were traced."""
+def trained_tensors(
+    graph: OpGraph, ratio: int = 1, *, sharded: bool = False
+) -> list[OptimizedTensor]:
+    """The parameters that get a gradient, `ratio` times as wide as they were traced.
+
+    With `sharded`, those of all ranks that shard a model: experts that they divide come whole.
+    """
     block = block_bytes(graph)
     blocks = [parameter_unit(parameter) for parameter in graph.parameters]
     return [
-        OptimizedTensor(
-            shape=parameter.spec.shape,
-            elements=parameter.spec.numel,
-            size_bytes=ratio * rounded_bytes(parameter.spec.nbytes, block),
-            in_block=bool(unit) or not any(blocks),
-        )
+        _optimized(parameter, ratio, block, parts, in_block=bool(unit) or not any(blocks))
         for parameter, unit in zip(graph.parameters, blocks, strict=True)
         if parameter.gradient is not None
+        for parts in (parameter.sharded_parts if sharded else 1,)
     ]
+
+
+def _optimized(
+    parameter: Parameter, ratio: int, block: int, parts: int, *, in_block: bool
+) -> OptimizedTensor:
+    first, *rest = parameter.spec.shape or (1,)
+    return OptimizedTensor(
+        shape=(first * parts, *rest) if parameter.spec.shape else (),
+        elements=parameter.spec.numel * parts,
+        size_bytes=ratio * rounded_bytes(parameter.spec.nbytes, block) * parts,
+        in_block=in_block,
+    )
 
 
 def block_bytes(graph: OpGraph) -> int:

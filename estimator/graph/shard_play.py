@@ -70,12 +70,16 @@ class Ledger:
 
 
 class Gradient(NamedTuple):
-    """A storage of gradients: the op that makes it, the one after which it is final, its unit."""
+    """A storage of gradients: the op that makes it, the one after which it is final, its unit.
+
+    The ranks that FSDP shards over have `parts` unlike ones.
+    """
 
     born: int
     final: int
     size_bytes: int
     unit: str
+    parts: int = 1
 
 
 class Reduction(NamedTuple):
@@ -155,13 +159,7 @@ def play_fsdp(
         return next((end for end in of_unit if end >= gradient.final), gradient.final)
 
     afters = [released(gradient) for gradient in gradients]
-    sizes: Counter[int] = Counter()
-    for after, gradient in zip(afters, gradients, strict=True):
-        sizes[after] += gradient.size_bytes
-    reductions = [
-        Reduction(after, int(size * dtypes.reduced_ratio), size * dtypes.stored_ratio)
-        for after, size in sorted(sizes.items())
-    ]
+    reductions = _unit_reductions(gradients, afters, dtypes)
     whole, shards = _reduce(
         graph, buffers, gradients, afters, reductions, micro, dtypes.reduced_ratio
     )
@@ -171,6 +169,21 @@ def play_fsdp(
         gradients=whole,
         gradient_shards=shards,
     )
+
+
+def _unit_reductions(
+    gradients: Sequence[Gradient], afters: Sequence[int], dtypes: ShardDtypes
+) -> list[Reduction]:
+    """One of all gradients that go after the same op."""
+    sizes: Counter[int] = Counter()
+    kept: Counter[int] = Counter()
+    for after, gradient in zip(afters, gradients, strict=True):
+        sizes[after] += gradient.size_bytes
+        kept[after] += gradient.size_bytes * gradient.parts
+    return [
+        Reduction(after, int(size * dtypes.reduced_ratio), kept[after] * dtypes.stored_ratio)
+        for after, size in sorted(sizes.items())
+    ]
 
 
 def _whole(

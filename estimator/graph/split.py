@@ -51,7 +51,8 @@ class _Splitter(Walk):
     @property
     def assumptions(self) -> tuple[str, ...]:
         found = [f"{self.axis}={self.degree} divides layers by {self.plan.source}; {self._manner}"]
-        if any(op_name(op) == "_grouped_mm" for op in self.graph.ops):
+        divided = any(parameter.is_expert for parameter in self.graph.parameters)
+        if not divided and any(op_name(op) == "_grouped_mm" for op in self.graph.ops):
             found.append(f"experts are whole on every rank: {self.axis} does not divide them")
         return tuple(found)
 

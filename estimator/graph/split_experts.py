@@ -14,13 +14,14 @@ from estimator.graph.exchanges import collective_call
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Op, Parameter
 from estimator.graph.split_placements import PARTIAL, Placement, Routed, Shard
+from estimator.graph.split_plan import divided_experts
 from estimator.graph.split_rules import Placed
 from estimator.graph.split_walk import KEEP_PARTIAL, Walk, op_name
 from estimator.machines.profile import CollectiveName
 from estimator.tensors import OpCall, TensorSpec
 
 EXPERT_DP = "expert_dp"
-_GROUPED = "_grouped_mm"
+GROUPED = "_grouped_mm"
 _TRANSPOSES = ("t", "transpose")
 # They take a shape and a dtype from their first tensor, not its elements.
 _LIKE = ("new_zeros", "new_empty", "new_ones", "empty_like", "zeros_like")
@@ -32,13 +33,17 @@ def split_experts(graph: OpGraph, *, ep: int, imbalance: float = 1.0) -> OpGraph
     The rank with most tokens has `imbalance` times the mean. Raises StrategyError where there are
     no grouped experts, or some that the degree does not divide.
     """
-    return graph if ep == 1 else _Splitter(graph, ep, imbalance).split()
+    return graph if ep == 1 else ExpertSplitter(graph, ep, imbalance).split()
 
 
-class _Splitter(Walk):
+class ExpertSplitter(Walk):
+    """One of the ranks among which experts are divided."""
+
     def __init__(self, graph: OpGraph, degree: int, imbalance: float) -> None:
         super().__init__(graph, "ep", degree)
         self.imbalance = imbalance
+        # Of the ranks that FSDP shards other weights over, how many have unlike experts.
+        self.parts = degree
         self.dispatched: dict[int, int] = {}
         self.combined: dict[int, int] = {}
         # What a transposed value was before, and which dimensions of it.
@@ -51,22 +56,25 @@ class _Splitter(Walk):
         routing = "tokens are routed evenly"
         if self.imbalance != 1.0:
             routing = f"the rank with most tokens has {self.imbalance:.3g} times the mean"
+        source = "" if self.named is None else ", by base_model_ep_plan of its config"
         return (
-            f"ep={self.degree} divides {self.experts} experts of every layer; {routing}, they go "
-            "by all-to-all, which overlaps nothing, and gradients of experts are reduced as they "
-            "become ready",
+            f"ep={self.degree} divides {self.experts} experts of every layer{source}; {routing}, "
+            "they go by all-to-all, which overlaps nothing, and gradients of experts are reduced "
+            "as they become ready",
         )
 
     def _divided(self) -> int:
         """Mark the weights of experts; how many there are in a layer."""
         weights = {n: n for n, value in enumerate(self.graph.values) if value.kind == "parameter"}
+        grouped = {op.module for op in self.graph.ops if op_name(op) == GROUPED}
+        self.named = divided_experts(self.graph.ep_plan, grouped)
         count = 0
         for op in self.graph.ops:
             if op.phase != "forward":
                 break
             if op_name(op) in (*_TRANSPOSES, "_to_copy") and op.inputs[0] in weights:
                 weights[op.outputs[0]] = weights[op.inputs[0]]
-            elif op_name(op) == _GROUPED and op.inputs[1] in weights:
+            elif self._divides(op) and op.inputs[1] in weights:
                 weight = weights[op.inputs[1]]
                 count = self.graph.values[weight].spec.shape[0]
                 if count % self.degree:
@@ -82,13 +90,17 @@ class _Splitter(Walk):
             )
         return count
 
+    def _divides(self, op: Op) -> bool:
+        """Whether an operator is of divided experts: all are where no plan names them."""
+        return op_name(op) == GROUPED and (self.named is None or op.module in self.named)
+
     # What the walk asks
 
     def _op(self, op: Op) -> None:
         inputs = [self._current(value, op) for value in op.inputs]
         before = tuple([self.at[value] for value in inputs])
         name = op_name(op)
-        if name == _GROUPED and any(before):
+        if self._divides(op) and any(before):
             self._placed_op(op, inputs, self._grouped(op, before))
         elif not any(isinstance(at, Routed) for at in before):
             super()._op(op)
@@ -163,7 +175,7 @@ class _Splitter(Walk):
             spec=self._spec(parameter.spec, at),
             gradient=gradient,
             ready_after=len(self.ops) - 1,
-            is_expert=True,
+            expert_parts=self.parts,
         )
 
     # Tokens to their experts and back

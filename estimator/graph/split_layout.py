@@ -10,6 +10,7 @@ from estimator.graph.fusion import compile_graph
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.split import split
 from estimator.graph.split_context import split_context
+from estimator.graph.split_expert_tokens import slice_expert_tokens, sum_experts
 from estimator.graph.split_experts import split_experts
 from estimator.graph.split_found import found_plan
 from estimator.graph.split_plan import Plan, plan_of_config
@@ -28,8 +29,11 @@ def split_by_layout(graph: OpGraph, layout: Layout, plan: Plan | None = None) ->
         return _compiled(graph, axis, layout, plan)
     if plan is None and layout.tp > 1:
         plan = _plan(graph, layout)
-    graph = split_experts(graph, ep=layout.ep, imbalance=layout.imbalance)
+    of_experts = sum_experts if layout.sums_experts else split_experts
+    graph = of_experts(graph, ep=layout.ep, imbalance=layout.imbalance)
     graph = split_context(graph, cp=layout.cp, ring=layout.ring)
+    if layout.ep > 1 and not layout.sums_experts:
+        graph = slice_expert_tokens(graph, tp=layout.tp)
     return graph if plan is None else split(graph, plan, tp=layout.tp, megatron=layout.megatron)
 
 

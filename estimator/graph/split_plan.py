@@ -46,6 +46,8 @@ _KNOWN: dict[str, Style] = {
 # A norm between a column and a row works on the rank's own heads: nothing is gathered for it, and
 # its gradient is summed, as that of every whole weight is (transformers, tensor_parallel.py).
 _ON_PARTS = "replicated_with_grad_allreduce"
+# A module that sends tokens to its experts (transformers, distributed/expert_parallel.py).
+_DISPATCHES = "ep_dispatch_experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,23 @@ def styles_of_config(model: Any) -> tuple[tuple[str, str], ...]:
     head = getattr(model, "_tp_plan", None)
     styles = {**base, **(head if isinstance(head, Mapping) else {})}
     return tuple((str(name), str(style)) for name, style in styles.items())
+
+
+def expert_styles_of_config(model: Any) -> tuple[tuple[str, str], ...]:
+    """What transformers says of a model's experts: `base_model_ep_plan` of its config."""
+    found = getattr(getattr(model, "config", None), "base_model_ep_plan", None)
+    if not isinstance(found, Mapping):
+        return ()
+    return tuple((str(name), str(style)) for name, style in found.items())
+
+
+def divided_experts(
+    styles: Iterable[tuple[str, str]], modules: Iterable[str]
+) -> frozenset[str] | None:
+    """Those of some modules whose experts a config's plan divides; None where it names none."""
+    matchers = [_matcher(name) for name, style in styles if style == _DISPATCHES]
+    found = {each for each in modules if any(matcher.fullmatch(each) for matcher in matchers)}
+    return frozenset(found) or None
 
 
 def plan_of_config(styles: Iterable[tuple[str, str]], modules: Iterable[str]) -> Plan | None:

@@ -189,19 +189,25 @@ class ShardedStep:
         graph = self.graph = bound.graph
         self.ops, self.strategy = len(graph.ops), strategy
         dtypes = self.dtypes = strategy.shard_dtypes(graph.precision)
-        trained = trained_tensors(graph, dtypes.stored_ratio)
+        shards = strategy.kind == "fsdp"
+        trained = trained_tensors(graph, dtypes.stored_ratio, sharded=shards)
         self.trained_bytes = sum(tensor.size_bytes for tensor in trained)
         held = optimizer_memory(
             graph,
             optimizer,
             stored_ratio=dtypes.stored_ratio,
             master_ratio=strategy.master_ratio(graph.precision),
+            sharded=shards,
         )
         self.state_bytes, self.update_bytes = held.state_bytes, held.update_bytes
         block = block_bytes(graph)
         self.parameters_bytes = dtypes.stored_ratio * (
             graph.frozen_parameter_bytes
-            + sum(rounded_bytes(parameter.spec.nbytes, block) for parameter in graph.parameters)
+            + sum(
+                rounded_bytes(parameter.spec.nbytes, block)
+                * (parameter.sharded_parts if shards else 1)
+                for parameter in graph.parameters
+            )
         )
         if strategy.offload:
             self.parameters_bytes = self.state_bytes = self.trained_bytes = self.update_bytes = 0
@@ -264,7 +270,8 @@ def _gradients(structure: GraphStructure, sizes: StorageSizes) -> Iterator[Gradi
         owners = owners_of[number]
         ready = [len(graph.ops) - 1 if p.ready_after is None else p.ready_after for p in owners]
         size, born = int(sizes.size_bytes[number]), int(structure.born[number])
-        yield Gradient(born, max(ready), size, parameter_unit(owners[0]))
+        unit, parts = parameter_unit(owners[0]), owners[0].sharded_parts
+        yield Gradient(born, max(ready), size, unit, parts)
 
 
 def _most(levels: Levels) -> int:

@@ -39,7 +39,7 @@ from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import GraphInput
 from estimator.graph.packed_sequences import packed_as_padded
 from estimator.graph.record import Recorder
-from estimator.graph.split_plan import styles_of_config
+from estimator.graph.split_plan import expert_styles_of_config, styles_of_config
 from estimator.graph.training_call import Loss, TrainingCall
 from estimator.graph.user_code import UserCode
 from estimator.graph.watched_calls import watched_calls
@@ -172,6 +172,7 @@ def _graph(
         assumptions=tuple(dict.fromkeys(assumptions)),
         versions={"torch": torch.__version__, "python": platform.python_version()},
         tp_plan=styles_of_config(tracer.model),
+        ep_plan=expert_styles_of_config(tracer.model),
     )
 
 
@@ -184,6 +185,12 @@ def _check_model(model: Any, target: str, name: str) -> None:
     if target not in get_args(DeviceKind):
         kinds = " or ".join(f"'{kind}'" for kind in get_args(DeviceKind))
         raise ModelError(f"'{target}' is no kind of device to trace for; use {kinds}")
+    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+        raise ModelError(
+            f"{name} has parameters that are divided over ranks already (DTensor, of "
+            "parallelize_module or fully_shard); trace it before that, and say how it is divided "
+            "by layout, tp_plan and strategy, such as layout='tp=2,dp=*', strategy='fsdp'"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"{name} has no trainable parameter; there is nothing to train")
 

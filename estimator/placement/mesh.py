@@ -81,19 +81,20 @@ class Mesh:
             # Ranks that share the tokens of samples hold the same weights: they shard them too.
             merged = ranks.transpose(0, 1, 4, 2, 3)
             return merged.reshape(-1, self.parallelism.shards)
-        if axis in ("ep", "expert_dp"):
+        if axis in ("ep", "expert_dp", "expert_shard"):
             return self._experts(ranks, axis)
         place = AXES.index(axis)
         return np.moveaxis(ranks, place, -1).reshape(-1, self.shape[place])
 
     def _experts(self, ranks: Indices, axis: str) -> Indices:
-        """Ranks that share experts are neighbours among those that share weights."""
-        pp, replicate, _, _, tp = self.shape
-        shared = ranks.transpose(0, 4, 1, 2, 3).reshape(pp * tp, replicate, -1, self.parallelism.ep)
+        """Ranks that share experts are neighbours, those that share tokens among them."""
+        pp, replicate, *_ = self.shape
+        shared = ranks.reshape(pp, replicate, -1, self.parallelism.ep)
         if axis == "ep":
             return shared.reshape(-1, self.parallelism.ep)
-        alike = shared.transpose(0, 3, 1, 2)
-        return alike.reshape(pp * tp * self.parallelism.ep, -1)
+        if axis == "expert_shard":
+            return shared.swapaxes(2, 3).reshape(-1, shared.shape[2])
+        return shared.transpose(0, 3, 1, 2).reshape(pp * self.parallelism.ep, -1)
 
     def groups(self, axis: str) -> tuple[tuple[ProcessGroup, NodeKind], ...]:
         """The unlike process groups along an axis, each with the kind of node that costs it."""

@@ -18,8 +18,10 @@ from estimator.placement.process_groups import ProcessGroup
 from estimator.placement.topology import Cluster
 from estimator.timeline.collectives import CollectiveCosts, SizedCollective
 from estimator.timeline.durations import Durations
+from estimator.workload import Strategy
 
 Array = NDArray[np.float64]
+_DDP = Strategy()
 
 
 class ExchangeSeconds(NamedTuple):
@@ -106,12 +108,16 @@ class Exchanges:
         return ExchangeSeconds(each_s, error_s, source, tuple(beside))
 
 
-def exchanges_of(mesh: Mesh, cache: Cache) -> Exchanges:
-    """Those of a mesh: of the groups along an axis, which work at once, the slowest counts."""
-    experts = ("ep", "expert_dp") if mesh.parallelism.ep > 1 else ()
+def exchanges_of(mesh: Mesh, cache: Cache, strategy: Strategy = _DDP) -> Exchanges:
+    """Those of a mesh: of the groups along an axis, which work at once, the slowest counts.
+
+    Gradients of experts are exchanged among the operators, but where FSDP does it with all others.
+    """
+    axes = ["tp", "cp"] + ["ep"] * (mesh.parallelism.ep > 1)
+    axes += ["expert_dp"] * (mesh.parallelism.ep > 1 and strategy.kind != "fsdp")
     found = [
         (axis, *min(groups, key=lambda each: each[0].bytes_per_s))
-        for axis in ("tp", "cp", *experts)
+        for axis in axes
         if (groups := mesh.groups(axis))
     ]
     named = tuple((axis, group) for axis, group, _ in found)

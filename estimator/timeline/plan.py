@@ -287,7 +287,7 @@ def groups_of(
     mesh: Mesh, rules: Rules
 ) -> tuple[dict[str, tuple[ProcessGroup, ...]], tuple[MachineProfile, ...]]:
     """(process groups along the axes of a strategy, the profiles that they name)."""
-    if mesh.parallelism.replicas != mesh.placement.ranks:
+    if mesh.parallelism.replicas != mesh.placement.ranks or mesh.parallelism.ep > 1:
         return _groups_beside_layers(mesh, rules)
     whole, kind = whole_group(mesh.placement), slowest_network(mesh.placement)
     if rules.axes == (DP,):
@@ -311,7 +311,8 @@ def _groups_beside_layers(
     """The same where ranks share layers too: of groups that work at once the slowest counts."""
     networks: dict[int, MachineProfile] = {}
     found: dict[str, tuple[ProcessGroup, ...]] = {}
-    for axis in dict.fromkeys((DP, *rules.axes)):
+    experts = rules.expert_axes if mesh.parallelism.ep > 1 else ()
+    for axis in dict.fromkeys((DP, *rules.axes, *experts)):
         some = mesh.groups(axis)
         for _, node in some:
             networks.setdefault(id(node.profile), node.profile)

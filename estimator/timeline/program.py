@@ -34,7 +34,7 @@ from estimator.timeline.shard_costs import (
     unit_copies_s,
 )
 from estimator.timeline.step_times import part_durations
-from estimator.timeline.updates import Trained, update_cost, update_lanes
+from estimator.timeline.updates import Trained, trained_of, update_cost, update_lanes
 from estimator.workload import Strategy
 from estimator.workload.precision import peak_dtype
 
@@ -128,7 +128,8 @@ def step_program(
             strategy=strategy,
             accumulation_steps=accumulation_steps,
             exchanged=exchanges.seconds(bound) if exchanges else NO_EXCHANGES,
-            trained=cache.get("trained", (bound,), lambda: Trained.of(bound)),
+            trained=trained_of(bound, cache),
+            updated=trained_of(bound, cache, sharded=merging and strategy.kind == "fsdp"),
             cache=cache,
         )
         return _compile(asked)
@@ -153,6 +154,7 @@ class _Asked:
     accumulation_steps: int
     exchanged: ExchangeSeconds
     trained: Trained
+    updated: Trained
     cache: Cache
 
     @property
@@ -231,7 +233,7 @@ def _update(
     asked: _Asked, lanes: MicroBatches, sharding: bool
 ) -> tuple[MicroBatches, float, float, Provenance]:
     """(lanes, seconds of the update behind them, those that no sharding shortens, their source)."""
-    graph, profile, strategy, trained = asked.graph, asked.profile, asked.strategy, asked.trained
+    graph, profile, strategy, trained = asked.graph, asked.profile, asked.strategy, asked.updated
     stored_ratio = strategy.shard_dtypes(graph.precision).stored_ratio
     stored_ratio *= strategy.master_ratio(graph.precision)
     kind: DeviceKind | None = "cpu" if strategy.offload else None
@@ -334,7 +336,8 @@ def _sharded_lane(asked: _Asked, durations: Durations) -> _Lane:
     reducing = accumulation_steps if asked.strategy.gradient_sync else 1
     copied_s = accumulation_steps * out_s[list(passes.gathered)].sum()
     copied_s += reducing * in_s[[0, *passes.reduced]].sum()
-    sums_s = np.array([(accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)])
+    summed = asked.updated if asked.strategy.gradient_sync else asked.trained
+    sums_s = np.array([(accumulation_steps - 1) * accumulate_s(summed, *asked.machine)])
     segments_s = np.concatenate([segment_seconds(lanes, passes), out_s, in_s, sums_s])
     return _Lane(
         lanes=lanes,

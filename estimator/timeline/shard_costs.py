@@ -8,7 +8,7 @@ the rest of the model, is gathered once in a micro-batch and reduced at the end 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +32,17 @@ ROOT = ""
 _AS_THEY_ARE = ShardDtypes()
 
 
+class ExpertBytes(NamedTuple):
+    """What of each unit is of experts that ranks divide: gathered, and reduced.
+
+    The ranks that shard all else have `parts` unlike ones.
+    """
+
+    gathered: Array
+    reduced: Array
+    parts: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedPasses:
     """The passes of a micro-batch through the units of a graph, in order, by number of unit.
@@ -40,7 +51,8 @@ class ShardedPasses:
     them that are trained, `reduced_bytes` the same in the dtype of reductions. `forward_ends` and
     `backward_ends` are the ops up to which the segments between passes go: one before the first
     pass, one for each, and one behind the last. `regathers` says whether a backward pass gathers
-    what a forward pass has gathered before; shards are `stored_ratio` times as wide.
+    what a forward pass has gathered before; shards are `stored_ratio` times as wide. `experts` are
+    gathered and reduced apart, right after the rest of their unit.
     """
 
     gathered_bytes: Array
@@ -52,6 +64,7 @@ class ShardedPasses:
     backward_ends: tuple[int, ...]
     regathers: bool = True
     stored_ratio: int = 1
+    experts: ExpertBytes | None = None
 
     @classmethod
     def of(
@@ -83,6 +96,7 @@ class ShardedPasses:
             backward_ends=_ends(backward, turn, len(graph.ops)),
             regathers=regathers,
             stored_ratio=dtypes.stored_ratio,
+            experts=_experts(graph, number, dtypes.reduced_ratio),
         )
 
     @property
@@ -97,6 +111,18 @@ class ShardedPasses:
         for unit in reversed(self.backward):
             seen.setdefault(unit)
         return tuple(reversed(seen))
+
+
+def _experts(graph: OpGraph, number: Mapping[str, int], reduced_ratio: float) -> ExpertBytes | None:
+    own = [parameter for parameter in graph.parameters if parameter.is_expert]
+    if not own:
+        return None
+    gathered, reduced = np.zeros(len(number)), np.zeros(len(number))
+    for parameter in own:
+        unit = number[parameter_unit(parameter)]
+        gathered[unit] += parameter.spec.nbytes
+        reduced[unit] += parameter.spec.nbytes * reduced_ratio
+    return ExpertBytes(gathered, reduced, own[0].expert_parts)
 
 
 def sharded_passes(graph: OpGraph, strategy: Strategy, cache: Cache) -> ShardedPasses:

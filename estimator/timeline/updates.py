@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.optimizer_memory import trained_tensors, update_call
@@ -37,17 +38,19 @@ class Trained:
     matrices: tuple[tuple[tuple[int, int], int], ...] = ()
 
     @classmethod
-    def of(cls, bound: BoundGraph) -> Trained:
-        specs = [p.spec for p in bound.graph.parameters if p.gradient is not None]
-        sizes = [spec.nbytes for spec in specs]
+    def of(cls, bound: BoundGraph, *, sharded: bool = False) -> Trained:
+        """Those of a rank or, `sharded`, of all ranks that hold shards of one model together."""
+        own = [p for p in bound.graph.parameters if p.gradient is not None]
+        parts = [p.sharded_parts if sharded else 1 for p in own]
+        sizes = [p.spec.nbytes * count for p, count in zip(own, parts, strict=True)]
         return cls(
-            tensors=len(specs),
-            elements=sum(spec.numel for spec in specs),
+            tensors=len(own),
+            elements=sum(p.spec.numel * count for p, count in zip(own, parts, strict=True)),
             size_bytes=sum(sizes),
             words=sum(size // 4 for size in sizes),
             idle=_idle_parameters(bound),
-            dtensors=sum(p.is_dtensor for p in bound.graph.parameters if p.gradient is not None),
-            matrices=_matrices(bound.graph),
+            dtensors=sum(p.is_dtensor for p in own),
+            matrices=_matrices(bound.graph, sharded=sharded),
         )
 
     @property
@@ -55,6 +58,11 @@ class Trained:
         """(how many matrices Muon would update, their elements)."""
         elements = sum(rows * columns * count for (rows, columns), count in self.matrices)
         return sum(count for _, count in self.matrices), elements
+
+
+def trained_of(bound: BoundGraph, cache: Cache, *, sharded: bool = False) -> Trained:
+    """The parameters of a graph, worked out once; see `Trained.of`."""
+    return cache.get("trained", (bound,), lambda: Trained.of(bound, sharded=sharded), sharded)
 
 
 def update_cost(
@@ -135,8 +143,9 @@ def _tensors(trained: Trained, graph: OpGraph) -> float:
     return matrices + (trained.tensors - matrices) * beside.tensor_s / own.tensor_s
 
 
-def _matrices(graph: OpGraph) -> tuple[tuple[tuple[int, int], int], ...]:
-    sizes = Counter(t.shape for t in trained_tensors(graph) if is_muon_matrix(t))
+def _matrices(graph: OpGraph, *, sharded: bool) -> tuple[tuple[tuple[int, int], int], ...]:
+    tensors = trained_tensors(graph, sharded=sharded)
+    sizes = Counter(t.shape for t in tensors if is_muon_matrix(t))
     return tuple(((shape[0], shape[1]), count) for shape, count in sizes.items())
 
 

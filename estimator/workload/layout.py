@@ -23,7 +23,9 @@ class Layout:
     `vocabulary` the rows of the embedding, the last layer and its loss; `tp` and `pp` ranks
     exchange as torch's do, or as those of `megatron`. `cp` ranks share the tokens of every sample;
     keys and values are gathered, or go around a `ring`. `ep` of the data-parallel ranks share the
-    experts; the busiest has `imbalance` times the mean of tokens. `pp` pipeline ranks hold stages
+    experts, the ranks of `tp` among them; tokens go to them by all-to-all, or stay where they are
+    and results are summed (`sums_experts`, of ranks that share a batch: ep = tp); the busiest has
+    `imbalance` times the mean of tokens. `pp` pipeline ranks hold stages
     of the model, which `schedule` has them compute; they begin at the modules of `cut`, by default
     so that the slowest takes least.
     """
@@ -32,6 +34,7 @@ class Layout:
     cp: int = 1
     ep: int = 1
     imbalance: float = 1.0
+    sums_experts: bool = False
     pp: int = 1
     schedule: Schedule = DEFAULT_SCHEDULE
     dp: int | None = None
@@ -61,6 +64,7 @@ class Layout:
         parts += [f"cp={self.cp}"] if self.cp > 1 else []
         parts += ["ring"] if self.ring else []
         parts += [f"ep={self.ep}"] if self.ep > 1 else []
+        parts += ["all-reduce"] if self.sums_experts else []
         parts += [f"imbalance={self.imbalance:g}"] if self.imbalance != 1.0 else []
         parts += [f"pp={self.pp}", f"schedule={self.schedule}"] if self.pp > 1 else []
         parts += [f"cut={'+'.join(self.cut)}"] if self.cut else []
@@ -102,23 +106,25 @@ class Layout:
             )
         shard = self._shard(dp, strategy.shard) if strategy.kind == "fsdp" else None
         if self.ep > 1:
-            self._check_experts(dp, strategy)
-            shard = dp
+            # FSDP shards over ranks that have all experts together.
+            self._check_experts(dp if shard is None else shard, strategy)
+            shard = dp if shard is None else shard
         data = Parallelism.data_parallel(dp, shard=shard, micro_batches=micro_batches)
         axes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "schedule": str(self.schedule)}
         found = replace(data, **axes, megatron=self.megatron)  # type: ignore[arg-type]
         return replace(found, ep=self.ep)
 
     def _check_experts(self, dp: int, strategy: Strategy) -> None:
-        if strategy.kind != "ddp":
+        if strategy.kind not in ("ddp", "fsdp") or strategy.offload:
             raise StrategyError(
-                f"layout '{self}' divides experts, which is estimated with ddp alone, not with "
-                f"{strategy.kind}; leave ep or the strategy out"
+                f"layout '{self}' divides experts, which is estimated with ddp and fsdp without "
+                f"offload, found '{strategy}'; leave ep or the strategy out"
             )
-        if dp * self.cp % self.ep:
+        shared = dp * self.cp * self.tp
+        if shared % self.ep:
             raise StrategyError(
-                f"layout '{self}' divides experts over {self.ep} of the {dp * self.cp} ranks with "
-                "tokens of their own; choose a divisor"
+                f"layout '{self}' divides experts over {self.ep} of the {shared} ranks of dp, cp "
+                "and tp that hold a model together; choose a divisor"
             )
 
     def _shard(self, dp: int, shard: int | None) -> int:
@@ -137,7 +143,7 @@ DATA_PARALLEL = Layout()
 @lru_cache(maxsize=4096)
 def _read(text: str) -> Layout:
     sizes: dict[str, int | None] = {}
-    flags = dict.fromkeys(("sp", "vocab", "megatron", "ring"), False)
+    flags = dict.fromkeys(("sp", "vocab", "megatron", "ring", "all-reduce"), False)
     schedule: Schedule | None = None
     cut: tuple[str, ...] = ()
     imbalance = 1.0
@@ -158,8 +164,8 @@ def _read(text: str) -> Layout:
         if name not in _AXES or name in sizes or not _is_size(value):
             raise StrategyError(
                 f"layout {quoted(text)}: {quoted(part)} is none of {', '.join(_AXES)} with a "
-                "number from 1 (one may be *), sp, vocab, megatron, ring, imbalance=1.2, "
-                "schedule=1f1b or cut=MODULE+MODULE, each once; write tp=2,dp=*"
+                "number from 1 (one may be *), sp, vocab, megatron, ring, all-reduce, "
+                "imbalance=1.2, schedule=1f1b or cut=MODULE+MODULE, each once; write tp=2,dp=*"
             )
         sizes[name] = None if value == "*" else int(value)
     free = [name for name, size in sizes.items() if size is None]
@@ -180,6 +186,7 @@ def _read(text: str) -> Layout:
         vocabulary=flags["vocab"],
         megatron=flags["megatron"],
         ring=flags["ring"],
+        sums_experts=flags["all-reduce"],
         cut=cut,
     )
     if why := _reason_against(found, has_schedule=schedule is not None):
@@ -195,9 +202,10 @@ def _reason_against(layout: Layout, *, has_schedule: bool) -> str:
         f"modules after the first stage, found {len(layout.cut)} in cut": (
             bool(layout.cut) and len(layout.cut) != stages - 1
         ),
-        "experts over ranks that share samples cannot be estimated yet; leave tp or ep out": (
-            layout.ep > 1 and layout.tp > 1
-        ),
+        f"tp={layout.tp} ranks that share a batch are among those that share experts, found "
+        f"ep={layout.ep}; choose a multiple of tp": layout.ep > 1 and layout.ep % layout.tp > 0,
+        "all-reduce sums the experts of ranks that share a batch; write ep and tp alike, as in "
+        "tp=8,ep=8,all-reduce": layout.sums_experts and not layout.ep == layout.tp > 1,
         "imbalance is that of ranks with experts; write ep=2 or more": (
             layout.ep == 1 and layout.imbalance != 1.0
         ),

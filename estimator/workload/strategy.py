@@ -327,8 +327,8 @@ class Parallelism:
     """Over how many ranks each axis of a mesh goes; torchtitan's names.
 
     `tp`, `cp` and `pp` divide the computing of one micro-batch, `ep` divides the experts over ranks
-    that `dp_shard` and `cp` count already. `schedule` is that of the pipeline. Exchanges are those
-    of torch, or of `megatron`.
+    that `dp_shard`, `cp` and `tp` count already. `schedule` is that of the pipeline. Exchanges are
+    those of torch, or of `megatron`.
     """
 
     dp_replicate: int = 1
@@ -347,10 +347,11 @@ class Parallelism:
                 raise StrategyError(
                     f"{name} is at least 1, found {getattr(self, name)}; leave it out for 1"
                 )
-        if self.dp_shard * self.cp % self.ep:
+        shared = self.dp_shard * self.cp * self.tp
+        if shared % self.ep:
             raise StrategyError(
-                f"ep={self.ep} does not divide the {self.dp_shard * self.cp} ranks of dp_shard and "
-                "cp; choose a divisor"
+                f"ep={self.ep} does not divide the {shared} ranks of dp_shard, cp and tp; choose a "
+                "divisor"
             )
 
     @property

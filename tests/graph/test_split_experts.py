@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from estimator.errors import StrategyError
 from estimator.graph.exchanges import collectives_of
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.split_context import split_context
+from estimator.graph.split_expert_tokens import slice_expert_tokens, sum_experts
 from estimator.graph.split_experts import split_experts
 from estimator.graph.trace import trace_graph
 
@@ -150,12 +153,39 @@ def test_a_model_without_experts_is_refused() -> None:
         split_experts(graph, ep=2)
 
 
+def test_the_plan_of_the_config_says_which_experts_are_divided() -> None:
+    assert ("layers.*.mlp.experts", "ep_dispatch_experts") in GRAPH.ep_plan
+    assert "by base_model_ep_plan of its config" in split_experts(GRAPH, ep=2).assumptions[-1]
+    one = replace(GRAPH, ep_plan=(("layers.1.mlp.experts", "ep_dispatch_experts"),))
+    local = split_experts(one, ep=2)
+    there, back = ("forward", "all_to_all", ROW_BYTES), ("backward", "all_to_all", ROW_BYTES)
+    assert exchanged(local, "ep") == [COUNTS, there, there, back, back]
+    divided = {p.name for p in local.parameters if p.is_expert}
+    assert divided == {p.name for p in GRAPH.parameters if "layers.1.mlp.experts" in p.name}
+    tokens = ROW_BYTES // CHOSEN
+    summed = [each[1:] for each in exchanged(sum_experts(one, ep=2), "ep")]
+    assert summed.count(("all_reduce", tokens)) == 2
+
+
+def test_a_plan_that_names_no_module_of_the_model_is_not_followed() -> None:
+    other = replace(GRAPH, ep_plan=(("blocks.*.experts", "ep_dispatch_experts"),))
+    assert exchanged(split_experts(other, ep=2), "ep") == exchanged(
+        split_experts(GRAPH, ep=2), "ep"
+    )
+
+
+def test_the_plan_of_experts_is_kept_in_a_file(tmp_path: Path) -> None:
+    GRAPH.save(tmp_path / "moe.graph")
+    assert OpGraph.load(tmp_path / "moe.graph").ep_plan == GRAPH.ep_plan
+
+
 class _Watch(TorchDispatchMode):
     """Notes what goes out or comes in, whichever is a whole batch, and the experts' weights."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[int] = []
+        self.others: list[tuple[str, int]] = []
         self.weights: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,40 +193,51 @@ class _Watch(TorchDispatchMode):
         name = str(func)
         if name.startswith("_c10d_functional.all_to_all_single"):
             self.sent.append(max(args[0].nbytes, found.nbytes))
+        elif name.startswith(("_c10d_functional.all_reduce", "_c10d_functional.all_gather_into")):
+            op = "all_reduce" if "reduce" in name else "all_gather"
+            self.others.append((op, max(args[0].nbytes, found.nbytes)))
+        elif name.startswith("c10d.allreduce_"):
+            self.others.append(("all_reduce", args[0][0].nbytes))
         elif name == "aten._grouped_mm.default" and args[1].dim() == 3:
             self.weights.append(tuple(args[1].shape))
         return found
 
 
-def by_transformers(ranks: int, monkeypatch: pytest.MonkeyPatch) -> _Watch:
-    """A step of transformers' all-to-all form on one rank of a fake process group."""
+def by_transformers(
+    ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    tp: int = 1,
+    form: str = "all_to_all",
+    kind: str = "qwen3_moe",
+) -> _Watch:
+    """A step of transformers' expert parallelism on one rank of a fake process group."""
     from transformers.distributed import expert_parallel
 
-    model, batch = moe()
+    model, batch = moe(kind)
     sizes: list[int] = []
 
     def equal_counts(received: Tensor, sent: Tensor, group: Any) -> None:
         sizes.append(sent.nbytes)
-        received.fill_(ROWS // received.numel())
+        received.fill_(ROWS // tp // received.numel())
 
     monkeypatch.setattr(expert_parallel, "all_to_all_single", equal_counts)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("ep", "tp"))
+        mesh = init_device_mesh("cpu", (ranks // tp, tp), mesh_dim_names=("dp", "tp"))
+        experts = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
         plan = {
             pattern.replace("*", str(layer)): style
             for layer in range(LAYERS)
             for pattern, style in model.config.base_model_ep_plan.items()
         }
-        expert_parallel.apply_expert_parallelism(
-            model.model, mesh["ep"], mesh["tp"], plan, "all_to_all"
-        )
+        expert_parallel.apply_expert_parallelism(model.model, experts, mesh["tp"], plan, form)
         watch = _Watch()
         with watch:
             model(**batch).loss.backward()
     finally:
         dist.destroy_process_group()
-    assert sizes == [EXPERTS * 8] * LAYERS
+    assert sizes == ([EXPERTS * 8] * LAYERS if form == "all_to_all" else [])
     return watch
 
 
@@ -210,3 +251,54 @@ def test_bytes_and_experts_are_those_of_transformers(
     assert ours == theirs.sent
     weights = [right for _, right in grouped(local) if len(right) == 3]
     assert weights == theirs.weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "tp"),
+    [
+        ("qwen3_moe", 2, 2),
+        ("qwen3_moe", 4, 2),
+        ("qwen3_moe", 8, 4),
+        ("mixtral", 4, 2),
+        ("olmoe", 8, 2),
+    ],
+)
+def test_ranks_that_share_a_batch_send_slices_of_it_as_those_of_transformers(
+    kind: str, ranks: int, tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = slice_expert_tokens(split_experts(graph_of(kind), ep=ranks), tp=tp)
+    theirs = by_transformers(ranks, monkeypatch, tp=tp, kind=kind)
+    ours = [size for _, _, size in exchanged(local, "ep") if size != EXPERTS * 8]
+    assert ours == theirs.sent == [ROW_BYTES // tp] * 4 * LAYERS
+    # Gathered are tokens after their experts, their gradients and those of what routes them.
+    tokens, routes = ROW_BYTES // CHOSEN, BATCH * TOKENS * CHOSEN * 4
+    gathered = [(op, size) for _, op, size in exchanged(local, "tp")]
+    assert gathered[:LAYERS] == [("all_gather", tokens)] * LAYERS
+    assert sorted(gathered) == sorted(theirs.others)
+    assert sorted(gathered[LAYERS:]) == sorted(
+        [("all_gather", tokens), ("all_gather", routes)] * LAYERS
+    )
+    assert grouped(local)[0] == ((ROWS // tp, WIDTH), (EXPERTS // ranks, WIDTH, 2 * INNER))
+    assert {p.expert_parts for p in local.parameters if p.is_expert} == {ranks // tp}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("qwen3_moe", 2), ("qwen3_moe", 4), ("mixtral", 4), ("olmoe", 8)]
+)
+def test_results_of_experts_are_summed_as_those_of_transformers(
+    kind: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = sum_experts(graph_of(kind), ep=ranks)
+    theirs = by_transformers(ranks, monkeypatch, tp=ranks, form="all_reduce", kind=kind)
+    tokens, routes = ROW_BYTES // CHOSEN, BATCH * TOKENS * CHOSEN * 4
+    forward = [each[1:] for each in exchanged(local, "ep") if each[0] == "forward"]
+    backward = [each[1:] for each in exchanged(local, "ep") if each[0] == "backward"]
+    assert forward == [("all_reduce", tokens)] * LAYERS
+    assert sorted(backward) == sorted([("all_reduce", tokens), ("all_reduce", routes)] * LAYERS)
+    assert sorted(forward + backward) == sorted(theirs.others)
+    assert theirs.sent == []
+    weights = [right for _, right in grouped(local) if len(right) == 3]
+    assert weights == theirs.weights
+    # Of all tokens' rows a rank multiplies those of its experts.
+    assert {left[0] for left, right in grouped(local) if len(right) == 3} == {ROWS // ranks}
+    assert {p.spec.shape[0] for p in local.parameters if p.is_expert} == {EXPERTS // ranks}

@@ -7,9 +7,13 @@ from dataclasses import replace
 import pytest
 
 import estimator as est
+from estimator.cache import Cache
 from estimator.errors import StrategyError
 from estimator.estimates import Estimate
 from estimator.graph.exchanges import collectives_of
+from estimator.graph.split_experts import split_experts
+from estimator.timeline.shard_costs import sharded_passes
+from estimator.workload import Strategy
 from estimator.workload.layout import Layout
 from tests.graph.test_split_experts import BATCH, GRAPH
 
@@ -84,12 +88,58 @@ def _of_experts(layout: str) -> list[object]:
     return [each for each in collectives_of(program.bound) if each.axis == "ep"]
 
 
+def test_fsdp_shards_experts_over_the_ranks_that_have_the_same() -> None:
+    found = answer("2x8:h100-sxm", "ep=4", strategy="fsdp:shard=8")
+    mesh = found.plan.mesh
+    assert mesh.members("ep").tolist()[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert mesh.members("expert_shard").tolist()[:4] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [group.ranks for group in found.plan.groups["expert_shard"]] == [2]
+    # FSDP reduces gradients of experts with those of the rest of their unit.
+    assert not any(exchanged_s(found, "expert_dp"))
+    assert found.timeline.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
+
+
+def test_a_shard_of_experts_is_as_large_with_ep_as_without() -> None:
+    # The allocator's blocks are of 512 bytes.
+    sizes = {p.name: -(-p.spec.nbytes // 512) * 512 for p in GRAPH.parameters}
+    experts = sum(size for name, size in sizes.items() if "experts" in name)
+    dense = sum(sizes.values()) - experts
+    # What is gathered at most: the rest of the model, and a block of two.
+    apart = sum(s for n, s in sizes.items() if "experts" not in n and ".layers.1." not in n)
+    for layout, gathered in ((None, apart + experts // 2), ("ep=4", apart + experts // 8)):
+        memory = answer("1x8:h100-sxm", layout, strategy="fsdp").memory
+        # AdamW's two moments of a shard of everything.
+        assert memory.optimizer_state_bytes == pytest.approx(2 * (dense + experts) / 8, rel=0.05)
+        assert memory.parameters_bytes == (dense + experts) / 8 + gathered
+
+
+def test_experts_are_gathered_from_the_ranks_that_have_the_same() -> None:
+    def gathers_s(layout: str | None) -> float:
+        spans = answer("8x1:h100-sxm", layout, strategy="fsdp").timeline.spans
+        return sum(s.end_s - s.start_s for s in spans if "all-gather unit" in s.name)
+
+    alone, pairs, whole = map(gathers_s, ("ep=8", "ep=4", None))
+    assert 0.0 < alone < pairs
+    assert alone < whole
+
+
+def test_sharded_bytes_of_experts_follow_from_the_units() -> None:
+    local = split_experts(ON_GPUS, ep=4)
+    experts = sharded_passes(local, Strategy.parse("fsdp"), Cache(0)).experts
+    own = sum(p.spec.nbytes for p in GRAPH.parameters if "experts" in p.name) // 4
+    assert experts is not None
+    assert experts.gathered.tolist() == experts.reduced.tolist() == [0.0, own / 2, own / 2]
+    assert experts.parts == 4
+
+
 @pytest.mark.parametrize(
     ("layout", "strategy", "sentence"),
     [
-        ("ep=3", "ddp", "ep=3 does not divide the 8 experts|over 3 of the 8 ranks"),
-        ("ep=2", "fsdp", "estimated with ddp alone, not with fsdp"),
-        ("tp=2,ep=2", "ddp", "leave tp or ep out"),
+        ("ep=3", "ddp", "ep=3 does not divide the 8 experts|over 3 of the 8 ranks of dp"),
+        ("ep=2", "zero1", "estimated with ddp and fsdp without offload, found 'zero1'"),
+        ("ep=8", "fsdp:shard=4", "over 8 of the 4 ranks of dp, cp and tp"),
+        ("tp=4,ep=2", "ddp", "tp=4 ranks that share a batch are among .* found ep=2"),
+        ("tp=2,ep=4,all-reduce", "ddp", "write ep and tp alike"),
         ("imbalance=2", "ddp", "write ep=2 or more"),
         ("ep=2,imbalance=0.5", "ddp", "from 1 to 10000, found '0.5'"),
         ("ep=2,imbalance=much", "ddp", "found 'much'"),
@@ -102,6 +152,28 @@ def test_a_layout_of_experts_that_cannot_be_is_refused(
         answer("1x8:h100-sxm", layout, strategy=strategy)
 
 
-def test_a_layout_with_experts_prints_as_it_is_read() -> None:
-    text = "cp=2,ep=4,imbalance=1.25,dp=*"
+@pytest.mark.parametrize(
+    "text", ["cp=2,ep=4,imbalance=1.25,dp=*", "tp=2,ep=2,all-reduce,dp=*", "tp=2,ep=4,dp=*"]
+)
+def test_a_layout_with_experts_prints_as_it_is_read(text: str) -> None:
     assert str(Layout.parse(text)) == text
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "layout", ["tp=2,ep=4", "tp=2,ep=2,all-reduce", "tp=2,ep=8", "tp=2,cp=2,ep=4"]
+)
+def test_experts_and_layers_are_divided_together(layout: str, strategy: str) -> None:
+    found = answer("1x8:h100-sxm", layout, strategy=strategy)
+    assert found.timeline.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
+    # A group with the ranks that share a batch in it, and the ranks with the same experts.
+    ep = Layout.parse(layout).ep
+    mesh = found.plan.mesh
+    assert mesh.members("ep")[0].tolist() == list(range(ep))
+    assert mesh.members("expert_dp")[0].tolist() == list(range(0, 8, ep))
+    sizes = {p.name: -(-p.spec.nbytes // 512) * 512 for p in GRAPH.parameters}
+    experts = sum(size for name, size in sizes.items() if "experts" in name)
+    if strategy == "ddp":
+        plain = answer("1x8:h100-sxm", layout.replace(f",ep={ep}", "").replace(",all-reduce", ""))
+        saved = plain.memory.parameters_bytes - found.memory.parameters_bytes
+        assert saved == experts - experts // ep

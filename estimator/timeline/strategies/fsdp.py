@@ -36,6 +36,7 @@ from estimator.timeline.strategies.registry import (
     DP,
     DP_REPLICATE,
     DP_SHARD,
+    EXPERT_SHARD,
     Communication,
     Groups,
     Network,
@@ -55,6 +56,7 @@ class FullyShardedDataParallel(Rules):
     """Ranks hold shards of everything and gather parameters unit by unit."""
 
     axes = (DP, DP_SHARD, DP_REPLICATE)
+    expert_axes = (EXPERT_SHARD,)
 
     def __init__(self, graph: OpGraph, shape: StepShape, cache: Cache) -> None:
         super().__init__(graph, shape, cache)
@@ -125,11 +127,19 @@ class ShardedNetwork(Network):
     ) -> None:
         self._rules, self._profiles, self._cluster = rules, profiles, cluster
         passes = rules.passes
-        self._gather = self._sized("all_gather", passes.gathered_bytes)
-        self._scatter = self._sized("reduce_scatter", passes.reduced_bytes)
+        gathered, reduced, kept = passes.gathered_bytes, passes.reduced_bytes, passes.reduced_bytes
+        self._of_experts = None
+        if (experts := passes.experts) is not None:
+            gathered, reduced = gathered - experts.gathered, reduced - experts.reduced
+            kept = reduced + experts.parts * experts.reduced
+            self._of_experts = (
+                self._sized("all_gather", experts.gathered),
+                self._sized("reduce_scatter", experts.reduced),
+            )
+        self._gather = self._sized("all_gather", gathered)
+        self._scatter = self._sized("reduce_scatter", reduced)
         # What is all-reduced is the shard that a rank holds.
-        shards = rules.shape.strategy.shard or 1
-        self._reduce = self._sized("all_reduce", passes.reduced_bytes / shards)
+        self._reduce = self._sized("all_reduce", kept / (rules.shape.strategy.shard or 1))
         strategy = rules.shape.strategy
         self._host = HostCopies.of(profiles, passes) if strategy.offload else None
         self._norm = None
@@ -209,6 +219,12 @@ class ShardedNetwork(Network):
         scatter = slowest_of(self._scatter, shards, ranks.ratio)
         reduce = slowest_of(self._reduce, replicates, ranks.ratio)
         gather_s, scatter_s = gather.times_s, scatter.times_s
+        if self._of_experts is not None:
+            own = [
+                slowest_of(each, ranks.groups.get(EXPERT_SHARD, ()), ranks.ratio)
+                for each in self._of_experts
+            ]
+            gather_s, scatter_s = gather_s + own[0].times_s, scatter_s + own[1].times_s
         if self._host is not None:
             gather_s = gather_s + self._host.to_device_s(shards) * ranks.ratio
             scatter_s = scatter_s + self._host.to_host_s(shards) * ranks.ratio

@@ -26,6 +26,8 @@ Array = NDArray[np.float64]
 # The axes of a mesh along which data-parallel ranks communicate: all of them, those that hold
 # shards of one replica, and those that hold the same shard.
 DP, DP_SHARD, DP_REPLICATE = "dp", "dp_shard", "dp_replicate"
+# Of those that hold shards of one replica, the ranks with the same experts.
+EXPERT_SHARD = "expert_shard"
 Groups = Mapping[str, tuple[ProcessGroup, ...]]
 
 
@@ -95,6 +97,8 @@ class Rules(ABC):
 
     kind: ClassVar[StrategyKind]
     axes: ClassVar[tuple[str, ...]] = (DP,)
+    # Those of them along which it exchanges experts that ranks divide.
+    expert_axes: ClassVar[tuple[str, ...]] = ()
     unmeasured: ClassVar[str] = (
         "a ring over the slowest link, corrected by the nearest measured group if there is one"
     )
