@@ -123,7 +123,7 @@ class _Ordering:
         needed = map(self._needed, passes)
         if not passes or any(each is not None and each not in self._left for each in needed):
             return False
-        return all([self._add_pass(rank, place + n) for n in range(len(passes))])
+        return all(self._add_pass(rank, place + n) for n in range(len(passes)))
 
     def _is_paired(self, rank: int, place: int) -> bool:
         """Whether a pass is the forward one that DualPipeV has beside a backward one."""
