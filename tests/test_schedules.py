@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from estimator.errors import StrategyError
+from estimator.timeline.pipelines.steps import step_items
 from estimator.workload.schedules import Action, Schedule
 
 LETTERS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
@@ -19,12 +20,19 @@ def torch_orders(text: str, ranks: int, micro_batches: int) -> list[list[Action]
     if text in ("gpipe", "1f1b"):
         kind: Any = schedules.ScheduleGPipe if text == "gpipe" else schedules.Schedule1F1B
         return [_run(kind, _RecordingStage(rank, ranks), micro_batches) for rank in range(ranks)]
+    return [list(_passes(actions)) for actions in _torch_actions(text, ranks, micro_batches)]
+
+
+def _torch_actions(text: str, ranks: int, micro_batches: int) -> list[list[Any]]:
+    """The actions of torch's class for each rank, before what is sent and received is added."""
+    from torch.distributed.pipelining import schedules
+
     names = {
         "zb": "ScheduleInterleavedZeroBubble",
         "zbv": "ScheduleZBVZeroBubble",
         "dualpipev": "ScheduleDualPipeV",
     }
-    kind = getattr(schedules, names.get(text, "ScheduleInterleaved1F1B"))
+    kind: Any = getattr(schedules, names.get(text, "ScheduleInterleaved1F1B"))
     virtual = Schedule.parse(text).virtual
     made = kind.__new__(kind)
     made._n_microbatches = micro_batches
@@ -34,7 +42,7 @@ def torch_orders(text: str, ranks: int, micro_batches: int) -> list[list[Action]
     made.number_of_rounds = max(1, micro_batches // ranks)
     made.microbatches_per_round = micro_batches // made.number_of_rounds
     lists = [made._calculate_single_rank_operations(rank) for rank in range(ranks)]
-    return [list(_passes(actions)) for actions in lists]
+    return [[action for action in actions if action is not None] for actions in lists]
 
 
 class _RecordingStage:
@@ -67,8 +75,6 @@ def _run(kind: Any, stage: _RecordingStage, micro_batches: int) -> list[Action]:
 
 def _passes(actions: Any) -> Any:
     for action in actions:
-        if action is None:
-            continue
         for each in action.sub_actions or (action,):
             letter = each.computation_type.value
             if letter in LETTERS:
@@ -139,3 +145,47 @@ def test_too_few_micro_batches_are_refused() -> None:
         Schedule.parse("dualpipev").orders(4, 7)
     with pytest.raises(StrategyError, match="9 micro-batches in 2 rounds over 4 ranks"):
         Schedule.parse("interleaved:2").orders(4, 9)
+
+
+@pytest.mark.parametrize("text", ["interleaved:2", "zb", "zbv", "dualpipev"])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 9), (4, 12)])
+def test_what_is_sent_and_received_comes_after_the_passes_that_torch_puts_before(
+    text: str, ranks: int, micro_batches: int
+) -> None:
+    schedule = Schedule.parse(text)
+    sent: dict[Any, Any] = {}
+    received: dict[Any, Any] = {}
+    items = step_items(schedule, ranks, micro_batches)
+    for item in items:
+        if item.to_rank is None:
+            continue
+        (sender, *receiver) = [items[n] for n in item.after]
+        stage = item.action.stage + (1 if item.action.kind == "forward" else -1)
+        way, number = item.action.kind == "forward", item.action.micro_batch
+        sent[way, item.action.stage, number] = sender.action
+        received[way, stage, number] = receiver[0].action if receiver else None
+    assert (sent, received) == _torch_exchanges(schedule, text, ranks, micro_batches)
+
+
+def _torch_exchanges(schedule: Schedule, text: str, ranks: int, micro_batches: int) -> Any:
+    """The last pass before each of what torch sends and receives, by (forward, stage, number)."""
+    from torch.distributed.pipelining import schedules
+
+    found: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
+    sends = (schedules.SEND_F, schedules.SEND_B)
+    forward = (schedules.SEND_F, schedules.RECV_F)
+    orders = schedules._add_send_recv(
+        dict(enumerate(_torch_actions(text, ranks, micro_batches))),
+        lambda stage: schedule.rank_of(stage, ranks),
+        ranks * schedule.virtual,
+    )
+    for order in orders.values():
+        before = None
+        for action in order:
+            if passes := list(_passes([action])):
+                before = passes[-1]
+            else:
+                kind = action.computation_type
+                key = kind in forward, action.stage_index, action.microbatch_index
+                found[kind not in sends][key] = before
+    return found

@@ -4,7 +4,7 @@ Every rank computes its passes in the order of the schedule; what a stage sends 
 its own from rank to rank, in the order in which it is sent, and the pass that needs it waits for
 it. As in torch.distributed.pipelining nothing is sent before it is received: GPipe and 1F1B receive
 once they have nothing else to do before, the other schedules after the passes that a rank has come
-to when all take one at a time.
+to when all take one at a time. DualPipeV's pairs of passes send what they give after both.
 1F1B (Megatron-LM's too) waits for what it sends as well: between a forward and a backward pass for
 the one just sent, within a run of either for the one before.
 """
@@ -117,14 +117,28 @@ class _Ordering:
                 raise RuntimeError(f"the passes of {schedule} wait for each other")
 
     def _add(self, rank: int) -> bool:
-        """Add the next pass of a rank if all that it needs is there already."""
+        """Add the next pass of a rank, or a pair, if all that it needs is there already."""
         order, place = self._orders[rank], len(self._passes[rank])
-        if place == len(order):
+        passes = order[place : place + 1 + self._is_paired(rank, place)]
+        needed = map(self._needed, passes)
+        if not passes or any(each is not None and each not in self._left for each in needed):
             return False
+        return all(self._add_pass(rank, place + n) for n in range(len(passes)))
+
+    def _is_paired(self, rank: int, place: int) -> bool:
+        """Whether a pass is the forward one that DualPipeV has beside a backward one."""
+        kinds = [action.kind for action in self._orders[rank][place : place + 2]]
+        if self._schedule.name != "dualpipev" or kinds != ["forward", "backward"]:
+            return False
+        # The first pair of the last rank stands apart.
+        is_first = not any(action.kind == "backward" for action in self._orders[rank][:place])
+        return not (is_first and rank == self._ranks - 1)
+
+    def _add_pass(self, rank: int, place: int) -> bool:
+        """Add a pass that all is there for but, of 1F1B, what its rank waits to have sent."""
+        order = self._orders[rank]
         action = order[place]
         needed = self._needed(action)
-        if needed is not None and needed not in self._left:
-            return False
         after = [] if needed is None else [self._left[needed]]
         if self._awaits_sends and place:
             turns = order[place - 1].kind != action.kind
@@ -150,7 +164,8 @@ class _Ordering:
             action = self._orders[rank][place]
             receiver = self._receiver(action)
             assert receiver is not None
-            after = [self._passes[rank][place]]
+            # What a pair gives is sent after both.
+            after = [self._passes[rank][place + self._is_paired(rank, place)]]
             if self._receives_late:
                 before = self._place_of_use(action, receiver) - 1
                 if before >= len(self._passes[receiver]):

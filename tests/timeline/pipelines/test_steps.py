@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from estimator.timeline.evaluator import play
 from estimator.timeline.overlaps import NO_OVERLAP
 from estimator.timeline.pipelines.periods import Run, RunTask, last_ends_s, play_run
-from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks, step_items
+from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks
 from estimator.timeline.simulation import simulate
-from estimator.workload.schedules import Schedule, unchecked_orders
+from estimator.workload.schedules import Schedule
 
 EQUAL = StageCosts(forward_s=1.0, input_s=1.0, weight_s=1.0)
 
@@ -69,51 +69,6 @@ def test_gpipe_receives_once_it_has_nothing_else_to_do() -> None:
     # rank 0 B0 5.3–7.3, receives until 7.4, B1 –9.4.
     stage = StageCosts(1.0, 1.0, 1.0, sent_s=0.1, returned_s=0.1)
     assert step_s("gpipe", 2, 2, [stage] * 2) == pytest.approx(9.4)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("text", ["interleaved:2", "zb", "zbv"])
-def test_what_is_sent_is_received_after_the_pass_that_torch_puts_before(
-    text: str, ranks: int
-) -> None:
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    kinds = {
-        "forward": schedules.FORWARD,
-        "backward": schedules.FULL_BACKWARD,
-        "input": schedules.BACKWARD_INPUT,
-        "weight": schedules.BACKWARD_WEIGHT,
-    }
-    schedule = Schedule.parse(text)
-    orders = [
-        [schedules._Action(each.stage, kinds[each.kind], each.micro_batch) for each in order]
-        for order in unchecked_orders(schedule, ranks, 3 * ranks)
-    ]
-    stages = ranks * schedule.virtual
-    theirs = {}
-    for rank, order in schedules._add_send_recv(
-        dict(enumerate(orders)), lambda stage: schedule.rank_of(stage, ranks), stages
-    ).items():
-        before = None
-        for action in order:
-            if action.computation_type in kinds.values():
-                before = action
-            elif action.computation_type in (schedules.RECV_F, schedules.RECV_B):
-                theirs[rank, action] = before
-    items = step_items(schedule, ranks, 3 * ranks)
-    ours = {}
-    for item in items:
-        if item.to_rank is not None:
-            action, forward = item.action, item.action.kind == "forward"
-            received = schedules._Action(
-                action.stage + (1 if forward else -1),
-                schedules.RECV_F if forward else schedules.RECV_B,
-                action.micro_batch,
-            )
-            (before,) = [items[n].action for n in item.after[1:]] or [None]
-            ours[item.to_rank, received] = before and schedules._Action(
-                before.stage, kinds[before.kind], before.micro_batch
-            )
-    assert ours == theirs
 
 
 def test_rows_are_steps_of_their_own() -> None:
