@@ -165,7 +165,7 @@ def groups_along(
     following = np.roll(node, -1, axis=1)
     hop = node != following
     flows = np.bincount(node[hop], minlength=len(nodes.kinds))
-    rates = np.array([kind.rate_bytes_per_s for kind in nodes.kinds])
+    rates = np.array([kind.rate_bytes_per_s for kind in placement.kinds])[nodes.kind_of]
     own_rate = np.where(hop, rates[node] / np.maximum(flows, 1)[node], math.inf)
     if nodes.are_named:
         crossing = [
@@ -231,6 +231,8 @@ def _unlike(node: Indices, flows: Indices, kind_of: Indices) -> list[int]:
     by as many flows.
     """
     sorts = np.stack([node - node[:, :1], flows[node], kind_of[node]], axis=1)
+    if (sorts == sorts[0]).all():
+        return [0]
     first: dict[bytes, int] = {}
     for number, sort in enumerate(sorts):
         first.setdefault(sort.tobytes(), number)
@@ -259,25 +261,23 @@ class _Nodes:
     """The nodes of a placement one by one, and on which of them each rank is."""
 
     def __init__(self, placement: Placement) -> None:
-        self.kinds: list[NodeKind] = []
-        kind_of: list[int] = []
         self._hosts: list[str | None] = []
-        number_of: dict[str, int] = {}
-        ranks: list[int] = []
+        self._number_of: dict[str, int] = {}
+        kind_of: list[int] = []
+        of_rank: list[Indices] = []
         for node_group, number in zip(placement.node_groups, placement.kind_of, strict=True):
-            for _ in range(node_group.nodes):
-                node = len(self.kinds)
-                if node_group.host is not None:
-                    node = number_of.setdefault(node_group.host, node)
-                if node == len(self.kinds):
-                    self.kinds.append(placement.kinds[number])
-                    kind_of.append(number)
-                    self._hosts.append(node_group.host)
-                ranks += [node] * node_group.per_node
-        self.of_rank: Indices = np.array(ranks, dtype=np.intp)
+            host, first, count = node_group.host, len(kind_of), node_group.nodes
+            if host is not None:
+                first = self._number_of.setdefault(host, first)
+                count = int(first == len(kind_of))
+            kind_of += [number] * count
+            self._hosts += [host] * count
+            own = np.arange(first, first + max(count, 1))
+            of_rank.append(np.repeat(own, node_group.per_node))
+        self.kinds = [placement.kinds[number] for number in kind_of]
         self.kind_of: Indices = np.array(kind_of, dtype=np.intp)
-        self._number_of = number_of
-        self.are_named = bool(number_of)
+        self.of_rank: Indices = np.concatenate(of_rank)
+        self.are_named = bool(self._number_of)
 
     def hop(self, a: int, b: int) -> _Hop:
         return self._hosts[a] or "", self._hosts[b] or ""

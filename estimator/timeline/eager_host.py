@@ -76,6 +76,8 @@ def eager_host_seconds(
 def _dtensor_seconds(graph: OpGraph, host: HostCost) -> Array:
     """What DTensor does per call of a module that it runs, and per collective."""
     entered = {"forward": host.dtensor_forward_s, "backward": host.dtensor_backward_s}
+    if not any((*entered.values(), host.dtensor_exchange_s)):
+        return np.zeros(len(graph.ops))
     return np.array(
         [
             (entered[op.phase] if op.enters_dtensor else 0.0)
