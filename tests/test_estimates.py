@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from estimator.api import estimate
 from estimator.errors import WorkloadError
 from estimator.estimates import FITS, fits_code, interval_ratio
+from estimator.timeline import assumptions, collectives
 from tests.synthetic import Machine, perceptron
 
 
@@ -74,3 +77,24 @@ def test_an_estimate_is_pickled_without_its_plan_and_says_the_same(loader: str |
     assert pickle.loads(pickle.dumps(again)).to_dict() == answer.to_dict()
     with pytest.raises(WorkloadError, match="pickled has no timeline"):
         _ = again.timeline
+
+
+def test_a_warm_answer_and_its_reasons_look_at_each_collective_and_operator_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def counted(name: str, of: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*words: Any) -> Any:
+            asked.append(name)
+            return of(*words)
+
+        return call
+
+    for module, name in ((collectives, "lines_of"), (assumptions, "_class_assumptions")):
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    graph = replace(perceptron([64] * 4, batch=8), target="cuda")
+    for _ in ("cold", "warm"):
+        asked.clear()
+        estimate(graph, "2x2:dgx-a100").to_dict()
+    assert asked == ["lines_of"], "the reduction of the gradients"

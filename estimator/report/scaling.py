@@ -57,7 +57,10 @@ def scaling_figure(rows: Sequence[SweepRow]) -> Any:
         devices, throughput, low, high, ratio = zip(*sorted(points), strict=True)
         marker = {"marker": "o", "markersize": 5 if len(points) <= _MOST_LARGE_MARKERS else 2}
         speed.plot(devices, throughput, label=label, color=colour, **marker)
-        speed.fill_between(devices, low, high, color=colour, alpha=0.15, linewidth=0)
+        if len(points) == 1:
+            speed.vlines(devices, low, high, color=colour, alpha=0.3, linewidth=4)
+        else:
+            speed.fill_between(devices, low, high, color=colour, alpha=0.15, linewidth=0)
         efficiency.plot(devices, [100 * value for value in ratio], color=colour, **marker)
     figure.suptitle(plain(_title([row.answer for row in rows if row.answer is not None])))
     speed.set(xlabel="devices", ylabel="samples/s", xlim=(0, None), ylim=(0, None))

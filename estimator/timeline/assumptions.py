@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import is_known_by_datasheet
@@ -25,7 +26,10 @@ def plan_assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
     """What a step on some ranks takes for granted of its machines, network and graph."""
     found: list[str] = []
     for number, each in enumerate(plan.ranks_by_kind):
-        rows = _class_assumptions(each.program, graph_too=number == 0)
+        program, is_first = each.program, number == 0
+        rows = plan.rules.cache.get(
+            "assumptions", (program,), partial(_class_assumptions, program, is_first), is_first
+        )
         found.extend(row for row in rows if row not in found)
     profiles = [each.program.profile for each in plan.ranks_by_kind]
     if ranks > 1 and not any(profile.overlaps for profile in profiles):
@@ -61,7 +65,7 @@ def split_assumptions(batches: tuple[int, ...]) -> tuple[str, ...]:
     )
 
 
-def _class_assumptions(program: StepProgram, *, graph_too: bool) -> list[str]:
+def _class_assumptions(program: StepProgram, graph_too: bool) -> list[str]:
     graph, machine = program.bound.graph, program.profile
     found = list(graph.assumptions) if graph_too else []
     durations = program.durations

@@ -11,7 +11,7 @@ import pytest
 from estimator.advise.sweeps import SweepRow, sweep
 from estimator.engine import estimate_graph
 from estimator.estimates import Estimate
-from estimator.report.scaling import draw_scaling, lines_of
+from estimator.report.scaling import draw_scaling, lines_of, scaling_figure
 from tests.synthetic import Machine, perceptron
 
 PROFILE = Machine(devices=4).profile()
@@ -73,3 +73,15 @@ def test_a_picture_says_what_it_is_of(tmp_path: Path) -> None:
     )
     texts = texts_of(by_step, tmp_path / "step.svg")
     assert f"{GRAPH.name} on m: fp32, batch 128 a step, ddp" in texts
+
+
+def test_a_line_of_one_point_shows_its_interval() -> None:
+    pytest.importorskip("matplotlib")
+    (row,) = rows_of("1x2:m")
+    assert row.answer is not None
+    speed = scaling_figure([row]).axes[0]
+    ((begin, end),) = speed.collections[0].get_segments()
+    samples = row.answer.samples_per_s * row.answer.step_time_s
+    assert [begin[1], end[1]] == pytest.approx(
+        [samples / row.answer.high_s, samples / row.answer.low_s]
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -25,6 +25,7 @@ pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 pytest.importorskip("orjson", reason="the extra [serve] is not installed")
 
 from estimator.calibrate.observations import ObservationStore
+from tests.browser import browser_page
 from tests.synthetic import perceptron
 
 TOKEN = "a-secret-of-the-tests"
@@ -132,63 +133,15 @@ def test_without_a_token_it_does_not_start(command: Callable[..., Any]) -> None:
     assert "ESTIMATOR_TOKEN must hold a secret" in command("serve").sentence
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-class Page:
-    """A page of a browser, driven through its debugging port."""
-
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
-
-    def run(self, code: str) -> Any:
-        """The value of a JavaScript expression in the page."""
-        asked = {"id": 1, "method": "Runtime.evaluate", "params": {"expression": code}}
-        self._connection.send(json.dumps(asked))
-        return json.loads(self._connection.recv(30))["result"]["result"].get("value")
-
-    def wait_for(self, code: str) -> None:
-        """Wait until an expression is true, also over a change of pages."""
-        until(lambda: self.run(code) is True)
-
-
-@contextmanager
-def page(folder: Path, *, width: int) -> Iterator[Page]:
-    """An empty page of a real browser."""
-    client = pytest.importorskip(
-        "websockets.sync.client", reason="the extra [serve] is not installed"
-    )
-    found = shutil.which("chromium") or shutil.which("google-chrome")
-    if found is None:
-        pytest.skip("there is no Chromium here to open the page with")
-    words = ("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0")
-    profile = (f"--user-data-dir={folder}", f"--window-size={width},900")
-    command = [found, *words, *profile, "about:blank"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        announced = folder / "DevToolsActivePort"
-        until(announced.exists)
-        port = int(announced.read_text().split()[0])
-        until(lambda: b"webSocketDebuggerUrl" in ask(port, "GET", "/json/list")[1])
-        pages = json.loads(ask(port, "GET", "/json/list")[1])
-        address = next(each["webSocketDebuggerUrl"] for each in pages if each["type"] == "page")
-        with client.connect(address, max_size=None) as connection:
-            yield Page(connection)
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.parametrize("width", [1280, 400])
-def test_a_person_logs_in_and_sees_an_answer_without_scrolling_sideways(
+def test_a_person_logs_in_and_sees_an_answer_without_errors_other_hosts_or_scrolling_sideways(
     port: int, tmp_path: Path, saved: bytes, width: int
 ) -> None:
     pytest.importorskip("matplotlib")
-    with service(port, tmp_path / "home", workers=1), page(tmp_path / "b", width=width) as browser:
+    with (
+        service(port, tmp_path / "home", workers=1),
+        browser_page(tmp_path / "b", width=width) as browser,
+    ):
         assert ask(port, "POST", "/graphs", saved)[0] == 201
         browser.run(f"location = 'http://127.0.0.1:{port}/login'")
         browser.wait_for("document.querySelector('[name=token]') !== null")
@@ -202,8 +155,12 @@ def test_a_person_logs_in_and_sees_an_answer_without_scrolling_sideways(
         browser.run("document.querySelector('[data-zoom=\"2\"]').click()")
         view = browser.run("document.querySelector('.timeline svg').getAttribute('viewBox')")
         assert view.startswith("250 0 500 "), "the page's script is allowed by its hash"
-        beyond = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        assert browser.run(beyond) == 0
+        assert browser.run("window.innerWidth") == width
+        assert browser.beyond_width() == 0
+        assert browser.errors() == []
+        asked = browser.requested()
+        assert f"http://127.0.0.1:{port}/login" in asked
+        assert {urlsplit(url).netloc for url in asked} == {f"127.0.0.1:{port}"}
 
 
 def test_ten_thousand_odd_requests_get_no_5xx(tmp_path: Path, saved: bytes, store: Path) -> None:
