@@ -57,7 +57,7 @@ class Page:
     def beyond_width(self) -> int:
         """Pixels by which the page scrolls sideways."""
         root = "document.documentElement"
-        found: int = self.run(f"{root}.scrollWidth - window.innerWidth")
+        found: int = self.run(f"{root}.scrollWidth - {root}.clientWidth")
         return found
 
     def errors(self) -> list[Any]:
