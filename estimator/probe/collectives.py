@@ -160,7 +160,8 @@ def _points(
 
     A small call of gloo takes either some tenths of a millisecond or a time slice of the scheduler
     more: its event loop asks again and again for a lock while the thread that holds it waits for
-    the same core. A step makes many calls, so it takes their mean, which rises with the size.
+    the same core (Pair::handleEvents, gloo/transport/tcp/pair.cc). A step makes many calls, so it
+    takes their mean, which rises with the size.
     """
     sizes = sorted(seconds)
     if backend != "gloo":
