@@ -165,6 +165,15 @@ def _once(block: nn.Module, *arguments: Any) -> Any:
     return block(*arguments)
 
 
+def _await_sizes(tokens: Tensor) -> None:
+    """Read the sizes of a micro-batch from the device, as `broadcast_data` does on every rank.
+
+    megatron/mpu/data.py sends them to the group that shares layers, whatever its size, and copies
+    them back, so that the host begins a micro-batch when the device has ended the one before.
+    """
+    int(torch.tensor(tokens.shape, device=tokens.device)[0])
+
+
 class Gpt(nn.Module):
     """GPT and its loss over logits in fp32; it `recomputes` each "block", each "core" or "none".
 
@@ -190,6 +199,7 @@ class Gpt(nn.Module):
         self.drop = drop
 
     def forward(self, tokens: Tensor) -> Tensor:
+        _await_sizes(tokens)
         places = torch.arange(tokens.shape[1], device=tokens.device)
         states = F.dropout(self.embedding(tokens) + self.positions(places), self.drop)
         later = torch.ones(len(places), len(places), dtype=torch.bool, device=tokens.device).triu(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from estimator.machines.profile import MachineProfile
@@ -11,6 +12,7 @@ from estimator.machines.typical import is_known_by_datasheet
 from estimator.placement.network import network_of
 from estimator.placement.placement import NodeKind
 from estimator.timeline.chips import assumed_of
+from estimator.timeline.host_waits import described
 from estimator.timeline.plan import StepPlan
 from estimator.timeline.program import StepProgram
 from estimator.timeline.recipes import recipe_assumptions
@@ -99,6 +101,7 @@ def _class_assumptions(program: StepProgram, graph_too: bool) -> list[str]:
     if is_known_by_datasheet(machine):
         found.extend(_datasheet_assumptions(program))
     found.extend(_attention_assumptions(program))
+    found.extend(_waiting_assumptions(program))
     host_s = machine.host.dtensor_forward_s if machine.host else 0.0
     if not host_s and any(op.enters_dtensor for op in graph.ops):
         found.append(
@@ -112,6 +115,20 @@ def _class_assumptions(program: StepProgram, graph_too: bool) -> list[str]:
         found.append(f"ops were timed at batch {graph.batch} and scaled to batch {batch}")
     found.extend(f"not probed: {part}" for part in machine.missing)
     return found
+
+
+def _waiting_assumptions(program: StepProgram) -> Iterator[str]:
+    """Where the host cannot run ahead, if that costs anything."""
+    awaited, lanes = program.durations.awaited, program.lanes
+    if not awaited:
+        return
+    lost_s = lanes.end_s - replace(lanes, awaited=()).end_s
+    times = f"{len(awaited)} times" if len(awaited) > 1 else "once"
+    yield (
+        f"the host waits for the device {times} in each micro-batch (most often for "
+        f"{described(program.bound.graph, awaited)}), which is "
+        f"{format_ratio(lost_s / lanes.end_s)} of its time"
+    )
 
 
 def _datasheet_assumptions(program: StepProgram) -> list[str]:

@@ -21,6 +21,7 @@ from estimator.timeline.caches import cold_ratios
 from estimator.timeline.compiled_host import compiled_host_seconds
 from estimator.timeline.contention import slowdown_curve
 from estimator.timeline.eager_host import eager_host_seconds
+from estimator.timeline.host_waits import awaited_ops
 from estimator.timeline.kernel_fits import KernelFits, Prediction, ProbedKernels
 from estimator.timeline.roofline import Roofline
 
@@ -54,7 +55,8 @@ class Durations:
     are "measured" (this exact call was timed), "fitted", "datasheet" (by the kernel model),
     "assumed" (no formula: charged as a copy of its bytes) or "view". `in_grid` marks calls whose
     exact shape is in the probe's grid. `shared_error` is one standard deviation of what all kernels
-    of a step are off together, by a chip that is not quite its datasheet.
+    of a step are off together, by a chip that is not quite its datasheet. The host waits for the
+    device after each `awaited` op.
     """
 
     host_s: Array
@@ -63,6 +65,7 @@ class Durations:
     relative_errors: Array
     in_grid: Flags
     shared_error: float = 0.0
+    awaited: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -188,6 +191,7 @@ def op_durations(
         relative_errors=kernels.relative_errors,
         in_grid=kernels.in_grid,
         shared_error=kernels.shared_error,
+        awaited=cache.get("awaited", (bound.graph,), lambda: awaited_ops(structure)),
     )
 
 

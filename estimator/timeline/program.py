@@ -184,9 +184,8 @@ def _compile(asked: _Asked) -> StepProgram:
     shared = sharding and strategy.gradient_sync
     copies_s = lane.copies_s + (0.0 if shared else accumulate)
     end = lanes.ends_s(lanes.count - 1)
-    lane_s = (float(end[-1]) if len(end) else 0.0) * (accumulation_steps if sharding else 1)
-    lane_s += lane.copies_s if sharding else 0.0
-    lane_s += 0.0 if shared else accumulate
+    lane_s = lanes.end_s * (accumulation_steps if sharding else 1)
+    lane_s += (lane.copies_s if sharding else 0.0) + (0.0 if shared else accumulate)
     is_forward = structure_of(graph, asked.cache).is_forward
     forward_s = float(kernels_alone.device_s[is_forward].sum()) * accumulation_steps
     backward_s = float(kernels_alone.device_s[~is_forward].sum()) * accumulation_steps
@@ -298,9 +297,8 @@ def _bucketed_lane(asked: _Asked, durations: Durations) -> _Lane:
         buckets = asked.cache.get(
             "buckets", (graph,), lambda: gradient_buckets(graph, strategy), strategy
         )
-    back_s = copies_s(
-        asked.profile, [b.size_bytes for b in buckets], asked.devices_busy, asked.cache
-    )
+    sizes = [bucket.size_bytes for bucket in buckets]
+    back_s = copies_s(asked.profile, sizes, asked.devices_busy, asked.cache)
     each_s = back_s * (1 + cast_passes(strategy, graph.precision))
     last_host_s, last_device_s = _ddp_costs(asked, durations, buckets, each_s)
     return _Lane(
@@ -311,6 +309,7 @@ def _bucketed_lane(asked: _Asked, durations: Durations) -> _Lane:
             last_device_s=last_device_s,
             count=asked.accumulation_steps,
             is_shared=graph.target == "cpu",
+            awaited=durations.awaited,
         ),
         copies_s=float(each_s.sum()) if asked.profile.host else 0.0,
         buckets=buckets,
@@ -331,6 +330,7 @@ def _sharded_lane(asked: _Asked, durations: Durations) -> _Lane:
         last_device_s=durations.device_s,
         count=1,
         is_shared=asked.graph.target == "cpu",
+        awaited=durations.awaited,
     )
     out_s, in_s = unit_copies_s(passes, *asked.machine)
     reducing = accumulation_steps if asked.strategy.gradient_sync else 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,17 +86,22 @@ def test_a_slow_tail_of_the_device_runs_into_the_next_step() -> None:
 times = some.lists(some.tuples(some.floats(0, 1), some.floats(0, 1)), min_size=1, max_size=5)
 
 
-@given(times, some.integers(1, 6), some.booleans(), some.floats(0, 1))
+@given(times, some.integers(1, 6), some.booleans(), some.floats(0, 1), some.sets(some.integers(0)))
 def test_ends_of_each_micro_batch_are_those_of_all_ops_in_a_row(
-    ops: list[tuple[float, float]], count: int, is_shared: bool, more_s: float
+    ops: list[tuple[float, float]], count: int, is_shared: bool, more_s: float, waits: set[int]
 ) -> None:
     host, device = np.array(ops).T
-    lanes = micro_batches(host, device, count, is_shared=is_shared, more_s=more_s)
+    awaited = sorted({wait % len(ops) for wait in waits})
+    lanes = replace(
+        micro_batches(host, device, count, is_shared=is_shared, more_s=more_s),
+        awaited=tuple(awaited),
+    )
     row = np.concatenate([device] * (count - 1) + [device + more_s])
     whole, issued_s, end_s = [], 0.0, 0.0
-    for issue_s, work_s in zip(np.tile(host, count), row, strict=True):
+    for place, (issue_s, work_s) in enumerate(zip(np.tile(host, count), row, strict=True)):
         issued_s += issue_s
         end_s = (end_s + issue_s if is_shared else max(end_s, issued_s)) + work_s
+        issued_s = max(issued_s, end_s) if place % len(ops) in awaited else issued_s
         whole.append(end_s)
     each = [lanes.ends_s(number) for number in range(count)]
     assert np.concatenate(each) == pytest.approx(whole, rel=1e-12, abs=1e-12)
@@ -104,3 +111,39 @@ def test_ten_million_micro_batches_take_their_period_each() -> None:
     # The device has 2 s to do in each, the host 1 s; the first op is issued after 0.5 s.
     lanes = micro_batches(np.array([0.5, 0.5]), np.array([1.0, 1.0]), 10**7)
     assert lanes.end_s == pytest.approx(0.5 + 2e7)
+
+
+def test_a_host_that_waits_issues_nothing_before_the_device_is_done() -> None:
+    # Issued at 1 and 2, kernels of 4 s end at 5 and 9; the host waits for the first and issues the
+    # second at 6: it ends at 10.
+    lanes = one_step(np.full(2, 1.0), np.full(2, 4.0))
+    assert lanes.ends_s(0).tolist() == [5.0, 9.0]
+    assert replace(lanes, awaited=(0,)).ends_s(0).tolist() == [5.0, 10.0]
+    assert replace(lanes, awaited=(0,), is_shared=True).ends_s(0).tolist() == [5.0, 10.0]
+
+
+@given(times, some.integers(1, 4), some.sets(some.integers(0), min_size=1), some.floats(0, 2),
+       some.floats(0, 2))  # fmt: skip
+def test_a_loop_whose_host_waits_takes_as_long_as_its_events(
+    ops: list[tuple[float, float]], count: int, waits: set[int], host_s: float, device_s: float
+) -> None:
+    host, device = np.array(ops).T
+    awaited = tuple(sorted({wait % len(ops) for wait in waits}))
+    lanes = replace(micro_batches(host, device, count), awaited=awaited)
+    looped, update_s = lanes.looped(host_s, device_s)
+    begins, issued_s, end_s = [], 0.0, 0.0
+    for _ in range(4):
+        begins.append(end_s)
+        ends = []
+        for place, (issue_s, work_s) in enumerate(
+            zip(*np.tile([host, device], count), strict=True)
+        ):
+            issued_s += issue_s
+            end_s = max(end_s, issued_s) + work_s
+            issued_s = max(issued_s, end_s) if place % len(ops) in awaited else issued_s
+            ends.append(end_s)
+        issued_s += host_s
+        end_s = max(end_s + device_s, issued_s)
+    assert looped.end_s + update_s == pytest.approx(begins[3] - begins[2], abs=1e-9)
+    each = np.concatenate([looped.ends_s(number) for number in range(count)])
+    assert each == pytest.approx(np.array(ends) - begins[3], abs=1e-9)
