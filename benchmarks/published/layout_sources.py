@@ -16,6 +16,9 @@ from published.sources import Source, Workload
 
 # Gradients are summed at the end of the step, all in one; the optimizer updates fp32 copies.
 _DEEPSPEED = "ddp:bucket=1TB,master"
+# Not padded; a rank has vocab_size // tensor_parallel_size of it: src/config.py and
+# src/model/gpt_modeling.py of VIA-Research/vTrain.
+_VTRAIN_VOCABULARY = 50257
 # "inter_node_bandwidth ... 800 Gbps": src/config.py of VIA-Research/vTrain.
 _VTRAIN = Setting(
     machine="a100-sxm-80gb",
@@ -39,6 +42,7 @@ def _vtrain(row: PublishedRow) -> Workload:
     spec = megatron_deepspeed(row.step.model, *sizes, recomputes="block" if starts else "none")
     if starts:
         spec = replace(spec, name=f"{spec.name} but for {each}").with_settings(kept_blocks=each)
+    spec = spec.with_settings(vocabulary=_VTRAIN_VOCABULARY // layout.tp * layout.tp)
     return Workload(
         spec=spec,
         precision="fp16",
