@@ -13,7 +13,7 @@ import numpy as np
 
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.structure import GraphStructure
-from estimator.tensors import OpCall
+from estimator.tensors import OpCall, TensorSpec
 
 _WAITING = frozenset(
     {
@@ -49,13 +49,20 @@ def _waits(call: OpCall) -> bool:
     if name == "repeat_interleave":
         return overload == "Tensor" and not dict(call.keywords).get("output_size")
     if name in _INDEXING:
-        return any(spec.dtype in _MASKS for spec in _indices(call))
+        by_mask = any(spec.dtype in _MASKS for spec in _indices(call))
+        return by_mask and not _fills(call)
     return name in _WAITING
 
 
-def _indices(call: OpCall) -> Sequence[object]:
+def _fills(call: OpCall) -> bool:
+    """Whether one number is put where a mask says: torch has masked_fill_ do that."""
+    value = call.arguments[2] if len(call.arguments) > 2 else None
+    return isinstance(value, TensorSpec) and value.numel == 1 and not any(call.arguments[3:4])
+
+
+def _indices(call: OpCall) -> list[TensorSpec]:
     given = call.arguments[1] if len(call.arguments) > 1 else ()
-    return [spec for spec in given if spec is not None] if isinstance(given, tuple) else []
+    return [spec for spec in given if isinstance(spec, TensorSpec)]
 
 
 def described(graph: OpGraph, awaited: Sequence[int]) -> str:

@@ -205,7 +205,9 @@ class AttentionModel:
     The share grows with the head size: small heads leave the exponentials' units the bottleneck.
     Head sizes between the kernels' steps are padded, and reach `padded_ratio` of the share. Kernels
     that wait for tensor cores (FlashAttention-2's, memory-efficient ones) reach `waiting_ratio`
-    of it on those of Hopper and later, which compute while groups of warps load; cuDNN's do not.
+    of it on those of Hopper and later, which compute while groups of warps load. cuDNN's take turns
+    between exponentials and products there, and reach `overlapping_ratio` of it with full heads;
+    with half of one exponentials are the bottleneck, and they gain nothing.
     """
 
     forward_ratio: float
@@ -215,6 +217,7 @@ class AttentionModel:
     memory_ratio: float
     start_s: float
     waiting_ratio: float = 1.0
+    overlapping_ratio: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,8 +320,9 @@ def attention_seconds(
     share = share * np.where(padded > np.asarray(head_size), model.padded_ratio, 1.0)
     size = np.minimum(padded, _FULL_HEAD)
     share = share * (1.0 + model.small_head / _FULL_HEAD) / (1.0 + model.small_head / size)
-    waiting = np.asarray(chip.has_warp_groups) & np.asarray(waits)
-    share = share * np.where(waiting, model.waiting_ratio, 1.0)
+    overlapping = 1.0 + (model.overlapping_ratio - 1.0) * np.clip(2 * size / _FULL_HEAD - 1, 0, 1)
+    by_groups = np.where(waits, model.waiting_ratio, overlapping)
+    share = share * np.where(chip.has_warp_groups, by_groups, 1.0)
     rate = np.asarray(chip.flops_per_s) * share * np.asarray(sustained)
     compute_s = np.asarray(flops) * (padded / np.asarray(head_size)) / rate
     compute_s = compute_s * np.ceil(filled) / filled

@@ -88,8 +88,10 @@ class MicroBatches:
         if not number:
             return np.concatenate([led_s[:first], begun_s[first:] - earlier_s])
         both = self.awaited + tuple(ops + op for op in self.awaited)
-        two = zip(self._spent_s(0), self._spent_s(number), strict=True)
-        ends_s = _ends_s(*map(np.concatenate, two), both)[ops:]
+        host_s, device_s = (
+            np.concatenate(two) for two in zip(self._spent_s(0), self._spent_s(number), strict=True)
+        )
+        ends_s = _ends_s(host_s, device_s, both)[ops:]
         if number > 1:
             twice = _ends_s(np.tile(self.host_s, 2), np.tile(self.device_s, 2), both)
             ends_s += (number - 1) * float(twice[ops + last] - twice[last])

@@ -172,6 +172,7 @@ def test_attention_pads_heads_and_fills_multiprocessors_in_waves() -> None:
         memory_ratio=1.0,
         start_s=0.0,
         waiting_ratio=0.8,
+        overlapping_ratio=1.25,
     )
 
     def taken_s(
@@ -205,6 +206,10 @@ def test_attention_pads_heads_and_fills_multiprocessors_in_waves() -> None:
     hopper = replace(CHIP, has_warp_groups=True)
     assert taken_s(100, 64, chip=hopper) == pytest.approx(100e9 / (0.8 * 5e12))
     assert taken_s(100, 64, chip=hopper, waits=False) == pytest.approx(100e9 / 5e12)
+    # Kernels that overlap exponentials and products gain by that with larger heads, there alone.
+    assert taken_s(100, 128, chip=hopper, waits=False) == pytest.approx(200e9 / (1.25 * 5e12))
+    assert taken_s(100, 96, chip=hopper, waits=False) == pytest.approx(150e9 / (1.125 * 5e12))
+    assert taken_s(100, 128, waits=False) == pytest.approx(200e9 / 5e12)
     # a head of 40 runs as one of 64
     assert taken_s(100, 40) == pytest.approx(taken_s(100, 64))
 
