@@ -165,13 +165,13 @@ def _once(block: nn.Module, *arguments: Any) -> Any:
     return block(*arguments)
 
 
-def _await_sizes(tokens: Tensor) -> None:
-    """Read the sizes of a micro-batch from the device, as `broadcast_data` does on every rank.
+def _synchronize(tokens: Tensor) -> None:
+    """Wait for the device, as the timers around each forward and backward pass do.
 
-    megatron/mpu/data.py sends them to the group that shares layers, whatever its size, and copies
-    them back, so that the host begins a micro-batch when the device has ended the one before.
+    ``torch.cuda.synchronize()`` in start() and stop() of megatron/global_vars.py, until timers got
+    levels; and `broadcast_data` of megatron/mpu/data.py reads the sizes of each micro-batch.
     """
-    int(torch.tensor(tokens.shape, device=tokens.device)[0])
+    int(torch.zeros((), dtype=torch.long, device=tokens.device))
 
 
 class Gpt(nn.Module):
@@ -199,7 +199,7 @@ class Gpt(nn.Module):
         self.drop = drop
 
     def forward(self, tokens: Tensor) -> Tensor:
-        _await_sizes(tokens)
+        _synchronize(tokens)
         places = torch.arange(tokens.shape[1], device=tokens.device)
         states = F.dropout(self.embedding(tokens) + self.positions(places), self.drop)
         later = torch.ones(len(places), len(places), dtype=torch.bool, device=tokens.device).triu(1)
@@ -207,7 +207,9 @@ class Gpt(nn.Module):
             run = recomputed if number < self.run_again else _once
             states = run(block, states, later)
         logits = self.logits(self.norm(states)).float()
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        _synchronize(tokens)
+        return loss
 
 
 def megatron_gpt(batch: int, **settings: Any) -> Built:
