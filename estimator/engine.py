@@ -28,7 +28,7 @@ from estimator.estimates import (
 from estimator.graph.content import job_content
 from estimator.graph.memory import PeakMemory
 from estimator.graph.op_graph import OpGraph
-from estimator.graph.split_layout import split_by_layout
+from estimator.graph.split_layout import agreed_layout, split_by_layout
 from estimator.graph.split_plan import Plan
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
@@ -115,7 +115,7 @@ class Engine:
             accumulation_steps=accumulation_steps,
             strategy=strategy,
             loader=loader,
-            layout=DATA_PARALLEL if layout is None else Layout.parse(layout),
+            layout=agreed_layout(graph, layout),
             tp_plan=tp_plan,
         )
         graph = asked.graph

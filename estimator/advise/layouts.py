@@ -121,10 +121,16 @@ def best_layout(
     samples of a micro-batch are a power of two, or the micro-batches of a rank are. Without `prune`
     every candidate is worked out. `report` is told what is under way and how far that is. With an
     `executor` candidates are worked out on its workers, to each of which graphs are sent once.
-    Raises WorkloadError where nothing fits, AllocationError, ProfileError.
+    Raises WorkloadError where nothing fits, AllocationError, ProfileError; StrategyError for a
+    graph of a module that was divided before it was traced.
     """
     several = (graphs,) if isinstance(graphs, OpGraph) else tuple(graphs)
     check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
+    if own := next((graph.layout for graph in several if graph.layout), None):
+        raise StrategyError(
+            f"layouts are those of a whole model, found the graph of a rank of '{own}', by which "
+            "its module was divided before it was traced; trace the module before it is divided"
+        )
     placement = engine.place(allocation, cluster=cluster, profile=profile)
     search = _Search(
         several,
