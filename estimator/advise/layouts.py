@@ -126,7 +126,7 @@ def best_layout(
     """
     several = (graphs,) if isinstance(graphs, OpGraph) else tuple(graphs)
     check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
-    if own := next((graph.layout for graph in several if graph.layout), None):
+    if own := next(filter(None, (each.layout or each.strategy for each in several)), None):
         raise StrategyError(
             f"layouts are those of a whole model, found the graph of a rank of '{own}', by which "
             "its module was divided before it was traced; trace the module before it is divided"

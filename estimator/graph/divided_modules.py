@@ -1,57 +1,76 @@
 """Tell how torch has divided a module over ranks before it is traced (DTensor).
 
 ``parallelize_module`` leaves parameters of which each rank of a mesh holds a part. What a rank does
-with its parts is recorded by `rank_record`; the graph keeps the layout that it is of.
+with its parts is recorded by `rank_record`; the graph keeps the layout that it is of, and of a
+module that ``fully_shard`` has sharded the strategy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from estimator.errors import ModelError
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Op, Parameter
 from estimator.graph.rank_record import RankRecorder
+from estimator.graph.record import Recorder
+from estimator.graph.sharded_modules import sharding_of, unshard
 from estimator.machines.profile import DeviceKind
+from estimator.workload import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """How a module is divided: the axis of each process group, the modules that DTensor runs."""
+    """How a module is divided, and sharded by a strategy, over ranks.
 
-    tp: int
-    axes: Mapping[str, str]
-    modules: frozenset[str]
+    `axes` names the axis of each process group that layers' collectives are of, `modules` are those
+    that DTensor runs.
+    """
 
-    @property
-    def layout(self) -> str:
-        """The text of the layout that a rank's graph is of."""
-        return f"tp={self.tp},dp=*"
+    tp: int = 1
+    axes: Mapping[str, str] = field(default_factory=dict)
+    modules: frozenset[str] = frozenset()
+    strategy: Strategy | None = None
 
-    def recorder(self, model: nn.Module, fake_mode: Any, target: DeviceKind) -> RankRecorder:
+    def precision(self, asked: str) -> str:
+        """The precision of what is gathered of a sharded model, which is otherwise as asked."""
+        gathered = None if self.strategy is None else self.strategy.param
+        return gathered if gathered is not None and asked == "fp32" else asked
+
+    def gather(self, model: nn.Module) -> None:
+        """Have a model that is sharded hold whole parameters; the caller puts it back."""
+        if self.strategy is not None:
+            unshard(model)
+
+    def recorder(self, model: nn.Module, fake_mode: Any, target: DeviceKind) -> Recorder:
         """A recorder of what one rank does."""
         return RankRecorder(model, fake_mode, target, self.axes)
 
     def marked(self, graph: OpGraph) -> OpGraph:
         """A rank's graph, told what of it DTensor runs and which layout it is of."""
         entered: set[tuple[str, str]] = set()
-        ops = tuple([self._marked(op, entered) for op in graph.ops])
-        words = f"{self.layout.removesuffix(',dp=*')} divides layers as the module was divided "
-        words += "before it was traced; its collectives overlap nothing, as in eager torch"
+        assumptions = []
+        if self.tp > 1:
+            assumptions.append(
+                f"tp={self.tp} divides layers as the module was divided before it was traced; its "
+                "collectives overlap nothing, as in eager torch"
+            )
+        if self.strategy is not None:
+            assumptions.append(f"'{self.strategy}' as the module was sharded before it was traced")
         return replace(
             graph,
-            ops=ops,
+            ops=tuple([self._marked(op, entered) for op in graph.ops]),
             parameters=tuple([self._of(parameter) for parameter in graph.parameters]),
-            layout=self.layout,
-            assumptions=(*graph.assumptions, words),
+            layout=f"tp={self.tp},dp=*" if self.tp > 1 else None,
+            strategy=None if self.strategy is None else str(self.strategy),
+            assumptions=(*graph.assumptions, *assumptions),
         )
 
     def _marked(self, op: Op, entered: set[tuple[str, str]]) -> Op:
@@ -66,33 +85,34 @@ class Division:
         return replace(parameter, is_dtensor=owner in self.modules)
 
 
-def division_of(model: nn.Module, name: str) -> Division | None:
-    """How the parameters of a model are divided, None where they are whole; raises ModelError."""
-    found = {
-        path: parameter
-        for path, parameter in model.named_parameters(remove_duplicate=False)
-        if isinstance(parameter, DTensor)
-    }
-    if not found:
-        return None
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ModelError(
-            f"{name} is sharded by fully_shard already; trace it before that, and say how it is "
-            "sharded by strategy, such as strategy='fsdp'"
-        )
-    meshes = {parameter.device_mesh for parameter in found.values()}
-    if len(meshes) > 1 or next(iter(meshes)).ndim > 1:
-        some = ", ".join(sorted({_words(mesh) for mesh in meshes}))
+def division_of(model: nn.Module, name: str) -> Division:
+    """How the parameters of a model are divided; raises ModelError."""
+    sharding = sharding_of(model, name)
+    if sharding is not None:
+        meshes = {path: spec.mesh for path, spec in sharding.divided.items()}
+    else:
+        meshes = {
+            path: parameter.device_mesh
+            for path, parameter in model.named_parameters(remove_duplicate=False)
+            if isinstance(parameter, DTensor)
+        }
+    strategy = None if sharding is None else sharding.strategy
+    if not meshes:
+        return Division(strategy=strategy)
+    unlike = set(meshes.values())
+    mesh = next(iter(unlike))
+    if len(unlike) > 1 or mesh.ndim > 1:
+        some = ", ".join(sorted(map(_words, unlike)))
         raise ModelError(
             f"{name} has parameters that are divided over {some}, where one axis of ranks that "
             "share layers can be traced; trace it before it is divided, and name its layout in the "
             "estimate"
         )
-    (mesh,) = meshes
     return Division(
         tp=mesh.size(),
         axes={functional._resolve_group_name((mesh, 0)): "tp"},
-        modules=frozenset(path.rpartition(".")[0] for path in found),
+        modules=frozenset(path.rpartition(".")[0] for path in meshes),
+        strategy=strategy,
     )
 
 

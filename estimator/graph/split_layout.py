@@ -14,6 +14,7 @@ from estimator.graph.split_expert_tokens import slice_expert_tokens, sum_experts
 from estimator.graph.split_experts import split_experts
 from estimator.graph.split_found import found_plan
 from estimator.graph.split_plan import Plan, plan_of_config
+from estimator.workload import Strategy
 from estimator.workload.layout import DATA_PARALLEL, Layout
 
 
@@ -33,6 +34,26 @@ def agreed_layout(graph: OpGraph, layout: str | Layout | None) -> Layout:
             f"{graph.name} is the graph of a rank of '{own}', by which its module was divided "
             f"before it was traced, found layout '{asked}'; leave the layout out, or trace the "
             "module before it is divided"
+        )
+    return asked
+
+
+def agreed_strategy(graph: OpGraph, strategy: str | Strategy) -> Strategy:
+    """The strategy of a graph's ranks: what is asked, or what its module was sharded by before.
+
+    The default stands for either. Raises StrategyError where these differ in more than when
+    gradients are reduced.
+    """
+    asked = Strategy.parse(strategy)
+    if graph.strategy is None:
+        return asked
+    own = Strategy.parse(graph.strategy)
+    if asked == Strategy():
+        return own
+    if replace(asked, gradient_sync=own.gradient_sync) != own:
+        raise StrategyError(
+            f"{graph.name} was sharded by '{own}' before it was traced, found strategy '{asked}'; "
+            "leave the strategy out, or trace the module before it is sharded"
         )
     return asked
 

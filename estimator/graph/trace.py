@@ -90,18 +90,18 @@ def trace_graph(
     _check_model(model, target, name := name or type(model).__name__)
     call = TrainingCall.of(model, batch, loss)
     precision, unusual = _held_precision(model, precision)
-    name = f"{name}, {unusual}" if unusual else name
+    division = _division(model, name)
     tracer = _Tracer(
         model=model,
         call=call,
-        precision=precision,
+        precision=precision if division is None else division.precision(precision),
         target=target,
         channels_last=channels_last,
-        name=name,
-        division=_division(model, name),
+        name=f"{name}, {unusual}" if unusual else name,
+        division=division,
     )
     dim, batch = checked_dim(batch_dim), call.batch
-    samples = _samples(batch, dim, name)
+    samples = _samples(batch, dim, tracer.name)
     with kept_as_it_was(model), quiet_fakes():
         first = tracer.run(batch)
         second, fixed_because = tracer.run_at_twice(batch, dim, samples)
@@ -265,6 +265,8 @@ class _Tracer:
         padded = packed_as_padded(recorder.constants.assumptions)
         with fake, kept_as_it_was(self.model), unlike_tracing(), padded, fake_mode:
             seed_all(0)
+            if self.division is not None:
+                self.division.gather(self.model)
             fakes = put_fake_tensors(
                 self.model, dtype=dtype, device="cpu", channels_last=self.channels_last
             )

@@ -24,7 +24,7 @@ from estimator.errors import (
 )
 from estimator.estimates import FITS, Estimate
 from estimator.graph.op_graph import OpGraph
-from estimator.graph.split_layout import agreed_layout
+from estimator.graph.split_layout import agreed_layout, agreed_strategy
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
@@ -270,12 +270,12 @@ def estimate_many(
         batch_per_gpu=_checked_batches(batch_per_gpu, len(allocations)),
         global_batch=_checked_batches(global_batch, len(allocations)),
         accumulation_steps=accumulation_steps,
-        strategy=Strategy.parse(strategy),
+        strategy=agreed_strategy(graph, strategy),
         cluster=read_cluster(cluster),
         calibration=calibration,
         profile=profile,
         loader=read_loader(loader),
-        layouts=_checked_layouts(layout, len(allocations), graph),
+        layouts=checked_layouts(layout, len(allocations), graph),
         engine=engine,
         strict=strict,
     )
@@ -334,7 +334,7 @@ def columns_of(question: Question, answers: RowAnswers | None = None) -> dict[st
     return columns
 
 
-def _checked_layouts(
+def checked_layouts(
     layouts: Any, allocations: int, graph: OpGraph
 ) -> tuple[Layout | None, ...] | None:
     """One for each allocation, None where all ranks are data-parallel; raises StrategyError."""

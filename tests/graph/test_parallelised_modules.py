@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -169,6 +170,8 @@ def test_a_ranks_graph_is_answered_where_its_layout_is_asked_for() -> None:
     )
     table = est.estimate_many(found, ["1x2:dgx-a100", "1x8:dgx-a100"])
     assert table.step_time_s[1] == pytest.approx(answer.step_time_s)
+    (piece,) = est.estimate_chunks(found, ["1x8:dgx-a100"])
+    assert piece.step_time_s[0] == pytest.approx(answer.step_time_s)
 
 
 @pytest.mark.parametrize("layout", ["tp=4,dp=*", "dp=*", "tp=2,pp=2,dp=*", "tp=2,cp=2,dp=*"])
@@ -208,8 +211,92 @@ def test_a_module_divided_along_two_axes_is_refused_with_what_to_do() -> None:
             trace_graph(model, BATCH)
 
 
-def test_a_module_sharded_before_is_refused_with_what_to_do() -> None:
+def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "strategy"),
+    [
+        ({}, "fp32", "fsdp"),
+        ({"mp_policy": MIXED}, "bf16", "fsdp:param=bf16,reduce=fp32"),
+        ({"reshard_after_forward": False}, "fp32", "fsdp:no_reshard"),
+        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, "fp32", "fsdp:offload"),
+    ],
+)
+def test_a_sharded_module_is_estimated_as_the_whole_one_under_fsdp(
+    options: dict[str, Any], precision: str, strategy: str
+) -> None:
+    with ranks(4, names=("dp",)) as mesh:
+        found = trace_graph(sharded(Words(), mesh, **options), BATCH, target="cuda")
+    whole = trace_graph(Words(), BATCH, target="cuda", precision=precision)
+    assert (found.strategy, found.layout, found.precision) == (strategy, None, precision)
+    assert (found.ops, found.parameters) == (whole.ops, whole.parameters)
+    for place in ("1x4:dgx-a100", "2x8:dgx-a100"):
+        ours, theirs = est.estimate(found, place), est.estimate(whole, place, strategy=strategy)
+        assert ours.strategy == theirs.strategy
+        assert ours.step_time_s == pytest.approx(theirs.step_time_s, rel=1e-6)
+        assert ours.peak_memory_bytes == theirs.peak_memory_bytes
+    table = est.estimate_many(found, ["1x4:dgx-a100"])
+    assert table.step_time_s[0] == pytest.approx(est.estimate(found, "1x4:dgx-a100").step_time_s)
+
+
+def test_shards_that_are_replicated_are_as_many_as_the_mesh_has() -> None:
+    with ranks(2, 4, names=("dp_replicate", "dp_shard")) as mesh:
+        found = trace_graph(sharded(Words(), mesh), BATCH)
+    assert found.strategy == "fsdp:shard=4"
+
+
+def test_a_divided_and_sharded_module_agrees_with_the_split_under_fsdp() -> None:
+    with ranks(2, 2, names=("dp", "tp")) as mesh:
+        model = sharded(divided(Words(), mesh["tp"]), mesh["dp"])
+        before = dict(model.named_parameters())
+        found = trace_graph(model, BATCH, target="cuda")
+        assert all(own is before[name] for name, own in model.named_parameters())
+        # Its hooks are back: a step on real numbers gathers and reduces again.
+        model(BATCH).backward()
+        assert all(own.grad is not None for own in model.parameters())
+    expected = split(trace_graph(Words(), BATCH, target="cuda"), PLAIN, tp=2)
+    assert (found.strategy, found.layout) == ("fsdp", "tp=2,dp=*")
+    assert exchanged(found) == exchanged(expected)
+    assert products(found) == products(expected)
+    expected = replace(expected, layout="tp=2,dp=*")
+    ours = est.estimate(found, "2x8:dgx-a100").step_time_s
+    theirs = est.estimate(expected, "2x8:dgx-a100", strategy="fsdp").step_time_s
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp:shard=2", "ddp:unbucketed"])
+def test_another_strategy_than_a_modules_own_is_refused(strategy: str) -> None:
+    with ranks(4, names=("dp",)) as mesh:
+        found = trace_graph(sharded(Words(), mesh), BATCH, target="cuda")
+    with pytest.raises(StrategyError, match="was sharded by 'fsdp' before it was traced"):
+        est.estimate(found, "1x4:dgx-a100", strategy=strategy)
+    with pytest.raises(StrategyError, match="was sharded by 'fsdp'"):
+        est.estimate_many(found, ["1x4:dgx-a100"], strategy=strategy)
+    whole_gradients = est.estimate(
+        found, "1x4:dgx-a100", strategy="fsdp:no_sync", accumulation_steps=2
+    )
+    assert whole_gradients.strategy == "fsdp:no_sync"
+
+
+def test_units_other_than_the_repeated_blocks_are_refused_with_what_to_do() -> None:
     with ranks(4, names=("dp",)) as mesh:
         model = fully_shard(Words(), mesh=mesh)
-        with pytest.raises(ModelError, match="strategy='fsdp'"):
+        with pytest.raises(ModelError, match=r"call fully_shard on each of these and on the model"):
+            trace_graph(model, BATCH)
+
+
+def test_modules_sharded_unlike_each_other_are_refused() -> None:
+    with ranks(4, names=("dp",)) as mesh:
+        model = Words()
+        fully_shard(model.layers[0], mesh=mesh)
+        fully_shard(model.layers[1], mesh=mesh, mp_policy=MIXED)
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(ModelError, match="sharded unlike each other"):
             trace_graph(model, BATCH)
