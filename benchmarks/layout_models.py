@@ -105,6 +105,22 @@ def _language(kind: str, **sizes: Any) -> Callable[[], tuple[nn.Module, Any]]:
     return make
 
 
+def expert_model(kind: str, experts: int, chosen: int) -> Callable[[], tuple[nn.Module, Any]]:
+    """A language model with experts, of which each token goes to some."""
+    sizes = {"moe_intermediate_size": INNER, "num_experts_per_tok": chosen}
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        sizes[name] = experts
+    # Every layer has experts, in one group.
+    sizes |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+    wide = WIDTH // HEADS
+    if kind == "deepseek_v3":
+        sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": wide}
+        sizes |= {"qk_nope_head_dim": wide, "qk_rope_head_dim": wide}
+    else:
+        sizes["head_dim"] = wide
+    return _language(kind, **_USUAL, **sizes)
+
+
 _MASKED = ("bert", "roberta", "distilbert", "electra")
 _USUAL = {
     "vocab_size": WORDS,

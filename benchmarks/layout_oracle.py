@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from layout_models import MODELS, Case, drawn
+from layout_oracle_experts import cases as expert_cases
+from layout_oracle_experts import compared_experts, degrees, graph_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -219,9 +221,12 @@ def main() -> int:
     parser.add_argument("--tp", type=int, action="append", default=[])
     parser.add_argument("--draw", type=int, default=0, help="how many models to draw by seed")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--experts", action="store_true", help="models with experts, divided")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
+    if options.experts:
+        return _experts(options)
     cases = [case for case in MODELS if not options.only or case.name in options.only]
     cases += drawn(options.draw, random.Random(options.seed))
     rows = []
@@ -241,6 +246,30 @@ def main() -> int:
             how = "sp" if row.sequence else "  "
             counts = f"{row.collectives:4} collectives {row.products:4} products"
             print(f"{row.model:24} tp={row.tp} {how} {counts}  {row.difference or 'alike'}")
+        alike = sum(not row.difference for row in rows)
+        print(f"{alike} of {len(rows)} alike, {len({row.model for row in rows})} models")
+    return 0 if all(not row.difference for row in rows) else 1
+
+
+def _experts(options: argparse.Namespace) -> int:
+    """Models with experts, by `tp` and `ep`, in both forms."""
+    rows = []
+    for case in expert_cases():
+        if options.only and case.name not in options.only:
+            continue
+        graph = graph_of(case)
+        for ep, tp, form in degrees(case):
+            if options.tp and tp not in options.tp:
+                continue
+            print(f"{case.name} tp={tp} ep={ep} {form}", file=sys.stderr)
+            rows.append(compared_experts(case, graph, ep, tp, form))
+    if options.json:
+        print(json.dumps([row._asdict() for row in rows]))
+    else:
+        for row in rows:
+            counts = f"{row.collectives:4} collectives {row.products:4} products"
+            how = f"tp={row.tp} ep={row.ep} {row.form:10}"
+            print(f"{row.model:12} {how} {counts}  {row.difference or 'alike'}")
         alike = sum(not row.difference for row in rows)
         print(f"{alike} of {len(rows)} alike, {len({row.model for row in rows})} models")
     return 0 if all(not row.difference for row in rows) else 1

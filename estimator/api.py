@@ -216,6 +216,7 @@ def estimate(
         "profile": profile,
         "loader": fed,
     }
+    layout = graph.layout if layout is None else layout
     if layout is not None:
         asked |= {"layout": layout, "global_batch": global_batch}
         asked["tp_plan"] = None if tp_plan is None else read_plan(tp_plan)

@@ -28,7 +28,7 @@ from estimator.estimates import (
 from estimator.graph.content import job_content
 from estimator.graph.memory import PeakMemory
 from estimator.graph.op_graph import OpGraph
-from estimator.graph.split_layout import split_by_layout
+from estimator.graph.split_layout import agreed_layout, agreed_strategy, split_by_layout
 from estimator.graph.split_plan import Plan
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
@@ -115,7 +115,7 @@ class Engine:
             accumulation_steps=accumulation_steps,
             strategy=strategy,
             loader=loader,
-            layout=DATA_PARALLEL if layout is None else Layout.parse(layout),
+            layout=agreed_layout(graph, layout),
             tp_plan=tp_plan,
         )
         graph = asked.graph
@@ -174,7 +174,7 @@ class Engine:
         strategy: str | Strategy = "ddp",
     ) -> None:
         """Compile a graph ahead for machines and batches; see `estimator.prepare`."""
-        shape = StepShape(Strategy.parse(strategy), accumulation_steps)
+        shape = StepShape(agreed_strategy(graph, strategy), accumulation_steps)
         given = batch_per_gpu if isinstance(batch_per_gpu, Sequence) else (batch_per_gpu,)
         batches = [graph.batch if batch is None else check_count(batch) for batch in given]
         for machine in machines:
@@ -198,7 +198,7 @@ class Engine:
         tp_plan: Plan | None = None,
     ) -> _Asked:
         """Check what is asked of a placement; raises WorkloadError, StrategyError."""
-        parsed = Strategy.parse(strategy)
+        parsed = agreed_strategy(graph, strategy)
         accumulation_steps = check_count(
             accumulation_steps, "accumulation steps", most=MOST_ACCUMULATION
         )

@@ -36,6 +36,7 @@ Array = NDArray[np.float64]
 
 # Schedules whose ranks begin once all before them have, and end before these do.
 _ONE_WAY = ("gpipe", "1f1b")
+_FSDP = Strategy(kind="fsdp")
 
 
 class _NoBuckets:
@@ -187,7 +188,8 @@ class LayoutBounds:
             each_s = np.minimum.reduce([self._least_s(bound, node) for node in placement.kinds])
             if layout.divides_layers:
                 mesh = Mesh.laid_out(placement, replace(layout.of_layers, dp=None), Strategy())
-                exchanged = exchanges_of(mesh, cache).seconds(bound)
+                # Gradients of experts may be reduced with all others, or among fewer ranks.
+                exchanged = exchanges_of(mesh, cache, _FSDP).seconds(bound)
                 alone_s = exchanged.each_s.copy()
                 # What runs beside a kernel may add nothing.
                 alone_s[[place for place, _ in exchanged.hidden_by]] = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from estimator.errors import StrategyError
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.stages import split_points
 from estimator.placement.placement import Placement
@@ -33,23 +34,25 @@ def candidates(
     global_batch: int,
     strategies: Sequence[Strategy],
     schedules: Sequence[Schedule],
-    tensor_parallel: Sequence[Layout],
+    shares: Sequence[Layout],
 ) -> Iterator[Candidate]:
-    """Every candidate of one graph; `tensor_parallel` has layouts of ranks that share layers."""
+    """Every candidate of one graph; `shares` has layouts of ranks that share layers or experts."""
     ranks, blocks = placement.ranks, len(split_points(graph))
-    for shared in tensor_parallel:
+    for shared in shares:
         left = ranks // shared.tp
         for pp in divisors(left):
             dp = left // pp
-            if global_batch % dp:
+            if global_batch % dp or dp * shared.tp % shared.ep:
                 continue
             for layout in _pipelines(shared, pp, dp, schedules, blocks):
                 for batch in _batches(global_batch // dp, graph):
                     micro_batches = global_batch // dp // batch
                     if pp > 1 and not layout.schedule.runs(pp, micro_batches):
                         continue
-                    for strategy in _strategies(strategies, layout, dp, placement):
-                        yield Candidate(0, layout, strategy, batch, micro_batches)
+                    able = [each for each in strategies if _takes(layout, each, ranks)]
+                    for strategy in _strategies(able, layout, dp, placement):
+                        if _takes(layout, strategy, ranks):
+                            yield Candidate(0, layout, strategy, batch, micro_batches)
 
 
 def divisors(number: int) -> list[int]:
@@ -84,6 +87,16 @@ def _strategies(
         yield strategy
         if str(strategy) == "fsdp" and 1 < in_node < dp and dp % in_node == 0:
             yield Strategy.parse(f"fsdp:shard={in_node}")
+
+
+def _takes(layout: Layout, strategy: Strategy, ranks: int) -> bool:
+    """Whether a strategy can go with experts that ranks divide, if they do."""
+    if layout.ep > 1:
+        try:
+            layout.parallelism(ranks, strategy)
+        except StrategyError:
+            return False
+    return True
 
 
 def _batches(share: int, graph: OpGraph) -> Iterator[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from estimator.engine import DEFAULT, Engine
 from estimator.errors import ProfileError, StrategyError, WorkloadError
 from estimator.estimates import NOT_FIT_MARGIN_RATIO, Estimate
 from estimator.graph.op_graph import OpGraph
+from estimator.graph.split_experts import has_experts
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.placement import Placement
@@ -117,14 +118,21 @@ def best_layout(
     """The layouts by which an allocation trains a model fastest, `most` of them.
 
     Several graphs are one model traced with other activation checkpoints. Tensor parallelism goes
-    over the divisors of a node's devices and twice them, pipelines over those of the ranks; the
+    over the divisors of a node's devices and twice them, pipelines and expert parallelism over
+    those of the ranks; the
     samples of a micro-batch are a power of two, or the micro-batches of a rank are. Without `prune`
     every candidate is worked out. `report` is told what is under way and how far that is. With an
     `executor` candidates are worked out on its workers, to each of which graphs are sent once.
-    Raises WorkloadError where nothing fits, AllocationError, ProfileError.
+    Raises WorkloadError where nothing fits, AllocationError, ProfileError; StrategyError for a
+    graph of a module that was divided before it was traced.
     """
     several = (graphs,) if isinstance(graphs, OpGraph) else tuple(graphs)
     check_count(global_batch, "global batch", most=MOST_GLOBAL_BATCH)
+    if own := next(filter(None, (each.layout or each.strategy for each in several)), None):
+        raise StrategyError(
+            f"layouts are those of a whole model, found the graph of a rank of '{own}', by which "
+            "its module was divided before it was traced; trace the module before it is divided"
+        )
     placement = engine.place(allocation, cluster=cluster, profile=profile)
     search = _Search(
         several,
@@ -221,7 +229,11 @@ class _Search:
                 global_batch,
                 strategies,
                 schedules,
-                self._tensor_parallel(graph),
+                [
+                    each
+                    for shared in self._tensor_parallel(graph)
+                    for each in (shared, *self._expert_parallel(graph, shared))
+                ],
             )
         ]
         bounded = (
@@ -293,6 +305,23 @@ class _Search:
             else:
                 self._refusals[refusal] += 1
         return found
+
+    def _expert_parallel(self, graph: OpGraph, shared: Layout) -> Iterator[Layout]:
+        """A layout with experts divided too, by all-to-all or summed by ranks that share tokens."""
+        if not has_experts(graph):
+            return
+        for ep in divisors(self._placement.ranks)[1:]:
+            if ep % shared.tp:
+                continue
+            for sums in (False, True) if ep == shared.tp else (False,):
+                layout = replace(shared, ep=ep, sums_experts=sums)
+                self._report(str(layout), 0.0)
+                try:
+                    self._engine.split(graph, layout)
+                except StrategyError as error:
+                    self._refusals[str(error)] += 1
+                else:
+                    yield layout
 
     def _least_s(self, candidate: Candidate) -> float:
         self._report("bounds", 0.0)

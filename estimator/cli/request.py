@@ -177,7 +177,8 @@ class Request:
         """The estimate of a traced graph on an allocation, `batches` one for each of its groups."""
         from estimator.api import estimate
 
-        steps = self._accumulation(self.mesh(allocation))
+        layout = graph.layout if self.layout is None else self.layout
+        steps = self._accumulation(replace(self, layout=layout).mesh(allocation))
         return estimate(
             graph,
             allocation,

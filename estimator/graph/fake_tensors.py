@@ -106,6 +106,10 @@ def _fake(real: Tensor, dtype: torch.dtype | None, device: str, channels_last: b
         raise ModelError(
             "the model has lazy parameters without a shape; call it once on a real batch first"
         )
+    if type(real).__name__ == "DTensor":
+        from estimator.graph.divided_modules import fake_part
+
+        return fake_part(real, lambda part: _fake(part, dtype, device, channels_last))
     wanted = dtype if dtype is not None and real.is_floating_point() else real.dtype
     if real.layout is not torch.strided:
         raise ModelError(

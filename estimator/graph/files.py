@@ -28,8 +28,10 @@ from estimator.graph.step_parts import STEP_PART, StepPart
 from estimator.machines.files import write_bytes_atomically
 from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree, tensor_leaves
 from estimator.units import MIB
+from estimator.workload.layout import Layout
 from estimator.workload.optimizers import check_optimizer
 from estimator.workload.precision import check_precision
+from estimator.workload.strategy import Strategy
 
 FORMAT = "estimator-graph"
 VERSION = 1
@@ -59,6 +61,8 @@ _LATER_FIELDS: dict[str, str | bool | int | None] = {
     "checkpoint": None,
     "float8": None,
     "function_calls": 0,
+    "layout": None,
+    "strategy": None,
 }
 _DAMAGE = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 # More of one thing than any model has: they bound what an estimate of a graph takes.
@@ -154,12 +158,14 @@ def _encode(graph: Mapping[str, Any]) -> dict[str, Any]:
             int(op.is_view),
             int(op.is_repeated),
             op.holds,
+            int(op.enters_dtensor),
         ]
         for op in graph["ops"]
     ]
     values = [[specs.add(v.spec), specs.add(v.other_spec), v.kind, v.base] for v in graph["values"]]
     parameters = [
-        [p.name, specs.add(p.spec), p.gradient, p.ready_after] for p in graph["parameters"]
+        [p.name, specs.add(p.spec), p.gradient, p.ready_after, int(p.is_dtensor)]
+        for p in graph["parameters"]
     ]
     timings = [[calls.add(c), t.seconds, t.noise_ratio] for c, t in graph["timings"].items()]
     return {
@@ -220,8 +226,9 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
                 spec=_at(specs, spec),
                 gradient=_index(gradient, len(values), optional=True),
                 ready_after=_index(ready_after, len(ops), optional=True),
+                is_dtensor=any(later),
             )
-            for name, spec, gradient, ready_after in data["parameters"]
+            for name, spec, gradient, ready_after, *later in data["parameters"]
         ),
         "inputs": tuple(
             GraphInput(name=_text(name), value=_required(value, len(values)), low=low, high=high)
@@ -238,7 +245,9 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:
     name, call, other, phase, module, inputs, outputs, is_view, *later = row
-    is_repeated, holds = {0: (False, ()), 1: (*later, ()), 2: later}[len(later)]
+    # Files of earlier versions end sooner.
+    missing: list[Any] = [False, (), False]
+    is_repeated, holds, enters = later + missing[len(later) :]
     op = Op(
         name=_text(name),
         call=_at(calls, call),
@@ -250,6 +259,7 @@ def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:
         is_view=bool(is_view),
         is_repeated=bool(is_repeated),
         holds=tuple(_required(index, values) for index in holds),
+        enters_dtensor=bool(enters),
     )
     if len(op.call.inputs) != len(op.inputs) or len(op.call.outputs) != len(op.outputs):
         raise ValueError(f"op {op.name} names other tensors than its call")
@@ -335,6 +345,10 @@ def _check_plain_fields(graph: Mapping[str, Any]) -> None:
     for name in ("timed_on", "checkpoint", "float8"):
         if graph[name] is not None:
             _text(graph[name])
+    if graph["layout"] is not None:
+        Layout.parse(graph["layout"])
+    if graph["strategy"] is not None:
+        Strategy.parse(graph["strategy"])
     check_optimizer(graph["optimizer"])
     check_precision(graph["precision"])
     for name in ("batch", "other_batch", "tokens_per_sample"):

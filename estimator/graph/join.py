@@ -20,6 +20,15 @@ class JoinedRuns:
     values: tuple[Value, ...]
     difference: str | None
 
+    @property
+    def unknown_ops(self) -> tuple[str, ...]:
+        """The operators that no formula tells the cost of."""
+        from estimator.graph.costs import op_cost
+
+        calls = {op.call: op.is_view for op in self.ops}
+        unknown = {c.target for c, is_view in calls.items() if not is_view and op_cost(c) is None}
+        return tuple(sorted(unknown))
+
     def parameters(
         self, ready: tuple[tuple[str, int, int | None, int | None], ...]
     ) -> tuple[Parameter, ...]:

@@ -47,8 +47,10 @@ class OpGraph:
     keeps its `eager` one, which is what a layout divides; `tp_plan` and
     `ep_plan` have the styles by name that its config says to divide layers and experts by.
     `function_calls` are those of ``torch.autograd.Function`` in the forward pass.
-    `timings` holds the calls measured on the machine `timed_on` when tracing asked for it. A graph
-    made from a summary has `timed_on` if whole steps were timed there.
+    A module that was divided over ranks before it was traced gives the graph of one of them, which
+    has the `layout` and `strategy` that it was divided by. `timings` holds the calls measured on
+    the machine `timed_on` when tracing asked for it. A graph made from a summary has `timed_on` if
+    whole steps were timed there.
     """
 
     name: str
@@ -81,6 +83,8 @@ class OpGraph:
     eager: OpGraph | None = None
     tp_plan: tuple[tuple[str, str], ...] = ()
     ep_plan: tuple[tuple[str, str], ...] = ()
+    layout: str | None = None
+    strategy: str | None = None
 
     def __repr__(self) -> str:
         # The generated one would print every operator.

@@ -171,6 +171,10 @@ class Recorder(TorchDispatchMode):
         seen: _Seen | None = getattr(tensor, "_estimator_value", None)
         return seen.value if seen is not None and seen.owner is self else None
 
+    def gradient_of(self, name: str, parameter: Tensor) -> int | None:
+        """The value that the gradient of a parameter stands for, None if it has none."""
+        return None if parameter.grad is None else self.index_of(parameter.grad)
+
     def _spec_of(self, tensor: Tensor) -> TensorSpec:
         strided = tensor.layout is torch.strided
         key = (tensor.shape, tensor.dtype, tensor.stride() if strided else ())

@@ -27,6 +27,11 @@ _TRANSPOSES = ("t", "transpose")
 _LIKE = ("new_zeros", "new_empty", "new_ones", "empty_like", "zeros_like")
 
 
+def has_experts(graph: OpGraph) -> bool:
+    """Whether a graph has experts that ranks can divide."""
+    return any(op_name(op) == GROUPED for op in graph.ops)
+
+
 def split_experts(graph: OpGraph, *, ep: int, imbalance: float = 1.0) -> OpGraph:
     """The graph of one of `ep` ranks, each with an equal part of every layer's experts.
 

@@ -14,11 +14,55 @@ from estimator.graph.split_expert_tokens import slice_expert_tokens, sum_experts
 from estimator.graph.split_experts import split_experts
 from estimator.graph.split_found import found_plan
 from estimator.graph.split_plan import Plan, plan_of_config
-from estimator.workload.layout import Layout
+from estimator.workload import Strategy
+from estimator.workload.layout import DATA_PARALLEL, Layout
+
+
+def agreed_layout(graph: OpGraph, layout: str | Layout | None) -> Layout:
+    """The layout of a graph's ranks: what is asked, or what its module was divided by before.
+
+    Raises StrategyError where these differ.
+    """
+    if graph.layout is None:
+        return DATA_PARALLEL if layout is None else Layout.parse(layout)
+    own = Layout.parse(graph.layout)
+    asked = own if layout is None else Layout.parse(layout)
+    if asked.megatron or any(
+        getattr(asked, axis) != getattr(own, axis) for axis in ("tp", "cp", "ep", "pp")
+    ):
+        raise StrategyError(
+            f"{graph.name} is the graph of a rank of '{own}', by which its module was divided "
+            f"before it was traced, found layout '{asked}'; leave the layout out, or trace the "
+            "module before it is divided"
+        )
+    return asked
+
+
+def agreed_strategy(graph: OpGraph, strategy: str | Strategy) -> Strategy:
+    """The strategy of a graph's ranks: what is asked, or what its module was sharded by before.
+
+    The default stands for either. Raises StrategyError where these differ in more than when
+    gradients are reduced.
+    """
+    asked = Strategy.parse(strategy)
+    if graph.strategy is None:
+        return asked
+    own = Strategy.parse(graph.strategy)
+    if asked == Strategy():
+        return own
+    if replace(asked, gradient_sync=own.gradient_sync) != own:
+        raise StrategyError(
+            f"{graph.name} was sharded by '{own}' before it was traced, found strategy '{asked}'; "
+            "leave the strategy out, or trace the module before it is sharded"
+        )
+    return asked
 
 
 def split_by_layout(graph: OpGraph, layout: Layout, plan: Plan | None = None) -> OpGraph:
     """The graph of one rank of a layout; raises StrategyError."""
+    if graph.layout is not None:
+        agreed_layout(graph, layout)
+        return graph
     axis = next(name for name in ("tp", "cp", "ep") if getattr(layout, name) > 1)
     if graph.is_summary:
         raise StrategyError(

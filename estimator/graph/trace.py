@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,9 @@ from estimator.machines.profile import DeviceKind
 from estimator.workload.optimizers import check_optimizer
 from estimator.workload.precision import check_precision
 
+if TYPE_CHECKING:
+    from estimator.graph.divided_modules import Division
+
 _CAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AUTOCAST_DTYPES = {"bf16-amp": torch.bfloat16, "fp16-amp": torch.float16}
 _HELD_AS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -84,21 +87,21 @@ def trace_graph(
     """
     optimizer = check_optimizer(optimizer)
     check_precision(precision)
-    name = name or type(model).__name__
-    _check_model(model, target, name)
+    _check_model(model, target, name := name or type(model).__name__)
     call = TrainingCall.of(model, batch, loss)
     precision, unusual = _held_precision(model, precision)
-    name = f"{name}, {unusual}" if unusual else name
+    division = _division(model, name)
     tracer = _Tracer(
         model=model,
         call=call,
-        precision=precision,
+        precision=precision if division is None else division.precision(precision),
         target=target,
         channels_last=channels_last,
-        name=name,
+        name=f"{name}, {unusual}" if unusual else name,
+        division=division,
     )
     dim, batch = checked_dim(batch_dim), call.batch
-    samples = _samples(batch, dim, name)
+    samples = _samples(batch, dim, tracer.name)
     with kept_as_it_was(model), quiet_fakes():
         first = tracer.run(batch)
         second, fixed_because = tracer.run_at_twice(batch, dim, samples)
@@ -113,6 +116,15 @@ def trace_graph(
         fixed_because=fixed_because or joined.difference,
         unusual=unusual,
     )
+
+
+def _division(model: nn.Module, name: str) -> Division | None:
+    """How a model is divided over ranks, None where its parameters are whole."""
+    if not any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+        return None
+    from estimator.graph.divided_modules import division_of
+
+    return division_of(model, name)
 
 
 def _samples(batch: Any, dim: int, name: str) -> int | None:
@@ -149,7 +161,7 @@ def _graph(
         assumptions.append("channels last changes nothing: the model has no convolution")
     if fixed_because is not None:
         assumptions.append(f"the batch is fixed as traced: {fixed_because}")
-    return OpGraph(
+    graph = OpGraph(
         name=tracer.name,
         target=tracer.target,
         precision=tracer.precision,
@@ -168,12 +180,13 @@ def _graph(
         inputs=first.inputs,
         module_calls=first.recorder.module_calls,
         function_calls=first.recorder.function_calls,
-        unknown_ops=_unknown_ops(joined.ops),
+        unknown_ops=joined.unknown_ops,
         assumptions=tuple(dict.fromkeys(assumptions)),
         versions={"torch": torch.__version__, "python": platform.python_version()},
         tp_plan=styles_of_config(tracer.model),
         ep_plan=expert_styles_of_config(tracer.model),
     )
+    return graph if tracer.division is None else tracer.division.marked(graph)
 
 
 def _check_model(model: Any, target: str, name: str) -> None:
@@ -185,12 +198,6 @@ def _check_model(model: Any, target: str, name: str) -> None:
     if target not in get_args(DeviceKind):
         kinds = " or ".join(f"'{kind}'" for kind in get_args(DeviceKind))
         raise ModelError(f"'{target}' is no kind of device to trace for; use {kinds}")
-    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
-        raise ModelError(
-            f"{name} has parameters that are divided over ranks already (DTensor, of "
-            "parallelize_module or fully_shard); trace it before that, and say how it is divided "
-            "by layout, tp_plan and strategy, such as layout='tp=2,dp=*', strategy='fsdp'"
-        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"{name} has no trainable parameter; there is nothing to train")
 
@@ -238,6 +245,7 @@ class _Tracer:
     target: DeviceKind
     channels_last: bool
     name: str
+    division: Division | None = None
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -247,7 +255,8 @@ class _Tracer:
         """One step at one batch size; the model is put back by the caller and between runs."""
         dtype = _CAST_DTYPES.get(self.precision)
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        recorder = Recorder(self.model, fake_mode, self.target)
+        made = Recorder if self.division is None else self.division.recorder
+        recorder = made(self.model, fake_mode, self.target)
         fake = UserCode(
             f"{self.name} or its batch cannot stand without data",
             advice="check its parameters and inputs",
@@ -256,6 +265,8 @@ class _Tracer:
         padded = packed_as_padded(recorder.constants.assumptions)
         with fake, kept_as_it_was(self.model), unlike_tracing(), padded, fake_mode:
             seed_all(0)
+            if self.division is not None:
+                self.division.gather(self.model)
             fakes = put_fake_tensors(
                 self.model, dtype=dtype, device="cpu", channels_last=self.channels_last
             )
@@ -365,8 +376,7 @@ class _GradientOrder:
         recorder = self._run.recorder
 
         def note(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            value = None if gradient is None else recorder.index_of(gradient)
+            value = recorder.gradient_of(name, parameter)
             self._done.pop(name, None)
             self._done[name] = (value, len(recorder.ops) - 1)
 
@@ -385,11 +395,3 @@ class _GradientOrder:
             if parameter.requires_grad and name not in self._done and index is not None:
                 found.append((name, index, None, None))
         return tuple(found)
-
-
-def _unknown_ops(ops: Any) -> tuple[str, ...]:
-    from estimator.graph.costs import op_cost
-
-    calls = {op.call: op.is_view for op in ops}
-    unknown = {c.target for c, is_view in calls.items() if not is_view and op_cost(c) is None}
-    return tuple(sorted(unknown))

@@ -24,7 +24,9 @@ def watched_calls(recorder: Recorder) -> Iterator[None]:
     original = function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        recorder.function_calls += recorder.phase == "forward"
+        # Those of DTensor are part of what its calls of modules are probed to cost.
+        own = not cls.__module__.startswith("torch.distributed.tensor")
+        recorder.function_calls += recorder.phase == "forward" and own
         return original.__func__(cls, *args, **kwargs)
 
     function.apply = classmethod(apply)

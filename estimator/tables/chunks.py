@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from estimator.coefficients import Calibration
 from estimator.engine import DEFAULT, Engine
 from estimator.graph.op_graph import OpGraph
+from estimator.graph.split_layout import agreed_strategy
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
@@ -23,6 +24,7 @@ from estimator.tables.question import Allocations, Question
 from estimator.tables.table import (
     EstimateTable,
     check_asked,
+    checked_layouts,
     columns_of,
     read_cluster,
     read_loader,
@@ -66,7 +68,7 @@ def estimate_chunks(
         batch_per_gpu=batch_per_gpu,
         global_batch=global_batch,
         accumulation_steps=accumulation_steps,
-        strategy=Strategy.parse(strategy),
+        strategy=agreed_strategy(graph, strategy),
         cluster=read_cluster(cluster),
         calibration=calibration,
         profile=profile,
@@ -77,9 +79,8 @@ def estimate_chunks(
     # The engine is each worker's own.
     shared = question if executor is None else replace(question, engine=None)  # type: ignore[arg-type]
     pieces = _pieces(allocations, rows)
-    for (piece, first), columns in map_shared(executor, _columns, shared, pieces):
-        asked = replace(question, allocations=piece, first_row=first)
-        yield EstimateTable(question=asked, **columns)
+    for piece, columns in map_shared(executor, _columns, shared, pieces):
+        yield EstimateTable(question=_asked_of(question, piece), **columns)
 
 
 def _pieces(
@@ -95,11 +96,16 @@ def _pieces(
         first += len(piece)
 
 
+def _asked_of(question: Question, piece: _Piece) -> Question:
+    """What is asked of a piece; the ranks of a module that was divided before are laid out so."""
+    allocations, first = piece
+    layouts = checked_layouts(None, len(allocations), question.graph)
+    return replace(question, allocations=allocations, first_row=first, layouts=layouts)
+
+
 def _columns(question: Question, kept: dict[str, Any], piece: _Piece) -> dict[str, NDArray[Any]]:
     """The columns of a piece; `kept` has what the pieces before it compiled."""
-    asked = replace(
-        question, allocations=piece[0], first_row=piece[1], engine=question.engine or DEFAULT
-    )
+    asked = replace(_asked_of(question, piece), engine=question.engine or DEFAULT)
     if "answers" not in kept:
         kept["answers"] = RowAnswers(asked)
     return columns_of(asked, kept["answers"])

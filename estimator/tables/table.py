@@ -24,6 +24,7 @@ from estimator.errors import (
 )
 from estimator.estimates import FITS, Estimate
 from estimator.graph.op_graph import OpGraph
+from estimator.graph.split_layout import agreed_layout, agreed_strategy
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
@@ -269,12 +270,12 @@ def estimate_many(
         batch_per_gpu=_checked_batches(batch_per_gpu, len(allocations)),
         global_batch=_checked_batches(global_batch, len(allocations)),
         accumulation_steps=accumulation_steps,
-        strategy=Strategy.parse(strategy),
+        strategy=agreed_strategy(graph, strategy),
         cluster=read_cluster(cluster),
         calibration=calibration,
         profile=profile,
         loader=read_loader(loader),
-        layouts=_checked_layouts(layout, len(allocations)),
+        layouts=checked_layouts(layout, len(allocations), graph),
         engine=engine,
         strict=strict,
     )
@@ -333,8 +334,11 @@ def columns_of(question: Question, answers: RowAnswers | None = None) -> dict[st
     return columns
 
 
-def _checked_layouts(layouts: Any, allocations: int) -> tuple[Layout | None, ...] | None:
+def checked_layouts(
+    layouts: Any, allocations: int, graph: OpGraph
+) -> tuple[Layout | None, ...] | None:
     """One for each allocation, None where all ranks are data-parallel; raises StrategyError."""
+    layouts = graph.layout if layouts is None else layouts
     if layouts is None:
         return None
     if isinstance(layouts, str | Layout):
@@ -345,6 +349,8 @@ def _checked_layouts(layouts: Any, allocations: int) -> tuple[Layout | None, ...
             f"{quoted(layouts)}; write such as 'tp=2,dp=*'"
         )
     read = [None if each is None else Layout.parse(each) for each in layouts]
+    if graph.layout is not None:
+        read = [agreed_layout(graph, each) for each in read]
     return tuple(None if each is None or each.is_data_parallel else each for each in read)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from layout_models import MODELS
 from layout_oracle import compared
+from layout_oracle_experts import cases, compared_experts, graph_of
 
 CASES = {case.name: case for case in MODELS}
 
@@ -31,3 +32,26 @@ def test_a_split_graph_sends_and_multiplies_what_torch_does(
     found = compared(CASES[name], degree, sequence=sequence)
     assert found.difference == ""
     assert found.collectives > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "ep", "tp", "form", "collectives"),
+    [
+        # Of each layer: there and back, in both passes.
+        ("mixtral", 4, 1, "all-to-all", 2 * 4),
+        # And sums of attention in both passes (3 columns take the stream), gathered tokens, their
+        # gradients and those of routes.
+        ("qwen3_moe", 4, 2, "all-to-all", 2 * (4 + 1 + 3 + 3)),
+        # Sums of experts, of their inputs' gradients and of routes' instead.
+        ("qwen2_moe", 2, 2, "all-reduce", 2 * (3 + 1 + 3)),
+    ],
+)
+def test_divided_experts_send_and_multiply_what_transformers_do(
+    name: str, ep: int, tp: int, form: str, collectives: int
+) -> None:
+    pytest.importorskip("transformers")
+    case = next(each for each in cases() if each.name == name)
+    found = compared_experts(case, graph_of(case), ep, tp, form)
+    assert found.difference == ""
+    assert found.collectives == collectives
