@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import check_docs
 import check_site
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,8 +27,17 @@ def test_another_output_is_told_with_what_differs() -> None:
 
 
 def test_only_the_first_lines_are_compared_where_a_page_shows_them() -> None:
-    page = "```console lines=1\n$ printf 'one\\ntwo\\n'\none\n```\n"
+    page = "<!-- lines=1 -->\n```console\n$ printf 'one\\ntwo\\n'\none\n```\n"
     assert check_docs.rerun(page) == (page, 1, [])
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_blocks_of_code_begin_as_the_site_reads_them(page: Path) -> None:
+    # Anything after the language, as in "console lines=3", leaves a block that is shown as text and
+    # takes what follows it into the next one.
+    fences = [line for line in page.read_text().splitlines() if line.lstrip().startswith("```")]
+    assert [line for line in fences if not re.fullmatch(r" *```[a-z]*", line)] == []
+    assert len(fences) % 2 == 0
 
 
 def test_commands_of_a_page_share_a_folder() -> None:
