@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import check_docs
@@ -57,6 +58,13 @@ def test_what_a_site_loads_from_other_hosts_is_found(tmp_path: Path) -> None:
         "page.html: https://d.example/x.css",
         "x.css: https://e.example/y.css",
     ]
+
+
+def test_what_is_released_as_source_has_all_that_its_tests_import() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    included = set(project["hatch"]["build"]["targets"]["sdist"]["include"])
+    pytest_options = project["pytest"]["ini_options"]
+    assert {*pytest_options["testpaths"], *pytest_options["pythonpath"]} - {"."} <= included
 
 
 def test_every_page_stands_in_the_navigation() -> None:
