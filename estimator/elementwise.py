@@ -80,6 +80,15 @@ def where(condition: Any, yes: Any, no: Any, /) -> Any:
     return yes if condition else no
 
 
+def anywhere(condition: Any, /) -> bool:
+    """Whether a condition holds, of one case, or of at least one row.
+
+    >>> anywhere(False), anywhere(np.array([True, False]))
+    (False, True)
+    """
+    return bool(condition.any()) if type(condition) is ndarray else bool(condition)
+
+
 @overload
 def exp(value: float, /) -> float: ...
 @overload

@@ -388,6 +388,7 @@ def _answered(
         breakdown=parts,
         op_time_in_grid_ratio=slowest.program.in_grid_ratio,
         plan=plan,
+        answer=answer,
         layout=None if asked.layout.is_data_parallel else str(asked.layout),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from estimator.placement.allocation import Allocation
 from estimator.timeline.assumptions import plan_assumptions, split_assumptions
 from estimator.timeline.input_remedies import remedy_of
 from estimator.timeline.pipelines.answer import PipelinedStep
-from estimator.timeline.plan import StepPlan, answer_of
+from estimator.timeline.plan import StepAnswer, StepPlan
 from estimator.timeline.played import timeline_of
 from estimator.timeline.program import COPIES_ERROR, MEDIAN_TO_SIGMA
 from estimator.timeline.ranks import LaneCosts, RankKind
@@ -76,6 +76,7 @@ class Estimate:
     op_time_in_grid_ratio: float
     # What the rest was worked out from: answers that say the same are equal.
     plan: StepPlan = field(compare=False)
+    answer: StepAnswer = field(compare=False)
     # Where ranks hold stages, the passes of all; `plan` is then that of the longest stage.
     pipeline: PipelinedStep | None = field(default=None, compare=False)
     layout: str | None = None
@@ -95,7 +96,7 @@ class Estimate:
     def __getstate__(self) -> list[Any]:
         # The plan holds the graph and all that was compiled of it: a pickle takes what it says.
         told = self.plan if isinstance(self.plan, PlanFacts) else PlanFacts.of(self)
-        kept = {"plan": told, "pipeline": None}
+        kept = {"plan": told, "answer": None, "pipeline": None}
         return [kept.get(item.name, getattr(self, item.name)) for item in fields(self)]
 
     @property
@@ -147,7 +148,7 @@ class Estimate:
     @property
     def provenance(self) -> tuple[tuple[str, str, float, float | None], ...]:
         """(part, source, share of the step, relative error) of every part; the shares add to 1."""
-        return self._told("provenance", lambda self: _provenance(self.plan, self.breakdown))
+        return self._told("provenance", _provenance)
 
     def _told(self, name: str, of: Callable[[Estimate], Value]) -> Value:
         plan: Any = self.plan
@@ -171,25 +172,27 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values in base units, without the timeline."""
-        plain = {
-            item.name: getattr(self, item.name)
-            for item in fields(self)
-            if item.name not in ("plan", "allocation", "breakdown", "memory")
-        }
-        plain["allocation"] = str(self.allocation)
-        plain["breakdown"] = asdict(self.breakdown)
-        plain["mode"] = self.mode
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        plain |= {"allocation": str(self.allocation), "breakdown": _plain(self.breakdown)}
         plain["loader"] = self.loader.to_dict() if self.loader else None
         plain |= self.bottleneck_dict()
-        plain["input_remedy"] = self.input_remedy
-        plain |= {"memory": asdict(self.memory), "device_memory": asdict(self.device_memory)}
-        plain["spare_memory_bytes"] = self.spare_memory_bytes
+        plain |= {"memory": _plain(self.memory), "device_memory": _plain(self.device_memory)}
         plain["provenance"] = [
             {"part": part, "source": source, "share_ratio": share, "relative_error": error}
             for part, source, share, error in self.provenance
         ]
         plain["assumptions"] = list(self.assumptions)
         return plain
+
+
+_NOT_PLAIN = {"plan", "answer", "pipeline", "allocation", "breakdown", "memory"}
+_PLAIN = [item.name for item in fields(Estimate) if item.name not in _NOT_PLAIN]
+_PLAIN += ["mode", "input_remedy", "spare_memory_bytes"]
+
+
+def _plain(numbers: Breakdown | PeakMemory | DeviceMemory) -> dict[str, Any]:
+    # `dataclasses.asdict` would copy each number.
+    return {item.name: getattr(numbers, item.name) for item in fields(numbers)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,13 +249,10 @@ def _assumptions(answer: Estimate) -> tuple[str, ...]:
     return found if answer.batches is None else (*split_assumptions(answer.batches), *found)
 
 
-def _provenance(
-    plan: StepPlan, breakdown: Breakdown
-) -> tuple[tuple[str, str, float, float | None], ...]:
+def _provenance(estimate: Estimate) -> tuple[tuple[str, str, float, float | None], ...]:
     """Shares of the step by where their numbers come from; they add up to 1."""
-    answer = answer_of(plan)
-    program, found = answer.slowest.program, answer.communication
-    step = breakdown.total_s
+    plan, breakdown, (_, slowest, found) = estimate.plan, estimate.breakdown, estimate.answer
+    program, step = slowest.program, breakdown.total_s
     kernels_s = sum(seconds for seconds, _ in program.kernels.values())
     scale = (breakdown.forward_s + breakdown.backward_s) / kernels_s if kernels_s else 0.0
     rows: list[tuple[str, str, float, float | None]] = [
@@ -384,8 +384,7 @@ def _bottleneck_link(answer: Estimate) -> str | None:
 
 def _bottleneck(answer: Estimate) -> str:
     kind, share_ratio = answer.breakdown.largest_share
-    plan = answer.plan
-    link = plan.slowest_group.link
+    plan, link = answer.plan, answer.plan.slowest_group.link
     over = f" over {link}" if link else ""
     words = {
         "compute": f"computing on the {plan.kinds[0].program.profile.kind} device",

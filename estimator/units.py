@@ -103,14 +103,26 @@ def format_seconds(seconds: float) -> str:
     """
     if not math.isfinite(seconds):
         return str(seconds)
+    if seconds == 0:
+        return "0 s"
+    unit_s, unit = time_unit(seconds)
+    return f"{_three_digits(seconds / unit_s)} {unit}"
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The unit that people say such a time in: its seconds and its name.
+
+    >>> time_unit(0.4123), time_unit(300)
+    ((0.001, 'ms'), (60.0, 'min'))
+    """
     if abs(seconds) >= 7200:
-        return f"{_three_digits(seconds / 3600)} h"
+        return 3600.0, "h"
     if abs(seconds) >= 120:
-        return f"{_three_digits(seconds / 60)} min"
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(seconds) >= factor * 0.9995:
-            return f"{_three_digits(seconds / factor)} {unit}"
-    return "0 s" if seconds == 0 else f"{_three_digits(seconds / 1e-9)} ns"
+        return 60.0, "min"
+    for unit_s, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= unit_s * 0.9995:
+            return unit_s, unit
+    return 1e-9, "ns"
 
 
 def format_interval(seconds: float, low_s: float, high_s: float) -> str:

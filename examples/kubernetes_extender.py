@@ -12,6 +12,14 @@ throughput-estimator/machine. The scheduler's configuration:
         prioritizeVerb: prioritize
         weight: 1
 
+that of Volcano, among its plugins:
+
+    - name: extender
+      arguments:
+        extender.urlPrefix: http://127.0.0.1:8322
+        extender.predicateVerb: volcano/predicate
+        extender.prioritizeVerb: volcano/prioritize
+
 Kubernetes asks admission webhooks over TLS only: put a proxy that has the certificate before it.
 """
 
@@ -26,10 +34,17 @@ from typing import Any
 
 import estimator as est
 from estimator.errors import GraphFileError
+from estimator.schedulers import volcano
 from estimator.schedulers.admission import admitted
 from estimator.schedulers.kubernetes import filtered, prioritized
 
-VERBS = {"/filter": filtered, "/prioritize": prioritized, "/admit": admitted}
+VERBS = {
+    "/filter": filtered,
+    "/prioritize": prioritized,
+    "/volcano/predicate": volcano.predicate,
+    "/volcano/prioritize": volcano.prioritized,
+    "/admit": admitted,
+}
 MOST_BYTES = 64 << 20
 
 

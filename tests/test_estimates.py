@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,8 @@ from estimator.api import estimate
 from estimator.errors import WorkloadError
 from estimator.estimates import FITS, fits_code, interval_ratio
 from estimator.timeline import assumptions, collectives
-from tests.synthetic import Machine, perceptron
+from estimator.timeline.strategies.ddp import BucketedNetwork
+from tests.synthetic import Machine, in_blocks, perceptron
 
 
 def test_an_interval_of_80_percent_is_1_28_standard_deviations_of_the_logarithm() -> None:
@@ -91,10 +93,22 @@ def test_a_warm_answer_and_its_reasons_look_at_each_collective_and_operator_once
 
         return call
 
-    for module, name in ((collectives, "lines_of"), (assumptions, "_class_assumptions")):
-        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    for of, name in (
+        (collectives, "lines_of"),
+        (assumptions, "_class_assumptions"),
+        (BucketedNetwork, "communication"),
+    ):
+        monkeypatch.setattr(of, name, counted(name, getattr(of, name)))
     graph = replace(perceptron([64] * 4, batch=8), target="cuda")
     for _ in ("cold", "warm"):
         asked.clear()
         estimate(graph, "2x2:dgx-a100").to_dict()
-    assert asked == ["lines_of"], "the reduction of the gradients"
+    assert asked == ["communication", "lines_of"], "the reduction of the gradients"
+
+
+def test_what_an_estimate_says_of_a_pipeline_is_plain_json() -> None:
+    graph = replace(in_blocks(perceptron([64] * 8, batch=8)), target="cuda")
+    answer = estimate(graph, "1x4:dgx-a100", layout="pp=2,dp=*", accumulation_steps=4)
+    said = answer.to_dict()
+    assert json.loads(json.dumps(said))["layout"] == answer.layout
+    assert pickle.loads(pickle.dumps(answer)).to_dict() == said

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import check_docs
 import check_site
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,8 +28,17 @@ def test_another_output_is_told_with_what_differs() -> None:
 
 
 def test_only_the_first_lines_are_compared_where_a_page_shows_them() -> None:
-    page = "```console lines=1\n$ printf 'one\\ntwo\\n'\none\n```\n"
+    page = "<!-- lines=1 -->\n```console\n$ printf 'one\\ntwo\\n'\none\n```\n"
     assert check_docs.rerun(page) == (page, 1, [])
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_blocks_of_code_begin_as_the_site_reads_them(page: Path) -> None:
+    # Anything after the language, as in "console lines=3", leaves a block that is shown as text and
+    # takes what follows it into the next one.
+    fences = [line for line in page.read_text().splitlines() if line.lstrip().startswith("```")]
+    assert [line for line in fences if not re.fullmatch(r" *```[a-z]*", line)] == []
+    assert len(fences) % 2 == 0
 
 
 def test_commands_of_a_page_share_a_folder() -> None:
@@ -46,6 +58,13 @@ def test_what_a_site_loads_from_other_hosts_is_found(tmp_path: Path) -> None:
         "page.html: https://d.example/x.css",
         "x.css: https://e.example/y.css",
     ]
+
+
+def test_what_is_released_as_source_has_all_that_its_tests_import() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    included = set(project["hatch"]["build"]["targets"]["sdist"]["include"])
+    pytest_options = project["pytest"]["ini_options"]
+    assert {*pytest_options["testpaths"], *pytest_options["pythonpath"]} - {"."} <= included
 
 
 def test_every_page_stands_in_the_navigation() -> None:

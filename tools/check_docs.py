@@ -1,8 +1,8 @@
 """Run the commands of README.md and of docs/, and compare what they print, numbers masked.
 
-A block ```console holds commands after "$ " and what each prints; ```console lines=N the first N
-lines of that. Commands run in one empty folder, in the order of their page. --write puts what they
-print now into the pages.
+A block ```console holds commands after "$ " and what each prints; below a line <!-- lines=N -->
+the first N lines of that. Commands run in one empty folder, in the order of their page. --write
+puts what they print now into the pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_BLOCK = re.compile(r"^```console(?: lines=(\d+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A word after "console" would have the site show the block as text.
+_BLOCK = re.compile(r"^(?:<!-- lines=(\d+) -->\n)?```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _COMMAND_S = 300.0
 
@@ -56,7 +57,8 @@ def rerun(text: str) -> tuple[str, int, list[str]]:
             if masked(printed) != masked(body):
                 pair = (masked(body).splitlines(), masked(printed).splitlines())
                 wrong.append("\n".join(difflib.unified_diff(*pair, "page", "printed", lineterm="")))
-            return f"```console{f' lines={lines}' if lines else ''}\n{printed}```"
+            head = f"<!-- lines={lines} -->\n" if lines else ""
+            return f"{head}```console\n{printed}```"
 
         found = _BLOCK.sub(block, text)
     return found, len(_BLOCK.findall(text)), wrong

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from estimator.advise.memory import MemoryReport
 from estimator.advise.swap_search import Planned
-from estimator.report.pictures import empty_figure, plain, save_figure, shades
-from estimator.units import GIB
+from estimator.report.pictures import empty_figure, save_figure, shades, title_of
+from estimator.units import GIB, time_unit
 
 # More than a picture has points across.
 _MOST_PLACES = 1200
@@ -43,11 +43,12 @@ def _draw_levels(axes: Any, report: MemoryReport) -> None:
     # Each level holds from the start of its op to its end.
     levels = [np.append(each[drawn], each[-1]) / GIB for each in shown.values()]
     colours = shades(len(shown), brightest=0.95)
-    drawn_ms = 1e3 * starts_s[np.append(drawn, -1)]
-    axes.stackplot(drawn_ms, *levels, labels=list(shown), colors=colours, step="post", linewidth=0)
+    unit_s, unit = time_unit(float(starts_s[-1]))
+    drawn_at = starts_s[np.append(drawn, -1)] / unit_s
+    axes.stackplot(drawn_at, *levels, labels=list(shown), colors=colours, step="post", linewidth=0)
     peak = report.curve.peak_at
     axes.plot(
-        1e3 * starts_s[peak],
+        starts_s[peak] / unit_s,
         report.curve.peak_bytes / GIB,
         marker="v",
         color="black",
@@ -56,8 +57,8 @@ def _draw_levels(axes: Any, report: MemoryReport) -> None:
     if report.curve.peak_bytes > 0.5 * report.device_bytes:
         axes.axhline(report.device_bytes / GIB, color="red", linewidth=1, label="device memory")
     title = f"{report.answer.model} on {report.answer.allocation}: peak in {report.peak_op}"
-    axes.set(xlabel="ms", ylabel="GiB", xlim=(0, 1e3 * starts_s[-1]), ylim=(0, None))
-    axes.set_title(plain(title))
+    axes.set(xlabel=unit, ylabel="GiB", xlim=(0, starts_s[-1] / unit_s), ylim=(0, None))
+    axes.set_title(title_of(title, characters=70))
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
@@ -69,22 +70,23 @@ def _highest(total: NDArray[np.int64]) -> NDArray[np.intp]:
 
 def _draw_plans(axes: Any, report: MemoryReport, plans: Sequence[Planned]) -> None:
     """The least peak found within each time: a step down wherever a plan is worth its time."""
-    step_ms = [1e3 * each.played.step_s for each in plans]
+    unit_s, unit = time_unit(max(each.played.step_s for each in plans))
+    steps = [each.played.step_s / unit_s for each in plans]
     peaks = [each.played.peak_bytes / GIB for each in plans]
-    axes.step(step_ms, peaks, where="post", color="black", linewidth=1)
-    axes.plot(step_ms, peaks, "o", color="black", label="a plan")
+    axes.step(steps, peaks, where="post", color="black", linewidth=1)
+    axes.plot(steps, peaks, "o", color="black", label="a plan")
     plain = plans[0].played
-    plain_ms = 1e3 * plain.vanilla_s
+    plain_step = plain.vanilla_s / unit_s
     plain_gib = plain.vanilla_bytes / GIB
-    axes.plot(plain_ms, plain_gib, "ko", fillstyle="none", label="without a plan")
+    axes.plot(plain_step, plain_gib, "ko", fillstyle="none", label="without a plan")
     if min(peaks) < report.device_bytes / GIB < 2 * max(peaks):
         axes.axhline(report.device_bytes / GIB, color="red", linewidth=1, label="device memory")
     axes.set(
-        xlabel="ms per step",
+        xlabel=f"{unit} per step",
         ylabel="GiB at the peak",
         ylim=(0, None),
         title="Peak against time: tensors swapped to the host or computed again",
     )
-    ratios = (lambda ms: 100 * (ms / plain_ms - 1), lambda ratio: plain_ms * (1 + ratio / 100))
+    ratios = (lambda x: 100 * (x / plain_step - 1), lambda ratio: plain_step * (1 + ratio / 100))
     axes.secondary_xaxis("top", functions=ratios).set_xlabel("% longer than without a plan")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,9 +28,13 @@ def shades(count: int, *, brightest: float) -> list[Any]:
     return [colormaps["viridis"](brightest * n / max(count - 1, 1)) for n in range(count)]
 
 
-def plain(text: str) -> str:
-    """A name as matplotlib shows it: between two dollars it would read a formula."""
-    return text.replace("$", r"\$")
+def title_of(text: str, *, characters: int) -> str:
+    """A title in lines of so many characters at most, as matplotlib shows it.
+
+    Names of models may be longer than a picture is wide; between two dollars it would read a
+    formula.
+    """
+    return "\n".join(textwrap.wrap(text, characters)).replace("$", r"\$")
 
 
 def inline_svg(figure: Any, name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from estimator.advise.sweeps import SweepRow
 from estimator.estimates import Estimate
 from estimator.machines.files import write_bytes_atomically
-from estimator.report.pictures import empty_figure, plain, save_figure, shades
+from estimator.report.pictures import empty_figure, save_figure, shades, title_of
 
 # Of the legend, beside a picture of this height.
 _LINES_OF_COLUMN = 18
@@ -62,11 +62,15 @@ def scaling_figure(rows: Sequence[SweepRow]) -> Any:
         else:
             speed.fill_between(devices, low, high, color=colour, alpha=0.15, linewidth=0)
         efficiency.plot(devices, [100 * value for value in ratio], color=colour, **marker)
-    figure.suptitle(plain(_title([row.answer for row in rows if row.answer is not None])))
+    title = _title([row.answer for row in rows if row.answer is not None])
+    # The legend stands beside it.
+    figure.suptitle(title_of(title, characters=70))
     speed.set(xlabel="devices", ylabel="samples/s", xlim=(0, None), ylim=(0, None))
     # The smallest allocation counts as linear; one on faster devices may be above it.
     highest = max([1.0, *(point.efficiency_ratio for line in lines.values() for point in line)])
     efficiency.set(xlabel="devices", ylabel="% of linear", xlim=(0, None), ylim=(0, 105 * highest))
+    for axes in (speed, efficiency):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     efficiency.axhline(100, color="grey", linewidth=0.8, linestyle=":", label="linear")
     figure.legend(
         loc="outside right upper", title="80 % interval shaded", ncols=columns, fontsize="small"

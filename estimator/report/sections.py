@@ -197,9 +197,15 @@ def cost_section(
         duration_s = amount / answer.samples_per_s
         usd = usd_per_hour * duration_s / 3600
         cells.append(
-            (row.allocation, f"{usd_per_hour:.2f}", format_seconds(duration_s), f"{usd:.2f}")
+            (
+                row.allocation,
+                FITS_WORDS[answer.fits],
+                f"{usd_per_hour:.2f}",
+                format_seconds(duration_s),
+                f"{usd:.2f}",
+            )
         )
-    columns = ("allocation", "USD per hour", f"{format_count(amount)}samples", "USD")
+    columns = ("allocation", "memory", "USD per hour", f"{format_count(amount)}samples", "USD")
     table = Table(columns=columns, rows=tuple(cells), numbers=3) if cells else None
     sentences = (refusal,) if refusal else ("On-demand prices, whole instances.",)
     return Section(name="cost", title="Cost", sentences=sentences, table=table)

@@ -8,7 +8,7 @@ from typing import Any
 
 from estimator.report.pictures import empty_figure
 from estimator.timeline.spans import LANES, Span, Timeline, flat_tracks
-from estimator.units import format_seconds
+from estimator.units import format_seconds, time_unit
 
 # Ranks that differ, the first of each kind.
 _MOST_RANKS = 4
@@ -105,16 +105,17 @@ def timeline_figure(timeline: Timeline) -> Any:
     figure = empty_figure(width_inches=10.0, height_inches=1.2 + 0.45 * len(tracks))
     from matplotlib.patches import Patch  # there is matplotlib, or the line before had refused
 
+    unit_s, unit = time_unit(timeline.step_time_s)
     axes = figure.subplots()
     for row, track in enumerate(tracks):
         axes.broken_barh(
-            [(1e3 * bar.start_s, 1e3 * (bar.end_s - bar.start_s)) for bar in track.bars],
+            [(bar.start_s / unit_s, (bar.end_s - bar.start_s) / unit_s) for bar in track.bars],
             (row - 0.35, 0.7),
             facecolors=[COLOURS[bar.kind] for bar in track.bars],
         )
     axes.set(
-        xlabel="ms",
-        xlim=(0, 1e3 * timeline.step_time_s),
+        xlabel=unit,
+        xlim=(0, timeline.step_time_s / unit_s),
         ylim=(len(tracks) - 0.5, -0.5),
     )
     axes.set_yticks(range(len(tracks)), [track.label for track in tracks])

@@ -1,13 +1,12 @@
-"""Filter and rank nodes for pods as an extender of kube-scheduler or Volcano, over HTTP and JSON.
+"""Filter and rank nodes for pods as an extender of kube-scheduler, over HTTP and JSON.
 
 Formats: k8s.io/kube-scheduler/extender/v1 (ExtenderArgs, ExtenderFilterResult, HostPriorityList),
-whose fields Go reads in any case; Volcano's plugin "extender" sends and takes the same to its
-filter and prioritize verbs.
+whose fields Go reads in any case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from estimator.api import estimate
@@ -29,17 +28,10 @@ def filtered(args: Content, graph_of: Callable[[str], OpGraph]) -> dict[str, Any
 
     Pods without a graph keep all nodes. `graph_of` gives the graph that a pod names.
     """
-    nodes = _items(args)
-    kept, failed = [], {}
-    for node in nodes:
-        name = _metadata(node).get("name", "")
-        try:
-            answer = _answer(args, node, graph_of)
-        except EstimatorError as error:
-            failed[name] = str(error)
-            continue
-        if answer is not None and answer.fits == "no":
-            failed[name] = f"{answer.model} does not fit into the memory of {answer.allocation}"
+    pod, kept, failed = field(args, "pod") or {}, [], {}
+    for node in _items(args):
+        if lack := lack_of(pod, node, graph_of):
+            failed[name_of(node)] = lack
         else:
             kept.append(node)
     return {"nodes": {"items": kept}, "failedNodes": failed, "error": ""}
@@ -47,28 +39,43 @@ def filtered(args: Content, graph_of: Callable[[str], OpGraph]) -> dict[str, Any
 
 def prioritized(args: Content, graph_of: Callable[[str], OpGraph]) -> list[dict[str, Any]]:
     """The answer to a prioritize call: 10 for the fastest node, the others in proportion."""
+    pod = field(args, "pod") or {}
+    found = scores(pod, _items(args), graph_of, most=MOST_SCORE)
+    return [{"host": name, "score": round(score)} for name, score in found.items()]
+
+
+def lack_of(pod: Content, node: Content, graph_of: Callable[[str], OpGraph]) -> str:
+    """Why a pod's training cannot run on a node, in a sentence; empty where it can."""
+    try:
+        answer = _answer(pod, node, graph_of)
+    except EstimatorError as error:
+        return str(error)
+    if answer is not None and answer.fits == "no":
+        return f"{answer.model} does not fit into the memory of {answer.allocation}"
+    return ""
+
+
+def scores(
+    pod: Content, nodes: Iterable[Content], graph_of: Callable[[str], OpGraph], *, most: float
+) -> dict[str, float]:
+    """By name of the node: `most` for the fastest, the others in proportion, 0 without answer."""
     speeds: dict[str, float] = {}
-    for node in _items(args):
-        name = _metadata(node).get("name", "")
+    for node in nodes:
         try:
-            answer = _answer(args, node, graph_of)
+            answer = _answer(pod, node, graph_of)
         except EstimatorError:
             answer = None
-        speeds[name] = 0.0 if answer is None else 1.0 / answer.step_time_s
+        speeds[name_of(node)] = 0.0 if answer is None else 1.0 / answer.step_time_s
     fastest = max(speeds.values(), default=0.0) or 1.0
-    return [
-        {"host": name, "score": round(MOST_SCORE * speed / fastest)}
-        for name, speed in speeds.items()
-    ]
+    return {name: most * speed / fastest for name, speed in speeds.items()}
 
 
-def _answer(args: Content, node: Content, graph_of: Callable[[str], OpGraph]) -> Estimate | None:
+def _answer(pod: Content, node: Content, graph_of: Callable[[str], OpGraph]) -> Estimate | None:
     """The pod's training on one node; None where the pod names no graph."""
-    pod = _field(args, "pod") or {}
-    graph = _metadata(pod).get("annotations", {}).get(GRAPH)
+    graph = (_metadata(pod).get("annotations") or {}).get(GRAPH)
     if graph is None:
         return None
-    machine = _metadata(node).get("labels", {}).get(MACHINE)
+    machine = (_metadata(node).get("labels") or {}).get(MACHINE)
     if machine is None:
         raise WorkloadError(f"the node has no label {MACHINE}; name its machine type there")
     return estimate(graph_of(graph), f"1x{_devices(pod)}:{machine}")
@@ -88,12 +95,18 @@ def _devices(pod: Content) -> int:
 
 
 def _items(args: Content) -> list[Content]:
-    nodes = _field(args, "nodes")
+    nodes = field(args, "nodes")
     if nodes is None:
         raise WorkloadError(
             "the scheduler sent names of nodes only; set nodeCacheCapable: false for this extender"
         )
-    found: list[Content] = _field(nodes, "items") or []
+    found: list[Content] = field(nodes, "items") or []
+    return found
+
+
+def name_of(node: Content) -> str:
+    """The name in a node's metadata."""
+    found: str = _metadata(node).get("name", "")
     return found
 
 
@@ -102,7 +115,8 @@ def _metadata(thing: Content) -> Content:
     return found
 
 
-def _field(content: Content, name: str) -> Any:
+def field(content: Content, name: str) -> Any:
+    """A field in whatever case it is written, as Go reads it; None where it is missing."""
     for key, value in content.items():
         if key.lower() == name:
             return value

@@ -11,9 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from estimator.elementwise import maximum, where
+from estimator.elementwise import anywhere, maximum, where
 from estimator.machines.profile import CollectiveName
 from estimator.placement.process_groups import ProcessGroup
 from estimator.timeline.inner_links import START_S, InnerLinks
@@ -146,7 +144,7 @@ def nccl_lines(
             runs = algorithm.runs(shape, links)
             if number > 0:
                 runs = runs & (group.nodes > 1) & links.keeps_order
-            if not np.any(runs):
+            if not anywhere(runs):
                 continue
             found = _line(algorithm, protocol, group, links)
             if lines:

@@ -10,14 +10,11 @@ from types import ModuleType
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
 
 @pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The example as a module; processes that it starts import it from the same folder."""
+def scheduler(examples: Path) -> ModuleType:
+    """The example as a module."""
     pytest.importorskip("transformers")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
     return __import__("scheduler")
 
 

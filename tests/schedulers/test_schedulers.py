@@ -24,7 +24,7 @@ from estimator.errors import (
     WorkloadError,
 )
 from estimator.graph.op_graph import OpGraph
-from estimator.schedulers import admission, elastic, kubernetes, skypilot, slurm
+from estimator.schedulers import admission, elastic, kubernetes, skypilot, slurm, volcano
 from estimator.schedulers.sizes import sizes
 from tests.synthetic import perceptron
 
@@ -158,6 +158,45 @@ def test_a_pod_that_cannot_be_estimated_fails_each_node(
 ) -> None:
     found = kubernetes.filtered(call(node("a", "t4-g4dn"), **asked), graph_of(graph))
     assert said in found["failedNodes"]["a"]
+
+
+def task(graph: str | None = "net") -> dict[str, Any]:
+    """Volcano's TaskInfo as Go writes it: fields have no tags, the pod has Kubernetes' own."""
+    pod = call(graph=graph)["Pod"]
+    facts = {"UID": "t1", "Job": "ns/job", "Name": "train", "Namespace": "ns", "Resreq": {}}
+    return facts | {"NodeName": "", "Status": 1, "Priority": 1, "Pod": pod}
+
+
+def info(of: dict[str, Any]) -> dict[str, Any]:
+    """Volcano's NodeInfo as Go writes it."""
+    name = of["metadata"]["name"]
+    return {"Name": name, "Node": of, "State": {"Phase": 1, "Reason": ""}, "Tasks": {}}
+
+
+def test_volcano_is_told_why_a_node_does_not_do(graph: OpGraph) -> None:
+    # As pkg/scheduler/plugins/extender/argument.go has it: no message is yes; `status` is the
+    # message, before it was `errorMessage`; 3 is UnschedulableAndUnresolvable.
+    asked = {"task": task(), "node": info(node("a", "t4-g4dn"))}
+    found = volcano.predicate(asked, graph_of(graph))
+    assert found == {"status": "", "errorMessage": "", "code": 0}
+    refused = volcano.predicate(asked | {"node": info(node("b", None))}, graph_of(graph))
+    assert "no label throughput-estimator/machine" in refused["status"]
+    assert refused["errorMessage"] == refused["status"]
+    assert refused["code"] == 3
+    large = replace(perceptron([40000, 40000, 40000, 40000], batch=64), target="cuda")
+    refused = volcano.predicate(asked, graph_of(large))
+    assert "does not fit into the memory of 1x4:t4-g4dn" in refused["status"]
+    others = {"task": task(graph=None), "node": info(node("b", None))}
+    assert volcano.predicate(others, graph_of(graph))["code"] == 0
+
+
+def test_volcano_is_given_a_score_for_each_node(graph: OpGraph) -> None:
+    nodes = [info(node("slow", "t4-g4dn")), info(node("fast", "a100-p4d")), info(node("x", None))]
+    found = volcano.prioritized({"task": task(), "nodes": nodes}, graph_of(graph))
+    slow, fast = (estimate(graph, f"1x4:{each}") for each in ("t4-g4dn", "a100-p4d"))
+    expected = 100 * fast.step_time_s / slow.step_time_s
+    assert found["errorMessage"] == ""
+    assert found["nodeScore"] == {"slow": pytest.approx(expected), "fast": 100.0, "x": 0.0}
 
 
 def review(annotations: dict[str, str], trainer: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -294,6 +333,10 @@ def test_the_example_answers_schedulers_over_http(
         asked = call(node("a", "t4-g4dn"))
         assert ask("/filter", asked) == kubernetes.filtered(asked, graph_of(graph))
         assert ask("/prioritize", asked) == [{"host": "a", "score": 10}]
+        asked = {"task": task(), "node": info(node("a", "t4-g4dn"))}
+        assert ask("/volcano/predicate", asked)["code"] == 0
+        asked = {"task": task(), "nodes": [info(node("a", "t4-g4dn"))]}
+        assert ask("/volcano/prioritize", asked)["nodeScore"] == {"a": 100.0}
         annotations = {kubernetes.GRAPH: "net", kubernetes.MACHINE: "t4-g4dn"}
         assert ask("/admit", review(annotations))["response"]["allowed"] is True
         outside = ask("/filter", call(node("a", "t4-g4dn"), graph="../net"))

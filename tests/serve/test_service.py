@@ -22,7 +22,7 @@ from estimator.graph.op_graph import OpGraph
 from estimator.serve import guard
 from estimator.serve.app import create_app
 from estimator.tables import estimate_many
-from tests.synthetic import perceptron
+from tests.synthetic import in_blocks, perceptron
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -79,6 +79,17 @@ def test_without_reasons_an_answer_has_the_same_figures(client: TestClient, grap
     assert brief.pop("bottleneck") == whole["bottleneck"]["part"]
     assert {name: whole[name] for name in brief} == brief
     assert "assumptions" not in brief
+
+
+def test_an_answer_for_stages_is_that_of_the_package(client: TestClient, tmp_path: Path) -> None:
+    deep = replace(in_blocks(perceptron([64] * 8, batch=8)), target="cuda")
+    deep.save(tmp_path / "deep.graph")
+    graph = client.post("/graphs", content=(tmp_path / "deep.graph").read_bytes()).json()["graph"]
+    asked = {"layout": "pp=2,dp=*", "accumulation_steps": 4}
+    found = client.post("/estimate", json={"graph": graph, "on": "1x4:t4-g4dn"} | asked)
+    assert found.status_code == 200, found.text
+    expected = estimate(deep, "1x4:t4-g4dn", layout="pp=2,dp=*", accumulation_steps=4)
+    assert found.json() == json.loads(json.dumps(expected.to_dict()))
 
 
 def test_columns_are_those_of_a_table(client: TestClient, graph: str, saved: Path) -> None:
