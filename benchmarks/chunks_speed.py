@@ -1,18 +1,17 @@
 """Tables in chunks on two workers of a Dask cluster, beside one process: time, memory, a death.
 
-Needs the extra [dask].
+Of every chunk its best row and the sums of its columns are made where it was worked out. Needs the
+extra [dask].
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,10 @@ import distributed
 import numpy as np
 
 import estimator as est
-from estimator.placement.columns import AllocationColumns
 from estimator.tables import COLUMNS
 
-MACHINES = ("h100-sxm", "a100-p4d", "v100-sxm")
+PATTERN = "1..64x1..8:h100-sxm+1..64x1..8:a100-p4d+1..48x1..8:v100-sxm"
+WARMING = "1..8x1..8:h100-sxm+1..8x1..8:a100-p4d+1..8x8:v100-sxm"
 TARGET_RATIO = 1.6
 # Dask has its workers give freed memory back at once (MALLOC_TRIM_THRESHOLD_), and arrays then meet
 # new pages again and again: more time than the estimates take.
@@ -36,13 +35,14 @@ def main() -> None:
     """Time one process, two workers, and two workers of which one is killed in the middle."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--graph", type=Path, required=True, help="As 'estimator trace' wrote it.")
-    parser.add_argument("--rows", type=float, default=1e7)
-    parser.add_argument("--chunk", type=int, default=1 << 16)
+    parser.add_argument("--pattern", default=PATTERN, help="Of allocations; default: 10⁸ of them.")
+    parser.add_argument("--chunk", type=int, default=1 << 18)
     options = parser.parse_args()
-    graph, rows = est.OpGraph.load(options.graph), int(options.rows)
+    graph, pattern = est.OpGraph.load(options.graph), options.pattern
+    rows = len(est.AllocationGrid(pattern))
     dask.config.set({"distributed.nanny.pre-spawn-environ": KEPT_MEMORY | {"OMP_NUM_THREADS": 1}})
-    run(graph, 1 << 15, 1 << 10, None, kill_at=None)
-    found = {"one process": run(graph, rows, options.chunk, None, kill_at=None)}
+    run(graph, WARMING, 1 << 10, None, kill_at=None)
+    found = {"one process": run(graph, pattern, options.chunk, None, kill_at=None)}
     for name, kill_at in (("two workers", None), ("two workers, one killed", rows // 2)):
         with (
             distributed.LocalCluster(
@@ -50,33 +50,42 @@ def main() -> None:
             ) as cluster,
             distributed.Client(cluster, direct_to_workers=True) as client,
         ):
-            run(graph, 1 << 15, 1 << 10, client, kill_at=None)  # every worker becomes warm
-            found[name] = run(graph, rows, options.chunk, client, kill_at=kill_at)
+            run(graph, WARMING, 1 << 10, client, kill_at=None)  # every worker becomes warm
+            found[name] = run(graph, pattern, options.chunk, client, kill_at=kill_at)
     alone = found["one process"]
     for name, each in found.items():
         each["speedup"] = alone["seconds"] / each["seconds"]
-        each["same"] = each["digest"] == alone["digest"]
+        each["same"] = (each["best"], each["sums"]) == (alone["best"], alone["sums"])
         print(f"{name}: {json.dumps(each)}", flush=True)
     is_met = found["two workers"]["speedup"] >= TARGET_RATIO
     sys.exit(0 if is_met and all(each["same"] for each in found.values()) else 1)
 
 
+def best_and_sums(table: est.EstimateTable) -> tuple[float, str, tuple[float, ...]]:
+    """The most samples per second, on which allocation, and the sums of all columns."""
+    row = int(np.nanargmax(table.samples_per_s))
+    sums = tuple(float(np.nansum(getattr(table, name))) for name in COLUMNS)
+    return float(table.samples_per_s[row]), str(table.allocation(row)), sums
+
+
 def run(
-    graph: est.OpGraph, rows: int, chunk: int, client: Any, *, kill_at: int | None
+    graph: est.OpGraph, pattern: str, chunk: int, client: Any, *, kill_at: int | None
 ) -> dict[str, Any]:
     """What one pass over all rows takes and finds."""
     executor: Executor | None = None if client is None else client.get_executor()
-    digest, done, resident = hashlib.blake2b(), 0, []
+    grid, resident = est.AllocationGrid(pattern), []
+    best, sums, done = (0.0, ""), np.zeros(len(COLUMNS)), 0
     begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
-    for columns in blocks(rows):
-        for table in est.estimate_chunks(graph, columns, rows=chunk, executor=executor):
-            for name in COLUMNS:
-                digest.update(np.ascontiguousarray(getattr(table, name)).data)
-            done += len(table)
-            resident.append(resident_mib())
-            if kill_at is not None and done >= kill_at:
-                os.kill(next(iter(client.run(os.getpid).values())), signal.SIGKILL)
-                kill_at = None
+    for samples_per_s, allocation, more in est.estimate_chunks(
+        graph, grid, rows=chunk, executor=executor, reduce=best_and_sums
+    ):
+        best = max(best, (samples_per_s, allocation))
+        sums += more
+        done = min(done + chunk, len(grid))
+        resident.append(resident_mib())
+        if kill_at is not None and done >= kill_at:
+            os.kill(next(iter(client.run(os.getpid).values())), signal.SIGKILL)
+            kill_at = None
     seconds = time.perf_counter() - begun_s
     cpu_s = time.process_time() - begun_cpu_s
     half = len(resident) // 2
@@ -87,20 +96,9 @@ def run(
         "rows_per_s": round(done / seconds),
         "mib_after_half": round(max(resident[: half + 1])),
         "mib_after_all": round(max(resident)),
-        "digest": digest.hexdigest()[:16],
+        "best": best[1],
+        "sums": sums.tolist(),
     }
-
-
-def blocks(rows: int, most: int = 1 << 23) -> Iterator[AllocationColumns]:
-    """Allocations of one machine each, drawn."""
-    for number, start in enumerate(range(0, rows, most)):
-        draw, shape = np.random.default_rng(number), (min(most, rows - start), 1)
-        yield AllocationColumns(
-            machines=MACHINES,
-            machine=draw.integers(0, len(MACHINES), shape, dtype=np.int32),
-            nodes=draw.integers(1, 33, shape, dtype=np.int32),
-            devices=draw.integers(1, 9, shape, dtype=np.int32),
-        )
 
 
 def resident_mib() -> float:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from estimator.machines.profile import MachineProfile
     from estimator.placement.allocation import Allocation
     from estimator.placement.columns import AllocationColumns
+    from estimator.placement.grid import AllocationGrid
     from estimator.stalls.loaders import measure_loader, watch_loader
     from estimator.tables import EstimateTable, estimate_chunks, estimate_many
     from estimator.workload import Strategy
@@ -33,6 +34,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "Allocation": "estimator.placement.allocation",
     "AllocationColumns": "estimator.placement.columns",
+    "AllocationGrid": "estimator.placement.grid",
     "Breakdown": "estimator.timeline.step",
     "Calibrator": "estimator.calibrate.calibrator",
     "Estimate": "estimator.estimates",
@@ -58,6 +60,7 @@ _HOMES = {
 __all__ = [
     "Allocation",
     "AllocationColumns",
+    "AllocationGrid",
     "Breakdown",
     "Calibrator",
     "Estimate",

@@ -18,6 +18,7 @@ import pytest
 from estimator import estimate
 from estimator.advise.sweeps import sweep
 from estimator.errors import AllocationError, WorkloadError
+from estimator.placement.grid import AllocationGrid
 from estimator.tables import COLUMNS, EstimateTable, estimate_chunks, estimate_many
 from tests.synthetic import perceptron
 
@@ -46,6 +47,36 @@ def test_a_pool_of_processes_gives_the_same_columns(pool: Executor) -> None:
     check(list(estimate_chunks(GRAPH, TEXTS, rows=7, executor=pool, **asked)), **asked)
     # The workers have the graph by now; another question is another.
     check(list(estimate_chunks(GRAPH, TEXTS, rows=7, executor=pool)))
+
+
+def quickest(table: EstimateTable) -> tuple[str, float]:
+    row = int(np.argmax(table.samples_per_s))
+    return str(table.allocation(row)), float(table.samples_per_s[row])
+
+
+def test_workers_make_of_a_grid_what_is_asked_of_each_piece(pool: Executor) -> None:
+    grid = AllocationGrid("1..59x1,2,4:t4-g4dn")
+    assert [grid.text(row) for row in range(len(grid))] == TEXTS
+    whole = quickest(estimate_many(GRAPH, TEXTS))
+    found = list(estimate_chunks(GRAPH, grid, rows=10, executor=pool, reduce=quickest))
+    assert len(found) == 18  # 177 rows
+    assert max(found, key=lambda each: each[1]) == whole
+    assert found == list(estimate_chunks(GRAPH, grid, rows=10, reduce=quickest))
+    assert found == list(map(quickest, estimate_chunks(GRAPH, TEXTS, rows=10)))
+    check(list(estimate_chunks(GRAPH, grid, rows=10)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"rows": 0}, "rows is .?0.?; write a number of rows from 1"),
+        ({"rows": 2.5}, "rows is .?2.5"),
+        ({"reduce": "sum"}, "reduce is 'sum'; give a function"),
+    ],
+)
+def test_bad_pieces_are_refused_at_once(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(WorkloadError, match=said):
+        estimate_chunks(GRAPH, TEXTS, **asked)
 
 
 def test_threads_give_the_same_columns() -> None:

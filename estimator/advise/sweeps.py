@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, Protocol
 
 from estimator.advise.scaling import linear_step_s
@@ -20,13 +18,10 @@ from estimator.errors import (
     quoted,
 )
 from estimator.estimates import Estimate
+from estimator.placement.grid import AllocationGrid
 from estimator.tables.workers import map_shared
 
-_RANGE = r"\d+(?:\.\.\d+)?"
-_COUNTS = rf"({_RANGE}(?:,{_RANGE})*)"
-_PATTERN = re.compile(rf"{_COUNTS}x{_COUNTS}:([A-Za-z0-9][\w.\-]*(?:@[\w.]+)?)")
 _MOST_ROWS = 100_000
-_MOST_DIGITS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,41 +65,13 @@ def expand_pattern(pattern: str) -> Iterator[str]:
     >>> list(expand_pattern("1,4x8:dgx-a100"))
     ['1x8:dgx-a100', '4x8:dgx-a100']
     """
-    choices: list[list[str]] = []
-    rows = 1
-    for part in pattern.split("+"):
-        match = _PATTERN.fullmatch(part.strip())
-        if match is None:
-            choices.append([part.strip()])
-            continue
-        *counts, machine = match.groups()
-        nodes, devices = (_counts(count, pattern) for count in counts)
-        rows *= len(nodes) * len(devices)
-        if rows > _MOST_ROWS:
-            raise AllocationError(
-                f"{quoted(pattern)} names more than {_MOST_ROWS} allocations; write narrower "
-                "ranges or call estimate_many"
-            )
-        choices.append([f"{n}x{d}:{machine}" for n in nodes for d in devices])
-    for parts in product(*choices):
-        yield "+".join(parts)
-
-
-def _counts(text: str, pattern: str) -> list[int]:
-    """The numbers of ``1,2,4..8``; raises AllocationError."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("..")
-        last = last or first
-        is_long = max(len(first), len(last)) > _MOST_DIGITS
-        low, high = (0, -1) if is_long else (int(first), int(last))
-        if high < low or len(found) + high - low >= _MOST_ROWS:
-            raise AllocationError(
-                f"{quoted(pattern)} counts from {first[:_MOST_DIGITS]} to {last[:_MOST_DIGITS]}; "
-                f"write a range such as 1..8, of at most {_MOST_ROWS} numbers"
-            )
-        found += range(low, high + 1)
-    return list(dict.fromkeys(found))
+    grid = AllocationGrid(pattern)
+    if len(grid) > _MOST_ROWS:
+        raise AllocationError(
+            f"{quoted(pattern)} names more than {_MOST_ROWS} allocations; write narrower ranges or "
+            "call estimate_chunks with an AllocationGrid"
+        )
+    yield from grid.texts()
 
 
 def existing(patterns: Sequence[str], exists: Callable[[str], bool]) -> list[str]:
