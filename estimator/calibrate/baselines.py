@@ -8,8 +8,9 @@ servers) and seconds per update, whichever worker it comes from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -157,19 +158,21 @@ class PolluxRegressor:
         for index, value in self._unidentified(rows, times).items():
             lowest[index] = highest[index] = value
 
+        columns = _PolluxColumns.of(rows)
+
         def loss(parameters: Array) -> tuple[float, Array]:
-            steps, jacobian = self._step_s(parameters, rows)
+            steps, jacobian = columns.step_s(parameters)
             errors = np.log(steps / times)
-            error = max(float(np.sqrt(np.mean(errors**2))), np.finfo(float).tiny)
-            gradient = (errors / steps) @ jacobian / (error * len(rows))
-            _, _, alpha_n, beta_n, alpha_r, beta_r, gamma = parameters
+            error = max(math.sqrt(errors @ errors / len(errors)), np.finfo(float).tiny)
+            gradient = jacobian @ (errors / steps) / (error * len(errors))
+            _, _, alpha_n, beta_n, alpha_r, beta_r, gamma = parameters.tolist()
             penalty = 1e-3 * (gamma - 1) ** 2
             gradient[6] += 2e-3 * (gamma - 1)
-            for place, ratio in ((2, beta_n / alpha_n), (4, beta_r / alpha_r)):
+            for place, alpha, beta in ((2, alpha_n, beta_n), (4, alpha_r, beta_r)):
+                ratio = beta / alpha
                 penalty += 1e-2 * ratio**2
-                gradient[place : place + 2] += (
-                    2e-2 * ratio * np.array([-ratio, 1]) / parameters[place]
-                )
+                gradient[place] -= 2e-2 * ratio**2 / alpha
+                gradient[place + 1] += 2e-2 * ratio / alpha
             return error + penalty, gradient
 
         bounds = list(zip(lowest, highest, strict=True))
@@ -209,46 +212,55 @@ class PolluxRegressor:
 
     def step_s(self, rows: Array) -> Array:
         """The same of rows that are known to be right."""
-        gradient_s, _, both_s = self._parts_s(self.parameters_, rows)
-        return np.asarray((rows[:, ACCUMULATION] - 1) * gradient_s + both_s)
+        columns = _PolluxColumns.of(rows)
+        gradient_s, _, both_s = columns.parts_s(self.parameters_)
+        return np.asarray(columns.repeats * gradient_s + both_s)
 
-    @staticmethod
-    def _parts_s(parameters: Array, rows: Array) -> tuple[Array, Array, Array]:
+
+class _PolluxColumns(NamedTuple):
+    """What the Pollux form takes from rows; each term of synchronisation, 0 where it is not."""
+
+    batch: Array
+    repeats: Array
+    alone: NDArray[np.bool_]
+    sync: Array
+
+    @classmethod
+    def of(cls, rows: Array) -> _PolluxColumns:
+        """The columns of rows (ranks, nodes, batch, micro-batches)."""
+        ranks = rows[:, RANKS]
+        beyond = np.maximum(ranks - 2, 0)
+        alone = ranks == 1
+        across = (rows[:, NODES] > 1) & ~alone
+        within = ~across & ~alone
+        sync = np.array([across, across * beyond, within, within * beyond], dtype=float)
+        return cls(rows[:, BATCH], rows[:, ACCUMULATION] - 1, alone, sync)
+
+    def parts_s(self, parameters: Array) -> tuple[Array, Array, Array]:
         """Gradient, synchronisation, and both with their overlap."""
-        alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma = parameters
-        gradient_s = alpha_c + beta_c * rows[:, BATCH]
-        beyond = np.maximum(rows[:, RANKS] - 2, 0)
-        across = rows[:, NODES] > 1
-        sync_s = np.where(across, alpha_n + beta_n * beyond, alpha_r + beta_r * beyond)
-        sync_s = np.where(rows[:, RANKS] == 1, 0.0, sync_s)
+        gradient_s = parameters[0] + parameters[1] * self.batch
+        sync_s = parameters[2:6] @ self.sync
+        gamma = parameters[6]
         # The larger factored out, so that no power overflows.
         larger, smaller = np.maximum(gradient_s, sync_s), np.minimum(gradient_s, sync_s)
         return gradient_s, sync_s, larger * (1 + (smaller / larger) ** gamma) ** (1 / gamma)
 
-    @classmethod
-    def _step_s(cls, parameters: Array, rows: Array) -> tuple[Array, Array]:
-        """Step times of rows, and their derivatives by the parameters, (rows, parameters)."""
-        gradient_s, sync_s, both_s = cls._parts_s(parameters, rows)
-        gamma = parameters[-1]
-        beyond = np.maximum(rows[:, RANKS] - 2, 0)
-        across, alone = rows[:, NODES] > 1, rows[:, RANKS] == 1
-        share_of_gradient = (gradient_s / both_s) ** gamma
-        share_of_sync = (sync_s / both_s) ** gamma
-        repeats = rows[:, ACCUMULATION] - 1
-        by_gradient = repeats + share_of_gradient * both_s / gradient_s
-        by_sync = np.where(alone, 0.0, (sync_s / both_s) ** (gamma - 1))
-        log_sync = np.log(np.where(alone, both_s, sync_s) / both_s)
-        by_gamma = share_of_gradient * np.log(gradient_s / both_s) + share_of_sync * log_sync
-        columns = (
-            by_gradient,
-            by_gradient * rows[:, BATCH],
-            by_sync * across,
-            by_sync * across * beyond,
-            by_sync * ~across,
-            by_sync * ~across * beyond,
-            by_gamma * both_s / gamma,
-        )
-        return repeats * gradient_s + both_s, np.column_stack(columns)
+    def step_s(self, parameters: Array) -> tuple[Array, Array]:
+        """Step times, and their derivatives by the parameters, (parameters, rows)."""
+        gradient_s, sync_s, both_s = self.parts_s(parameters)
+        gamma = parameters[6]
+        gradient_ratio = gradient_s / both_s
+        sync_ratio = np.where(self.alone, 1.0, sync_s / both_s)
+        jacobian = np.empty((7, len(both_s)))
+        by_gradient, by_sync = gradient_ratio ** (gamma - 1), sync_ratio ** (gamma - 1)
+        jacobian[0] = self.repeats + by_gradient
+        jacobian[1] = jacobian[0] * self.batch
+        jacobian[2:6] = by_sync * self.sync
+        # A row of one rank has no synchronisation: the logarithm of its ratio is 0.
+        by_gamma = by_gradient * gradient_ratio * np.log(gradient_ratio)
+        by_gamma += by_sync * sync_ratio * np.log(sync_ratio)
+        jacobian[6] = by_gamma * both_s / gamma
+        return self.repeats * gradient_s + both_s, jacobian
 
 
 class OnesRegressor:

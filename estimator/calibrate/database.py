@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -300,8 +301,8 @@ def _is_busy(error: BaseException) -> bool:
     return _kind(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
-def _readable(text: bytes) -> str:
-    return text.decode("utf-8", errors="replace")
+# Called for every text of every row.
+_readable = partial(str, encoding="utf-8", errors="replace")
 
 
 @contextlib.contextmanager

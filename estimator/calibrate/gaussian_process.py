@@ -77,24 +77,34 @@ def kernel(first: Inputs, second: Inputs) -> Array:
     return found
 
 
-def _kernel_rows(first: Inputs, rows: slice, second: Inputs) -> Array:
+def lower_kernel(inputs: Inputs) -> Array:
+    """The lower triangle of ``kernel(inputs, inputs)`` in columns; above it is nothing of use."""
+    found = np.empty((len(inputs.rows), len(inputs.rows)), order="F")
+    for start in range(0, len(found), _ROWS_AT_ONCE):
+        columns, rest = slice(start, start + _ROWS_AT_ONCE), slice(start, None)
+        found[rest, columns] = _kernel_rows(inputs, columns, inputs, rest).T
+    return found
+
+
+def _kernel_rows(first: Inputs, rows: slice, second: Inputs, columns: slice = slice(None)) -> Array:
     from scipy.spatial.distance import cdist
 
-    distance = cdist(first.placements[rows], second.placements, "sqeuclidean")
+    distance = cdist(first.placements[rows], second.placements[columns], "sqeuclidean")
     smooth = np.exp(-distance / 2)
-    batch_distance = (first.log_batches[rows, None] - second.log_batches) ** 2 / 2
+    batch_distance = (first.log_batches[rows, None] - second.log_batches[columns]) ** 2 / 2
     placement = _SMOOTH_SHARE * smooth
     same = distance < _SAME_PLACEMENT
     if same.any():
         placement[same] += 1 - _SMOOTH_SHARE
     share, distributed = first.sync_share[rows, None], first.is_distributed[rows, None]
+    other_share = second.sync_share[columns]
     placement *= np.exp(batch_distance * (-1 / _PLACEMENT_BATCH_LENGTH_SCALE**2))
-    placement *= _PLACEMENT_SIGMA**2 * share * second.sync_share
+    placement *= _PLACEMENT_SIGMA**2 * share * other_share
     compute = np.exp(batch_distance * (-1 / _COMPUTE_BATCH_LENGTH_SCALE**2))
-    compute *= _COMPUTE_SIGMA**2 * (1 - share) * (1 - second.sync_share)
+    compute *= _COMPUTE_SIGMA**2 * (1 - share) * (1 - other_share)
     jitter = smooth
     jitter *= np.exp(batch_distance * (-1 / _JITTER_BATCH_LENGTH_SCALE**2))
-    jitter *= _JITTER_SIGMA**2 * distributed * second.is_distributed
+    jitter *= _JITTER_SIGMA**2 * distributed * second.is_distributed[columns]
     return np.asarray(placement + compute + jitter)
 
 

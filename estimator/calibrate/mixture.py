@@ -10,8 +10,10 @@ standard errors of their difference from the model's (as of cross-validation in 
 Gabry 2017). The weights are local: on one device, within a node and across nodes, observations of
 the same kind count most. Where a form says what the performance model cannot tell from its own
 answer, within its predictive standard deviation, the form counts more: of two that fit alike the
-one with fewer parameters is to be preferred. Where experts disagree, that is part of the answer's
-uncertainty.
+one with fewer parameters is to be preferred. Where two or more observations that the robust fit
+casts out lie beyond the batches of all others, nothing but the model's extrapolation contradicts
+them: the same forms fitted to all observations join the experts, and there all are judged by these
+first. Where experts disagree, that is part of the answer's uncertainty.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ from estimator.calibrate.posterior import LeftOut
 from estimator.calibrate.priors import Array
 
 MODEL, ENGINE = "model", "engine"
+# Ends the names of forms that were fitted to outliers too.
+OF_ALL = " of all observations"
+Form = LinearScaling | OptimusRegressor | PolluxRegressor
 OUTLIER_WEIGHT = 0.1
 
 
@@ -85,7 +90,11 @@ _MOST_ROWS, _FEW_ROWS, _GROUPS_OF_FEW, _GROUPS_OF_MANY = 60, 20, 10, 4
 # Below this weight in the robust fit of the performance model an observation is an outlier, but of
 # four at most one: where more are, the job scatters, and they count.
 MOST_OUTLIERS_RATIO = 0.25
-_KINDS = 3
+# So many outliers beyond the batches of all others refute the performance model there: nothing but
+# its extrapolation contradicts them.
+_REFUTING = 2
+_REFUTED = 3
+_KINDS = 4
 # How far forms usually are from steps, in logarithms.
 _FORM_SIGMA = 0.1
 # How far from forms and engine, in logarithms, a prediction beyond all observed batches may be.
@@ -117,63 +126,84 @@ class Mixture:
         self.rows_ = distinct
         counts = np.bincount(places.reshape(-1), observation_weights, len(distinct))
         self.count_of_ = dict(zip(map(tuple, distinct.tolist()), counts.tolist(), strict=True))
-        chosen = _without_outliers(observation_weights[left_out.observation])
+        chosen, is_kept = _chosen(observation_weights[left_out.observation])
         kept = left_out.observation[chosen]
-        self.kinds_ = _kinds(rows[kept])
-        self.forms_: dict[str, LinearScaling | OptimusRegressor | PolluxRegressor] = {}
+        batches = rows[kept[is_kept], BATCH]
+        self.believed_batches_ = batches.min(initial=np.inf), batches.max(initial=0.0)
+        is_refuting = ~is_kept & self._is_beyond(rows[kept])
+        self.is_refuted_ = bool(is_refuting.sum() >= _REFUTING)
+        if not self.is_refuted_:
+            chosen, kept, is_kept = chosen[is_kept], kept[is_kept], is_kept[is_kept]
+        self.kinds_ = self._kinds(rows[kept])
+        self.forms_: dict[str, Form] = {}
         self.model_ = left_out, chosen
         self.left_out_ = {MODEL: left_out.log_ratio[chosen]}
         if engine_log_s is not None:
             self.left_out_[ENGINE] = (engine_log_s - log_times)[kept]
-        if len(np.unique(places[kept])) > 1:
-            self.left_out_ |= self._fit_forms(rows[kept], np.exp(log_times[kept]))
+        if len(np.unique(places[kept[is_kept]])) > 1:
+            times = np.exp(log_times[kept])
+            self._fit_forms(rows[kept], times, is_kept)
+            if self.is_refuted_:
+                self._fit_forms(rows[kept], times, np.ones_like(is_kept), OF_ALL)
         self.prior_ = self.prior or (PRIOR if engine_log_s is None else ENGINE_PRIOR)
         self.weights_ = self.posterior_weights(self.prior_)
         return self
 
-    def _fit_forms(self, rows: Array, times: Array) -> dict[str, Array]:
-        """Fit the forms; log(predicted / observed) of each row, from those of other inputs."""
-        pollux = PolluxRegressor().fit(rows, times)
-        self.forms_ = {
-            "linear": LinearScaling().fit(rows, times),
-            "optimus": OptimusRegressor().fit(rows, times),
+    def _fit_forms(
+        self, rows: Array, times: Array, is_fitted: NDArray[np.bool_], suffix: str = ""
+    ) -> None:
+        """Fit the forms to some rows, and predict every row by fits to those of other inputs."""
+        pollux = PolluxRegressor().fit(rows[is_fitted], times[is_fitted])
+        forms: dict[str, Form] = {
+            "linear": LinearScaling().fit(rows[is_fitted], times[is_fitted]),
+            "optimus": OptimusRegressor().fit(rows[is_fitted], times[is_fitted]),
             "pollux": pollux,
         }
-        errors = {name: np.empty(len(rows)) for name in self.forms_}
-        distinct = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
-        groups = distinct % (_GROUPS_OF_FEW if len(rows) <= _FEW_ROWS else _GROUPS_OF_MANY)
+        errors = {name: np.empty(len(rows)) for name in forms}
+        input_of = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
+        fitted = np.unique(input_of[is_fitted])
+        number = np.zeros(len(rows), dtype=np.intp)
+        number[fitted] = np.arange(len(fitted))
+        groups = number[input_of]
+        groups %= _GROUPS_OF_FEW if is_fitted.sum() <= _FEW_ROWS else _GROUPS_OF_MANY
         for group in np.unique(groups):
             out = groups == group
+            others = ~out & is_fitted
             for name, form in (
                 ("linear", LinearScaling()),
                 ("optimus", OptimusRegressor()),
                 # The fit to all rows is where the fit to all but a few begins.
                 ("pollux", PolluxRegressor([pollux.parameters_])),
             ):
-                predicted = form.fit(rows[~out], times[~out]).predict(rows[out])
+                predicted = form.fit(rows[others], times[others]).predict(rows[out])
                 errors[name][out] = _log(predicted / times[out])
-        return errors
+        self.forms_ |= {name + suffix: form for name, form in forms.items()}
+        self.left_out_ |= {name + suffix: found for name, found in errors.items()}
 
     def posterior_weights(self, prior: MixturePrior) -> dict[str, Array]:
         """Weights of the experts for each kind of placement, which sum to 1."""
         experts = list(self.left_out_)
         errors = np.column_stack([self.left_out_[name] for name in experts])
-        squares = np.minimum(np.abs(errors), _LARGEST_ERROR) ** 2
-        worse = squares - squares[:, [experts.index(MODEL)]]
         weights = np.empty((_KINDS, len(experts)))
         for kind in range(_KINDS):
             same = self.kinds_ == kind
             # However many there are elsewhere, they do not outweigh those of the same kind.
             others = min(1.0, (1 + same.sum()) / max((~same).sum(), 1))
             counts = np.where(same, 1.0, others)
+            # Where several have refuted the performance model, theirs is no mistake and no chance.
+            is_refuted = kind == _REFUTED
+            largest = np.inf if is_refuted else _LARGEST_ERROR
+            squares = np.minimum(np.abs(errors), largest) ** 2
+            worse = squares - squares[:, [experts.index(MODEL)]]
             mean = counts @ worse / max(counts.sum(), 1.0)
             standard_error = np.sqrt(counts @ (worse - mean) ** 2)
             total = prior.errors * prior.error_sigma**2 + counts @ squares
-            total += prior.standard_errors * standard_error
+            total += prior.standard_errors * standard_error * (not is_refuted)
             variance = total / (prior.errors + counts.sum())
-            known = same.sum() / (same.sum() + prior.half[kind])
+            known = same.sum() / (same.sum() + (1.0 if is_refuted else prior.half[kind]))
             prior_weights = [
-                prior.weights[name] * (known if name in self.forms_ else 1.0) for name in experts
+                prior.weights[name.removesuffix(OF_ALL)] * (known if name in self.forms_ else 1.0)
+                for name in experts
             ]
             likelihood = variance ** (-prior.exponent * counts.sum() / 2)
             weights[kind] = np.array(prior_weights) * likelihood / likelihood.max()
@@ -198,7 +228,7 @@ class Mixture:
             logs[ENGINE] = engine_log_s
         share = 1 / (1 + self.counts(rows) * _FORM_SIGMA**2 / noise_variance(np.zeros(1)))
         away = {name: log - log_model for name, log in logs.items()}
-        mean, between = self._pooled(_kinds(rows), away, variance, share)
+        mean, between = self._pooled(self._kinds(rows), away, variance, share)
         return self._bounded(rows, log_model + mean, list(logs.values())), between
 
     def _pooled(
@@ -211,10 +241,20 @@ class Mixture:
         distances = np.array(list(away.values()))
         weights = np.array([self.weights_[name][kinds] for name in away])
         near = np.exp(-(distances**2) / (2 * prior.agreeing**2 * variance))
-        weights *= 1 + prior.agreement * near
+        weights *= 1 + prior.agreement * near * (kinds != _REFUTED)
         weights *= share / (self.weights_[MODEL][kinds] + weights.sum(axis=0))
         mean = (weights * distances).sum(axis=0)
         return mean, np.maximum((weights * distances**2).sum(axis=0) - mean**2, 0)
+
+    def _is_beyond(self, rows: Array) -> NDArray[np.bool_]:
+        """Whether each row is beyond the batches of all observations that are no outliers."""
+        low, high = self.believed_batches_
+        return np.asarray((rows[:, BATCH] < low) | (rows[:, BATCH] > high))
+
+    def _kinds(self, rows: Array) -> NDArray[np.intp]:
+        """Whether each row is on one device (0), within a node (1), across nodes (2) or refuted."""
+        kinds = (rows[:, RANKS] > 1).astype(np.intp) + (rows[:, NODES] > 1)
+        return np.where(self._is_beyond(rows), _REFUTED, kinds) if self.is_refuted_ else kinds
 
     def _bounded(self, rows: Array, log_s: Array, others: Sequence[Array]) -> Array:
         """Keep predictions beyond the batches of few rows between those of forms and engine.
@@ -249,18 +289,15 @@ class Mixture:
         return replace(model, log_ratio=errors, variance=variance)
 
 
-def _kinds(rows: Array) -> NDArray[np.intp]:
-    """Whether each row is on one device (0), within a node (1) or across nodes (2)."""
-    return (rows[:, RANKS] > 1).astype(np.intp) + (rows[:, NODES] > 1)
-
-
-def _without_outliers(observation_weights: Array) -> NDArray[np.intp]:
-    """The observations that forms are fitted to: no outliers, of many some that spread evenly."""
-    most = int(MOST_OUTLIERS_RATIO * len(observation_weights))
-    least = np.argsort(observation_weights, kind="stable")[:most]
+def _chosen(observation_weights: Array) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+    """Of many observations some that spread evenly; and which are no outliers of the model."""
+    count = len(observation_weights)
+    least = np.argsort(observation_weights, kind="stable")[: int(MOST_OUTLIERS_RATIO * count)]
     outliers = least[observation_weights[least] < OUTLIER_WEIGHT]
-    kept = np.setdiff1d(np.arange(len(observation_weights)), outliers)
-    return kept[:: max(1, -(-len(kept) // _MOST_ROWS))]
+    kept = np.setdiff1d(np.arange(count), outliers)
+    kept = kept[:: max(1, -(-len(kept) // _MOST_ROWS))]
+    chosen = np.sort(np.concatenate([kept, outliers[:_MOST_ROWS]]))
+    return chosen, np.isin(chosen, kept)
 
 
 def _log(times: Array) -> Array:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,10 +76,15 @@ def training_data(
     total = np.bincount(row_of, weights, minlength=len(rows))
     mean = np.bincount(row_of, weights * residuals, minlength=len(rows)) / total
     last = np.sort(np.argsort(first)[-_MOST_INPUTS:])
-    at = first[last]
     input_of = np.full(len(rows), -1)
     input_of[last] = np.arange(len(last))
     is_kept = input_of[row_of] >= 0
+    # Those that will be left out come last: their block of the inverse is cheap then.
+    kept = row_of[is_kept]
+    is_scored = np.isin(last, kept[:: _scored_stride(len(kept))])
+    last = np.concatenate([last[~is_scored], last[is_scored]])
+    input_of[last] = np.arange(len(last))
+    at = first[last]
     return TrainingData(
         inputs=Inputs(rows=rows[last], sync_share=model.sync_share[at]),
         parameters=parameters,
@@ -93,6 +97,10 @@ def training_data(
         observed_residual=residuals[is_kept],
         observed_noise_variance=(noise_variance / data.weights)[is_kept],
     )
+
+
+def _scored_stride(observations: int) -> int:
+    return max(1, observations // _SCORED_OBSERVATIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,8 +123,14 @@ class Posterior:
         from scipy.linalg import cho_factor
 
         self._training = training
-        covariance = self._covariance(training.inputs) + np.diag(training.noise_variance)
-        self._factor = cho_factor(covariance, check_finite=False) if len(covariance) else None
+        self._factor: Array | None = None
+        if count := len(training.noise_variance):
+            covariance = gaussian_process.lower_kernel(training.inputs)
+            own = training.nugget_variance + training.noise_variance
+            covariance[np.arange(count), np.arange(count)] += own
+            self._factor, _ = cho_factor(
+                covariance, lower=True, overwrite_a=True, check_finite=False
+            )
         jacobian = training.jacobian
         self._solved_jacobian = self._solve(jacobian)
         precision = np.eye(jacobian.shape[1]) + jacobian.T @ self._solved_jacobian
@@ -169,8 +183,8 @@ class Posterior:
 
         if self._factor is None:
             return np.zeros(len(cross))
-        # cho_factor leaves U with UᵀU = K, so that |U⁻ᵀk|² = kᵀK⁻¹k.
-        half, _ = dtrtrs(self._factor[0], cross.T, trans=1)
+        # L·Lᵀ = K, so that |L⁻¹k|² = kᵀK⁻¹k.
+        half, _ = dtrtrs(self._factor, cross.T, lower=1)
         return np.asarray((half * half).sum(axis=0))
 
     def parameter_variance(self, jacobian: Array) -> Array:
@@ -185,7 +199,7 @@ class Posterior:
         outliers will occur among future observations too, and the intervals have to cover those.
         """
         training = self._training
-        stride = max(1, len(training.observed_input) // _SCORED_OBSERVATIONS)
+        stride = _scored_stride(len(training.observed_input))
         chosen = training.observed_input[::stride]
         inputs, place = np.unique(chosen, return_inverse=True)
         # With P the inverse of the whole covariance (kernel, noise and parameters), leaving out i
@@ -193,10 +207,8 @@ class Posterior:
         about_prior = training.residuals + training.jacobian @ training.parameters
         inner = self._solved_jacobian @ self.parameter_covariance
         solved = self._solve(about_prior) - inner @ (self._solved_jacobian.T @ about_prior)
-        unit = np.zeros((len(inputs), len(about_prior)))
-        unit[np.arange(len(inputs)), inputs] = 1.0
         # Of K⁻¹; that of P is less by what the parameters explain.
-        diagonal = self._explained_variance(unit)
+        diagonal = self._inverse_diagonal(inputs)
         diagonal -= np.einsum("ij,ij->i", inner[inputs], self._solved_jacobian[inputs])
         diagonal = np.maximum(diagonal, 1e-12)
         left_out = (solved[inputs] / diagonal - training.residuals[inputs])[place]
@@ -208,13 +220,22 @@ class Posterior:
             sync_share=training.inputs.sync_share[chosen],
         )
 
+    def _inverse_diagonal(self, inputs: NDArray[np.intp]) -> Array:
+        """The diagonal of K⁻¹ at inputs, in rising order."""
+        from scipy.linalg.lapack import dtrtri
+
+        if self._factor is None:
+            return np.zeros(0)
+        # The last block of K⁻¹ is L⁻ᵀ·L⁻¹ of the last block of L.
+        inverse, _ = dtrtri(self._factor[inputs[0] :, inputs[0] :], lower=1)
+        return np.asarray((np.tril(inverse) ** 2).sum(axis=0)[inputs - inputs[0]])
+
     def _solve(self, values: Array) -> Array:
         from scipy.linalg import cho_solve
 
-        factor: Any = self._factor
-        if factor is None:
+        if self._factor is None:
             return values
-        return np.asarray(cho_solve(factor, values, check_finite=False))
+        return np.asarray(cho_solve((self._factor, True), values, check_finite=False))
 
     def _covariance(self, inputs: Inputs) -> Array:
         """Covariance of the residuals at inputs with those at the training inputs."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Self
 
 import numpy as np
@@ -53,8 +53,8 @@ from estimator.errors import WorkloadError
 # Iteratively reweighted least squares: most iterations, and the change that counts as converged.
 _MOST_ITERATIONS = 6
 _TOLERANCE = 0.01
-# Factor on the first step's bound of MINPACK (`leastsq`).
-_FIRST_STEP = 1.0
+# Of MINPACK. Short first steps: a long one may end in a local optimum far from the priors.
+_MINPACK = {"factor": 1.0, "xtol": 1e-6, "ftol": 1e-6, "maxfev": 100}
 # The columns by whose range a row is inside or outside of the training data.
 _RANGE_COLUMNS = [RANKS, NODES, BATCH, LARGEST_NODE]
 # So many of the last observations are compared with the intervals of so many before them.
@@ -360,19 +360,17 @@ class StepTimeRegressor:
             variance = gaussian_process.marginal_variance(model.sync_share)
             scale = np.sqrt(data.weights * self.observation_weights_ / variance)
             before = self.standardised_parameters_
-            # Short first steps: a long one may end in a local optimum far from the priors.
+            # Asked for the errors at a point, then for their derivatives there.
+            at = lru_cache(maxsize=1)(partial(self._errors, data=data, scale=scale))
             self.standardised_parameters_ = leastsq(
-                lambda z, scale=scale: self._errors(z, data, scale)[0],
+                lambda z, at=at: at(z.tobytes())[0],
                 before,
-                Dfun=lambda z, scale=scale: self._errors(z, data, scale)[1],
+                Dfun=lambda z, at=at: at(z.tobytes())[1],
                 diag=np.ones(len(before)),
-                factor=_FIRST_STEP,
-                xtol=1e-6,
-                ftol=1e-6,
-                maxfev=100,
                 full_output=True,
+                **_MINPACK,
             )[0]
-            errors, jacobian = self._errors(self.standardised_parameters_, data, scale)
+            errors, jacobian = at(self.standardised_parameters_.tobytes())
             weights = robust_weights(errors, jacobian, self.observation_weights_)
             change = np.abs(weights - self.observation_weights_).max()
             self.observation_weights_ = weights
@@ -380,8 +378,9 @@ class StepTimeRegressor:
             if max(change, moved) < _TOLERANCE:
                 break
 
-    def _errors(self, standardised: Array, data: Dataset, scale: Array) -> tuple[Array, Array]:
+    def _errors(self, parameters: bytes, data: Dataset, scale: Array) -> tuple[Array, Array]:
         """Standardised errors of observations, then of parameters from their priors; jacobian."""
+        standardised = np.frombuffer(parameters)
         model = self._model(standardised, data.rows, data.engine_times)
         errors = np.concatenate([(model.log_step - data.log_times) * scale, standardised])
         jacobian = model.jacobian * self.prior_sigmas_ * scale[:, None]
