@@ -100,10 +100,6 @@ def estimate_chunks(
     # The engine is each worker's own.
     shared = question if executor is None else replace(question, engine=None)  # type: ignore[arg-type]
     pieces = _pieces(allocations, rows)
-<<<<<<< HEAD
-    for piece, columns in map_shared(executor, _columns, shared, pieces):
-        yield EstimateTable(question=_asked_of(question, piece), **columns)
-=======
     if reduce is not None:
         work = partial(_reduced, reduce)
         return (found for _, found in map_shared(executor, work, shared, pieces))
@@ -111,7 +107,6 @@ def estimate_chunks(
         EstimateTable(question=_asked(question, piece), **columns)
         for piece, columns in map_shared(executor, _columns, shared, pieces)
     )
->>>>>>> x-dask
 
 
 def _pieces(
@@ -131,25 +126,21 @@ def _pieces(
         first += len(piece)
 
 
-<<<<<<< HEAD
-def _asked_of(question: Question, piece: _Piece) -> Question:
-    """What is asked of a piece; the ranks of a module that was divided before are laid out so."""
-    allocations, first = piece
-    layouts = checked_layouts(None, len(allocations), question.graph)
-    return replace(question, allocations=allocations, first_row=first, layouts=layouts)
-
-
-def _columns(question: Question, kept: dict[str, Any], piece: _Piece) -> dict[str, NDArray[Any]]:
-    """The columns of a piece; `kept` has what the pieces before it compiled."""
-    asked = replace(_asked_of(question, piece), engine=question.engine or DEFAULT)
-=======
 def _asked(question: Question, piece: _Piece) -> Question:
-    """The question about the allocations of a piece; a worker has an engine of its own."""
+    """The question about the allocations of a piece; a worker has an engine of its own.
+
+    The ranks of a module that was divided before it was traced are laid out so.
+    """
     allocations, first = piece
     if isinstance(allocations, _GridRows):
         allocations = allocations.grid[first : first + allocations.rows]
-    engine = question.engine or DEFAULT
-    return replace(question, allocations=allocations, first_row=first, engine=engine)
+    return replace(
+        question,
+        allocations=allocations,
+        first_row=first,
+        layouts=checked_layouts(None, len(allocations), question.graph),
+        engine=question.engine or DEFAULT,
+    )
 
 
 def _columns(question: Question, kept: dict[str, Any], piece: _Piece) -> dict[str, NDArray[Any]]:
@@ -170,7 +161,6 @@ def _reduced(
 
 def _answers(asked: Question, kept: dict[str, Any]) -> dict[str, NDArray[Any]]:
     """All columns; `kept` has what the pieces before compiled."""
->>>>>>> x-dask
     if "answers" not in kept:
         kept["answers"] = RowAnswers(asked)
     return columns_of(asked, kept["answers"])
