@@ -65,7 +65,7 @@ def test_nothing_in_time_is_told_by_the_exit_code(model: Path, command: Run) -> 
     ("words", "said"),
     [
         (("--machines", "dgx-a100"), "no price of 'dgx-a100' is known"),
-        (("--machines", "a100-a2", "--spot"), "no spot price of 'a100-a2' is known"),
+        (("--machines", "k80-p2", "--spot"), "no spot price of 'k80-p2' is known"),
         (("--machines", "t4-g4dn", "--revoked-every", "1h"), "give --spot"),
         (("--machines", "t4-g4dn", "--network", "10Gbit/s"), "leave out --network"),
         (("--machines", "t4-g4dn", "--deadline", "soon"), "is not a duration"),

@@ -78,9 +78,31 @@ def test_a_file_of_skypilot_names_machines_by_their_instances(tmp_path: Path) ->
 
 
 def test_spot_without_a_spot_price_is_refused_in_a_sentence() -> None:
-    assert SHIPPED.price("a100-a2").usd_per_hour
-    with pytest.raises(PriceError, match=r"no spot price of 'a100-a2' is known; leave out --spot"):
-        SHIPPED.price("a100-a2", spot=True)
+    assert SHIPPED.price("k80-p2").usd_per_hour
+    with pytest.raises(PriceError, match=r"no spot price of 'k80-p2' is known; leave out --spot"):
+        SHIPPED.price("k80-p2", spot=True)
+
+
+@pytest.mark.parametrize(
+    ("machine", "usd_per_hour"),
+    [
+        ("a100-a2", 2.958 + 11.4728),  # the machine, and its eight GPUs
+        ("a100-a2-ultra", 2.49544 + 10.6848),
+        ("h100-a3", 8 * (0.26996 + 2.2356)),
+        ("v100-nd-v2", 2.42352),
+    ],
+)
+def test_spot_prices_are_those_of_their_source(machine: str, usd_per_hour: float) -> None:
+    assert SHIPPED.price(machine, 8, spot=True).spot_usd_per_hour == pytest.approx(usd_per_hour)
+
+
+def test_every_shipped_spot_price_is_dated_sourced_and_below_the_other() -> None:
+    spot = [p for each in SHIPPED.machines for p in SHIPPED._of[each] if p.spot_usd_per_hour]
+    assert len(spot) >= 14
+    for price in spot:
+        assert price.at, price
+        assert price.source, price
+        assert 0 < price.spot_usd_per_hour < price.usd_per_hour, price
 
 
 @pytest.mark.parametrize(
