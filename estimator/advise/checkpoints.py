@@ -20,7 +20,7 @@ def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
     >>> young_interval_s(50.0, 10_000.0)
     1000.0
     """
-    _check(checkpoint_s=checkpoint_s, mtbf_s=mtbf_s)
+    check_times(checkpoint_s=checkpoint_s, mtbf_s=mtbf_s)
     return math.sqrt(2 * checkpoint_s * mtbf_s)
 
 
@@ -37,7 +37,7 @@ def best_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
 
     Its derivative is 0 where (1 − x)·e^x = e^(−C/M), x = τ/M, which Lambert's W solves.
     """
-    _check(checkpoint_s=checkpoint_s, mtbf_s=mtbf_s)
+    check_times(checkpoint_s=checkpoint_s, mtbf_s=mtbf_s)
     if math.isinf(mtbf_s):
         return math.inf
     ratio = checkpoint_s / mtbf_s
@@ -59,8 +59,8 @@ def expected_time_s(
 
     M·e^(R/M)·(e^((τ+C)/M) − 1)·W/τ (Daly 2006, "complete"); infinite where no float holds it.
     """
-    _check(work_s=work_s, interval_s=interval_s, checkpoint_s=checkpoint_s, mtbf_s=mtbf_s)
-    _check(restart_s=restart_s)
+    check_times(work_s=work_s, interval_s=interval_s, checkpoint_s=checkpoint_s, mtbf_s=mtbf_s)
+    check_times(restart_s=restart_s)
     interval_s = min(interval_s, work_s)
     if math.isinf(mtbf_s):
         return work_s * (1 + checkpoint_s / interval_s)
@@ -85,7 +85,8 @@ def goodput_ratio(*, checkpoint_s: float, restart_s: float, mtbf_s: float) -> fl
     )
 
 
-def _check(**values: float) -> None:
+def check_times(**values: float) -> None:
+    """Raise WorkloadError where a time is not above 0; checkpoints and restarts may take none."""
     for name, value in values.items():
         if not (value >= 0 and (value > 0 or name in ("checkpoint_s", "restart_s"))):
             raise WorkloadError(f"{name} is {value:g}; give a time above 0, in seconds")
