@@ -250,8 +250,8 @@ def _chosen(
         by_machine = rent["revoked_every"]
         if isinstance(by_machine, dict) and (unlike := set(by_machine) ^ set(machines)):
             raise click.UsageError(
-                f"--revoked-every and --machines do not both name {', '.join(sorted(unlike))}; name "
-                "each machine in both"
+                "--revoked-every and --machines do not both name "
+                f"{', '.join(sorted(unlike))}; name each machine in both"
             )
         revocations = Spot(
             mtbf_s=rent["revoked_every"],
