@@ -4,7 +4,8 @@
 
 FOLDER holds `pollux_t4.csv`, `sia_hetero.csv` and `cmdare_workers.csv`. A12: the cheapest measured
 configuration within a time, for 50 budgets of each model, chosen by step times that were predicted
-after single devices and six steps on several (A4). A14: steps of 3, 5, 6 and 7 asynchronous
+after single devices and six steps on several (A4); what costs the same within the noise of repeated
+measurements counts as the same. A14: steps of 3, 5, 6 and 7 asynchronous
 workers, fitted on 1, 2, 4 and 8. Then closed forms against training that is played, and goodput of
 thousands of GPUs.
 """
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from estimator.accuracy import noise_ratio
 from estimator.advise.checkpoints import (
     best_interval_s,
     daly_interval_s,
@@ -35,8 +36,12 @@ from estimator.calibrate.protocols import few_shot, workers
 from estimator.calibrate.step_time_regressor import StepTimeRegressor
 from estimator.calibrate.tables import Job, MeasuredStep, read_steps
 from estimator.calibrate.worker_tables import read_workers
+from estimator.machines.typical import RANK_JITTER_RATIO
 
 BUDGETS = 50
+# Second measurements that are drawn, and the budgets of which choices are shown one by one.
+DRAWS = 10
+SHOWN_EVERY = 7
 METHODS = ("calibrated", "linear", "largest", "again")
 SAMPLES = 1e6
 # USD per GPU and hour: T4 of g4dn.12xlarge and A100 of p4d.24xlarge (data/prices); of GPUs that are
@@ -46,8 +51,13 @@ HOUR = 3600.0
 
 
 class Configuration(NamedTuple):
-    """A measured placement and batch: time and cost of the work, measured, predicted and linear."""
+    """A measured placement and batch: time and cost of the work, measured, predicted and linear.
 
+    `noise_ratio` is half the 10-90 % range of errors of the measured time.
+    """
+
+    gpu: str
+    name: str
     ranks: int
     batch_per_gpu: float
     noise_ratio: float
@@ -60,29 +70,47 @@ class Configuration(NamedTuple):
 
 
 def configurations(job: Job[MeasuredStep]) -> Iterator[Configuration]:
-    """Every placement and batch of a job, repetitions taken together."""
+    """Every placement and batch of a job, repetitions taken together.
+
+    The nodes of a job are alike, so that 1+3 and 3+1 devices of them are one placement.
+    """
     (split,) = few_shot(job)
     X, y = job.X(), job.y()
     fitted = StepTimeRegressor(priors=priors_of(job.steps[0])).fit(X[split.train], y[split.train])
     predicted = fitted.predict(X)
     alone = {step.batch_per_gpu: step.step_time_s for step in job.steps if step.ranks == 1}
     usd_per_hour = next(usd for name, usd in PRICES.items() if name in job.gpu.upper())
-    repeated: defaultdict[tuple[str, float], list[int]] = defaultdict(list)
+    repeated: defaultdict[tuple[tuple[int, ...], float], list[int]] = defaultdict(list)
     for row, step in enumerate(job.steps):
-        repeated[step.placement, step.batch_per_gpu].append(row)
-    noises = {k: noise_ratio(y[rows].tolist()) for k, rows in repeated.items() if len(rows) > 1}
-    usual = float(np.median(list(noises.values()))) if noises else 0.0
-    for key, rows in repeated.items():
+        repeated[tuple(sorted(step.node_sizes)), step.batch_per_gpu].append(row)
+    noise = replicate_noise_ratio([y[rows] for rows in repeated.values()])
+    for (sizes, batch), rows in repeated.items():
         step = job.steps[rows[0]]
         steps = SAMPLES / step.global_batch
         times = [
             steps * float(np.median(y[rows])),
             steps * float(np.median(predicted[rows])),
-            steps * alone.get(step.batch_per_gpu, np.nan),
+            steps * alone.get(batch, np.nan),
         ]
         costs = [step.ranks * usd_per_hour * each / HOUR for each in times]
         pairs = [value for pair in zip(times, costs, strict=True) for value in pair]
-        yield Configuration(step.ranks, key[1], noises.get(key, usual), *pairs)
+        noise_ratio = noise / np.sqrt(len(rows))
+        name = f"{'+'.join(map(str, sizes))}, batch {batch:g}"
+        yield Configuration(job.gpu, name, step.ranks, batch, noise_ratio, *pairs)
+
+
+def replicate_noise_ratio(repetitions: Iterable[ArrayLike]) -> float:
+    """Half the 10-90 % range of one measurement's error, from all repetitions of a job together.
+
+    Two repetitions say little of a configuration's own noise, all pairs of a job say enough.
+    Errors about a mean of n are too small by sqrt((n - 1) / n).
+    """
+    logs = [np.log(each) for each in repetitions if np.size(each) > 1]
+    if not logs:
+        return 0.0
+    errors = [(each - each.mean()) * np.sqrt(len(each) / (len(each) - 1)) for each in logs]
+    low, high = np.quantile(np.concatenate(errors), [0.1, 0.9])
+    return float(high - low) / 2
 
 
 class Chosen(NamedTuple):
@@ -101,48 +129,61 @@ class Chosen(NamedTuple):
 
 def judged(rows: Sequence[Configuration]) -> dict[str, Chosen]:
     """Choices of each method within each budget, against a look at everything measured."""
-    ends = min(row.time_s for row in rows), min(rows, key=lambda row: row.usd).time_s
     found: defaultdict[str, list[tuple[float, ...]]] = defaultdict(list)
-    again = list(_measured_again(rows))
-    for budget in np.geomspace(*ends, BUDGETS) * (1 + 1e-9):
-        best = min((row for row in rows if row.time_s <= budget), key=lambda row: row.usd)
-        choices = (
-            _within(rows, budget, "predicted_s", "predicted_usd"),
-            _within(rows, budget, "linear_s", "linear_usd"),
-            max(rows, key=lambda row: (row.ranks, -row.time_s)),
-            rows[again.index(_within(again, budget, "predicted_s", "predicted_usd"))],
-        )
-        for method, chosen in zip(METHODS, choices, strict=True):
-            is_late = chosen.time_s > budget * (1 + chosen.noise_ratio)
-            costs_more = chosen.usd / best.usd - 1
-            is_tie = not is_late and costs_more <= max(best.noise_ratio, chosen.noise_ratio)
-            is_same = chosen is best or is_tie
-            thought = again[rows.index(best)] if method == "again" else best
-            thought_s = thought.linear_s if method == "linear" else thought.predicted_s
-            is_wrong, best_late = not (is_same or is_late), thought_s > budget
-            found[method].append(
-                (
-                    is_same,
-                    is_late,
-                    max(costs_more, 0.0),
-                    is_wrong and best_late,
-                    is_wrong and not best_late,
-                )
-            )
+    again = [list(_measured_again(rows, seed)) for seed in range(DRAWS)]
+    for budget in budgets(rows):
+        best = _best(rows, budget)
+        for method, columns in (("calibrated", "predicted"), ("linear", "linear")):
+            chosen = _within(rows, budget, f"{columns}_s", f"{columns}_usd")
+            thought_s = getattr(best, f"{columns}_s")
+            found[method].append(_verdict(chosen, best, budget, thought_s))
+        largest = max(rows, key=lambda row: (row.ranks, -row.time_s))
+        found["largest"].append(_verdict(largest, best, budget, best.predicted_s))
+        at = rows.index(best)
+        for measured in again:
+            chosen = rows[measured.index(_within(measured, budget, "predicted_s", "predicted_usd"))]
+            found["again"].append(_verdict(chosen, best, budget, measured[at].predicted_s))
     return {
         method: Chosen(*(float(np.mean(column)) for column in zip(*results, strict=True)))
         for method, results in found.items()
     }
 
 
-def _measured_again(rows: Sequence[Configuration]) -> Iterator[Configuration]:
-    """Configurations predicted by a second measurement, which differs by the noise of the first.
+def budgets(rows: Sequence[Configuration]) -> Iterator[float]:
+    """Times in seconds, log-spaced from the fastest measured configuration to the cheapest."""
+    ends = min(row.time_s for row in rows), min(rows, key=lambda row: row.usd).time_s
+    yield from np.geomspace(*ends, BUDGETS) * (1 + 1e-9)
 
-    A range from 10 to 90 % of a normal error is 2.56 standard deviations wide.
+
+def _best(rows: Sequence[Configuration], budget: float) -> Configuration:
+    return min((row for row in rows if row.time_s <= budget), key=lambda row: row.usd)
+
+
+def _verdict(
+    chosen: Configuration, best: Configuration, budget: float, best_thought_s: float
+) -> tuple[bool, bool, float, bool, bool]:
+    """The fields of `Chosen` for one choice; `best_thought_s` is the time predicted of the best.
+
+    Costs tie that differ by no more than two measurements do, each with the noise of its own.
     """
-    draw = np.random.default_rng(0)
+    is_late = chosen.time_s > budget * (1 + chosen.noise_ratio)
+    costs_more = chosen.usd / best.usd - 1
+    noise = float(np.hypot(best.noise_ratio, chosen.noise_ratio))
+    is_same = chosen is best or (not is_late and costs_more <= noise)
+    is_wrong, best_late = not (is_same or is_late), best_thought_s > budget
+    regret = max(costs_more, 0.0)
+    return is_same, is_late, regret, is_wrong and best_late, is_wrong and not best_late
+
+
+def _measured_again(rows: Sequence[Configuration], seed: int) -> Iterator[Configuration]:
+    """Configurations predicted by a second measurement, which has noise of its own.
+
+    From the first it differs by the errors of both. A range from 10 to 90 % of a normal error is
+    2.56 standard deviations wide.
+    """
+    draw = np.random.default_rng(seed)
     for row in rows:
-        off = float(np.exp(draw.normal(0.0, row.noise_ratio / 1.28)))
+        off = float(np.exp(draw.normal(0.0, np.sqrt(2) * row.noise_ratio / 1.28)))
         yield row._replace(predicted_s=row.time_s * off, predicted_usd=row.usd * off)
 
 
@@ -156,31 +197,68 @@ def _within(rows: Sequence[Configuration], budget: float, time: str, cost: str) 
     return min(known, key=lambda row: float(getattr(row, time)))
 
 
-def choices(folder: Path) -> Iterator[str]:
-    """A12 as a table: any placement and batch, or any placement at each batch per GPU."""
-    about = "| table | model | choice among | configurations | method "
-    yield f"{about}| same % | late % | regret % | best thought late % | best thought dear % |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
-    everything: defaultdict[tuple[str, str], list[Chosen]] = defaultdict(list)
+def measured_models(folder: Path) -> Iterator[tuple[str, str, list[Configuration]]]:
+    """Table, model and configurations on every GPU on which A4 has its steps of that model."""
     for table in ("pollux_t4", "sia_hetero"):
         models: defaultdict[str, list[Configuration]] = defaultdict(list)
         for job in read_steps([folder / f"{table}.csv"]).jobs:
             if few_shot(job):
                 models[job.model] += configurations(job)
         for model, rows in models.items():
-            by_batch: defaultdict[float, list[Configuration]] = defaultdict(list)
-            for row in rows:
-                by_batch[row.batch_per_gpu].append(row)
-            several = [each for each in by_batch.values() if len(each) > 2]
-            for among, questions in (("all", [rows]), ("placements", several)):
-                judgements = [judged(each) for each in questions]
-                for method in METHODS:
-                    found = [each[method] for each in judgements]
-                    everything[among, method].append(Chosen(*np.mean(found, axis=0)))
-                    about = f"| {table} | {model} | {among} | {sum(map(len, questions))} "
-                    yield f"{about}| {method} | {_percent(everything[among, method][-1])} |"
+            yield table, model, rows
+
+
+def choices(models: Sequence[tuple[str, str, list[Configuration]]]) -> Iterator[str]:
+    """A12 as a table: any placement and batch, or any placement at each batch per GPU."""
+    about = "| table | model | choice among | configurations | method "
+    yield f"{about}| same % | late % | regret % | best thought late % | best thought dear % |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    everything: defaultdict[tuple[str, str], list[Chosen]] = defaultdict(list)
+    for table, model, rows in models:
+        by_batch: defaultdict[float, list[Configuration]] = defaultdict(list)
+        for row in rows:
+            by_batch[row.batch_per_gpu].append(row)
+        several = [each for each in by_batch.values() if len(each) > 2]
+        for among, questions in (("all", [rows]), ("placements", several)):
+            judgements = [judged(each) for each in questions]
+            for method in METHODS:
+                found = [each[method] for each in judgements]
+                everything[among, method].append(Chosen(*np.mean(found, axis=0)))
+                about = f"| {table} | {model} | {among} | {sum(map(len, questions))} "
+                yield f"{about}| {method} | {_percent(everything[among, method][-1])} |"
     for (among, method), each in everything.items():
         yield f"| both | mean | {among} | | {method} | {_percent(np.mean(each, axis=0))} |"
+
+
+def noises(models: Sequence[tuple[str, str, list[Configuration]]]) -> Iterator[str]:
+    """By how much repetitions and predictions of each model's configurations are off."""
+    yield "| table | model | GPU | repetition off by % | prediction off by % |"
+    yield "|---|---|---|---|---|"
+    for table, model, rows in models:
+        for gpu in dict.fromkeys(row.gpu for row in rows):
+            of_gpu = [row for row in rows if row.gpu == gpu]
+            noise = max(row.noise_ratio for row in of_gpu)
+            off = np.mean([abs(row.predicted_s / row.time_s - 1) for row in of_gpu])
+            yield f"| {table} | {model} | {gpu} | {100 * noise:.1f} | {100 * off:.1f} |"
+
+
+def one_by_one(models: Sequence[tuple[str, str, list[Configuration]]]) -> Iterator[str]:
+    """Predicted beside measured of the best and of the choice, for some of the budgets."""
+    yield "| model | budget (s) | best | predicted, measured | chosen | predicted, measured | is |"
+    yield "|---|---|---|---|---|---|---|"
+    for table, model, rows in models:
+        for budget in list(budgets(rows))[::SHOWN_EVERY]:
+            best = _best(rows, budget)
+            chosen = _within(rows, budget, "predicted_s", "predicted_usd")
+            same, late, regret, *_ = _verdict(chosen, best, budget, best.predicted_s)
+            verdict = "same" if same else "late" if late else f"{100 * regret:.1f} % dearer"
+            cells = (model.split()[0] + f" ({table})", f"{budget:.0f}", *_shown(best))
+            yield f"| {' | '.join((*cells, *_shown(chosen), verdict))} |"
+
+
+def _shown(row: Configuration) -> tuple[str, str]:
+    usd = f"{row.predicted_usd:.3g}, {row.usd:.3g} USD"
+    return f"{row.gpu} {row.name}", f"{row.predicted_s:.0f}, {row.time_s:.0f} s; {usd}"
 
 
 def _percent(values: Iterable[float]) -> str:
@@ -238,24 +316,36 @@ def _row(label: str, expected_s: float, played_s: float) -> str:
 
 def intervals() -> Iterator[str]:
     """The chosen checkpoint interval against the best of a search over training that is played."""
-    yield "| a failure every (h) | checkpoint (s) | Young (s) | Daly (s) | chosen (s) | above % |"
-    yield "|---|---|---|---|---|---|"
+    about = "| a failure every (h) | checkpoint (s) | Young (s) | Daly (s) | chosen (s) "
+    yield f"{about}| found (s) | above % |"
+    yield "|---|---|---|---|---|---|---|"
     for mtbf_h, cost_s in ((1.0, 30.0), (6.0, 120.0), (24.0, 600.0)):
         mtbf_s = mtbf_h * HOUR
         asked = cost_s, mtbf_s
         chosen_s = best_interval_s(*asked)
         work_s = 200 * mtbf_s
         # The same failures for every interval: what differs is the interval.
-        tried_s = {each: _mean_played_s(work_s, each, *asked) for each in _around(chosen_s)}
-        above = _mean_played_s(work_s, chosen_s, *asked) / min(tried_s.values()) - 1
-        shown = (young_interval_s(*asked), daly_interval_s(*asked), chosen_s)
+        found_s, best_s = _searched(work_s, *asked)
+        above = _mean_played_s(work_s, chosen_s, *asked) / best_s - 1
+        shown = (young_interval_s(*asked), daly_interval_s(*asked), chosen_s, found_s)
         times = " | ".join(f"{each:.0f}" for each in shown)
         yield f"| {mtbf_h:g} | {cost_s:g} | {times} | {100 * above:+.2f} |"
 
 
-def _around(interval_s: float) -> list[float]:
-    """31 intervals from a quarter to four times."""
-    return list(np.geomspace(interval_s / 4, interval_s * 4, 31))
+def _searched(work_s: float, cost_s: float, mtbf_s: float) -> tuple[float, float]:
+    """The best interval and its mean time: of 61 up to two failures apart, then between its two.
+
+    It knows nothing of any closed form, and may take what these failures happen to favour.
+    """
+    low_s, high_s = cost_s, 2 * mtbf_s
+    tried: dict[float, float] = {}
+    for count in (61, 21):
+        grid = np.geomspace(low_s, high_s, count).tolist()
+        tried |= {each: _mean_played_s(work_s, each, cost_s, mtbf_s) for each in grid}
+        at = grid.index(min(grid, key=tried.__getitem__))
+        low_s, high_s = grid[max(at - 1, 0)], grid[min(at + 1, count - 1)]
+    best = min(tried, key=tried.__getitem__)
+    return best, tried[best]
 
 
 def _mean_played_s(work_s: float, interval_s: float, cost_s: float, mtbf_s: float) -> float:
@@ -264,17 +354,24 @@ def _mean_played_s(work_s: float, interval_s: float, cost_s: float, mtbf_s: floa
 
 
 def goodputs() -> Iterator[str]:
-    """Shares of time that count on thousands of GPUs."""
+    """Shares of time that count on thousands of GPUs, of which the slowest is waited for."""
     # Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama Team, 2024).
     device_mtbf_h = 16384 * 54 * 24 / 419
-    yield "| GPUs | a failure every (h) | checkpoint every (min) | goodput % |"
-    yield "|---|---|---|---|"
+    about = "| GPUs | a failure every (h) | checkpoint every (min) "
+    yield f"{about}| with failures % | and stragglers % | played % |"
+    yield "|---|---|---|---|---|---|"
+    draw = np.random.default_rng(0)
     for gpus in (1000, 2000, 4000, 8000, 16000):
         mtbf_s = device_mtbf_h / gpus * HOUR
-        costs = {"checkpoint_s": 30.0, "mtbf_s": mtbf_s}
-        ratio = goodput_ratio(restart_s=600.0, **costs)
-        every = best_interval_s(**costs) / 60
-        yield f"| {gpus:,} | {mtbf_s / HOUR:.1f} | {every:.0f} | {100 * ratio:.1f} |"
+        interval_s = best_interval_s(30.0, mtbf_s)
+        costs = {"checkpoint_s": 30.0, "restart_s": 600.0, "mtbf_s": mtbf_s}
+        ratio = goodput_ratio(**costs)
+        both = goodput_ratio(ranks=gpus, jitter_ratio=RANK_JITTER_RATIO, **costs)
+        work_s = 1000 * interval_s
+        alone_s = float(simulated_times_s(work_s, interval_s, **costs, runs=200).mean())
+        slowest = np.mean([draw.normal(1.0, RANK_JITTER_RATIO, gpus).max() for _ in range(200)])
+        shares = _percent([ratio, both, work_s / alone_s / float(slowest)])
+        yield f"| {gpus:,} | {mtbf_s / HOUR:.1f} | {interval_s / 60:.0f} | {shares} |"
 
 
 def main() -> None:
@@ -282,8 +379,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     folder = parser.parse_args().data
+    models = list(measured_models(folder))
     for title, lines in (
-        ("Cheapest within a time (A12)", choices(folder)),
+        ("Cheapest within a time (A12)", choices(models)),
+        ("Repetitions and predictions", noises(models)),
+        ("Choices one by one", one_by_one(models)),
         ("Asynchronous workers (A14)", [asynchronous_workers(folder)]),
         ("Among failures", played()),
         ("Thousands of GPUs", goodputs()),

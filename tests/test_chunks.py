@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -161,3 +164,24 @@ def test_a_sweep_on_a_pool_of_processes_is_that_made_here(pool: Executor) -> Non
     found = sweep(patterns, answer_of, executor=pool)
     assert [row.to_dict() for row in found] == [row.to_dict() for row in sweep(patterns, answer_of)]
     assert "asks for 9 devices" in found[-1].refusal
+
+
+def test_mpi_gives_the_same_columns(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py", reason="needs mpi4py")
+    mpiexec = shutil.which(
+        "mpiexec", path=os.pathsep.join([sys.prefix + "/bin", os.environ["PATH"]])
+    )
+    if mpiexec is None:
+        pytest.skip("needs mpiexec")
+    script = tmp_path / "asked.py"
+    script.write_text(
+        "from mpi4py.futures import MPIPoolExecutor\n"
+        "from estimator import estimate_chunks\n"
+        "from tests.test_chunks import GRAPH, TEXTS, check\n"
+        "if __name__ == '__main__':\n"
+        "    with MPIPoolExecutor() as executor:\n"
+        "        check(list(estimate_chunks(GRAPH, TEXTS, rows=30, executor=executor)))\n"
+    )
+    words = [mpiexec, "-n", "3", sys.executable, "-m", "mpi4py.futures", str(script)]
+    root = Path(__file__).resolve().parents[1]
+    subprocess.run(words, check=True, timeout=300, env=os.environ | {"PYTHONPATH": str(root)})

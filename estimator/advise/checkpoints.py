@@ -11,7 +11,9 @@ import math
 
 from scipy.special import lambertw
 
+from estimator.elementwise import expected_maximum
 from estimator.errors import WorkloadError
+from estimator.workload import check_count
 
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
@@ -20,7 +22,7 @@ def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
     >>> young_interval_s(50.0, 10_000.0)
     1000.0
     """
-    _check(checkpoint_s=checkpoint_s, mtbf_s=mtbf_s)
+    check_times(checkpoint_s=checkpoint_s, mtbf_s=mtbf_s)
     return math.sqrt(2 * checkpoint_s * mtbf_s)
 
 
@@ -37,7 +39,7 @@ def best_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
 
     Its derivative is 0 where (1 − x)·e^x = e^(−C/M), x = τ/M, which Lambert's W solves.
     """
-    _check(checkpoint_s=checkpoint_s, mtbf_s=mtbf_s)
+    check_times(checkpoint_s=checkpoint_s, mtbf_s=mtbf_s)
     if math.isinf(mtbf_s):
         return math.inf
     ratio = checkpoint_s / mtbf_s
@@ -59,8 +61,8 @@ def expected_time_s(
 
     M·e^(R/M)·(e^((τ+C)/M) − 1)·W/τ (Daly 2006, "complete"); infinite where no float holds it.
     """
-    _check(work_s=work_s, interval_s=interval_s, checkpoint_s=checkpoint_s, mtbf_s=mtbf_s)
-    _check(restart_s=restart_s)
+    check_times(work_s=work_s, interval_s=interval_s, checkpoint_s=checkpoint_s, mtbf_s=mtbf_s)
+    check_times(restart_s=restart_s)
     interval_s = min(interval_s, work_s)
     if math.isinf(mtbf_s):
         return work_s * (1 + checkpoint_s / interval_s)
@@ -71,21 +73,40 @@ def expected_time_s(
     return mtbf_s * tries * work_s / interval_s
 
 
-def goodput_ratio(*, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:
+def goodput_ratio(
+    *,
+    checkpoint_s: float,
+    restart_s: float,
+    mtbf_s: float,
+    ranks: int = 1,
+    jitter_ratio: float = 0.0,
+) -> float:
     """The share of time that is training which counts, at the best interval.
+
+    Every step waits for the slowest of its ranks, whose times have a standard deviation of
+    `jitter_ratio` (a profile's `rank_jitter_ratio`). Raises WorkloadError.
 
     >>> round(goodput_ratio(checkpoint_s=60, restart_s=600, mtbf_s=10800), 3)
     0.85
+    >>> costs = {"checkpoint_s": 60, "restart_s": 600, "mtbf_s": 10800}
+    >>> round(goodput_ratio(ranks=1000, jitter_ratio=0.013, **costs), 3)
+    0.816
     """
+    check_count(ranks, "ranks", most=10**9)
+    if not 0 <= jitter_ratio < math.inf:
+        raise WorkloadError(f"jitter_ratio is {jitter_ratio:g}; give a number from 0 on")
+    waits = 1 + jitter_ratio * expected_maximum(ranks)
     interval_s = best_interval_s(checkpoint_s, mtbf_s)
     if math.isinf(interval_s):
-        return 1.0
-    return interval_s / expected_time_s(
+        return 1 / waits
+    expected_s = expected_time_s(
         interval_s, interval_s, checkpoint_s=checkpoint_s, restart_s=restart_s, mtbf_s=mtbf_s
     )
+    return interval_s / expected_s / waits
 
 
-def _check(**values: float) -> None:
+def check_times(**values: float) -> None:
+    """Raise WorkloadError where a time is not above 0; checkpoints and restarts may take none."""
     for name, value in values.items():
         if not (value >= 0 and (value > 0 or name in ("checkpoint_s", "restart_s"))):
             raise WorkloadError(f"{name} is {value:g}; give a time above 0, in seconds")

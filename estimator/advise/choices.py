@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from estimator.advise.offers import Offer, allocations_of, offers
+from estimator.errors import WorkloadError, quoted
 from estimator.graph.op_graph import OpGraph
 
 
@@ -41,7 +42,10 @@ class Choice:
 def choose(
     offered: Sequence[Offer], *, deadline_s: float | None = None, budget_usd: float | None = None
 ) -> Choice:
-    """Sort out offers by time and cost."""
+    """Sort out offers by time and cost; raises WorkloadError for a bound that is none."""
+    for name, bound in (("deadline_s", deadline_s), ("budget_usd", budget_usd)):
+        if bound is not None and not bound >= 0:
+            raise WorkloadError(f"{name} is {bound:g}; give a number from 0 on, or none")
     kept = [
         each
         for each in offered
@@ -90,10 +94,13 @@ def cheapest(
     """What to rent to train a graph: `choose` among `offers` on some machine types.
 
     `asked` goes to `offers`: `samples` or `tokens`, `prices`, `spot`, `revocations`, `strategies`,
-    `batch_per_gpu` or `global_batch`, `layouts_of`, `calibration`. With `mixed` nodes of two
-    machines may train together. Raises PriceError, WorkloadError,
-    AllocationError.
+    `batch_per_gpu` or `global_batch`, `layouts_of`, `calibration`, `executor`. With `mixed` nodes
+    of two machines may train together. Raises PriceError, WorkloadError, AllocationError.
     """
+    if isinstance(machines, str):
+        raise WorkloadError(f"machines are the text {quoted(machines)}; give a list of names")
+    if not machines:
+        raise WorkloadError("no machine was given; name at least one")
     allocations = list(allocations_of(machines, max_nodes, mixed=mixed))
     found = offers(graph, allocations, **asked)
     return choose(found, deadline_s=deadline_s, budget_usd=budget_usd)

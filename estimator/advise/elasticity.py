@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.advise.largest_batch import largest_batch
+from estimator.errors import WorkloadError
 from estimator.graph.op_graph import OpGraph
 from estimator.placement.allocation import Allocation
 from estimator.tables import estimate_many
@@ -60,6 +61,13 @@ def elasticity(
     `asked` goes to `estimate_many`, as `strategy` and `calibration` do. Raises WorkloadError,
     AllocationError.
     """
+    for name, given in (
+        ("allocations", allocations),
+        ("batches", batches),
+        ("accumulation_steps", accumulation_steps),
+    ):
+        if isinstance(given, str) or not len(given):
+            raise WorkloadError(f"{name} are {given!r}; give a list of at least one")
     shape = len(allocations), len(batches)
     rows = [each for each in allocations for _ in batches]
     column = np.tile(np.asarray(batches, dtype=np.int64), len(allocations))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from estimator.advise.checkpoints import best_interval_s, expected_time_s
 from estimator.advise.layouts import best_layout
+from estimator.advise.spot import Spot
 from estimator.coefficients import Calibration
 from estimator.errors import AllocationError, PriceError, WorkloadError
 from estimator.graph.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
-from estimator.machines.prices import PriceList
+from estimator.machines.prices import Price, PriceList
 from estimator.placement.allocation import Allocation
 from estimator.tables import EstimateTable, estimate_many
 
@@ -21,37 +23,6 @@ STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 # Micro-batches that a rank's share of a global batch is tried in, until one fits.
 _MOST_MICRO_BATCHES = 256
 _MOST_NODES = 4096
-# Restarts and checkpoints over the time between revocations, from which on nobody waits: e^20.
-_MOST_TRIES = 20.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spot:
-    """What taking spot instances means: one that is taken sets the training back.
-
-    Each instance is revoked after `mtbf_s` on average; see `checkpoints.expected_time_s`.
-    """
-
-    mtbf_s: float
-    checkpoint_s: float = 60.0
-    restart_s: float = 300.0
-
-    def can_end(self, nodes: int) -> bool:
-        """Whether any of so many instances stays long enough to keep a checkpoint."""
-        return (self.checkpoint_s + self.restart_s) * nodes < _MOST_TRIES * self.mtbf_s
-
-    def expected_s(self, work_s: float, nodes: int) -> tuple[float, float]:
-        """(expected time, work between checkpoints) of training on some instances."""
-        mtbf_s = self.mtbf_s / nodes
-        interval_s = min(best_interval_s(self.checkpoint_s, mtbf_s), work_s)
-        found = expected_time_s(
-            work_s,
-            interval_s,
-            checkpoint_s=self.checkpoint_s,
-            restart_s=self.restart_s,
-            mtbf_s=mtbf_s,
-        )
-        return found, interval_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,20 +107,21 @@ def offers(
     calibration: Calibration | None = None,
     layouts_of: Sequence[OpGraph] = (),
     report: Callable[[str, float], None] | None = None,
+    executor: Executor | None = None,
 ) -> list[Offer]:
     """Each allocation that can train so much, with the fastest of the strategies that fit.
 
     With a `global_batch` each rank takes its share, in the fewest micro-batches that fit; else each
     has `batch_per_gpu` samples, by default those traced, and the global batch grows with the ranks.
     `layouts_of` are graphs of the model, each with other activation checkpoints, by whose layouts
-    ranks may share a `global_batch` too (`layouts.best_layout`).
+    ranks may share a `global_batch` too (`layouts.best_layout`, which `executor` goes to).
     Raises PriceError where a machine has no price, WorkloadError where nothing can be trained.
     """
     amount = _samples(graph, samples, tokens)
     known = prices or PriceList.load()
     parsed = [Allocation.parse(text) for text in allocations]
     for allocation in parsed:
-        _usd(known, allocation, 0.0, spot)
+        _usd_per_hour(known, allocation, spot)
     best: dict[int, _Best] = {}
     refusal = "no allocation was given"
     for strategy in strategies:
@@ -166,7 +138,7 @@ def offers(
     for number, allocation in enumerate(parsed if layouts_of else ()):
         if report is not None:
             report(str(allocation), number / len(parsed))
-        found = _laid_out(layouts_of, allocation, global_batch, calibration)
+        found = _laid_out(layouts_of, allocation, global_batch, calibration, executor)
         held = best.get(number)
         if found is not None and (held is None or found.samples_per_s > held.samples_per_s):
             best[number] = found
@@ -175,7 +147,7 @@ def offers(
     offered = [
         _offer(parsed[number], best[number], amount, known, spot, revocations)
         for number in sorted(best)
-        if revocations is None or revocations.can_end(parsed[number].nodes)
+        if revocations is None or revocations.can_end(parsed[number])
     ]
     if not offered:
         raise WorkloadError("no training ends with revocations as frequent; take fewer instances")
@@ -222,6 +194,7 @@ def _laid_out(
     allocation: Allocation,
     global_batch: int | None,
     calibration: Calibration | None,
+    executor: Executor | None,
 ) -> _Best | None:
     """The best layout of an allocation; None where none trains it, or devices are unlike."""
     if global_batch is None:
@@ -230,7 +203,12 @@ def _laid_out(
         return None
     try:
         ranking = best_layout(
-            graphs, allocation, global_batch=global_batch, calibration=calibration, most=1
+            graphs,
+            allocation,
+            global_batch=global_batch,
+            calibration=calibration,
+            most=1,
+            executor=executor,
         )
     except WorkloadError:
         return None
@@ -254,6 +232,9 @@ def _laid_out(
 def _samples(graph: OpGraph, samples: float | None, tokens: float | None) -> float:
     if (samples is None) == (tokens is None):
         raise WorkloadError("say how much is trained: give samples or tokens, one of them")
+    for name, amount in (("samples", samples), ("tokens", tokens)):
+        if amount is not None and not 0 < amount < math.inf:
+            raise WorkloadError(f"{amount:g} {name} are to be trained; give a number above 0")
     if samples is not None:
         return samples
     if not graph.tokens_per_sample or tokens is None:
@@ -325,10 +306,8 @@ def _offer(
     duration_s, interval_s = work_s, None
     low_s, high_s = (work_s * each / best.step_time_s for each in (best.low_s, best.high_s))
     if revocations is not None:
-        duration_s, interval_s = revocations.expected_s(work_s, allocation.nodes)
-        low_s, high_s = (
-            revocations.expected_s(each, allocation.nodes)[0] for each in (low_s, high_s)
-        )
+        duration_s, interval_s = revocations.expected_s(work_s, allocation)
+        low_s, high_s = (revocations.expected_s(each, allocation)[0] for each in (low_s, high_s))
     usd, low_usd, high_usd = (
         _usd(prices, allocation, each, spot) for each in (duration_s, low_s, high_s)
     )
@@ -350,17 +329,27 @@ def _offer(
         usd=usd,
         low_usd=low_usd,
         high_usd=high_usd,
-        usd_per_hour=_usd(prices, allocation, 3600.0, spot),
+        usd_per_hour=_usd_per_hour(prices, allocation, spot),
         interval_s=interval_s,
     )
 
 
 def _usd(prices: PriceList, allocation: Allocation, duration_s: float, spot: bool) -> float:
     """What all instances of an allocation cost for a time; raises PriceError."""
-    found = 0.0
+    each = _instances(prices, allocation, spot)
+    return sum(nodes * price.usd(duration_s, spot=spot) for nodes, price in each)
+
+
+def _usd_per_hour(prices: PriceList, allocation: Allocation, spot: bool) -> float:
+    """The rate of all instances of an allocation; raises PriceError."""
+    each = _instances(prices, allocation, spot)
+    return sum(nodes * (price.rate(spot=spot) or 0.0) for nodes, price in each)
+
+
+def _instances(
+    prices: PriceList, allocation: Allocation, spot: bool
+) -> Iterator[tuple[int, Price]]:
     for group in allocation.groups:
         if group.machine is None:
             raise PriceError(f"'{group}' names a host, which has no price; name its machine type")
-        price = prices.price(group.machine, group.devices_per_node, spot=spot)
-        found += group.nodes * price.usd(duration_s, spot=spot)
-    return found
+        yield group.nodes, prices.price(group.machine, group.devices_per_node, spot=spot)

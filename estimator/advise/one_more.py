@@ -8,11 +8,12 @@ from typing import Any
 
 from estimator.advise.largest_batch import largest_batch
 from estimator.engine import estimate_graph
-from estimator.errors import AllocationError
+from estimator.errors import AllocationError, quoted
 from estimator.estimates import Estimate
 from estimator.graph.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
 from estimator.placement.allocation import Allocation, DeviceGroup
+from estimator.workload import check_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,8 @@ def next_gpu(
     The most gained first; `asked` goes to `estimate`, as `batch_per_gpu` and `strategy` do. Raises
     AllocationError where there is no such device.
     """
+    if isinstance(machines, str):
+        raise AllocationError(f"machines are the text {quoted(machines)}; give a list of names")
     held = Allocation.parse(allocation)
     now = estimate_graph(graph, held, **asked).samples_per_s or 0.0
     rows = []
@@ -91,6 +94,8 @@ def best_batch(
     Tried are 1, 2, 4, … samples up to the largest that fits (see `largest_batch`), or
     `most_per_gpu`. Raises WorkloadError.
     """
+    if most_per_gpu is not None:
+        check_count(most_per_gpu, "most_per_gpu")
     limit = largest_batch(graph, allocation, **asked)
     most = min(limit.batch_per_gpu, most_per_gpu or limit.batch_per_gpu)
     if not most:

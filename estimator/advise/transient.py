@@ -22,21 +22,32 @@ _SERVER_S_PER_TENSOR, _SERVER_S_PER_BYTE = 0.109e-3, 1.32e-9
 
 
 def checkpoint_s(size_bytes: float) -> float:
-    """Seconds to keep a checkpoint of a size.
+    """Seconds to keep a checkpoint of a size; raises WorkloadError.
 
     >>> round(checkpoint_s(100e6), 2)
     5.64
     """
+    _check_from(0, size_bytes=size_bytes)
     return _CHECKPOINT_S + _CHECKPOINT_S_PER_BYTE * size_bytes
 
 
 def server_steps_per_s(tensors: int, size_bytes: float, servers: int = 1) -> float:
     """The most steps a second that parameter servers take from all workers together.
 
+    Raises WorkloadError.
+
     >>> round(server_steps_per_s(100, 50e6), 2)
     13.0
     """
+    _check_from(1, tensors=tensors, servers=servers)
+    _check_from(0, size_bytes=size_bytes)
     return servers / (_SERVER_S_PER_TENSOR * tensors + _SERVER_S_PER_BYTE * size_bytes)
+
+
+def _check_from(least: float, **values: float) -> None:
+    for name, value in values.items():
+        if not least <= value < math.inf:
+            raise WorkloadError(f"{name} is {value:g}; give a number from {least:g} on")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +69,8 @@ class Revocations:
         return math.fsum(self.per_hour) / len(self.per_hour) / 3600
 
     def expected(self, duration_s: float, start_hour: float = 0.0) -> float:
-        """How many come in a time from an hour of the day on."""
+        """How many come in a time from an hour of the day on; raises WorkloadError."""
+        _check_from(0, duration_s=duration_s, start_hour=start_hour)
         days, left_h = divmod(duration_s / 3600, 24)
         found, hour = days * 24 * self.mean_per_s * 3600, start_hour % 24
         while left_h > 1e-12:
@@ -80,8 +92,10 @@ class Worker:
     revocations: Revocations = Revocations(per_hour=(0.0,))
 
     def __post_init__(self) -> None:
-        if not self.steps_per_s > 0:
-            raise WorkloadError(f"a worker takes {self.steps_per_s:g} steps/s; give more than 0")
+        if not 0 < self.steps_per_s < math.inf:
+            raise WorkloadError(
+                f"a worker takes {self.steps_per_s:g} steps/s; give a number above 0"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +115,10 @@ class TransientCluster:
     def __post_init__(self) -> None:
         if not self.workers:
             raise WorkloadError("the cluster has no workers; give at least one")
+        _check_from(0, replace_s=self.replace_s, checkpoint_s=self.checkpoint_s)
+        for name in ("checkpoint_every_steps", "most_steps_per_s"):
+            if not getattr(self, name) > 0:
+                raise WorkloadError(f"{name} is {getattr(self, name):g}; give a number above 0")
 
     def asynchronous_s(self, steps: float) -> float:
         """Expected time of asynchronous steps, of which a lost worker costs its own share.
@@ -110,6 +128,7 @@ class TransientCluster:
         sum. All begin together, which gives each λ·d²·a²/2 more of its time (the second term of the
         renewal equation's Laplace transform at 0).
         """
+        _check_from(0, steps=steps)
         each = [worker.revocations.mean_per_s for worker in self.workers]
         shares = [1 / (1 + per_s * self.replace_s) for per_s in each]
         ahead_s = [
@@ -134,6 +153,7 @@ class TransientCluster:
         Every revocation delays all workers; how many there are depends on the time, and is solved
         with it.
         """
+        _check_from(0, steps=steps)
         rate = min(sum(worker.steps_per_s for worker in self.workers), self.most_steps_per_s)
         per_s = sum(worker.revocations.mean_per_s for worker in self.workers)
         left = 1 - per_s * self.replace_s
@@ -193,8 +213,10 @@ def spot_counts(
     `work_s` says how long a count would train without revocations. The checkpoint interval is the
     best for the count. Raises WorkloadError.
     """
+    _check_from(0, usd_per_hour=usd_per_hour)
     rows = []
     for count in counts:
+        _check_from(1, workers=count)
         per_s = count * revocations.mean_per_s
         mtbf_s, alone_s = (1 / per_s if per_s else math.inf), work_s(count)
         interval_s = min(best_interval_s(checkpoint_s, mtbf_s), alone_s)

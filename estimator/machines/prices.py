@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from estimator.errors import PriceError, quoted
+from estimator.errors import PriceError, UnknownMachineError, quoted
 from estimator.files import read_text
 from estimator.machines.catalogue import known_machines, load_profile
 from estimator.machines.files import shipped_data
@@ -73,7 +73,9 @@ class PriceList:
         rows: list[Price] = []
         for shipped in sorted(shipped_data("prices").glob("*.csv")):
             rows += _read(shipped)
-        own = list(_read(path)) if path is not None else []
+        own = list(_read(path, is_own=True)) if path is not None else []
+        if path is not None and not own:
+            raise PriceError(f"{path} has no price of a machine that is known; write one a line")
         named = {price.machine for price in own}
         return cls([*own, *(price for price in rows if price.machine not in named)])
 
@@ -106,8 +108,11 @@ def _no_price(machine: str, spot: bool) -> str:
     )
 
 
-def _read(path: str | os.PathLike[str]) -> Iterator[Price]:
-    """The prices of a file, without rows of instances that no machine is."""
+def _read(path: str | os.PathLike[str], *, is_own: bool = False) -> Iterator[Price]:
+    """The prices of a file, without rows of instances that no machine is.
+
+    Of a user's own file every machine is looked up: a slip in its name is told.
+    """
     try:
         text = read_text(path)
     except OSError as error:
@@ -122,11 +127,25 @@ def _read(path: str | os.PathLike[str]) -> Iterator[Price]:
     machine_of = {} if "Machine" in columns else _machines_by_instance()
     try:
         for number, row in enumerate(rows, start=2):
+            if None in row or None in row.values():
+                raise PriceError(
+                    f"{path}, line {number} has other cells than the {len(columns)} columns named "
+                    "in the first line; write one cell for each"
+                )
             machine = row.get("Machine") or machine_of.get(row.get("InstanceType") or "")
             if machine is not None:
+                if is_own:
+                    _check_known(machine, f"{path}, line {number}")
                 yield _price(machine, row, f"{path}, line {number}")
     except csv.Error as error:
         raise PriceError(f"{path} is no CSV ({error}); write one price a line") from None
+
+
+def _check_known(machine: str, where: str) -> None:
+    try:
+        load_profile(machine)
+    except UnknownMachineError as error:
+        raise PriceError(f"{where}: {error}") from None
 
 
 def _machines_by_instance() -> dict[str, str]:
@@ -154,10 +173,15 @@ def _price(machine: str, row: Mapping[str, str | None], where: str) -> Price:
             )
         return value
 
+    devices = number("AcceleratorCount", 4096)
+    if devices is not None and not (devices >= 1 and devices.is_integer()):
+        raise PriceError(
+            f"{where}: AcceleratorCount is {devices:g}; write a whole number from 1 on"
+        )
     return Price(
         machine=machine,
         instance_type=row.get("InstanceType") or machine,
-        devices=int(number("AcceleratorCount", 4096) or len(load_profile(machine).devices)),
+        devices=int(devices or len(load_profile(machine).devices)),
         usd_per_hour=number("Price", _MOST_USD_PER_HOUR),
         spot_usd_per_hour=number("SpotPrice", _MOST_USD_PER_HOUR),
         billed_s=number("BilledS", _MOST_S) or 1.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -46,6 +47,16 @@ def test_expected_time_by_hand() -> None:
         4 * interval_s, interval_s, checkpoint_s=5, restart_s=100 * math.log(3), mtbf_s=100
     )
     assert found == pytest.approx(1200)
+
+
+def test_goodput_waits_for_the_slowest_rank() -> None:
+    # The largest of 1,000 normal draws is 3.241 on average, half of the mean range of so many
+    # (Tippett, Biometrika 17, 1925).
+    without = goodput_ratio(mtbf_s=10_000, **COSTS)
+    found = goodput_ratio(mtbf_s=10_000, ranks=1000, jitter_ratio=0.013, **COSTS)
+    assert found == pytest.approx(without / (1 + 0.013 * 3.241), rel=5e-4)
+    never = goodput_ratio(mtbf_s=math.inf, ranks=1000, jitter_ratio=0.013, **COSTS)
+    assert never == pytest.approx(1 / (1 + 0.013 * 3.241), rel=5e-4)
 
 
 def test_without_failures_only_checkpoints_are_added() -> None:
@@ -182,3 +193,43 @@ def test_more_spot_workers_are_worth_it_until_they_set_each_other_back() -> None
 def test_impossible_rates_are_refused(rates: tuple[float, ...]) -> None:
     with pytest.raises(WorkloadError, match="revocations an hour are"):
         Revocations(per_hour=rates)
+
+
+WORKERS = (Worker(steps_per_s=10.0),) * 2
+CLUSTER = {"workers": WORKERS, "replace_s": 90.0, "checkpoint_s": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (lambda: checkpoint_s(-1), "size_bytes is -1; give a number from 0 on"),
+        (lambda: checkpoint_s(math.nan), "size_bytes is nan"),
+        (lambda: server_steps_per_s(0, 0), "tensors is 0; give a number from 1 on"),
+        (lambda: server_steps_per_s(10, 1e6, servers=0), "servers is 0"),
+        (lambda: Worker(steps_per_s=math.inf), "a worker takes inf steps/s"),
+        (lambda: Revocations(per_hour=(1.0,)).expected(-5), "duration_s is -5"),
+        (lambda: cluster_of(checkpoint_every_steps=0), "every_steps is 0"),
+        (lambda: cluster_of(replace_s=-1), "replace_s is -1; give a number from 0 on"),
+        (lambda: cluster_of(checkpoint_s=math.nan), "checkpoint_s is nan"),
+        (lambda: cluster_of(most_steps_per_s=0), "most_steps_per_s is 0; give a number above 0"),
+        (lambda: cluster_of().asynchronous_s(-1), "steps is -1; give a number from 0 on"),
+        (lambda: cluster_of().published_s(math.nan), "steps is nan"),
+        (lambda: goodput_ratio(mtbf_s=1e4, jitter_ratio=-1.0, **COSTS), "jitter_ratio is -1"),
+        (lambda: goodput_ratio(mtbf_s=1e4, ranks=0, **COSTS), "ranks must be at least 1"),
+        (lambda: counted(0), "workers is 0; give a number from 1 on"),
+        (lambda: counted(4, usd_per_hour=-1), "usd_per_hour is -1"),
+    ],
+)
+def test_what_no_training_has_is_refused(asked: Callable[[], object], said: str) -> None:
+    with pytest.raises(WorkloadError, match=said):
+        asked()
+
+
+def cluster_of(**other: float) -> TransientCluster:
+    return TransientCluster(**{**CLUSTER, "checkpoint_every_steps": 1000.0, **other})  # type: ignore[arg-type]
+
+
+def counted(count: int, *, usd_per_hour: float = 1.0) -> object:
+    rare = Revocations(per_hour=(0.1,))
+    costs = {"checkpoint_s": 30.0, "restart_s": 300.0}
+    return spot_counts([count], float, usd_per_hour=usd_per_hour, revocations=rare, **costs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,10 +14,12 @@ from estimator import advise
 from estimator.advise.choices import Choice, choose, pareto_front
 from estimator.advise.elasticity import elasticity
 from estimator.advise.largest_batch import largest_batch
-from estimator.advise.offers import Offer, Spot, allocations_of, offers
+from estimator.advise.offers import Offer, allocations_of, offers
+from estimator.advise.spot import Spot
 from estimator.engine import estimate_graph
 from estimator.errors import AllocationError, PriceError, WorkloadError
 from estimator.machines.prices import Price, PriceList
+from estimator.placement.allocation import Allocation
 from tests.synthetic import perceptron
 
 GRAPH = replace(perceptron([2048, 2048, 2048]), target="cuda")
@@ -89,11 +93,22 @@ def test_revocations_add_time_and_cost() -> None:
     spot = Spot(mtbf_s=4 * 3600.0, checkpoint_s=60.0, restart_s=300.0)
     (taken,) = offered("4x4:v100-p3-8xlarge", revocations=spot, **asked)
     # Four instances lose one an hour: expected_time_s, worked by hand in test_checkpoints.
-    assert taken.duration_s == pytest.approx(spot.expected_s(steady.duration_s, 4)[0])
+    four = Allocation.parse("4x4:v100-p3-8xlarge")
+    assert taken.duration_s == pytest.approx(spot.expected_s(steady.duration_s, four)[0])
     assert taken.duration_s > 1.1 * steady.duration_s
     assert taken.usd == 4 * 2.0 * np.ceil(taken.duration_s / 3600)
     with pytest.raises(WorkloadError, match="no training ends with revocations as frequent"):
         offered("4x4:v100-p3-8xlarge", revocations=Spot(mtbf_s=60.0), **asked)
+
+
+def test_machines_are_revoked_each_at_its_own_rate() -> None:
+    spot = Spot(mtbf_s={"t4-g4dn": 3600.0, "v100-p3-8xlarge": 7200.0})
+    both = Allocation.parse("3x4:t4-g4dn+2x4:v100-p3-8xlarge")
+    # Three an hour of one machine, and two in two hours of the other: four an hour.
+    assert spot.allocation_mtbf_s(both) == pytest.approx(900.0)
+    assert spot.allocation_mtbf_s(Allocation.parse("2x4:v100-p3-8xlarge")) == 3600.0
+    with pytest.raises(WorkloadError, match="spot instance of 'a100-p4d' stays"):
+        spot.allocation_mtbf_s(Allocation.parse("1x8:a100-p4d"))
 
 
 def test_choices_are_those_of_a_look_at_all_offers() -> None:
@@ -203,3 +218,54 @@ def test_a_grid_has_the_estimates_of_its_cells() -> None:
                 assert found.fits[row, column, layer] == (answer.fits == "yes")
     assert not found.fits[:, 2].any()
     assert found.to_dict()["batches"] == list(batches)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"samples": 0.0}, "0 samples are to be trained; give a number above 0"),
+        ({"samples": -1.0}, "-1 samples"),
+        ({"samples": np.nan}, "nan samples"),
+        ({"tokens": np.inf}, "inf tokens"),
+        ({"samples": 1e6, "deadline_s": -1.0}, "deadline_s is -1; give a number from 0 on"),
+        ({"samples": 1e6, "budget_usd": np.nan}, "budget_usd is nan"),
+        ({"samples": 1e6, "machines": "t4-g4dn"}, "are the text 't4-g4dn'; give a list"),
+        ({"samples": 1e6, "machines": ()}, "no machine was given"),
+    ],
+)
+def test_what_cannot_be_rented_for_is_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(WorkloadError, match=said):
+        advise.cheapest(GRAPH, **{"machines": ["t4-g4dn"], "max_nodes": 1, **asked})
+
+
+@pytest.mark.parametrize("costs", [{"mtbf_s": 0.0}, {"mtbf_s": {"m": np.nan}}, {"restart_s": -1.0}])
+def test_impossible_revocations_are_refused(costs: dict[str, Any]) -> None:
+    with pytest.raises(WorkloadError, match=f"{next(iter(costs))} is"):
+        Spot(**{"mtbf_s": 3600.0, **costs})
+
+
+def test_other_wrong_questions_are_refused() -> None:
+    with pytest.raises(WorkloadError, match="most_per_gpu must be at least 1"):
+        advise.best_batch(GRAPH, "1x2:t4-g4dn", most_per_gpu=0)
+    with pytest.raises(AllocationError, match="are the text 'a100-p4d'; give a list"):
+        advise.next_gpu(GRAPH, "1x2:t4-g4dn", machines="a100-p4d")
+    for empty in ({"batches": ()}, {"allocations": ()}, {"accumulation_steps": ()}):
+        asked = {"allocations": ["1x1:t4-g4dn"], "batches": [8], **empty}
+        with pytest.raises(WorkloadError, match="give a list of at least one"):
+            elasticity(GRAPH, **asked)
+
+
+def test_an_hour_costs_the_price_of_an_hour_however_long_the_least_is() -> None:
+    two_hours = Price(
+        machine="t4-g4dn", instance_type="a", devices=4, usd_per_hour=3.0, least_billed_s=7200.0
+    )
+    (found,) = offered("1x4:t4-g4dn", prices=PriceList([two_hours]), samples=1.0)
+    assert (found.usd_per_hour, found.usd) == (3.0, 6.0)
+
+
+def test_layouts_of_offers_are_worked_out_on_an_executor() -> None:
+    asked: dict[str, Any] = {"global_batch": 64, "layouts_of": [GRAPH]}
+    with ThreadPoolExecutor(2) as executor, patch.object(executor, "submit", wraps=executor.submit):
+        found = offered("2x4:t4-g4dn", "1x4:v100-p3-8xlarge", executor=executor, **asked)
+        assert executor.submit.called  # type: ignore[attr-defined]
+    assert found == offered("2x4:t4-g4dn", "1x4:v100-p3-8xlarge", **asked)

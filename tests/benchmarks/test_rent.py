@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from math import exp
+from pathlib import Path
+
 import pytest
-from rent import Configuration, judged
+from rent import Configuration, configurations, judged, replicate_noise_ratio
+
+from estimator.calibrate.tables import read_steps
 
 
 def row(ranks: int, time_s: float, predicted_s: float, noise: float = 0.0) -> Configuration:
     """A configuration at 3,600 USD an hour and rank; linear in the ranks from 100 s."""
     return Configuration(
+        gpu="T4",
+        name=f"{ranks}",
         ranks=ranks,
         batch_per_gpu=8,
         noise_ratio=noise,
@@ -56,6 +63,34 @@ def test_a_second_measurement_without_noise_chooses_the_same() -> None:
     assert judged([row(1, 100, 50), row(2, 60, 99), row(4, 40, 7)])["again"].same_ratio == 1.0
 
 
-def test_what_differs_by_less_than_the_noise_is_the_same() -> None:
-    slow = [row(1, 100, 100, 0.4), row(2, 60, 99, 0.4), row(4, 40, 40, 0.4)]
-    assert judged(slow)["calibrated"].same_ratio == 1.0
+@pytest.mark.parametrize(
+    ("noise_of_two", "noise_of_four", "same_ratio"),
+    # Four ranks cost a third more than two, and sqrt(0.3^2 + 0.15^2) is 0.335: neither alone is.
+    [(0.3, 0.15, 1.0), (0.15, 0.3, 1.0), (0.3, 0.14, 0.454), (0.32, 0.0, 0.454)],
+)
+def test_costs_tie_within_the_noise_of_both(
+    noise_of_two: float, noise_of_four: float, same_ratio: float
+) -> None:
+    slow = [row(1, 100, 100), row(2, 60, 99, noise_of_two), row(4, 40, 40, noise_of_four)]
+    assert judged(slow)["calibrated"].same_ratio == pytest.approx(same_ratio, abs=0.03)
+
+
+def test_noise_is_that_of_all_repetitions_of_a_job_together() -> None:
+    # A pair 0.2 apart in logarithms has errors of 0.1 sqrt(2) about the truth on either side.
+    pairs = [[1.0, exp(0.2)], [5.0, 5.0 * exp(0.2)], [3.0]]
+    assert replicate_noise_ratio(pairs) == pytest.approx(0.1 * 2**0.5)
+    assert replicate_noise_ratio([[1.0], [2.0]]) == 0.0
+
+
+def test_the_same_nodes_in_another_order_are_repetitions(tmp_path: Path) -> None:
+    table = tmp_path / "steps.csv"
+    times = {"1": 1.0, "2": 1.1, "1+1": 1.2, "4": 1.3}
+    times |= {"1+2": 1.0, "2+1": exp(0.2), "1+3": 1.0, "3+1": exp(0.2)}
+    rows = [f"m,T4,{each},8,{time_s}" for each, time_s in times.items()]
+    table.write_text("\n".join(["model,gpu,placement,local_batch,step_time_s", *rows]))
+    (job,) = read_steps([table]).jobs
+    found = {each.name: each for each in configurations(job)}
+    assert set(found) == {f"{each}, batch 8" for each in ("1", "2", "1+1", "4", "1+2", "1+3")}
+    # 0.1 sqrt(2) of one measurement, by sqrt(2) less of two.
+    assert found["1+2, batch 8"].noise_ratio == pytest.approx(0.1)
+    assert found["4, batch 8"].noise_ratio == pytest.approx(0.1 * 2**0.5)

@@ -113,6 +113,15 @@ def test_every_shipped_spot_price_is_dated_sourced_and_below_the_other() -> None
         (("Machine,Price", "t4-g4dn,-1"), "line 2: Price is '-1'"),
         (("Machine,Price", "t4-g4dn,nan"), "line 2: Price is 'nan'"),
         (("Machine,AcceleratorCount,Price", "t4-g4dn,1e9,2"), "AcceleratorCount is '1e9'"),
+        (("Machine,AcceleratorCount,Price", "t4-g4dn,0,2"), "line 2: AcceleratorCount is 0;"),
+        (("Machine,AcceleratorCount,Price", "t4-g4dn,1.5,2"), "AcceleratorCount is 1.5;"),
+        # A decimal comma would be a price of 3 USD.
+        (("Machine,Price", "t4-g4dn,3,50"), "line 2 has other cells than the 2 columns"),
+        (("Machine,AcceleratorCount,Price", "t4-g4dn,4"), "line 2 has other cells than the 3"),
+        # The shipped price would be taken instead.
+        (("Machine,Price", "t4-g4dm,3"), "no machine profile is called 't4-g4dm'"),
+        (("Machine,Price",), "has no price of a machine that is known"),
+        (("InstanceType,Price", "m5.large,3"), "has no price of a machine that is known"),
     ],
 )
 def test_a_wrong_price_file_is_refused_in_a_sentence(
