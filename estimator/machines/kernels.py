@@ -84,7 +84,9 @@ class HostCost:
     None where that makes no difference.
     shard_unit_s: what FSDP adds per step and unit that it gathers; shard_update_tensor_s: what an
     update adds per sharded tensor. dtensor_forward_s, dtensor_backward_s: what DTensor adds to one
-    call of a module that ranks divide; dtensor_exchange_s: what it adds to a collective.
+    call of a module that ranks divide; dtensor_exchange_s: what it adds to a collective;
+    dtensor_update_tensor_s: what it adds to the update of a tensor too large for the private
+    caches, None where that was not measured (then `shard_update_tensor_s` for all sizes).
     """
 
     forward_op_s: float
@@ -103,6 +105,7 @@ class HostCost:
     dtensor_forward_s: float = 0.0
     dtensor_backward_s: float = 0.0
     dtensor_exchange_s: float = 0.0
+    dtensor_update_tensor_s: float | None = None
     provenance: Provenance
 
     def __post_init__(self) -> None:

@@ -12,6 +12,8 @@ from estimator.probe.cooling import COOLING_BYTES, cooling_backward
 
 _RANKS, _WIDTH = 2, 16
 _MODULES, _ROUNDS, _WARMUP = 12, 31, 3
+# A tensor of fp32 and its states are more than the private caches of a core hold.
+_UPDATED, _UPDATED_ELEMENTS = 4, 1 << 19
 
 
 def dtensor_costs() -> dict[str, float]:
@@ -56,6 +58,7 @@ def dtensor_costs() -> dict[str, float]:
             "rows": model(_RANKS * _WIDTH, _WIDTH, RowwiseParallel()),
         }
         rounds = _passes(forms, x)
+        update_s = _update_s(mesh)
 
     def more_s(of: str, than: str, backward: bool) -> float:
         """What a layer of one form takes longer, by passes right after each other."""
@@ -67,6 +70,7 @@ def dtensor_costs() -> dict[str, float]:
         "dtensor_forward_s": more_s("columns", "whole", False),
         "dtensor_backward_s": more_s("rows", "whole", True),
         "dtensor_exchange_s": statistics.fmean(sums_s),
+        "dtensor_update_tensor_s": update_s,
     }
 
 
@@ -97,3 +101,31 @@ def _passes(forms: dict[str, Any], x: Any) -> list[dict[str, tuple[float, float]
             loss.backward()
             rounds[-1][name] = middle - begin, time.perf_counter() - middle
     return rounds[_WARMUP:]
+
+
+def _update_s(mesh: Any) -> float:
+    """What DTensor adds to AdamW's update of a tensor."""
+    import torch
+    from torch import nn
+    from torch.distributed.tensor import DTensor, Shard
+
+    def optimizer(is_dtensor: bool) -> Any:
+        own = []
+        for _ in range(_UPDATED):
+            value, gradient = (torch.full((_UPDATED_ELEMENTS,), 0.5) for _ in range(2))
+            if is_dtensor:
+                value, gradient = (
+                    DTensor.from_local(each, mesh, [Shard(0)]) for each in (value, gradient)
+                )
+            own.append(nn.Parameter(value))
+            own[-1].grad = gradient
+        return torch.optim.AdamW(own)
+
+    forms, more_s = (optimizer(False), optimizer(True)), []
+    for _ in range(_WARMUP + _ROUNDS // 2):
+        ends = [time.perf_counter()]
+        for form in forms:
+            form.step()
+            ends.append(time.perf_counter())
+        more_s.append((ends[2] - ends[1]) - (ends[1] - ends[0]))
+    return max(0.0, statistics.median(more_s[_WARMUP:])) / _UPDATED

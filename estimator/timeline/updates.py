@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
+
 from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.optimizer_memory import trained_tensors, update_call
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance, UpdateCost
+from estimator.timeline.caches import evicted
 from estimator.timeline.contention import slowdown_ratio
 from estimator.workload.optimizers import BESIDE_MUON, RULES, UpdateForm, is_muon_matrix
 
@@ -18,6 +21,8 @@ UPDATE_FORMS: dict[DeviceKind, UpdateForm] = {"cpu": "loop", "cuda": "foreach"}
 _FP32_BYTES = 4
 # An update that was not probed is off by more than one that was: kernels differ.
 _SCALED_ERROR = 0.4
+# By one operator of an update.
+_MOVED_TENSORS = 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +30,8 @@ class Trained:
     """The parameters of a graph that get a gradient: how many, and how large.
 
     `words` are their bytes in units of 4. `idle` are elements of embedding tables in rows that a
-    batch of uniformly drawn indices never picks. `matrices` are those that Muon would update: sizes
+    batch of uniformly drawn indices never picks. `dtensors` are the bytes of each DTensor of layers
+    that ranks divide. `matrices` are those that Muon would update: sizes
     and how many have them.
     """
 
@@ -34,7 +40,7 @@ class Trained:
     size_bytes: int
     words: int
     idle: float
-    dtensors: int = 0
+    dtensors: tuple[int, ...] = ()
     matrices: tuple[tuple[tuple[int, int], int], ...] = ()
 
     @classmethod
@@ -49,7 +55,7 @@ class Trained:
             size_bytes=sum(sizes),
             words=sum(size // 4 for size in sizes),
             idle=_idle_parameters(bound),
-            dtensors=sum(p.is_dtensor for p in own),
+            dtensors=tuple([p.spec.nbytes for p in own if p.is_dtensor]),
             matrices=_matrices(bound.graph, sharded=sharded),
         )
 
@@ -93,12 +99,28 @@ def update_cost(
     fixed_s = cost.launch_s
     hooks_s = profile.host.shard_update_tensor_s if profile.host else 0.0
     if not sharding:
-        seconds += trained.dtensors * hooks_s
+        seconds += _dtensor_seconds(trained, profile)
     else:
         # Every rank updates a part of each tensor; under ZeRO-1 and 2 it updates whole tensors.
         fixed_s += trained.tensors * (cost.per_tensor_s + hooks_s)
         seconds += trained.tensors * hooks_s
     return seconds * slowdown, fixed_s * slowdown, cost.provenance
+
+
+def _dtensor_seconds(trained: Trained, profile: MachineProfile) -> float:
+    """What DTensor adds to an update: more where the operator before has evicted the host's code.
+
+    Operators move two to three tensors each (Adam's eight: 20).
+    """
+    host, memory = profile.host, profile.memory
+    if host is None or not trained.dtensors:
+        return 0.0
+    cached_s, cold_s = host.shard_update_tensor_s, host.dtensor_update_tensor_s
+    private_bytes = memory.private_cache_bytes if memory else None
+    if cold_s is None or not private_bytes:
+        return len(trained.dtensors) * (cached_s if cold_s is None else cold_s)
+    cold = evicted(_MOVED_TENSORS * np.array(trained.dtensors), private_bytes)
+    return float((cached_s + cold * max(cold_s - cached_s, 0.0)).sum())
 
 
 def update_lanes(

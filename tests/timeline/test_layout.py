@@ -19,7 +19,7 @@ from estimator.graph.split_plan import Plan
 from estimator.machines.profile import MachineProfile
 from estimator.timeline.durations import op_durations
 from estimator.workload.layout import Layout
-from tests.graph.test_split import BATCH, FLOAT, STREAM_BYTES, WIDTH, mlp_graph
+from tests.graph.test_split import BATCH, FLOAT, INNER, STREAM_BYTES, WIDTH, mlp_graph
 from tests.synthetic import Machine, with_every_collective
 
 MACHINE = Machine(rank_jitter_ratio=0.0)
@@ -177,6 +177,24 @@ def test_what_dtensor_does_on_the_host_is_counted_by_module_and_collective() -> 
     assert more.breakdown.update_s - plain.breakdown.update_s == pytest.approx(2 * 5e-4)
     said = "what DTensor does on the host is not counted"
     assert [any(said in text for text in each.assumptions) for each in (plain, more)] == [1, 0]
+
+
+def test_dtensor_updates_a_tensor_for_more_where_operators_evict_the_hosts_code() -> None:
+    # As much as an operator moves of a weight, 2.5 times its bytes: half of the code is evicted.
+    assert PROFILE.host is not None
+    assert PROFILE.memory is not None
+    private_bytes = int(2.5 * INNER // 2 * WIDTH * FLOAT)
+    memory = replace(PROFILE.memory, private_cache_bytes=private_bytes)
+
+    def update_s(cold_s: float | None) -> float:
+        host = replace(PROFILE.host, shard_update_tensor_s=1e-3, dtensor_update_tensor_s=cold_s)
+        profile = replace(PROFILE, host=host, memory=memory)
+        found = est.estimate(GRAPH, "1x2:m", layout="tp=2", tp_plan=PLAN, profile=profile)
+        return found.breakdown.update_s
+
+    assert update_s(3e-3) - update_s(None) == pytest.approx(2 * (2e-3 - 1e-3))
+    # Cold code is not quicker.
+    assert update_s(1e-4) == update_s(None)
 
 
 def test_sharding_over_the_data_parallel_ranks_that_are_left() -> None:
