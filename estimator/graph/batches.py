@@ -93,6 +93,8 @@ def with_samples(batch: Any, dim: int, samples: int, *, packed: bool = False) ->
         if isinstance(item, Mapping):
             return {key: double(value) for key, value in item.items()}
         if isinstance(item, (list, tuple)):
+            if hasattr(item, "_fields"):
+                return type(item)(*map(double, item))
             return type(item)((*item, *item)) if len(item) == samples else item
         if not isinstance(item, Tensor) or item.dim() <= dim:
             return item
@@ -106,7 +108,8 @@ def with_samples(batch: Any, dim: int, samples: int, *, packed: bool = False) ->
         return torch.cat((item, item), dim=dim)
 
     if isinstance(batch, (tuple, list)):
-        return type(batch)(double(item) for item in batch)
+        doubled = [double(item) for item in batch]
+        return type(batch)(*doubled) if hasattr(batch, "_fields") else type(batch)(doubled)
     return double(batch)
 
 

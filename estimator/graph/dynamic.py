@@ -68,10 +68,15 @@ def _real(leaf: Any, func: Any, constants: Constants, module: str) -> Any:
         constants.assume(leaf, lambda: _every_second(shape), _HALF)
         value = constants.read(leaf)
     if value is None:
+        is_read = func is aten._local_scalar_dense.default
+        change = (
+            "leave out what reads it, such as .item(), float() or an if"
+            if is_read
+            else "trace a variant of the model whose shapes do not depend on values"
+        )
         raise TraceError(
             f"{func} in module '{module or 'the model itself'}' needs the value of a tensor that "
-            "depends on weights, which a trace does not have; trace a variant of the model whose "
-            "shapes do not depend on values"
+            f"depends on weights, which a trace does not have; {change}"
         )
     return value
 
@@ -128,6 +133,8 @@ def assume_choice(
             lambda: torch.full(shape, finite, dtype=torch.bool),
             "all activations are finite",
         )
+    elif func is _ASSERTED:
+        constants.assume(outputs[0], lambda: torch.tensor(True), _PASSES)
     elif func in _CHECKS:
         constants.expect_check(outputs[0], _CHECKS[func])
     elif func in _REDUCED_CHECKS and (passes := constants.expected_check(args[0])) is not None:
@@ -136,7 +143,7 @@ def assume_choice(
             constants.assume(
                 outputs[0],
                 lambda: torch.full(tuple(outputs[0].shape), passes, dtype=torch.bool),
-                "checks that the model makes on its activations pass",
+                _PASSES,
             )
     elif func in _CHOICES:
         scores, indices = args[0], outputs[_CHOICES[func]]
@@ -192,6 +199,9 @@ _CHECKS = {
     aten.lt.Scalar: False,
 }
 _REDUCED_CHECKS = {aten.all.default: True, aten.any.default: False}
+# torch.distributions reads it before it raises, and nothing else does.
+_ASSERTED = aten._is_all_true.default
+_PASSES = "checks that the model makes on its activations pass"
 # Which output holds the indices.
 _CHOICES = {
     aten.topk.default: 1,

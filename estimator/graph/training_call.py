@@ -15,10 +15,15 @@ from estimator.graph.fake_tensors import map_tensors
 from estimator.graph.phases import ASSUMPTION, Phases
 from estimator.graph.user_code import UserCode
 
-Loss = Callable[[Any, Any], Tensor]
+# A function of (output, targets) or of the output alone, or a step of (model, batch).
+Loss = Callable[..., Tensor]
 
 # Samples of a dataset that is given without a loader.
 _DATASET_SAMPLES = 8
+# The first parameter of a function that is given the model, not its output.
+_MODEL_WORDS = frozenset({"model", "models", "module", "net", "network"})
+# What batches call what the loss compares with.
+_TARGET_WORDS = ("labels", "label", "targets", "target", "y")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +32,9 @@ class TrainingCall:
 
     `batch` holds what is called with: a tensor, a tuple or a mapping. Of a tuple the last `targets`
     parts, of a mapping those named in `target_names`, go to the loss and not to the model.
-    `assumptions` say how the batch was read, where it could be read in several ways.
+    `as_one` says that forward() takes all of its inputs as one argument, `by_step` that the loss is
+    a ``step(model, batch)``, which calls the model itself. `assumptions` say how the batch was
+    read, where it could be read in several ways.
     """
 
     batch: Any
@@ -35,6 +42,8 @@ class TrainingCall:
     targets: int = 0
     target_names: tuple[str, ...] = ()
     by_training_step: bool = False
+    by_step: bool = False
+    as_one: bool = False
     assumptions: tuple[str, ...] = ()
 
     @classmethod
@@ -42,8 +51,9 @@ class TrainingCall:
         """The call of `model` with a batch, a DataLoader or Dataset that gives one.
 
         With a loss, ``(inputs, targets)`` is told from ``(input, input)`` by what ``forward()``
-        takes. Without one, a ``training_step(batch, batch_idx)`` as Lightning's modules have it
-        gives the loss. Raises ModelError where a loader is empty or raises.
+        takes. A function whose first parameter is `model` is a ``step(model, batch)``. Without a
+        loss, a ``training_step(batch, batch_idx)`` as Lightning's modules have it gives it. Raises
+        ModelError where a loader is empty or raises.
         """
         batch, assumptions = _first_batch(batch)
         if loss is not None and not callable(loss):
@@ -56,22 +66,46 @@ class TrainingCall:
                 assumptions += (ASSUMPTION,)
             if callable(getattr(model, "training_step", None)):
                 return cls(batch=batch, by_training_step=True, assumptions=assumptions)
-            return cls(batch=batch, assumptions=assumptions)
+            as_one = _is_one_argument(model, batch)
+            return cls(batch=batch, as_one=as_one, assumptions=assumptions)
+        if _is_step(loss):
+            return cls(batch=batch, loss=loss, by_step=True, assumptions=assumptions)
         if isinstance(batch, Mapping):
-            names = _unaccepted(model, batch)
-            return cls(batch=batch, loss=loss, target_names=names, assumptions=assumptions)
+            return cls._of_mapping(model, batch, loss, assumptions)
         if isinstance(batch, (tuple, list)) and len(batch) > 1 and _has_target(model, batch, loss):
             inputs = batch[0] if len(batch) == 2 else batch[:-1]
-            are_several = isinstance(inputs, (tuple, list)) and _takes(model, *inputs)
+            as_one = isinstance(inputs, Mapping) and _is_one_argument(model, inputs)
+            are_several = isinstance(inputs, (tuple, list)) and _binds(model, *inputs)
             parts = tuple(inputs) if are_several else (inputs,)
             batch = (*parts, batch[-1])
-            return cls(batch=batch, loss=loss, targets=1, assumptions=assumptions)
-        return cls(batch=batch, loss=loss, assumptions=assumptions)
+            return cls(batch=batch, loss=loss, targets=1, as_one=as_one, assumptions=assumptions)
+        as_one = _is_one_argument(model, batch)
+        return cls(batch=batch, loss=loss, as_one=as_one, assumptions=assumptions)
+
+    @classmethod
+    def _of_mapping(
+        cls, model: nn.Module, batch: Mapping[Any, Any], loss: Loss, assumptions: tuple[str, ...]
+    ) -> TrainingCall:
+        """The call with a mapping, whose targets are what forward() has no parameter for."""
+        names = _unaccepted(model, batch)
+        as_one = _is_one_argument(model, batch, without=names)
+        if isinstance(loss, nn.Module) and (as_one or not names):
+            # Nothing tells the targets but what they are called.
+            names = tuple(name for name in _TARGET_WORDS if name in batch)[:1]
+        elif as_one:
+            names = ()
+        return cls(
+            batch=batch, loss=loss, target_names=names, as_one=as_one, assumptions=assumptions
+        )
 
     @property
     def advice(self) -> str:
         """What to do where the model does not run on the batch."""
         check = "check that the model accepts it"
+        if self.as_one and isinstance(self.batch, (tuple, list)) and not self.targets:
+            check = (
+                f"forward() has no place for {len(self.batch)} inputs and got them as one; {check}"
+            )
         if self.by_training_step:
             return (
                 "let training_step(batch, batch_idx) return its loss without a trainer, or return "
@@ -83,6 +117,10 @@ class TrainingCall:
                 f"forward() takes none of {names}, so the loss gets them as one mapping; leave "
                 "only its targets in the batch, or give a function of (output, targets)"
             )
+        if self.by_step:
+            return "let step(model, batch) return its loss, without backward() and optimizer.step()"
+        if self.loss is not None and not isinstance(self.loss, nn.Module):
+            return f"{check}; a function that calls the model itself names it: step(model, batch)"
         if self.loss is not None or isinstance(self.batch, Tensor):
             return check
         return (
@@ -92,9 +130,13 @@ class TrainingCall:
 
     def run(self, model: Any, batch: Any) -> Any:
         """The loss of a model, or of one that wraps it, on a batch of this form."""
+        if self.by_step and self.loss is not None:
+            return _step_loss(self.loss(model, batch))
         output = self._output(model, batch)
         if self.loss is None:
             return loss_of(output)
+        if not _binds(self.loss, output, batch):
+            return self.loss(output)
         if self.targets:
             return self.loss(output, batch[-1])
         if self.target_names:
@@ -107,6 +149,8 @@ class TrainingCall:
         """What the model returns; of a training step, its loss."""
         if self.by_training_step:
             return model.training_step(batch, 0)
+        if self.as_one:
+            return model(batch[0] if self.targets else batch)
         if isinstance(batch, Mapping):
             return model(**{k: v for k, v in batch.items() if k not in self.target_names})
         if not isinstance(batch, (tuple, list)):
@@ -167,18 +211,48 @@ def _has_target(model: nn.Module, batch: Any, loss: Loss) -> bool:
 
     Where forward() would take it, the losses of torch.nn decide: they compare with a target.
     """
-    return isinstance(loss, nn.Module) or not _takes(model, *batch)
+    return isinstance(loss, nn.Module) or not _binds(model, *batch)
 
 
-def _takes(model: nn.Module, *arguments: Any) -> bool:
+def _binds(function: Any, *arguments: Any, **named: Any) -> bool:
+    """Whether a function, or a module's forward(), takes these arguments."""
+    called = function.forward if isinstance(function, nn.Module) else function
     try:
-        inspect.signature(model.forward).bind(*arguments)
+        inspect.signature(called).bind(*arguments, **named)
     except TypeError:
         return False
     # A signature that cannot be read is taken to fit.
     except ValueError:
         return True
     return True
+
+
+def _is_one_argument(model: nn.Module, batch: Any, *, without: tuple[str, ...] = ()) -> bool:
+    """Whether forward() takes a batch of several parts only as one argument."""
+    if isinstance(batch, Mapping):
+        named = {str(name): value for name, value in batch.items() if name not in without}
+        return not _binds(model, **named) and _binds(model, batch)
+    if isinstance(batch, (tuple, list)):
+        return not _binds(model, *batch) and _binds(model, batch)
+    return False
+
+
+def _is_step(loss: Loss) -> bool:
+    """Whether a function takes the model itself, as step(model, batch) and compute_loss do."""
+    if isinstance(loss, nn.Module):
+        return False
+    try:
+        names = list(inspect.signature(loss).parameters)
+    except (TypeError, ValueError):
+        return False
+    return len(names) > 1 and names[0] in _MODEL_WORDS
+
+
+def _step_loss(found: Any) -> Any:
+    """The loss of what a step returned: it alone, or first, as in (loss, outputs)."""
+    if isinstance(found, Mapping):
+        return loss_of(found)
+    return found[0] if isinstance(found, (tuple, list)) and found else found
 
 
 def _unaccepted(model: nn.Module, batch: Mapping[Any, Any]) -> tuple[str, ...]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from estimator.graph.batches import with_samples
 from estimator.graph.trace import trace_graph
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
 
 
 def test_rows_that_several_make_a_sample_are_doubled_only_in_a_packed_batch() -> None:
@@ -28,3 +35,14 @@ def test_a_model_of_patches_in_one_list_is_traced_at_every_batch_size() -> None:
     batch = {"ids": torch.zeros(2, 3), "same": torch.zeros(2, 3), "patches": torch.zeros(8, 5)}
     graph = trace_graph(Packed(), batch)
     assert (graph.batch, graph.other_batch) == (2, 4)
+
+
+def test_named_tuples_keep_their_kind_wherever_they_stand() -> None:
+    pair = Pair(torch.zeros(2, 3), torch.zeros(2))
+    for doubled in (
+        with_samples(pair, 0, 2),
+        with_samples((pair, torch.zeros(2)), 0, 2)[0],
+        with_samples({"pair": pair}, 0, 2)["pair"],
+    ):
+        assert type(doubled) is Pair
+        assert [len(each) for each in doubled] == [4, 4]

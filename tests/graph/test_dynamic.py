@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from estimator.errors import TraceError
 from estimator.graph.trace import trace_graph
 
 
@@ -108,3 +110,35 @@ def test_unlike_activations_are_unequal_and_the_same_equal() -> None:
     # Unequal: the five rows of one meet the five of the other.
     products = shapes_of(Comparing(), torch.randn(5, 3), "aten.mm.default")
     assert (5, 5) in products
+
+
+def test_distributions_of_activations_are_taken_to_be_valid_and_it_is_said() -> None:
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.scale = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, actions: Tensor) -> Tensor:
+            mean, scale = self.mean(x), self.scale(x).exp()
+            # The default, which torch.compile turns off for the whole process.
+            law = torch.distributions.Normal(mean, scale, validate_args=True)
+            return -law.log_prob(actions).mean()
+
+    graph = trace_graph(Policy(), (torch.randn(6, 4), torch.randn(6, 2)))
+    wanted = "checks that the model makes on its activations pass"
+    assert wanted in graph.assumptions
+
+
+def test_a_value_that_is_read_for_a_log_is_named_as_what_to_leave_out() -> None:
+    class Logged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.linear(x).sum()
+            self.last = loss.item()
+            return loss
+
+    with pytest.raises(TraceError, match=r"leave out what reads it, such as .item\(\)"):
+        trace_graph(Logged(), torch.randn(6, 4))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,6 +34,26 @@ class Strict(Net):
 class Two(Net):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         return self.layer(x * mask)  # type: ignore[no-any-return]
+
+
+class OfMapping(Net):
+    def forward(self, parts: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return self.layer(parts["x"])  # type: ignore[no-any-return]
+
+
+class OfNames(Net):
+    def forward(self, **parts: Tensor) -> Tensor:  # type: ignore[override]
+        return self.layer(parts["x"])  # type: ignore[no-any-return]
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class OfPair(Net):
+    def forward(self, pair: Pair) -> Tensor:  # type: ignore[override]
+        return cross_entropy(self.layer(pair.x), pair.y)
 
 
 class OfList(Net):
@@ -111,6 +131,79 @@ def test_several_targets_of_a_mapping_go_to_the_loss_by_name() -> None:
     assert graph.batch == 6
 
 
+@pytest.mark.parametrize(
+    "batch", [({"x": X}, Y), {"x": X, "labels": Y}, {"x": X, "y": Y}], ids=["pair", "labels", "y"]
+)
+@pytest.mark.parametrize("model", [OfMapping(), OfNames()], ids=["one argument", "any names"])
+def test_a_forward_of_one_mapping_gets_it(model: nn.Module, batch: Any) -> None:
+    graph = trace_graph(model, batch, loss=nn.CrossEntropyLoss())
+    assert called(graph) == WANTED
+    assert graph.other_batch == 12
+
+
+def test_a_forward_of_one_batch_gets_all_of_it() -> None:
+    class Unpacking(Net):
+        def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
+            x, y = batch
+            return cross_entropy(self.layer(x), y)
+
+    graph = trace_graph(Unpacking(), (X, Y))
+    assert called(graph)[:4] == WANTED[:4]
+
+
+def test_a_loss_may_take_the_output_alone() -> None:
+    graph = trace_graph(Strict(), X, loss=lambda output: cross_entropy(output, Y))
+    assert called(graph) == WANTED
+    graph = trace_graph(Two(), (X, X), loss=lambda logits: cross_entropy(logits, Y))
+    assert called(graph) == ["mul", *WANTED]
+
+
+def compute_loss(
+    model: nn.Module, inputs: tuple[Tensor, Tensor], return_outputs: bool = False
+) -> Any:
+    """As a Trainer of transformers has it."""
+    x, y = inputs
+    output = model(x)
+    loss = cross_entropy(output, y)
+    return (loss, output) if return_outputs else loss
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        compute_loss,
+        lambda model, batch: compute_loss(model, batch, True),
+        lambda net, batch: {"loss": compute_loss(net, batch)},
+    ],
+    ids=["loss", "loss and outputs", "mapping"],
+)
+def test_a_step_of_one_model_calls_it_itself(step: Any) -> None:
+    graph = trace_graph(Strict(), (X, Y), loss=step)
+    assert called(graph) == WANTED
+    assert graph.parameter_count == 4 * 3 + 3
+
+
+def test_a_step_that_trains_by_itself_says_what_to_leave_out() -> None:
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss: Tensor = compute_loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    with pytest.raises(TraceError, match=r"without backward\(\) and optimizer.step\(\)"):
+        trace_graph(Strict(), (X, Y), loss=step)
+
+
+def test_a_function_that_calls_the_model_under_another_name_says_how_to_name_it() -> None:
+    with pytest.raises(TraceError, match=r"that calls the model itself names it: step\(model, ba"):
+        trace_graph(Strict(), X, loss=lambda mine, batch: mine.forward(batch).sum())
+
+
+def test_a_named_tuple_stays_one_with_twice_as_many_samples() -> None:
+    graph = trace_graph(OfPair(), Pair(X, Y))
+    assert called(graph)[:4] == WANTED[:4]
+    assert (graph.batch, graph.other_batch) == (6, 12)
+
+
 def test_a_training_step_gives_the_loss() -> None:
     class Module(Strict):
         def training_step(self, batch: tuple[Tensor, Tensor], _batch_idx: int) -> dict[str, Tensor]:
@@ -149,7 +242,7 @@ def test_a_missing_loss_says_what_to_return() -> None:
         Exception, match=r"give the loss that gets its targets, as in \(model, \(inputs"
     ) as caught:
         trace_graph(Strict(), (X, Y))
-    assert "takes 2 positional arguments but 3 were given" in str(caught.value)
+    assert "forward() has no place for 2 inputs and got them as one" in str(caught.value)
 
 
 # torch imports deprecated parts of itself for it.
