@@ -39,9 +39,9 @@ _TRIMMED_RATIO = 0.05
 # beside others, and finds the threads of gloo awake.
 _BLOCKING_OPS = ("all_reduce", "all_gather", "reduce_scatter")
 _BLOCKING_RATIO = 0.42
-_BLOCKING_SIZES_BYTES = (4 * KIB, 128 * KIB, 1 * MIB, 4 * MIB)
-_WINDOWS_S = (0.0, 1e-3, 1e-2)
-_MATMUL_SIDE, _BLOCKING_CALLS = 256, 6
+_BLOCKING_SIZES_BYTES = (32 * KIB, 512 * KIB, 4 * MIB)
+_WINDOWS_S = (0.0, 1e-3, 6e-3)
+_MATMUL_SIDE = 256
 # Calls of gloo are timed as DDP makes them, one after the other without waiting, as many as move so
 # many bytes and at most eight: in a queue some of what ranks wait for passes beside other calls.
 _QUEUED_BYTES, _MOST_QUEUED = 32 * MIB, 8
@@ -300,31 +300,26 @@ class CallTimer:
         return windows
 
     def time_blocking(self, op: str, share_s: float) -> list[BlockingCall]:
-        """Calls after windows of computing, each waited for, as many of every kind as can be made
-        in `share_s`.
+        """Calls after windows of computing, each waited for, as far as `share_s` goes.
+
+        A small call takes now and then a time slice of the scheduler more: short windows, which
+        steps have most of, are timed as long as long ones, and so more often.
         """
         left = self.torch.ones(_MATMUL_SIDE, _MATMUL_SIDE, device=self.device)
         product = self.torch.empty_like(left)
         matmul = partial(self.torch.mm, left, left, out=product)
         matmul_s = min(_seconds(matmul) for _ in range(_MOST_BUFFERS))
         cases = [(window_s, size) for window_s in _WINDOWS_S for size in _BLOCKING_SIZES_BYTES]
-        end = time.perf_counter() + share_s
-        trials = [
-            (*case, matmuls, itertools.cycle(self.calls(op, case[1])))
-            for case in cases
-            for matmuls in [self.agreed_repeats(matmul_s, case[0])]
-        ]
         found: list[BlockingCall] = []
-        rounds_s, done = share_s, 0
-        while not done or self.agreed_repeats(rounds_s, end - time.perf_counter()):
-            begun = time.perf_counter()
-            for window_s, size, matmuls, calls in trials:
-                times = [
-                    _after_computing(next(calls), matmul, matmuls) for _ in range(_BLOCKING_CALLS)
-                ]
-                # The first comes after a call of another kind, some threads of which still run.
-                found += [(window_s, size, *each) for each in times[1:]]
-            rounds_s, done = time.perf_counter() - begun, done + 1
+        end = time.perf_counter() + share_s
+        for number, (window_s, size) in enumerate(cases):
+            matmuls = self.agreed_repeats(matmul_s, window_s)
+            calls = itertools.cycle(self.calls(op, size))
+            warm = [_after_computing(next(calls), matmul, matmuls) for _ in range(_WARM_UPS)][-1]
+            slice_s = (end - time.perf_counter()) / (len(cases) - number)
+            repeats = max(_FEWEST_REPEATS, self.agreed_repeats(warm[-1] - warm[0], slice_s))
+            timed = [_after_computing(next(calls), matmul, matmuls) for _ in range(repeats)]
+            found += [(window_s, size, *times) for times in timed]
         return found
 
     def agreed_repeats(self, call_s: float, slice_s: float) -> int:
