@@ -11,7 +11,7 @@ from typing import Any
 from estimator.probe.cooling import COOLING_BYTES, cooling_backward
 
 _RANKS, _WIDTH = 2, 16
-_MODULES, _ROUNDS, _WARMUP = 12, 31, 3
+_MODULES, _ROUNDS, _WARMUP = 12, 21, 3
 # A tensor of fp32 and its states are more than the private caches of a core hold.
 _UPDATED, _UPDATED_ELEMENTS = 4, 1 << 19
 
