@@ -360,7 +360,8 @@ def _reference(
     corrections = Corrections.of(cost, lines, profile.kind)
     blocking: dict[float, list[tuple[float, float]]] = {}
     for window_s, size, seconds in cost.blocking:
-        blocking.setdefault(window_s, []).append((size, seconds))
+        if size > 0:
+            blocking.setdefault(window_s, []).append((size, seconds))
     return Reference(
         cost,
         corrections,
