@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from estimator.errors import WorkloadError, quoted
 from estimator.placement.allocation import Allocation
 from estimator.workload import Strategy
 
@@ -76,7 +77,8 @@ class StepQuestion(NamedTuple):
 
     `job` is the fingerprint of the graph and `workload` its name; `machines` are the names of the
     machine types in order of name, joined by "+"; `batch` is samples per rank and micro-batch (the
-    mean where ranks differ, 0 for a fixed-batch graph).
+    mean where ranks differ, 0 for a fixed-batch graph); `layout` is how ranks share the model, None
+    where none do, without the number of data-parallel ranks.
     """
 
     job: str
@@ -88,15 +90,17 @@ class StepQuestion(NamedTuple):
     batch: float
     accumulation_steps: int
     strategy: Strategy
+    layout: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedStep:
     """What the engine says of a step under some coefficients, in seconds.
 
-    `compute_s` is a micro-batch on the slowest rank, the update included; `sync_s` all of a step's
-    communication as if nothing overlapped it. `relative_error` is one standard deviation of
-    log(measured / step_s), as the engine alone has it.
+    `compute_s` is a micro-batch on the slowest rank, the update and its share of a pipeline's
+    bubble included; `sync_s` all of a step's communication as if nothing overlapped it.
+    `relative_error` is one standard deviation of log(measured / step_s), as the engine alone has
+    it.
     """
 
     question: StepQuestion
@@ -130,6 +134,7 @@ class Engine(Protocol):
         accumulation_steps: int,
         strategy: str | Strategy,
         coefficients: Coefficients,
+        layout: str | None = None,
     ) -> PredictedStep:
         """One step; raises EstimatorError."""
         ...
@@ -146,3 +151,12 @@ class Calibration(Protocol):
     ) -> list[Coefficients]:
         """The factors for each step, on an allocation; what is not known is asked of `engine`."""
         ...
+
+
+def check_calibration(calibration: Any) -> None:
+    """Raise WorkloadError for an argument of another kind; None is one."""
+    if calibration is not None and not hasattr(calibration, "coefficients_for"):
+        raise WorkloadError(
+            f"calibration is a Calibrator, found {quoted(calibration)}; write "
+            "Calibrator(PATH), or leave it out"
+        )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from estimator.cache import Cache
 from estimator.coefficients import (
@@ -15,8 +15,8 @@ from estimator.coefficients import (
     JobContent,
     PredictedStep,
     StepQuestion,
+    check_calibration,
 )
-from estimator.errors import ProfileError, TopologyError, WorkloadError, quoted
 from estimator.estimates import (
     FITS,
     Estimate,
@@ -35,10 +35,10 @@ from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.batches import batches_of
 from estimator.placement.mesh import Mesh
-from estimator.placement.placement import Placement, place
+from estimator.placement.placement import Placement, check_kinds, place
 from estimator.placement.topology import Cluster
 from estimator.timeline.exchanges import exchanges_of
-from estimator.timeline.pipelines.answer import pipeline_answer
+from estimator.timeline.pipelines.answer import PipelineAnswer, pipeline_answer
 from estimator.timeline.pipelines.stage_plans import stage_plans
 from estimator.timeline.plan import (
     Members,
@@ -118,16 +118,16 @@ class Engine:
             layout=agreed_layout(graph, layout),
             tp_plan=tp_plan,
         )
-        graph = asked.graph
         coefficients = UNCALIBRATED
         if calibration is not None:
-            check_kinds(calibration=calibration)
+            check_calibration(calibration)
             trial = TrialEngine(
                 engine=self,
                 graph=graph,
                 cluster=cluster,
                 profile=profile,
                 content=self.content(graph),
+                tp_plan=tp_plan,
             )
             (coefficients,) = calibration.coefficients_for(
                 [asked.question(graph, trial.content.fingerprint)],
@@ -135,19 +135,28 @@ class Engine:
                 trial,
             )
         if asked.layout.pp > 1:
-            return self._pipelined(asked, coefficients)
+            found = self._pipelined(asked, coefficients)
+            whole = _answered(found.plan, asked, found.answer, found.memory, found.used_ratio)
+            return replace(whole, model=asked.graph.name, pipeline=found.step)
         plan = step_plan(asked.mesh, self._members(asked), self.cache, coefficients)
         return _answered(plan, asked, answer_of(plan), *plan.memory())
 
-    def _pipelined(self, asked: _Asked, coefficients: Coefficients) -> Estimate:
+    def _pipelined(self, asked: _Asked, coefficients: Coefficients) -> PipelineAnswer:
         """The step of ranks that hold stages; raises StrategyError, WorkloadError, ProfileError."""
         mesh, schedule = asked.mesh, asked.layout.schedule
         of = asked.graph, mesh, asked.batches, asked.shape, schedule, self.cache
         stages = stage_plans(*of, points=asked.layout.cut, coefficients=coefficients)
         pipeline = mesh.parallelism.pp, mesh.parallelism.micro_batches
-        answer, plan, memory, used, step = pipeline_answer(schedule, *pipeline, stages)
-        whole = _answered(plan, asked, answer, memory, used)
-        return replace(whole, model=asked.graph.name, pipeline=step)
+        return pipeline_answer(schedule, *pipeline, stages)
+
+    def _parts(self, asked: _Asked, coefficients: Coefficients) -> tuple[StepAnswer, float]:
+        """The parts of a step, and seconds of all that is reduced in it."""
+        if asked.layout.pp > 1:
+            answer, plan, *_ = self._pipelined(asked, coefficients)
+        else:
+            plan = step_plan(asked.mesh, self._members(asked), self.cache, coefficients)
+            answer = answer_of(plan)
+        return answer, plan.alone_s(answer.slowest)
 
     def split(self, graph: OpGraph, layout: Layout, plan: Plan | None = None) -> OpGraph:
         """The part of a graph that one rank of a layout runs; worked out once.
@@ -260,6 +269,7 @@ class _Asked(NamedTuple):
             batch=samples / placement.ranks,
             accumulation_steps=self.shape.accumulation_steps,
             strategy=self.shape.strategy,
+            layout=self.layout.apart_from_data,
         )
 
 
@@ -271,12 +281,14 @@ class TrialEngine(NamedTuple):
     cluster: Cluster | None
     profile: MachineProfile | None
     content: JobContent
+    tp_plan: Plan | None = None
 
     @property
-    def key(self) -> tuple[str, int, int, int]:
+    def key(self) -> tuple[Hashable, ...]:
         # Calls that were timed on a machine count as measured there, whatever computes the same.
         timings = id(self.graph.timings) if self.graph.timings else 0
-        return self.content.fingerprint, timings, id(self.cluster), id(self.profile)
+        machines = id(self.cluster), id(self.profile)
+        return self.content.fingerprint, timings, *machines, self.tp_plan
 
     def predict(
         self,
@@ -286,6 +298,7 @@ class TrialEngine(NamedTuple):
         accumulation_steps: int,
         strategy: str | Strategy,
         coefficients: Coefficients,
+        layout: str | None = None,
     ) -> PredictedStep:
         """One step, all groups of the allocation with the same batch."""
         asked = self.engine._asked(
@@ -295,35 +308,20 @@ class TrialEngine(NamedTuple):
             global_batch=None,
             accumulation_steps=accumulation_steps,
             strategy=strategy,
+            layout=DATA_PARALLEL if layout is None else Layout.parse(layout),
+            tp_plan=None if layout is None else self.tp_plan,
         )
-        plan = step_plan(asked.mesh, self.engine._members(asked), self.engine.cache, coefficients)
-        answer = answer_of(plan)
+        answer, sync_s = self.engine._parts(asked, coefficients)
         parts = answer.parts
         lane_s = parts.forward_s + parts.backward_s + parts.host_exposed_s + parts.copies_exposed_s
-        lane_s += parts.layer_communication_s
+        # A bubble is as long as the passes that are waited for.
+        lane_s += parts.layer_communication_s + parts.idle_s
         return PredictedStep(
             question=asked.question(self.graph, self.content.fingerprint),
             compute_s=lane_s / accumulation_steps + parts.update_s,
-            sync_s=plan.alone_s(answer.slowest),
+            sync_s=sync_s,
             step_s=parts.total_s,
             relative_error=_engine_error(answer, coefficients, asked.shape.loader),
-        )
-
-
-def check_kinds(*, cluster: Any = None, profile: Any = None, calibration: Any = None) -> None:
-    """Raise TopologyError, ProfileError or WorkloadError for arguments of another kind."""
-    if cluster is not None and not isinstance(cluster, Cluster):
-        raise TopologyError(
-            f"cluster is a Cluster or the path of its file, found {quoted(cluster)}; give one"
-        )
-    if profile is not None and not isinstance(profile, MachineProfile):
-        raise ProfileError(
-            f"profile is a MachineProfile, found {quoted(profile)}; load_profile gives one by name"
-        )
-    if calibration is not None and not hasattr(calibration, "coefficients_for"):
-        raise WorkloadError(
-            f"calibration is a Calibrator, found {quoted(calibration)}; write "
-            "Calibrator(PATH), or leave it out"
         )
 
 

@@ -129,3 +129,26 @@ def test_what_another_value_holds_counts_once_and_leaves_after_it() -> None:
     # It is the least recently used, but its memory is not free while they hold it.
     cache.grown(2_000, "whole", (owner,), 2)
     assert cache.get("part", (owner,), lambda: Held(np.zeros(1))) is part
+
+
+def test_garbage_is_collected_again_once_a_value_is_made() -> None:
+    cache, owner = Cache(1 << 20), Owner()
+    collects: list[bool] = []
+
+    def part() -> int:
+        collects.append(gc.isenabled())
+        return 1
+
+    def whole() -> int:
+        found = cache.get("part", (owner,), part)
+        collects.append(gc.isenabled())
+        return found
+
+    def failing() -> int:
+        raise ValueError("not made")
+
+    cache.get("whole", (owner,), whole)
+    with pytest.raises(ValueError, match="not made"):
+        cache.get("failing", (owner,), failing)
+    assert collects == [False, False]
+    assert gc.isenabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -117,6 +118,42 @@ def test_an_update_moves_what_its_kernels_read_and_write(
 ) -> None:
     assert RULES[optimizer].bytes_of(4) == fp32_bytes
     assert RULES[optimizer].bytes_of(2) == bf16_bytes
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "made"),
+    [
+        ("sgd-loop", lambda own: torch.optim.SGD(own, foreach=False)),
+        ("sgd", lambda own: torch.optim.SGD(own, foreach=True)),
+        ("sgd-momentum", lambda own: torch.optim.SGD(own, momentum=0.9, foreach=True)),
+        ("adam", lambda own: torch.optim.Adam(own, foreach=True)),
+        ("adamw-loop", lambda own: torch.optim.AdamW(own, foreach=False)),
+        ("adamw", lambda own: torch.optim.AdamW(own, foreach=True)),
+        ("adamw-fused", lambda own: torch.optim.AdamW(own, fused=True)),
+    ],
+)
+def test_dtensor_sums_a_partial_gradient_as_often_as_an_update_reads_it(
+    optimizer: str, made: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        vector = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Replicate()]))
+        update = made([vector])
+        # The first update makes the states.
+        for _ in range(2):
+            vector.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+            with CommDebugMode() as seen:
+                update.step()
+    finally:
+        dist.destroy_process_group()
+    assert seen.get_total_counts() == RULES[optimizer].gradient_reads
 
 
 def test_temporaries_are_of_all_parameters_or_of_one_at_a_time() -> None:

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from estimator.advise.checkpoints import best_interval_s, check_times, expected_time_s
 from estimator.advise.layouts import best_layout
+from estimator.advise.spot import Spot
 from estimator.coefficients import Calibration
 from estimator.errors import AllocationError, PriceError, WorkloadError
 from estimator.graph.op_graph import OpGraph
@@ -23,40 +23,6 @@ STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 # Micro-batches that a rank's share of a global batch is tried in, until one fits.
 _MOST_MICRO_BATCHES = 256
 _MOST_NODES = 4096
-# Restarts and checkpoints over the time between revocations, from which on nobody waits: e^20.
-_MOST_TRIES = 20.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spot:
-    """What taking spot instances means: one that is taken sets the training back.
-
-    Each instance is revoked after `mtbf_s` on average; see `checkpoints.expected_time_s`.
-    """
-
-    mtbf_s: float
-    checkpoint_s: float = 60.0
-    restart_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        check_times(mtbf_s=self.mtbf_s, checkpoint_s=self.checkpoint_s, restart_s=self.restart_s)
-
-    def can_end(self, nodes: int) -> bool:
-        """Whether any of so many instances stays long enough to keep a checkpoint."""
-        return (self.checkpoint_s + self.restart_s) * nodes < _MOST_TRIES * self.mtbf_s
-
-    def expected_s(self, work_s: float, nodes: int) -> tuple[float, float]:
-        """(expected time, work between checkpoints) of training on some instances."""
-        mtbf_s = self.mtbf_s / nodes
-        interval_s = min(best_interval_s(self.checkpoint_s, mtbf_s), work_s)
-        found = expected_time_s(
-            work_s,
-            interval_s,
-            checkpoint_s=self.checkpoint_s,
-            restart_s=self.restart_s,
-            mtbf_s=mtbf_s,
-        )
-        return found, interval_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +147,7 @@ def offers(
     offered = [
         _offer(parsed[number], best[number], amount, known, spot, revocations)
         for number in sorted(best)
-        if revocations is None or revocations.can_end(parsed[number].nodes)
+        if revocations is None or revocations.can_end(parsed[number])
     ]
     if not offered:
         raise WorkloadError("no training ends with revocations as frequent; take fewer instances")
@@ -340,10 +306,8 @@ def _offer(
     duration_s, interval_s = work_s, None
     low_s, high_s = (work_s * each / best.step_time_s for each in (best.low_s, best.high_s))
     if revocations is not None:
-        duration_s, interval_s = revocations.expected_s(work_s, allocation.nodes)
-        low_s, high_s = (
-            revocations.expected_s(each, allocation.nodes)[0] for each in (low_s, high_s)
-        )
+        duration_s, interval_s = revocations.expected_s(work_s, allocation)
+        low_s, high_s = (revocations.expected_s(each, allocation)[0] for each in (low_s, high_s))
     usd, low_usd, high_usd = (
         _usd(prices, allocation, each, spot) for each in (duration_s, low_s, high_s)
     )

@@ -36,7 +36,9 @@ HALF_LIFE_DAYS = 30.0
 # Beyond so many half-lives older ones are alike: a millionth of an observation is as good as none.
 _MOST_HALF_LIVES = 20.0
 _MOST_ANSWERS = 100_000
-_Asked = tuple[str, int, int, str]
+_Asked = tuple[str, int, int, str, str | None]
+# Names of machine types, and how ranks share the model.
+_Place = tuple[str, str | None]
 
 
 class Calibrator:
@@ -174,6 +176,18 @@ def _others(seen: Mapping[str, _Seen], known: _Seen) -> list[StepCorrections]:
     ]
 
 
+def _other_layouts(
+    fitted: Mapping[_Place, StepCorrections], place: _Place
+) -> list[StepCorrections]:
+    """What was observed of a job on the same machine types in other layouts."""
+    machines, layout = place
+    return [
+        each
+        for (names, other), each in fitted.items()
+        if names == machines and other != layout and len(each.rows_)
+    ]
+
+
 class _Fitted:
     """What all jobs have taught by some moment, and the answers given by that."""
 
@@ -220,7 +234,7 @@ class _Seen:
     key: Hashable = None
     # Shared by every reading of a job: what the engine says of a step does not change.
     predicted: dict[_Asked, PredictedStep | str] = field(default_factory=dict)
-    fitted: Mapping[str, StepCorrections] = field(default_factory=dict)
+    fitted: Mapping[_Place, StepCorrections] = field(default_factory=dict)
 
     def read(self, store: ObservationStore) -> tuple[_Seen, bool]:
         """With what was observed since, and whether that is more or less than before."""
@@ -258,6 +272,7 @@ class _Seen:
             observation.batch_per_gpu,
             observation.accumulation_steps,
             observation.strategy,
+            observation.layout,
         )
         if asked not in self.predicted:
             try:
@@ -266,6 +281,7 @@ class _Seen:
                     batch_per_gpu=observation.batch_per_gpu,
                     accumulation_steps=observation.accumulation_steps,
                     strategy=observation.strategy,
+                    layout=observation.layout,
                     coefficients=UNCALIBRATED,
                 )
             except EstimatorError as error:
@@ -273,46 +289,63 @@ class _Seen:
         return self.predicted[asked]
 
     def fit(self, half_life_days: float, others: Sequence[StepCorrections]) -> _Seen:
-        """With the corrections of every set of machine types that was observed."""
-        from estimator.calibrate.corrections import StepCorrections
+        """With the corrections of every set of machine types and layout that was observed.
 
-        by_machines: dict[str, list[tuple[Observation, PredictedStep]]] = {
-            other.machines: [] for other in others
+        A layout counts as a job of its own, of the same content: those seen most teach the others.
+        """
+        by_place: dict[_Place, list[tuple[Observation, PredictedStep]]] = {
+            other.place: [] for other in others
         }
         for observation, predicted in self.observations:
-            key = predicted.question.machines
-            by_machines.setdefault(key, []).append((observation, predicted))
-        fitted: dict[str, StepCorrections] = {}
-        for machines, observed in by_machines.items():
+            key = predicted.question.machines, predicted.question.layout
+            by_place.setdefault(key, []).append((observation, predicted))
+        fitted: dict[_Place, StepCorrections] = {}
+        for place, observed in sorted(by_place.items(), key=lambda item: -len(item[1])):
             # Age counts from the newest observation, not from today: without newer ones, old
             # observations keep their full weight.
             newest = max((one.at for one, _ in observed), default=None)
             ages = [(newest - one.at).total_seconds() / 86400 for one, _ in observed if newest]
             weights = [0.5 ** min(age / half_life_days, _MOST_HALF_LIVES) for age in ages]
-            alike = [other for other in others if other.machines == machines]
-            fitted[machines] = StepCorrections(machines, self.engine.content).fit(
+            alike = [other for other in others if other.place == place]
+            fitted[place] = self._corrections(place).fit(
                 [predicted for _, predicted in observed],
                 [one.step_time_s for one, _ in observed],
                 weights=weights,
-                others=alike,
+                others=[*alike, *_other_layouts(fitted, place)],
                 by_name=sum(one.fingerprint is None for one, _ in observed),
             )
         return replace(self, fitted=fitted)
+
+    def _corrections(self, place: _Place) -> StepCorrections:
+        from estimator.calibrate.corrections import StepCorrections
+
+        machines, layout = place
+        return StepCorrections(machines, self.engine.content, layout=layout)
+
+    def _corrections_at(self, place: _Place) -> StepCorrections | None:
+        """Those of a place, by other layouts where it was not observed; None if by nothing."""
+        if place in self.fitted:
+            return self.fitted[place]
+        others = _other_layouts(self.fitted, place)
+        none: list[float] = []
+        return (
+            self._corrections(place).fit([], none, weights=none, others=others) if others else None
+        )
 
     def answers(
         self, asked: Mapping[StepQuestion, Allocation]
     ) -> Iterator[tuple[StepQuestion, Coefficients]]:
         """The factors for steps that are asked, by the corrections of their machine types."""
-        by_machines: dict[str, list[StepQuestion]] = {}
+        by_place: dict[_Place, list[StepQuestion]] = {}
         for question in asked:
-            if question.machines in self.fitted:
-                by_machines.setdefault(question.machines, []).append(question)
-            else:
-                yield question, UNCALIBRATED
-        for machines, questions in by_machines.items():
+            by_place.setdefault((question.machines, question.layout), []).append(question)
+        for place, questions in by_place.items():
+            corrections = self._corrections_at(place)
+            if corrections is None:
+                yield from ((question, UNCALIBRATED) for question in questions)
+                continue
             cold = [self._asked(asked[question], question, UNCALIBRATED) for question in questions]
-            corrections = self.fitted[machines].correct(cold)
-            for question, found in zip(questions, corrections, strict=True):
+            for question, found in zip(questions, corrections.correct(cold), strict=True):
                 yield question, self._scaled(asked[question], question, found)
 
     def _asked(
@@ -323,6 +356,7 @@ class _Seen:
             batch_per_gpu=round(question.batch) or None,
             accumulation_steps=question.accumulation_steps,
             strategy=question.strategy,
+            layout=question.layout,
             coefficients=coefficients,
         )
 

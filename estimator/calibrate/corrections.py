@@ -47,10 +47,15 @@ class Correction:
 
 
 class StepCorrections:
-    """Corrections of one workload on one set of machine types, such as "t4-g4dn"."""
+    """Corrections of one workload in one layout on one set of machine types, such as "t4-g4dn"."""
 
-    def __init__(self, machines: str, content: JobContent) -> None:
-        self.machines, self.content = machines, content
+    def __init__(self, machines: str, content: JobContent, *, layout: str | None = None) -> None:
+        self.machines, self.content, self.layout = machines, content, layout
+
+    @property
+    def place(self) -> tuple[str, str | None]:
+        """What its steps have in common: their machine types and their layout."""
+        return self.machines, self.layout
 
     def fit(
         self,
@@ -77,6 +82,8 @@ class StepCorrections:
             # What all questions need is worked out before the first is asked.
             self.regressor_.prediction(rows[:1], engine_times=_engine_times(predicted[:1]))
         self.rows_, self.by_name_ = rows, by_name
+        own = any(other.content.fingerprint == self.content.fingerprint for other in others)
+        self.teachers_ = "of other layouts" if own else "of other jobs"
         self.distinct_rows_ = frozenset(map(tuple, rows.tolist()))
         return self
 
@@ -110,12 +117,12 @@ class StepCorrections:
         count = len(self.rows_)
         if not count:
             return (
-                f"corrected by what observed steps of other jobs say of {self.machines}, within "
+                f"corrected by what observed steps {self.teachers_} say of {self.machines}, within "
                 "the engine's own interval"
             )
         remark = (
             f"corrected by {count} observed step{'s' if count > 1 else ''} of {question.workload} "
-            f"on {self.machines}"
+            f"on {self.machines}{f' with layout {self.layout}' if self.layout else ''}"
         )
         if self.by_name_:
             which = "which are" if self.by_name_ == count else f"{self.by_name_} of which are"

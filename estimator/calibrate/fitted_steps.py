@@ -28,6 +28,7 @@ class FittedStep:
     batch_per_gpu: int
     accumulation_steps: int
     strategy: str
+    layout: str | None
     observations: int
     observed_s: float
     engine_s: float
@@ -71,7 +72,7 @@ def fitted_steps(
 
     Those that cannot be estimated any more are left out. Raises ObservationError for none.
     """
-    observed: dict[tuple[str, int, int, str], list[float]] = defaultdict(list)
+    observed: dict[tuple[str, int, int, str, str], list[float]] = defaultdict(list)
     job = DEFAULT.content(graph).fingerprint
     of_job = [one for one in observations if one.fingerprint in (None, job)]
     if not of_job:
@@ -81,9 +82,11 @@ def fitted_steps(
         )
     for one in of_job:
         if one.outlier_reason is None:
-            key = (one.allocation, one.batch_per_gpu, one.accumulation_steps, one.strategy)
+            batches = one.batch_per_gpu, one.accumulation_steps
+            key = (one.allocation, *batches, one.strategy, one.layout or "")
             observed[key].append(one.step_time_s)
-    for (allocation, batch, accumulation_steps, strategy), times_s in sorted(observed.items()):
+    for step, times_s in sorted(observed.items()):
+        allocation, batch, accumulation_steps, strategy, layout = step
         try:
             cold, calibrated = (
                 estimate_graph(
@@ -92,6 +95,7 @@ def fitted_steps(
                     batch_per_gpu=batch,
                     accumulation_steps=accumulation_steps,
                     strategy=strategy,
+                    layout=layout or None,
                     cluster=cluster,
                     calibration=calibration,
                 )
@@ -105,6 +109,7 @@ def fitted_steps(
             batch_per_gpu=batch,
             accumulation_steps=accumulation_steps,
             strategy=strategy,
+            layout=layout or None,
             observations=len(times_s),
             observed_s=statistics.median(times_s),
             engine_s=cold.step_time_s,

@@ -151,6 +151,7 @@ def _observation(
         step_time_s=step.step_time_s,
         # Tables add how it was set, as in 'fsdp FULL_SHARD'.
         strategy="fsdp" if strategy.startswith("fsdp") else strategy,
+        layout=row.get("layout"),
         steps=_read(row, "steps", int) or 1,
         spread_ratio=_read(row, "spread_ratio", float),
         source=step.source,

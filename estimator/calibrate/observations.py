@@ -78,6 +78,8 @@ _MIGRATIONS = (
         FROM workloads""",
         "DROP TABLE workloads",
     ),
+    # All steps that were kept before are of data-parallel ranks.
+    ("ALTER TABLE observations ADD COLUMN layout TEXT",),
 )
 # Of the observations too: a file whose state was deleted is still of use.
 _REVISION = """SELECT MAX(
@@ -86,7 +88,7 @@ _REVISION = """SELECT MAX(
 )"""
 _COLUMNS = (
     "identity, at, workload, allocation, strategy, batch_per_gpu, accumulation_steps, "
-    "step_time_s, steps, spread_ratio, source, fingerprint"
+    "step_time_s, steps, spread_ratio, source, fingerprint, layout"
 )
 
 
@@ -257,7 +259,7 @@ def _insert(
     described = connection.total_changes
     connection.executemany(
         f"INSERT INTO observations ({_COLUMNS}, ranks, nodes, most_on_node, revision) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (identity) DO NOTHING",
+        f"VALUES ({', '.join('?' * 17)}) ON CONFLICT (identity) DO NOTHING",
         [(*_row(one), one.ranks, one.nodes, one.most_on_node, revision) for one in observations],
     )
     added = connection.total_changes - described
@@ -281,6 +283,7 @@ def _row(one: Observation) -> tuple[Any, ...]:
         None if one.spread_ratio is None else float(one.spread_ratio),
         one.source,
         one.fingerprint,
+        one.layout,
     )
 
 
@@ -346,6 +349,7 @@ def _read(row: tuple[Any, ...]) -> Observation:
         spread_ratio=row[9],
         source=row[10],
         fingerprint=row[11],
+        layout=row[12],
     )
 
 

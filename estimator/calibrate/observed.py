@@ -14,6 +14,7 @@ from uuid import uuid4
 from estimator.errors import ObservationError, quoted
 from estimator.placement.allocation import Allocation
 from estimator.workload import Strategy
+from estimator.workload.layout import Layout
 
 if TYPE_CHECKING:
     from estimator.graph.op_graph import OpGraph
@@ -42,7 +43,9 @@ class Observation:
     name of the graph, or whatever the jobs of a cluster are told apart by; `fingerprint` is that of
     what the job computes (`JobContent`), None where only the name is known. `identity` makes it
     harmless to store the same twice. `outlier_reason` is why fits leave it out, as the rule of
-    `estimator.calibrate.outliers` finds on reading. `ranks`, `nodes` and `most_on_node`
+    `estimator.calibrate.outliers` finds on reading. `layout` is how ranks shared layers, tokens,
+    experts or stages, without how many are data-parallel: that follows from `ranks`; None where all
+    are. `ranks`, `nodes` and `most_on_node`
     (devices used of the fullest node) follow from the allocation. Raises ObservationError,
     AllocationError, StrategyError.
     """
@@ -53,6 +56,7 @@ class Observation:
     step_time_s: float
     accumulation_steps: int = 1
     strategy: str = "ddp"
+    layout: str | None = None
     steps: int = 1
     spread_ratio: float | None = None
     source: str = "observed"
@@ -78,6 +82,7 @@ class Observation:
         text, ranks, nodes, most_on_node = placement_of(self.allocation)
         object.__setattr__(self, "allocation", text)
         object.__setattr__(self, "strategy", str(Strategy.parse(self.strategy)))
+        object.__setattr__(self, "layout", _layout(self.layout, ranks, self.strategy))
         object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "nodes", nodes)
         object.__setattr__(self, "most_on_node", most_on_node)
@@ -170,6 +175,15 @@ def _check_text(name: str, value: Any) -> None:
         )
     if not value.isprintable():
         raise ObservationError(f"{name} {value[:40]!r} has unprintable characters; leave them out")
+
+
+def _layout(text: str | None, ranks: int, strategy: str) -> str | None:
+    """The layout as `Observation` keeps it; raises StrategyError where it does not fit."""
+    if text is None:
+        return None
+    layout = Layout.parse(text)
+    layout.parallelism(ranks, Strategy.parse(strategy))
+    return layout.apart_from_data
 
 
 def _positive(

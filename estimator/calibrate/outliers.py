@@ -3,7 +3,7 @@
 Most are of a wrong unit, milliseconds taken for seconds: a factor of 1,000. The threshold is 500,
 since steps themselves vary. An observation is an outlier if it is more than 500 times off
 
-- the others of the same workload, allocation, strategy and batch, if there are two or more;
+- the others of the same workload, allocation, layout, strategy and batch, if there are two or more;
 - else the others of its workload on the same machine types (a CPU and a GPU may well differ by a
   factor of 500).
 
@@ -61,7 +61,8 @@ def _outliers_among(observations: Sequence[Observation]) -> Iterable[tuple[str, 
     """Outliers of one workload on one set of machine types."""
     pairs: dict[tuple[object, ...], list[Observation]] = defaultdict(list)
     for one in observations:
-        pairs[(one.allocation, one.strategy, one.batch_per_gpu, one.accumulation_steps)].append(one)
+        asked = one.allocation, one.layout, one.strategy, one.batch_per_gpu, one.accumulation_steps
+        pairs[asked].append(one)
     anywhere = _Sample(observations, "of this workload on such machines")
     for same in pairs.values():
         here = _Sample(same, "of this workload, allocation and batch")

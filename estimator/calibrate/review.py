@@ -24,7 +24,7 @@ NAMED_HOSTS = "named hosts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobReview:
-    """One job on one set of machine types.
+    """One job on one set of machine types, in one `layout`, None where all ranks are data-parallel.
 
     Without a `fingerprint` only its name tells it from others.
     `error_ratio` is the median relative error of the performance model fitted to its step times;
@@ -35,6 +35,7 @@ class JobReview:
     workload: str
     fingerprint: str | None
     machines: str
+    layout: str | None
     observations: int
     allocations: int
     first: datetime
@@ -61,16 +62,16 @@ class Review:
 
 def review(observations: Iterable[Observation]) -> Review:
     """Fit every job on its own, without the engine, and search the residuals for drift."""
-    jobs: dict[tuple[tuple[str, str], str], list[Observation]] = defaultdict(list)
+    jobs: dict[tuple[tuple[str, str], str, str], list[Observation]] = defaultdict(list)
     outliers = []
     for one in observations:
         if one.outlier_reason is not None:
             outliers.append((one, one.outlier_reason))
         else:
-            jobs[one.job, _machines(one.allocation)].append(one)
+            jobs[one.job, _machines(one.allocation), one.layout or ""].append(one)
     reviews, doubted = [], []
     residuals: dict[str, list[Residual]] = defaultdict(list)
-    for (_, machines), seen in sorted(
+    for (_, machines, _), seen in sorted(
         jobs.items(), key=lambda item: (item[1][0].workload, item[0])
     ):
         found, of_job, contradicted = _reviewed(machines, seen)
@@ -144,6 +145,7 @@ def _reviewed(
         workload=seen[-1].workload,
         fingerprint=seen[0].fingerprint,
         machines=machines,
+        layout=seen[0].layout,
         observations=len(seen),
         allocations=len({one.allocation for one in seen}),
         first=min(one.at for one in seen),

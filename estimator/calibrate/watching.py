@@ -51,6 +51,7 @@ def observe(
     batch_per_gpu: int,
     accumulation_steps: int = 1,
     strategy: str = "ddp",
+    layout: str | None = None,
     source: str = "observed",
     warmup_steps: int = WARMUP_STEPS,
     synchronize: Callable[[], object] | None = None,
@@ -62,14 +63,12 @@ def observe(
     `store` is an ObservationStore, a calibrator, a path, or None for the user's store. Several
     ranks may run the same code: only rank 0 (of torch.distributed, else of $RANK) watches, unless
     `rank` says which this is. `clock` gives seconds. The first `warmup_steps` are dropped, and then
-    more until step times are steady.
-
-    Raises ObservationError, AllocationError, StrategyError, StoreError at once. What cannot be
-    written while training runs is logged and tried again, and never ends the training.
+    more until step times are steady. What cannot be written is logged and tried again.
 
     On accelerators the host runs ahead of the device. A loop that reads the loss in every step is
     timed as it is; for one that does not, give ``synchronize=torch.cuda.synchronize``: it is called
-    once in 10 steps or 0.5 s, and steps are timed between these calls.
+    once in 10 steps or 0.5 s, and steps are timed between these calls. Raises ObservationError,
+    AllocationError, StrategyError, StoreError.
 
     >>> import itertools, tempfile
     >>> clock = itertools.count(0.0).__next__
@@ -91,6 +90,7 @@ def observe(
         batch_per_gpu=batch_per_gpu,
         accumulation_steps=accumulation_steps,
         strategy=strategy,
+        layout=layout,
         source=source,
     )
     # What makes no sense is refused before training starts.

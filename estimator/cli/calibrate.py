@@ -133,6 +133,7 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
     and, where they are known:
     accumulation_steps  micro-batches of a step, 1 if not said
     strategy            ddp if not said
+    layout              such as tp=2,pp=2, if ranks share the model
     optimizer, precision, seq_len
     steps               steps that the time is the median of
     spread_ratio        half of their 10-90 % range over the median

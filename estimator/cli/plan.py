@@ -60,6 +60,24 @@ class Duration(click.ParamType[float]):
         return seconds
 
 
+class DurationByMachine(Duration):
+    """A time for all, or one for each machine: 8h, or t4-g4dn=8h,a100-p4d=20h."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        """Its seconds, by machine where machines are named; fails for any other text."""
+        if "=" not in str(value):
+            return super().convert(value, param, context)
+        found: dict[str, float] = {}
+        for part in str(value).split(","):
+            machine, _, text = part.partition("=")
+            if machine.strip() in found:
+                self.fail(f"'{value}' has two times of '{machine.strip()}'; write one")
+            found[machine.strip()] = super().convert(text, param, context)
+        return found
+
+
 def _prices(context: click.Context, option: click.Parameter, path: str | None) -> PriceList:
     from estimator.machines.prices import PriceList
 
@@ -74,8 +92,8 @@ def rent_options(command: Any) -> Any:
         click.option("--checkpoint-time", type=Duration(), default="1min", help="To keep one."),
         click.option(
             "--revoked-every",
-            type=Duration(),
-            help="How long a spot instance stays, on average, as in 8h.",
+            type=DurationByMachine(),
+            help="How long a spot instance stays, on average, as in 8h or MACHINE=8h,OTHER=20h.",
         ),
         click.option("--spot", is_flag=True, help="At spot prices."),
         click.option(
@@ -222,12 +240,19 @@ def _chosen(
 ) -> tuple[str, Choice]:
     """The model's name, and what to rent for it."""
     from estimator.advise.choices import cheapest
-    from estimator.advise.offers import STRATEGIES, Spot
+    from estimator.advise.offers import STRATEGIES
+    from estimator.advise.spot import Spot
 
     revocations = None
     if rent["revoked_every"] is not None:
         if not rent["spot"]:
             raise click.UsageError("--revoked-every is of spot instances; give --spot")
+        by_machine = rent["revoked_every"]
+        if isinstance(by_machine, dict) and (unlike := set(by_machine) ^ set(machines)):
+            raise click.UsageError(
+                "--revoked-every and --machines do not both name "
+                f"{', '.join(sorted(unlike))}; name each machine in both"
+            )
         revocations = Spot(
             mtbf_s=rent["revoked_every"],
             checkpoint_s=rent["checkpoint_time"],

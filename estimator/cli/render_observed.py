@@ -20,7 +20,7 @@ def review_report(found: Review) -> RenderableType:
         table.add_row(
             job.workload
             + (" (by name)" if job.fingerprint is None else f" #{job.fingerprint[:6]}"),
-            job.machines,
+            _placed(job.machines, job.layout),
             str(job.observations),
             str(job.allocations),
             f"{job.first:%Y-%m-%d}",
@@ -50,7 +50,7 @@ def fitted_steps_report(workload: str, steps: Sequence[FittedStep]) -> Renderabl
     for step in steps:
         observed_s = step.observed_s
         table.add_row(
-            step.allocation,
+            _placed(step.allocation, step.layout),
             str(step.batch_per_gpu),
             str(step.observations),
             format_seconds(observed_s),
@@ -60,6 +60,10 @@ def fitted_steps_report(workload: str, steps: Sequence[FittedStep]) -> Renderabl
             f"× {step.communication_ratio:.2f}",
         )
     return table
+
+
+def _placed(where: str, layout: str | None) -> str:
+    return where if layout is None else f"{where}, {layout}"
 
 
 def _beside(predicted_s: float, observed_s: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -27,6 +28,7 @@ class Collective:
     `size_bytes` is what all ranks have together after a gather or before a scatter, and what each
     of them has of a reduction; `op_index` is its place among the operators. A hop of a ring takes
     `share` of the gather that all its hops make. It runs beside the operator `beside`, if any.
+    `of_update` is a sum that DTensor leaves to the operators of the update that read the gradient.
     """
 
     op: CollectiveName
@@ -37,6 +39,7 @@ class Collective:
     op_index: int
     share: float = 1.0
     beside: int | None = None
+    of_update: bool = False
 
 
 def collective_call(
@@ -73,6 +76,7 @@ def collectives_of(bound: BoundGraph) -> tuple[Collective, ...]:
     overlaps = {index: dict(calls[index].keywords).get("overlaps") for index in found}
     attentions = [index for index, target in enumerate(targets) if "attention" in target]
     products = _Products(bound) if "product" in overlaps.values() else None
+    dtensors = {each.gradient for each in bound.graph.parameters if each.is_dtensor}
     beside: dict[int, int | None] = {}
     for index, kind in overlaps.items():
         if kind == "attention":
@@ -80,7 +84,10 @@ def collectives_of(bound: BoundGraph) -> tuple[Collective, ...]:
         elif kind == "product" and products:
             beside[index] = products.beside(index)
     return tuple(
-        [_collective(calls[index], ops[index], index, beside.get(index)) for index in found]
+        [
+            _collective(calls[index], ops[index], index, beside.get(index), dtensors)
+            for index in found
+        ]
     )
 
 
@@ -118,7 +125,9 @@ def makes_gradients(op: Op) -> bool:
     return op.phase == "backward" and not op.is_repeated
 
 
-def _collective(call: OpCall, op: Op, index: int, beside: int | None) -> Collective:
+def _collective(
+    call: OpCall, op: Op, index: int, beside: int | None, dtensors: Set[int | None]
+) -> Collective:
     size_bytes = max(call.inputs[0].nbytes, call.outputs[0].nbytes)
     name, share = call.target.split(".")[1], 1.0
     if call.target == _RING:
@@ -134,4 +143,5 @@ def _collective(call: OpCall, op: Op, index: int, beside: int | None) -> Collect
         op_index=index,
         share=share,
         beside=beside,
+        of_update=name == "all_reduce" and not dtensors.isdisjoint(op.outputs),
     )

@@ -79,7 +79,9 @@ class CollectiveCost:
     `size_bytes` follows nccl-tests: the whole buffer of one rank (for all-gather and
     reduce-scatter the gathered size). The group has `group_size` ranks on `nodes` nodes; `hosts`
     names the node of every rank, in rank order, where it was measured on a cluster. `pair_ratio`
-    are (bytes, seconds of two such collectives at once / seconds of one).
+    are (bytes, seconds of two such collectives at once / seconds of one). `blocking` are (seconds
+    that each rank computes before, bytes, seconds) of one that ranks wait for before they go on, by
+    the mean rank's entry; `points` may be of many in a row, some of which pass beside others.
     """
 
     op: CollectiveName
@@ -91,11 +93,14 @@ class CollectiveCost:
     latency_s: float
     bandwidth_bytes_per_s: float
     pair_ratio: tuple[tuple[float, float], ...] = ()
+    blocking: tuple[tuple[float, float, float], ...] = ()
     provenance: Provenance
 
     def __post_init__(self) -> None:
         check_points(self, self.points)
         check_points(self, self.pair_ratio)
+        check_points(self, [(size, seconds) for _, size, seconds in self.blocking])
+        check_points(self, [(window_s, seconds) for window_s, _, seconds in self.blocking])
         check_not_negative(self, "latency_s")
         check_positive(self, "bandwidth_bytes_per_s", "group_size", "nodes")
         if self.nodes > self.group_size:

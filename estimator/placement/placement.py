@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from estimator.cache import Cache
-from estimator.errors import AllocationError
+from estimator.errors import AllocationError, ProfileError, TopologyError, quoted
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import achieved_latency_s
@@ -108,6 +108,18 @@ class Placement:
         return [
             value for value, count in zip(values, node_groups, strict=True) for _ in range(count)
         ]
+
+
+def check_kinds(*, cluster: Any = None, profile: Any = None) -> None:
+    """Raise TopologyError or ProfileError for arguments of another kind."""
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise TopologyError(
+            f"cluster is a Cluster or the path of its file, found {quoted(cluster)}; give one"
+        )
+    if profile is not None and not isinstance(profile, MachineProfile):
+        raise ProfileError(
+            f"profile is a MachineProfile, found {quoted(profile)}; load_profile gives one by name"
+        )
 
 
 def place(

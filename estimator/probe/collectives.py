@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -33,6 +35,13 @@ _TURNING_BYTES, _MOST_BUFFERS = 64 * MIB, 16
 _START_ALLOWANCE_S = 60.0
 # Of gloo's calls, sorted by time, the mean leaves out this share at both ends.
 _TRIMMED_RATIO = 0.05
+# Ranks that share layers wait for each collective and compute in between: a call in a row passes
+# beside others, and finds the threads of gloo awake.
+_BLOCKING_OPS = ("all_reduce", "all_gather", "reduce_scatter")
+_BLOCKING_RATIO = 0.42
+_BLOCKING_SIZES_BYTES = (4 * KIB, 128 * KIB, 1 * MIB, 4 * MIB)
+_WINDOWS_S = (0.0, 1e-3, 1e-2)
+_MATMUL_SIDE, _BLOCKING_CALLS = 256, 6
 # Calls of gloo are timed as DDP makes them, one after the other without waiting, as many as move so
 # many bytes and at most eight: in a queue some of what ranks wait for passes beside other calls.
 _QUEUED_BYTES, _MOST_QUEUED = 32 * MIB, 8
@@ -41,6 +50,8 @@ _QUEUED_BYTES, _MOST_QUEUED = 32 * MIB, 8
 Finding = CollectiveCost | str
 # (bytes, entered, left, calls): of some calls in a row that nobody waits for before the last.
 Window = tuple[float, float, float, int]
+# (planned seconds of computing, bytes, begun to compute, entered, left): of one call.
+BlockingCall = tuple[float, float, float, float, float]
 
 
 def probe_collectives(
@@ -107,13 +118,14 @@ class _Gathered:
             return
         ranks = [parts[number]["windows"] for number in range(self.group_size)]
         cost = collective_cost(op, self.backend, ranks)
+        blocking = [parts[number]["blocking"] for number in range(self.group_size)]
         if cost is None:
             self.keep(
                 f"{self.backend} {op} over {self.group_size} devices was not measured: "
                 "the time was over; use a larger --budget"
             )
         else:
-            self.keep(cost)
+            self.keep(replace(cost, blocking=blocking_points(self.backend, blocking)))
 
 
 def collective_cost(
@@ -153,6 +165,31 @@ def collective_cost(
     )
 
 
+def blocking_points(
+    backend: str, ranks: Sequence[Sequence[BlockingCall]]
+) -> tuple[tuple[float, float, float], ...]:
+    """(seconds of computing before, bytes, seconds) of blocking calls, from every rank's.
+
+    A call takes from the mean of the ranks' entries to the last one's end, since a step goes on
+    then, and its computing is that of the mean rank.
+    """
+    windows_s: dict[float, list[float]] = {}
+    seconds: dict[float, dict[float, list[float]]] = {}
+    for calls in zip(*ranks, strict=True):
+        planned_s, size = calls[0][:2]
+        entered_s = statistics.fmean(call[3] for call in calls)
+        windows_s.setdefault(planned_s, []).append(
+            entered_s - statistics.fmean(call[2] for call in calls)
+        )
+        taken_s = max(call[4] for call in calls) - entered_s
+        seconds.setdefault(planned_s, {}).setdefault(size, []).append(max(taken_s, 1e-9))
+    return tuple(
+        (statistics.median(windows_s[planned_s]), *point)
+        for planned_s in sorted(seconds)
+        for point in _points(backend, seconds[planned_s])[0]
+    )
+
+
 def _points(
     backend: str, seconds: Mapping[float, Sequence[float]]
 ) -> tuple[tuple[tuple[float, float], ...], str]:
@@ -181,18 +218,39 @@ def _mean(seconds: Sequence[float]) -> float:
     return float(trim_mean(seconds, _TRIMMED_RATIO))
 
 
+def _after_computing(
+    call: Callable[[], object], compute: Callable[[], object], times: int
+) -> tuple[float, float, float]:
+    """(begun, entered, left) of a call after computing some times."""
+    begun = time.perf_counter()
+    for _ in range(times):
+        compute()
+    entered = time.perf_counter()
+    call()
+    return begun, entered, time.perf_counter()
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
 def time_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> None:
     """One rank's share: time every op at every size; called in its own pinned process."""
     timer = CallTimer(world_size, arguments["kind"], arguments["sizes_bytes"])
     for op in arguments["ops"]:
-        share_s = arguments["budget_s"] * _SHARES[op]
+        blocks = arguments["kind"] == "cpu" and op in _BLOCKING_OPS
+        blocking_s = arguments["budget_s"] * _BLOCKING_RATIO / len(_BLOCKING_OPS)
+        share_s = arguments["budget_s"] * (1 - _BLOCKING_RATIO * (arguments["kind"] == "cpu"))
         try:
-            windows = timer.time_op(op, arguments["sizes_bytes"], share_s)
+            windows = timer.time_op(op, arguments["sizes_bytes"], share_s * _SHARES[op])
+            blocking = timer.time_blocking(op, blocking_s) if blocks else []
         # What torch raises where a backend lacks a collective; all ranks find out alike.
         except (RuntimeError, NotImplementedError, ValueError) as error:
             report({"op": op, "unsupported": " ".join(str(error).split())[:200]})
             continue
-        report({"op": op, "windows": windows})
+        report({"op": op, "windows": windows, "blocking": blocking})
 
 
 class CallTimer:
@@ -240,6 +298,34 @@ class CallTimer:
                 for turn in range(max(fewest, self.agreed_repeats(call_s[size], slice_s))):
                     windows.append((size, *self.timed(calls[turn % len(calls)]), queued))
         return windows
+
+    def time_blocking(self, op: str, share_s: float) -> list[BlockingCall]:
+        """Calls after windows of computing, each waited for, as many of every kind as can be made
+        in `share_s`.
+        """
+        left = self.torch.ones(_MATMUL_SIDE, _MATMUL_SIDE, device=self.device)
+        product = self.torch.empty_like(left)
+        matmul = partial(self.torch.mm, left, left, out=product)
+        matmul_s = min(_seconds(matmul) for _ in range(_MOST_BUFFERS))
+        cases = [(window_s, size) for window_s in _WINDOWS_S for size in _BLOCKING_SIZES_BYTES]
+        end = time.perf_counter() + share_s
+        trials = [
+            (*case, matmuls, itertools.cycle(self.calls(op, case[1])))
+            for case in cases
+            for matmuls in [self.agreed_repeats(matmul_s, case[0])]
+        ]
+        found: list[BlockingCall] = []
+        rounds_s, done = share_s, 0
+        while not done or self.agreed_repeats(rounds_s, end - time.perf_counter()):
+            begun = time.perf_counter()
+            for window_s, size, matmuls, calls in trials:
+                times = [
+                    _after_computing(next(calls), matmul, matmuls) for _ in range(_BLOCKING_CALLS)
+                ]
+                # The first comes after a call of another kind, some threads of which still run.
+                found += [(window_s, size, *each) for each in times[1:]]
+            rounds_s, done = time.perf_counter() - begun, done + 1
+        return found
 
     def agreed_repeats(self, call_s: float, slice_s: float) -> int:
         """The same number on every rank: as often as the slowest can in the least time left."""

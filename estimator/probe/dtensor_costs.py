@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from estimator.probe.shard_costs import world_of_one
+from estimator.probe.cooling import COOLING_BYTES, cooling_backward
 
-_MODULES, _ROUNDS, _WARMUP, _CALLS = 12, 15, 3, 20
+_RANKS, _WIDTH = 2, 16
+_MODULES, _ROUNDS, _WARMUP = 12, 31, 3
 
 
 def dtensor_costs() -> dict[str, float]:
-    """The fields of HostCost that begin with `dtensor`, in a world of one rank over gloo.
+    """The fields of HostCost that begin with `dtensor`, of one rank of two whose other is not
+    there: collectives end at once.
 
-    Linear layers divided by columns are timed beside whole ones; those divided by rows add up
-    partial sums. Among one rank DTensor leaves the collective itself out, so what the functional
-    form of it adds to a plain one is timed beside it.
+    Linear layers divided by columns and by rows are timed beside whole ones of a rank's size, each
+    after a pass over more memory than the core's private caches hold: between two of them a layer's
+    products evict the host's code. Columns are summed over ranks backward, rows forward.
     """
     import torch
     from torch import nn
@@ -28,61 +31,69 @@ def dtensor_costs() -> dict[str, float]:
         parallelize_module,
     )
 
-    x = torch.ones(2, 2, 16, requires_grad=True)
-    with world_of_one():
-        mesh = init_device_mesh("cpu", (1,))
+    x = torch.ones(2, 2, _WIDTH, requires_grad=True)
+    with _ranks_not_there():
+        mesh = init_device_mesh("cpu", (_RANKS,))
 
-        def seconds(style: Any) -> tuple[float, float]:
-            model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(_MODULES)])
+        streamed = torch.zeros(COOLING_BYTES // 4)
+        cool = cooling_backward(streamed)
+
+        class Cooling(nn.Module):
+            def forward(self, x: Any) -> Any:
+                streamed.add_(1.0)
+                return cool(x)
+
+        def model(taken: int, given: int, style: Any) -> Any:
+            layers = [nn.Linear(taken, given, bias=False) for _ in range(_MODULES)]
             if style is not None:
-                parallelize_module(model, mesh, {"*": style})
-            return _passes(model, x)
+                for layer in layers:
+                    parallelize_module(layer, mesh, style)
+            return nn.Sequential(*[each for layer in layers for each in (Cooling(), layer)])
 
-        whole, column, row = map(seconds, (None, ColwiseParallel(), RowwiseParallel()))
-        more_s = [max(0.0, one - two) / _MODULES for one, two in zip(column, whole, strict=True)]
-        sums_s = [max(0.0, one - two) / _MODULES for one, two in zip(row, column, strict=True)]
-        return {
-            "dtensor_forward_s": more_s[0],
-            "dtensor_backward_s": more_s[1],
-            "dtensor_exchange_s": statistics.fmean(sums_s) + _functional_s(mesh),
+        forms = {
+            "whole": model(_WIDTH, _WIDTH, None),
+            "columns": model(_WIDTH, _RANKS * _WIDTH, ColwiseParallel()),
+            "rows": model(_RANKS * _WIDTH, _WIDTH, RowwiseParallel()),
         }
+        rounds = _passes(forms, x)
+
+    def more_s(of: str, than: str, backward: bool) -> float:
+        """What a layer of one form takes longer, by passes right after each other."""
+        longer = [each[of][backward] - each[than][backward] for each in rounds]
+        return max(0.0, statistics.median(longer)) / _MODULES
+
+    sums_s = more_s("rows", "columns", False), more_s("columns", "rows", True)
+    return {
+        "dtensor_forward_s": more_s("columns", "whole", False),
+        "dtensor_backward_s": more_s("rows", "whole", True),
+        "dtensor_exchange_s": statistics.fmean(sums_s),
+    }
 
 
-def _passes(model: Any, x: Any) -> tuple[float, float]:
-    """Seconds of forward and of backward."""
-    forward, backward = [], []
-    for _ in range(_WARMUP + _ROUNDS):
-        model.zero_grad()
-        begin = time.perf_counter()
-        loss = model(x).sum()
-        middle = time.perf_counter()
-        loss.backward()
-        backward.append(time.perf_counter() - middle)
-        forward.append(middle - begin)
-    return statistics.median(forward[_WARMUP:]), statistics.median(backward[_WARMUP:])
-
-
-def _functional_s(mesh: Any) -> float:
-    """What a functional all-reduce costs beyond the plain one that the collectives' probe times."""
-    import torch
+@contextmanager
+def _ranks_not_there() -> Iterator[None]:
+    """A process group of more ranks than this process, in which collectives do nothing."""
     import torch.distributed as torch_distributed
-    import torch.distributed._functional_collectives as functional
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist: Any = torch_distributed
-    x = torch.ones(16)
-    group = (mesh, 0)
-
-    def made() -> None:
-        functional.wait_tensor(functional.all_reduce(x, "sum", group))
-
-    return max(0.0, _median_s(made) - _median_s(lambda: dist.all_reduce(x)))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=_RANKS)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
-def _median_s(call: Callable[[], object]) -> float:
-    seconds = []
+def _passes(forms: dict[str, Any], x: Any) -> list[dict[str, tuple[float, float]]]:
+    """Seconds of forward and of backward of each form, by turns."""
+    rounds: list[dict[str, tuple[float, float]]] = []
     for _ in range(_WARMUP + _ROUNDS):
-        begin = time.perf_counter()
-        for _ in range(_CALLS):
-            call()
-        seconds.append((time.perf_counter() - begin) / _CALLS)
-    return statistics.median(seconds[_WARMUP:])
+        rounds.append({})
+        for name, form in forms.items():
+            form.zero_grad()
+            begin = time.perf_counter()
+            loss = form(x).sum()
+            middle = time.perf_counter()
+            loss.backward()
+            rounds[-1][name] = middle - begin, time.perf_counter() - middle
+    return rounds[_WARMUP:]

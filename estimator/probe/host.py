@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from estimator.probe.backend import Backend
+from estimator.probe.cooling import COOLING_BYTES, cooling_backward
 from estimator.probe.dtensor_costs import dtensor_costs
 from estimator.probe.jobs import Emit
 from estimator.probe.shard_costs import shard_costs
 
 _SHORT, _LONG = 20, 220
 _ROUNDS = 31
-_COOLING_BYTES, _LOOPS, _MIXING_ROUNDS = 4 << 20, 4, 9
+_LOOPS, _MIXING_ROUNDS = 4, 9
 _MIXED = ("forward_op_s", "forward_view_s", "backward_op_s")
 _FEW_BUCKETS, _MANY_BUCKETS = 1, 21
 
@@ -180,21 +181,8 @@ class _Loops:
         import torch
 
         self.leaf = torch.randn(4, 4, requires_grad=True)
-        streamed = self.streamed = torch.zeros(_COOLING_BYTES // 4 if cools else 1)
-
-        class Cool(torch.autograd.Function):
-            """Passes its argument on, and evicts the private caches in the backward pass."""
-
-            @staticmethod
-            def forward(_: Any, x: Any) -> Any:
-                return x.view_as(x)
-
-            @staticmethod
-            def backward(_: Any, gradient: Any) -> Any:
-                streamed.add_(1.0)
-                return gradient
-
-        self.cool = Cool
+        self.streamed = torch.zeros(COOLING_BYTES // 4 if cools else 1)
+        self.cool = cooling_backward(self.streamed)
 
     def forward_s(self, calls: Sequence[Callable[[Any], Any]]) -> float:
         for _ in range(2):
@@ -209,7 +197,7 @@ class _Loops:
         for _ in range(2):
             x = self.leaf
             for call in calls:
-                x = self.cool.apply(call(x))
+                x = self.cool(call(x))
             begin = time.perf_counter()
             x.sum().backward()
             seconds = time.perf_counter() - begin

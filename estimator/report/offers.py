@@ -29,7 +29,7 @@ def draw_offers(choice: Choice, path: Path) -> None:
     front = [(each.duration_s / 3600, each.usd) for each in choice.front]
     if front:
         axes.plot(*zip(*front, strict=True), marker="o")
-    for each, at in zip(choice.front, front, strict=True):
+    for number, (each, at) in enumerate(zip(choice.front, front, strict=True)):
         axes.errorbar(
             *at,
             xerr=[[at[0] - each.low_s / 3600], [each.high_s / 3600 - at[0]]],
@@ -37,7 +37,9 @@ def draw_offers(choice: Choice, path: Path) -> None:
             color="0.6",
             zorder=0,
         )
-        axes.annotate(each.allocation, at, fontsize=8, xytext=(4, 4), textcoords="offset points")
+        # Neighbours' names on either side of the line.
+        beside = (4, 4 if number % 2 == 0 else -12)
+        axes.annotate(each.allocation, at, fontsize=8, xytext=beside, textcoords="offset points")
     axes.set(xlabel="time (h)", ylabel="cost (USD)", xscale="log", yscale="log")
     content = io.BytesIO()
     try:

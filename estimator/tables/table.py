@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.coefficients import Calibration
-from estimator.engine import DEFAULT, Engine, check_kinds
+from estimator.coefficients import Calibration, check_calibration
+from estimator.engine import DEFAULT, Engine
 from estimator.errors import (
     AllocationError,
     EstimatorError,
@@ -28,6 +28,7 @@ from estimator.graph.split_layout import agreed_layout, agreed_strategy
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
+from estimator.placement.placement import check_kinds
 from estimator.placement.topology import Cluster
 from estimator.tables.answers import RowAnswers
 from estimator.tables.known_rows import KnownRows
@@ -290,7 +291,8 @@ def estimate_many(
 
 def check_asked(graph: Any, allocations: Any, profile: Any, calibration: Any) -> None:
     """Raise WorkloadError or AllocationError where what is asked is of another kind."""
-    check_kinds(profile=profile, calibration=calibration)
+    check_kinds(profile=profile)
+    check_calibration(calibration)
     if not isinstance(graph, OpGraph):
         raise WorkloadError(
             f"a table is of one OpGraph, found {type(graph).__name__}; make one with trace_model"

@@ -18,6 +18,7 @@ from estimator.timeline.program import StepProgram
 from estimator.timeline.recipes import recipe_assumptions
 from estimator.timeline.step_times import summary_assumptions
 from estimator.units import format_bytes, format_ratio, format_split
+from estimator.workload.optimizers import RULES
 from estimator.workload.precision import peak_dtype
 
 _MOST_NAMED_OPS = 5
@@ -106,6 +107,12 @@ def _class_assumptions(program: StepProgram, graph_too: bool) -> list[str]:
     if not host_s and any(op.enters_dtensor for op in graph.ops):
         found.append(
             f"what DTensor does on the host is not counted: '{machine.name}' was not probed for it"
+        )
+    if summed := program.exchanged.summed_again:
+        times = RULES[graph.optimizer].gradient_reads
+        found.append(
+            f"DTensor sums gradients of {summed} vectors {times} times: for each operator of "
+            f"{graph.optimizer} that reads them"
         )
     found.extend(recipe_assumptions(graph, program.strategy, machine.name))
     batch = program.bound.batch

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -63,11 +63,15 @@ ERROR_PER_E_OF_NODES = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What one measured group says of a collective: how far the formula is off at each size."""
+    """What one measured group says of a collective: how far the formula is off at each size.
+
+    `blocking` are those of calls that ranks wait for, by seconds of computing before them, rising.
+    """
 
     cost: CollectiveCost
     corrections: Corrections
     relative_error: float
+    blocking: tuple[tuple[float, Corrections], ...] = ()
 
 
 class CollectiveModel(NamedTuple):
@@ -354,7 +358,18 @@ def _reference(
     links = inner[min(ring.per_node, len(inner) - 1)] or NO_LINKS
     lines = lines_of(cost.op, ring, links, profile.kind)
     corrections = Corrections.of(cost, lines, profile.kind)
-    return Reference(cost, corrections, cost.provenance.relative_error or _UNSTATED_ERROR)
+    blocking: dict[float, list[tuple[float, float]]] = {}
+    for window_s, size, seconds in cost.blocking:
+        blocking.setdefault(window_s, []).append((size, seconds))
+    return Reference(
+        cost,
+        corrections,
+        cost.provenance.relative_error or _UNSTATED_ERROR,
+        tuple(
+            (window_s, Corrections.of(replace(cost, points=tuple(points)), lines, profile.kind))
+            for window_s, points in sorted(blocking.items())
+        ),
+    )
 
 
 def network_latency_s(profile: MachineProfile) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,9 +17,10 @@ from estimator.machines.profile import CollectiveName, MachineProfile
 from estimator.placement.mesh import Mesh
 from estimator.placement.process_groups import ProcessGroup
 from estimator.placement.topology import Cluster
-from estimator.timeline.collectives import CollectiveCosts, SizedCollective
+from estimator.timeline.collectives import CollectiveCosts, CollectiveModel, SizedCollective
 from estimator.timeline.durations import Durations
 from estimator.workload import Strategy
+from estimator.workload.optimizers import RULES
 
 Array = NDArray[np.float64]
 _DDP = Strategy()
@@ -27,13 +29,15 @@ _DDP = Strategy()
 class ExchangeSeconds(NamedTuple):
     """Seconds of the collectives of a micro-batch, by operator, and what they are off together.
 
-    `hidden_by` are (operator of a collective, kernel that runs meanwhile).
+    `hidden_by` are (operator of a collective, kernel that runs meanwhile). `summed_again` are the
+    gradients that DTensor sums for each operator of the update that reads them.
     """
 
     each_s: Array
     error_s: float
     source: str
     hidden_by: tuple[tuple[int, int], ...] = ()
+    summed_again: int = 0
 
     def exposed(self, durations: Durations) -> ExchangeSeconds:
         """What is left of those that run beside a kernel."""
@@ -62,7 +66,9 @@ class ExchangeSeconds(NamedTuple):
 class Exchanges:
     """The process groups along the axes that share a micro-batch, on their links.
 
-    Compared by identity, and kept in the engine's cache: one object for equal groups.
+    Where nothing `merges` gradients before the update, DTensor sums those of vectors that ranks
+    have in parts for each operator of the update that reads them. Compared by identity, and kept in
+    the engine's cache: one object for equal groups.
     """
 
     def __init__(
@@ -71,25 +77,39 @@ class Exchanges:
         profile: MachineProfile,
         cluster: Cluster | None,
         cache: Cache,
+        *,
+        merges: bool = True,
     ) -> None:
-        self.groups = dict(groups)
+        self.groups, self.merges = dict(groups), merges
         self._profile, self._cluster, self._cache = profile, cluster, cache
+        self._host_s = profile.host.dtensor_exchange_s if profile.host else 0.0
 
-    def seconds(self, bound: BoundGraph) -> ExchangeSeconds:
-        """What every collective of a graph takes alone; raises ProfileError where none tells."""
+    def seconds(
+        self, bound: BoundGraph, durations: Durations | None = None, micro_batches: int = 1
+    ) -> ExchangeSeconds:
+        """What ranks wait for every collective of a graph, in one of the micro-batches of a step.
+
+        The operators between two collectives are the computing before the second; none is known
+        to stand shortly before the first. Without durations each takes the least that it does after
+        any computing, and those that run beside a kernel are not hidden by it. Raises ProfileError
+        where nothing tells what one costs.
+        """
         each_s = np.zeros(len(bound.calls))
-        found: dict[tuple[CollectiveName, str], list[Collective]] = {}
+        of_groups: dict[tuple[CollectiveName, str], list[Collective]] = {}
         beside = []
-        for collective in self._cache.get("collectives", (bound,), lambda: collectives_of(bound)):
+        every = self._cache.get("collectives", (bound,), lambda: collectives_of(bound))
+        # A group of one rank exchanges nothing.
+        collectives = [each for each in every if each.axis in self.groups]
+        places = [each.op_index for each in collectives]
+        windows_s = None if durations is None else _before_s(places, durations)
+        for collective in collectives:
             # On CPUs a collective is work for the cores that compute.
-            if collective.axis not in self.groups:
-                # A group of one rank.
-                continue
             if collective.beside is not None and bound.graph.target == "cuda":
                 beside.append((collective.op_index, collective.beside))
-            found.setdefault((collective.op, collective.axis), []).append(collective)
+            of_groups.setdefault((collective.op, collective.axis), []).append(collective)
         error_s, sources = 0.0, {"measured"}
-        for (op, axis), some in found.items():
+        reads, summed_again = RULES[bound.graph.optimizer].gradient_reads, 0
+        for (op, axis), some in of_groups.items():
             group, kind = self.groups[axis], bound.graph.target
             costs = CollectiveCosts((self._profile,), op, kind, self._cluster, self._cache)
             model = costs.model(group)
@@ -99,13 +119,56 @@ class Exchanges:
                     f"{axis} needs; run 'estimator probe' with a larger --budget"
                 )
             sizes = np.array([float(each.size_bytes) for each in some])
-            times_s = SizedCollective(costs.corrections, sizes).times_s(model)
+            own = [each.op_index for each in some]
+            before_s = None if windows_s is None else windows_s[own]
+            times_s = _blocking_s(costs, model, sizes, before_s)
             times_s = times_s * np.array([each.share for each in some])
-            each_s[[each.op_index for each in some]] = times_s
+            if durations is not None and not self.merges:
+                of_update = np.array([each.of_update for each in some])
+                sums = np.where(of_update, reads / micro_batches, 1.0)
+                times_s = sums * times_s + np.maximum(sums - 1.0, 0.0) * self._host_s
+                summed_again += int(of_update.sum()) if reads > 1 else 0
+            each_s[own] = times_s
             error_s += float(times_s.sum()) * float(model.relative_error)
             sources.add(costs.source(group))
         source = max(sources - {"measured"}, default="measured")
-        return ExchangeSeconds(each_s, error_s, source, tuple(beside))
+        found = ExchangeSeconds(each_s, error_s, source, tuple(beside), summed_again)
+        return found if durations is None else found.exposed(durations)
+
+
+def _before_s(places: Sequence[int], durations: Durations) -> Array:
+    """For each of `places`, in order, how long a rank computes before it since the one before."""
+    computed_s = np.cumsum(durations.device_s + durations.host_s)
+    windows_s = np.zeros(len(computed_s))
+    windows_s[list(places)] = np.diff(computed_s[list(places)], prepend=-np.inf)
+    return windows_s
+
+
+def _blocking_s(
+    costs: CollectiveCosts, model: CollectiveModel, sizes_bytes: Array, windows_s: Array | None
+) -> Array:
+    """Seconds of collectives over one group that ranks wait for, each after computing so long.
+
+    Between the windows that were measured on a line, after longer ones as after the longest; after
+    any (None) the least of all. As calls in a row where the nearest measured group has no blocking
+    ones.
+    """
+    known = model.reference < len(costs.references)
+    blocking = costs.references[model.reference].blocking if known else ()
+    if not blocking:
+        return SizedCollective(costs.corrections, sizes_bytes).times_s(model)
+    alone = model._replace(reference=0)
+    # (windows, sizes)
+    times_s = np.array(
+        [SizedCollective((each,), sizes_bytes).times_s(alone) for _, each in blocking]
+    )
+    if windows_s is None:
+        return np.asarray(times_s.min(axis=0))
+    measured_s, rows = [window_s for window_s, _ in blocking], np.arange(len(blocking))
+    after, size = np.interp(windows_s, measured_s, rows), np.arange(len(sizes_bytes))
+    before = after.astype(np.intp)
+    shorter_s, longer_s = times_s[before, size], times_s[np.minimum(before + 1, rows[-1]), size]
+    return np.asarray(shorter_s + (after - before) * (longer_s - shorter_s))
 
 
 def exchanges_of(mesh: Mesh, cache: Cache, strategy: Strategy = _DDP) -> Exchanges:
@@ -121,12 +184,13 @@ def exchanges_of(mesh: Mesh, cache: Cache, strategy: Strategy = _DDP) -> Exchang
         if (groups := mesh.groups(axis))
     ]
     named = tuple((axis, group) for axis, group, _ in found)
+    merges = strategy.kind == "fsdp" or mesh.parallelism.dp > 1
     profile, cluster = found[0][2].profile, mesh.placement.cluster
     return cache.get(
         "exchanges",
         (profile, cluster),
-        lambda: Exchanges(named, profile, cluster, cache),
-        named,
+        lambda: Exchanges(named, profile, cluster, cache, merges=merges),
+        *(named, merges),
     )
 
 

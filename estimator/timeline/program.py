@@ -127,12 +127,11 @@ def step_program(
             merging=merging,
             strategy=strategy,
             accumulation_steps=accumulation_steps,
-            exchanged=exchanges.seconds(bound) if exchanges else NO_EXCHANGES,
             trained=trained_of(bound, cache),
             updated=trained_of(bound, cache, sharded=merging and strategy.kind == "fsdp"),
             cache=cache,
         )
-        return _compile(asked)
+        return _compile(asked, exchanges)
 
     return cache.get(
         "program",
@@ -152,10 +151,10 @@ class _Asked:
     merging: bool
     strategy: Strategy
     accumulation_steps: int
-    exchanged: ExchangeSeconds
     trained: Trained
     updated: Trained
     cache: Cache
+    exchanged: ExchangeSeconds = NO_EXCHANGES
 
     @property
     def graph(self) -> OpGraph:
@@ -167,13 +166,14 @@ class _Asked:
         return self.profile, self.devices_busy, self.cache
 
 
-def _compile(asked: _Asked) -> StepProgram:
+def _compile(asked: _Asked, exchanges: Exchanges | None) -> StepProgram:
     bound, graph, strategy = asked.bound, asked.graph, asked.strategy
     accumulation_steps = asked.accumulation_steps
     kernels_alone = durations = _durations(asked)
-    asked = replace(asked, exchanged=asked.exchanged.exposed(durations))
-    exchanges_s = asked.exchanged.total_s * accumulation_steps
-    durations = asked.exchanged.beside(durations) if exchanges_s else durations
+    if exchanges:
+        asked = replace(asked, exchanged=exchanges.seconds(bound, durations, accumulation_steps))
+    if exchanges_s := asked.exchanged.total_s * accumulation_steps:
+        durations = asked.exchanged.beside(durations)
     sharding = asked.merging and strategy.kind == "fsdp"
     accumulate = (accumulation_steps - 1) * accumulate_s(asked.trained, *asked.machine)
     if strategy.offload and not sharding:

@@ -59,6 +59,11 @@ class Layout:
         """What of the layout divides layers: the ranks that share a micro-batch's computing."""
         return replace(self, pp=1, schedule=DEFAULT_SCHEDULE, cut=(), dp=None)
 
+    @property
+    def apart_from_data(self) -> str | None:
+        """The layout whatever the number of data-parallel ranks; None where all ranks are such."""
+        return None if self.is_data_parallel else str(replace(self, dp=None))
+
     def __str__(self) -> str:
         parts = [f"tp={self.tp}"] if self.tp > 1 else []
         parts += [f"cp={self.cp}"] if self.cp > 1 else []

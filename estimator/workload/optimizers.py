@@ -47,6 +47,7 @@ class UpdateRule:
     `state_tensors` are kept between steps and `root_tensors` made on the way by the foreach form.
     `measured_as` is the name and `form` the form (None: as torch chooses for the device) under
     which a profile has the update. `tensor_s` are seconds of the host for each tensor.
+    `gradient_reads` is how often its operators take the gradient of a vector.
     """
 
     measured_as: str
@@ -56,6 +57,7 @@ class UpdateRule:
     state_tensors: int
     root_tensors: int = 0
     tensor_s: float
+    gradient_reads: int = 1
 
     def bytes_of(self, item_bytes: float) -> float:
         """Bytes that the update of an element moves, where it takes `item_bytes`."""
@@ -73,6 +75,8 @@ _MOVED_8BIT = 4 * (1 + 4 / _STATE_BLOCK)
 # LAMB is apex's (csrc/multi_tensor_lamb.cu): norms of gradients, parameters and updates 3, stage
 # one 7, stage two 3. Muon (torch/optim/_muon.py, the elementwise part): lerp 3, lerp 3, then in
 # bf16 cast 1.5, norm 0.5, div 1, and mul 2, add 2.5; its products are costed as such.
+# Adam's gradients are the second factor of lerp and both of addcmul, LAMB's and fused ones' are
+# read by a kernel; Muon leaves vectors to AdamW.
 # Seconds of the host: lists and scalars for each tensor (`estimator probe` on an EPYC server: 0.9,
 # 3.4, 10.6 and 12.3 µs for the first four); where torch loops over tensors, as on GPUs before
 # 2.0, 1, 4, 8 and 9 operators each (torch/optim/sgd.py, adamw.py), 9 µs without autograd; for 8-bit
@@ -83,10 +87,20 @@ _FOREACH: Mapping[str, UpdateRule] = {
         measured_as="sgd-momentum", moved_tensors=8, state_tensors=1, tensor_s=3e-6
     ),
     "adam": UpdateRule(
-        measured_as="adam", moved_tensors=18, state_tensors=2, root_tensors=1, tensor_s=1e-5
+        measured_as="adam",
+        moved_tensors=18,
+        state_tensors=2,
+        root_tensors=1,
+        tensor_s=1e-5,
+        gradient_reads=3,
     ),
     "adamw": UpdateRule(
-        measured_as="adamw", moved_tensors=20, state_tensors=2, root_tensors=1, tensor_s=1e-5
+        measured_as="adamw",
+        moved_tensors=20,
+        state_tensors=2,
+        root_tensors=1,
+        tensor_s=1e-5,
+        gradient_reads=3,
     ),
 }
 _LOOP_TENSOR_S = {"sgd": 9e-6, "sgd-momentum": 3.6e-5, "adam": 7.2e-5, "adamw": 8.1e-5}
@@ -113,7 +127,12 @@ RULES: Mapping[str, UpdateRule] = {
         measured_as="lamb", form="fused", moved_tensors=13, state_tensors=2, tensor_s=3e-6
     ),
     "muon": UpdateRule(
-        measured_as="muon", form="loop", moved_tensors=13.5, state_tensors=1, tensor_s=2.5e-4
+        measured_as="muon",
+        form="loop",
+        moved_tensors=13.5,
+        state_tensors=1,
+        tensor_s=2.5e-4,
+        gradient_reads=3,
     ),
 }
 OPTIMIZERS: tuple[str, ...] = tuple(RULES)

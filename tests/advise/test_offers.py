@@ -14,10 +14,12 @@ from estimator import advise
 from estimator.advise.choices import Choice, choose, pareto_front
 from estimator.advise.elasticity import elasticity
 from estimator.advise.largest_batch import largest_batch
-from estimator.advise.offers import Offer, Spot, allocations_of, offers
+from estimator.advise.offers import Offer, allocations_of, offers
+from estimator.advise.spot import Spot
 from estimator.engine import estimate_graph
 from estimator.errors import AllocationError, PriceError, WorkloadError
 from estimator.machines.prices import Price, PriceList
+from estimator.placement.allocation import Allocation
 from tests.synthetic import perceptron
 
 GRAPH = replace(perceptron([2048, 2048, 2048]), target="cuda")
@@ -91,11 +93,22 @@ def test_revocations_add_time_and_cost() -> None:
     spot = Spot(mtbf_s=4 * 3600.0, checkpoint_s=60.0, restart_s=300.0)
     (taken,) = offered("4x4:v100-p3-8xlarge", revocations=spot, **asked)
     # Four instances lose one an hour: expected_time_s, worked by hand in test_checkpoints.
-    assert taken.duration_s == pytest.approx(spot.expected_s(steady.duration_s, 4)[0])
+    four = Allocation.parse("4x4:v100-p3-8xlarge")
+    assert taken.duration_s == pytest.approx(spot.expected_s(steady.duration_s, four)[0])
     assert taken.duration_s > 1.1 * steady.duration_s
     assert taken.usd == 4 * 2.0 * np.ceil(taken.duration_s / 3600)
     with pytest.raises(WorkloadError, match="no training ends with revocations as frequent"):
         offered("4x4:v100-p3-8xlarge", revocations=Spot(mtbf_s=60.0), **asked)
+
+
+def test_machines_are_revoked_each_at_its_own_rate() -> None:
+    spot = Spot(mtbf_s={"t4-g4dn": 3600.0, "v100-p3-8xlarge": 7200.0})
+    both = Allocation.parse("3x4:t4-g4dn+2x4:v100-p3-8xlarge")
+    # Three an hour of one machine, and two in two hours of the other: four an hour.
+    assert spot.allocation_mtbf_s(both) == pytest.approx(900.0)
+    assert spot.allocation_mtbf_s(Allocation.parse("2x4:v100-p3-8xlarge")) == 3600.0
+    with pytest.raises(WorkloadError, match="spot instance of 'a100-p4d' stays"):
+        spot.allocation_mtbf_s(Allocation.parse("1x8:a100-p4d"))
 
 
 def test_choices_are_those_of_a_look_at_all_offers() -> None:
@@ -225,8 +238,8 @@ def test_what_cannot_be_rented_for_is_refused(asked: dict[str, Any], said: str) 
         advise.cheapest(GRAPH, **{"machines": ["t4-g4dn"], "max_nodes": 1, **asked})
 
 
-@pytest.mark.parametrize("costs", [{"mtbf_s": 0.0}, {"mtbf_s": np.nan}, {"restart_s": -1.0}])
-def test_impossible_revocations_are_refused(costs: dict[str, float]) -> None:
+@pytest.mark.parametrize("costs", [{"mtbf_s": 0.0}, {"mtbf_s": {"m": np.nan}}, {"restart_s": -1.0}])
+def test_impossible_revocations_are_refused(costs: dict[str, Any]) -> None:
     with pytest.raises(WorkloadError, match=f"{next(iter(costs))} is"):
         Spot(**{"mtbf_s": 3600.0, **costs})
 

@@ -37,7 +37,8 @@ def test_plan_prints_base_units_as_json_and_draws(
     picture = tmp_path / "plan.svg"
     found = command(
         *("plan", model, "--machines", "t4-g4dn,a100-p4d", "--samples", "1e9", "--json"),
-        *("--max-nodes", 2, "--spot", "--revoked-every", "8h", "--picture", picture),
+        *("--max-nodes", 2, "--spot", "--revoked-every", "t4-g4dn=8h,a100-p4d=20h"),
+        *("--picture", picture),
     )
     plan = json.loads(found.out)
     assert plan["cheapest"] in plan["front"]
@@ -67,6 +68,14 @@ def test_nothing_in_time_is_told_by_the_exit_code(model: Path, command: Run) -> 
         (("--machines", "dgx-a100"), "no price of 'dgx-a100' is known"),
         (("--machines", "k80-p2", "--spot"), "no spot price of 'k80-p2' is known"),
         (("--machines", "t4-g4dn", "--revoked-every", "1h"), "give --spot"),
+        (
+            ("--machines", "t4-g4dn", "--spot", "--revoked-every", "t4-g4dm=1h"),
+            "do not both name t4-g4dm, t4-g4dn",
+        ),
+        (
+            ("--machines", "t4-g4dn", "--spot", "--revoked-every", "t4-g4dn=1h,t4-g4dn=2h"),
+            "has two times of 't4-g4dn'",
+        ),
         (("--machines", "t4-g4dn", "--network", "10Gbit/s"), "leave out --network"),
         (("--machines", "t4-g4dn", "--deadline", "soon"), "is not a duration"),
         (("--machines", ","), "--machines names none"),

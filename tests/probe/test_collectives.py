@@ -8,7 +8,12 @@ from typing import get_args
 import pytest
 
 from estimator.machines.profile import CollectiveCost, CollectiveName, Device
-from estimator.probe.collectives import Finding, collective_cost, probe_collectives
+from estimator.probe.collectives import (
+    Finding,
+    blocking_points,
+    collective_cost,
+    probe_collectives,
+)
 from estimator.probe.copies import host_copies, link_from, message_points
 from estimator.probe.overlap import overlap_cost, probe_overlaps
 from estimator.units import MIB
@@ -59,6 +64,14 @@ def test_calls_in_a_row_share_their_time() -> None:
     assert cost.points == ((100, pytest.approx(2.0)), (200, pytest.approx(12.0)))
 
 
+def test_a_blocking_call_takes_from_the_mean_entry_to_the_last_end() -> None:
+    # (seconds asked to compute, bytes, begun to compute, entered, left)
+    rank0 = [(1.0, 100, 0.0, 1.0, 4.0), (1.0, 400, 10.0, 11.0, 19.0)]
+    rank1 = [(1.0, 100, 0.5, 2.0, 5.0), (1.0, 400, 10.0, 12.0, 18.0)]
+    # Ranks compute 1.25 and 1.5 s; 5 - 1.5 and 19 - 11.5 s.
+    assert blocking_points("gloo", [rank0, rank1]) == ((1.375, 100, 3.5), (1.375, 400, 7.5))
+
+
 def test_one_size_alone_is_no_collective_cost() -> None:
     assert collective_cost("broadcast", "gloo", [[(100, 0.0, 1.0)]] * 2) is None
 
@@ -75,6 +88,11 @@ def test_every_collective_of_two_core_groups_is_measured_or_named_as_missing() -
     assert [size for size, _ in reduced.points] == [1024 * 4**power for power in range(9)]
     # Gloo sums on the ranks' own cores: 64 MiB through one core at less than 100 GB/s.
     assert reduced.points[-1][1] > (64 << 20) * 1e-11
+    # Some computing before a call takes time, none does not.
+    windows_s = sorted({window_s for window_s, _, _ in reduced.blocking})
+    assert windows_s[0] < 1e-4 < windows_s[1] < windows_s[2]
+    assert [size for _, size, _ in reduced.blocking] == 3 * [4096, 128 << 10, 1 << 20, 4 << 20]
+    assert not by_op["broadcast"].blocking
 
 
 def test_overlap_compares_together_with_apart_round_by_round() -> None:

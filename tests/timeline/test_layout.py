@@ -10,16 +10,23 @@ import torch
 from torch import nn
 
 import estimator as est
+from estimator.cache import Cache
 from estimator.errors import StrategyError, WorkloadError
 from estimator.estimates import Estimate
+from estimator.graph.exchanges import collectives_of
+from estimator.graph.split import split
+from estimator.graph.split_plan import Plan
+from estimator.machines.profile import MachineProfile
+from estimator.timeline.durations import op_durations
 from estimator.workload.layout import Layout
-from tests.graph.test_split import BATCH, STREAM_BYTES, mlp_graph
+from tests.graph.test_split import BATCH, FLOAT, STREAM_BYTES, WIDTH, mlp_graph
 from tests.synthetic import Machine, with_every_collective
 
 MACHINE = Machine(rank_jitter_ratio=0.0)
 PROFILE = MACHINE.profile()
 GRAPH = mlp_graph()
 PLAN = {"up": "colwise", "down": "rowwise"}
+EXCHANGE = {"dtensor_exchange_s": 1e-3}
 
 
 def answer(allocation: str, layout: str | None, **more: object) -> Estimate:
@@ -39,6 +46,59 @@ def test_two_reductions_of_the_stream_stand_in_the_breakdown() -> None:
     assert found.breakdown.communication_exposed_s == 0
     assert found.breakdown.total_s == pytest.approx(found.step_time_s)
     assert found.timeline.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
+
+
+def test_ranks_wait_for_collectives_after_computing_as_measured_so() -> None:
+    local = split(GRAPH, Plan.of(PLAN), tp=2)
+    spent = op_durations(local.at(), PROFILE, devices_busy=2, cache=Cache(limit_bytes=0))
+    first, second = (each.op_index for each in collectives_of(local.at()))
+    between_s = sum((spent.device_s + spent.host_s)[first + 1 : second + 1])
+    # The second comes halfway between both windows. Of the first, which no other one comes before,
+    # no window is known: it waits as after the longest.
+    waited_s = (
+        (0.5 * between_s, STREAM_BYTES, 0.01),
+        (1.5 * between_s, STREAM_BYTES, 0.03),
+    )
+    costs = [
+        replace(each, blocking=waited_s) if each.op == "all_reduce" else each
+        for each in PROFILE.collectives
+    ]
+    profile = replace(PROFILE, collectives=tuple(costs))
+    found = est.estimate(GRAPH, "1x2:m", layout="tp=2", tp_plan=PLAN, profile=profile)
+    assert found.breakdown.layer_communication_s == pytest.approx(0.03 + 0.02, rel=1e-6)
+    assert MachineProfile.from_dict(profile.to_dict()) == profile
+    # Gradients' reductions are queued, not waited for.
+    replicas = [est.estimate(GRAPH, "1x2:m", profile=each) for each in (PROFILE, profile)]
+    assert replicas[0].step_time_s == replicas[1].step_time_s
+
+
+@pytest.mark.parametrize(("optimizer", "reads"), [("sgd", 1), ("adamw", 3), ("adamw-fused", 1)])
+def test_gradients_of_vectors_are_summed_for_each_operator_that_reads_them(
+    optimizer: str, reads: int
+) -> None:
+    profile = with_every_collective(replace(PROFILE, host=replace(PROFILE.host, **EXCHANGE)))
+
+    def exchanged_s(name: str, allocation: str = "1x2:m", **more: object) -> float:
+        graph = replace(GRAPH, optimizer=name)
+        layout = {"layout": "tp=2,sp,dp=*", "profile": profile}
+        return est.estimate(graph, allocation, **layout, **more).breakdown.layer_communication_s
+
+    # The weight and the bias of a norm, whose tokens are divided, and what DTensor does for each.
+    each_s = MACHINE.latency_s + WIDTH * FLOAT / MACHINE.bandwidth_bytes_per_s + 1e-3
+    more_s = exchanged_s(optimizer) - exchanged_s("sgd")
+    assert more_s == pytest.approx(2 * (reads - 1) * each_s, rel=0.02, abs=1e-9)
+    graph = replace(GRAPH, optimizer=optimizer)
+    found = est.estimate(graph, "1x2:m", layout="tp=2,sp", profile=profile)
+    said = f"DTensor sums gradients of 2 vectors {reads} times: for each operator of {optimizer} "
+    assert any(said in text for text in found.assumptions) == (reads > 1)
+    # Of several micro-batches they are summed after the last one, as often.
+    several_s = [exchanged_s(name, accumulation_steps=2) for name in ("sgd", optimizer)]
+    assert several_s[1] - several_s[0] == pytest.approx(
+        2 * (reads - 1) * (each_s - 1e-3) + 4 * max(reads / 2 - 1, 0) * 1e-3, rel=0.02, abs=1e-9
+    )
+    # FSDP sums them once.
+    sharded_s = [exchanged_s(name, "1x4:m", strategy="fsdp") for name in ("sgd", optimizer)]
+    assert sharded_s[0] == sharded_s[1]
 
 
 def test_the_batch_is_that_of_a_data_parallel_rank() -> None:

@@ -199,7 +199,7 @@ def balanced_points(
     def spent() -> Array:
         profile = costed(node.profile, cache)
         durations = op_durations(bound, profile, devices_busy=node.ranks_per_node, cache=cache)
-        exchanged_s = exchanges.seconds(bound).each_s if exchanges else 0.0
+        exchanged_s = exchanges.seconds(bound, durations).each_s if exchanges else 0.0
         return np.asarray(durations.device_s + durations.host_s + exchanged_s)
 
     def balanced() -> tuple[str, ...]:
