@@ -49,6 +49,7 @@ def _experts() -> tuple[nn.Module, Any]:
 
 MODELS = {
     "decoder": _decoder(),
+    "deep": _decoder(layers=4),
     "gpt": _decoder(gated=False, bias=True, inner=512),
     "qwen3_moe": _experts,
 }

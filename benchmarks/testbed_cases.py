@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from testbed.description import TestbedDescription, TestbedNode
 
 from estimator.placement.allocation import Allocation
 from estimator.units import parse_bandwidth_bytes_per_s
+from estimator.workload.layout import Layout
 
 COMPUTING = ("gpt2", "resnet", "llama", "convnext", "t5", "lstm")
 
@@ -38,10 +40,10 @@ class Case:
         """The group of cases that this one is judged in."""
         if not self.is_paced:
             return "computing"
-        if self.rank_s:
-            return "paced layouts"
-        if self.layout:
+        if self.layout and Layout.parse(self.layout).pp > 1:
             return "paced pipelines"
+        if self.layout:
+            return "paced layouts"
         return "paced fsdp" if self.strategy.startswith("fsdp") else "paced"
 
     @property
@@ -205,6 +207,7 @@ def cases() -> list[Case]:
         _case("fast", "few_big", "n0[0]+n1[0]"),
         *_sharded_cases(),
         *_pipelined_cases(),
+        *_staged_cases(),
         *_divided_cases(),
     ]
 
@@ -246,6 +249,29 @@ def _pipelined_cases() -> Iterator[Case]:
                         layout=f"pp={ranks},schedule={schedule},dp=1",
                         accumulation_steps=count,
                     )
+
+
+def _staged_cases() -> Iterator[Case]:
+    """Stages whose layers tp ranks of a node divide and, with two stages, dp ranks repeat.
+
+    Not `gpipe` and `interleaved` with dp ranks: there torch 2.13's DDP stops in the second step
+    (reducer.cpp, "rebuilt parameter indices size is not same as original model parameters size").
+    """
+    for bed in ("even", "eight200"):
+        for layout, schedules, micro_batches in (
+            ("tp=2,pp=2", ("1f1b", "zb"), (4, 8)),
+            ("tp=2,pp=4", ("gpipe", "1f1b"), (4,)),
+        ):
+            for schedule, count in product(schedules, micro_batches):
+                yield Case(
+                    bed=bed,
+                    model="deep",
+                    allocation="n0[0,1]+n1[0,1]+n2[0,1]+n3[0,1]",
+                    strategy="ddp:view",
+                    layout=f"{layout},schedule={schedule},dp=*",
+                    accumulation_steps=count,
+                    rank_s=2.0,
+                )
 
 
 # Layouts that divide layers, by allocation, and those of them that FSDP shards too.

@@ -220,6 +220,7 @@ class ModelBench(Bench):
     def train_divided(self, bed: Testbed, case: Case) -> float:
         """The same of a model that torch's own parallelism divides."""
         known = self.divided(case)
+        pipeline = self.estimate(case, case.allocation).pipeline
         return layouts.step_seconds(
             bed,
             case.model,
@@ -229,6 +230,8 @@ class ModelBench(Bench):
             strategy=case.strategy,
             flops_per_s=known.flops_per_s,
             steps=self.options.steps,
+            micro_batches=case.accumulation_steps,
+            points=pipeline.points if pipeline else (),
         )
 
     def train_stages(self, bed: Testbed, case: Case) -> float:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 from estimator.graph.split_plan import Plan
 from estimator.workload.layout import Layout
 
+from . import pipelines
 from .launch import place
 from .network import Testbed
 from .processes import join_node, run_ranks
@@ -29,11 +31,14 @@ def step_seconds(
     strategy: str,
     flops_per_s: float,
     steps: int,
+    micro_batches: int = 1,
+    points: Sequence[str] = (),
     timeout_s: float = 300.0,
 ) -> float:
     """Median seconds of a step of the slowest rank of a model of `layout_paces`.
 
-    Its products wait as on a device of `flops_per_s`. Raises TrainingError.
+    Its products wait as on a device of `flops_per_s`; `points` are the blocks at which the stages
+    after the first begin. Raises TrainingError.
     """
     found = run_ranks(
         bed,
@@ -46,10 +51,15 @@ def step_seconds(
             "sharded": strategy.startswith("fsdp"),
             "flops_per_s": flops_per_s,
             "steps": steps,
+            "micro_batches": micro_batches,
+            "points": list(points),
         },
         what=f"training {model} divided on the testbed",
         timeout_s=timeout_s,
-        imported=(PACE_MODULE, __name__, "layout_oracle", "torch.distributed.fsdp"),
+        imported=(
+            *(PACE_MODULE, __name__, pipelines.__name__),
+            *("layout_oracle", "torch.distributed.fsdp", "torch.distributed.pipelining"),
+        ),
     )
     return max(statistics.median(times) for times in found)
 
@@ -67,9 +77,10 @@ def train_rank(rank: int, count: int, arguments: Mapping[str, Any]) -> list[floa
     join_node(rank, arguments)
     dist.init_process_group("gloo", timeout=timedelta(seconds=arguments["timeout_s"]))
     paced_products.install(arguments["flops_per_s"])
-    step = _step(count, arguments)
+    is_staged = Layout.parse(arguments["layout"]).pp > 1
+    step = _staged_step(count, arguments) if is_staged else _step(count, arguments)
     times = []
-    with paced.pausing_at_collectives():
+    with paced.pausing_at_collectives(), pipelines.restarting_at_waits():
         for number in range(arguments["steps"] + 2):
             dist.barrier()
             began = time.perf_counter()
@@ -119,6 +130,54 @@ def _step(ranks: int, arguments: Mapping[str, Any]) -> Callable[[], None]:
     return step
 
 
+def _staged_step(ranks: int, arguments: Mapping[str, Any]) -> Callable[[], None]:
+    """A step of a rank with stages of a decoder, which tp ranks divide and dp ranks repeat."""
+    import torch
+    from layout_paces import MODELS
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    from . import paced
+
+    layout = Layout.parse(arguments["layout"])
+    model, batch = MODELS[arguments["model"]]()
+    shape = (layout.pp, ranks // (layout.pp * layout.tp), layout.tp)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
+    if layout.tp > 1:
+        _divide(model, mesh["tp"], arguments["styles"], layout)
+    parts = staged(model, [int(point.rpartition(".")[2]) for point in arguments["points"]])
+    held = layout.schedule.stages_of(mesh.get_local_rank("pp"), layout.pp)
+    width = model.norm.weight.shape[0]
+    stages = []
+    for number in held:
+        given = torch.zeros(*batch.shape, width, requires_grad=True) if number else batch
+        part = _replicated(parts[number], mesh["dp"], sharded=False, staged=True)
+        where = {"device": torch.device("cpu"), "group": mesh.get_group("pp")}
+        stages.append(PipelineStage(part, number, len(parts), input_args=(given,), **where))
+    return pipelines.step_of(
+        layout.schedule,
+        stages,
+        batch,
+        arguments["micro_batches"],
+        loss=lambda logits, ids: torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids.flatten()
+        ),
+        targets=batch,
+        update=paced.PacedUpdate(torch.nn.ModuleList(parts[number] for number in held)),
+    )
+
+
+def staged(model: Any, begins: Sequence[int]) -> list[Any]:
+    """A `layout_models.Decoder` in stages; those after the first begin at these blocks."""
+    from torch import nn
+
+    cuts = [0, *begins, len(model.blocks)]
+    parts = [nn.Sequential(*model.blocks[begin:end]) for begin, end in pairwise(cuts)]
+    parts[0] = nn.Sequential(model.words, *parts[0])
+    parts[-1] = nn.Sequential(*parts[-1], model.norm, model.head)
+    return parts
+
+
 def _divide(model: Any, mesh: Any, styles: Any, layout: Layout) -> None:
     """By ``parallelize_module``."""
     from layout_oracle import torch_styles
@@ -145,8 +204,12 @@ def _send_to_experts(model: Any, mesh: Any) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
 
 
-def _replicated(model: Any, mesh: Any, *, sharded: bool) -> Any:
-    """The model under FSDP2 or DDP over the ranks with tokens of their own, if there are any."""
+def _replicated(model: Any, mesh: Any, *, sharded: bool, staged: bool = False) -> Any:
+    """The model under FSDP2 or DDP over the ranks with tokens of their own, if there are any.
+
+    DDP rebuilds its buckets in the first forward pass after a backward one, and fails where several
+    backward passes came before, as in GPipe; it does not where it looks for unused parameters.
+    """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
     from torch.nn.parallel import DistributedDataParallel
@@ -160,5 +223,8 @@ def _replicated(model: Any, mesh: Any, *, sharded: bool) -> Any:
     if not hasattr(model, "_ddp_params_and_buffers_to_ignore"):
         _pre_dp_module_transform(model)
     return DistributedDataParallel(
-        model, process_group=mesh.get_group(), gradient_as_bucket_view=True
+        model,
+        process_group=mesh.get_group(),
+        gradient_as_bucket_view=True,
+        find_unused_parameters=staged,
     )

@@ -73,7 +73,7 @@ def train_rank(rank: int, count: int, arguments: Mapping[str, Any]) -> list[floa
     dist.init_process_group("gloo", timeout=timedelta(seconds=arguments["timeout_s"]))
     step = _pipeline(rank, count, arguments)
     times = []
-    with _restarting_at_waits():
+    with restarting_at_waits():
         for number in range(arguments["steps"] + 1):
             dist.barrier()
             began = time.perf_counter()
@@ -86,7 +86,7 @@ def train_rank(rank: int, count: int, arguments: Mapping[str, Any]) -> list[floa
 
 
 @contextlib.contextmanager
-def _restarting_at_waits() -> Iterator[None]:
+def restarting_at_waits() -> Iterator[None]:
     """Meanwhile the next piece of work begins when what was sent or is received has come.
 
     What a thread does besides stays hidden behind its work where nothing kept it waiting.
@@ -115,7 +115,6 @@ def _restarting_at_waits() -> Iterator[None]:
 def _pipeline(rank: int, ranks: int, arguments: Mapping[str, Any]) -> Callable[[], None]:
     """A step of this rank's stages, its update included."""
     import torch
-    from torch.distributed import pipelining
     from torch.distributed.pipelining.stage import PipelineStage
 
     from . import paced
@@ -132,16 +131,41 @@ def _pipeline(rank: int, ranks: int, arguments: Mapping[str, Any]) -> Callable[[
         given = inputs if number == 0 else inputs.clone().requires_grad_()
         device = torch.device("cpu")
         stages.append(PipelineStage(part, number, len(cuts) - 1, device, input_args=(given,)))
+    held_layers = torch.nn.ModuleList(model[cuts[n] : cuts[n + 1]] for n in held)
+    return step_of(
+        schedule,
+        stages,
+        inputs,
+        micro_batches,
+        loss=_loss,
+        targets=torch.zeros(len(inputs)),
+        update=paced.PacedUpdate(held_layers),
+    )
+
+
+def step_of(
+    schedule: Schedule,
+    stages: Sequence[Any],
+    inputs: Any,
+    micro_batches: int,
+    *,
+    loss: Callable[[Any, Any], Any],
+    targets: Any,
+    update: Any,
+) -> Callable[[], None]:
+    """A step of a rank's stages by torch's schedule; `inputs`, `targets` are a micro-batch's."""
+    import torch
+    from torch.distributed import pipelining
+
     kind = getattr(pipelining, CLASSES[schedule.name])
     one = schedule.name in ("gpipe", "1f1b")
-    made = kind(stages[0] if one else stages, micro_batches, loss_fn=_loss, scale_grads=False)
-    batch, targets = torch.cat([inputs] * micro_batches), torch.zeros(micro_batches * len(inputs))
-    update = paced.PacedUpdate(torch.nn.ModuleList(model[cuts[n] : cuts[n + 1]] for n in held))
-    first, last = 0 in held, len(cuts) - 2 in held
+    made = kind(stages[0] if one else stages, micro_batches, loss_fn=loss, scale_grads=False)
+    batch, wanted = (torch.cat([each] * micro_batches) for each in (inputs, targets))
+    first, last = (any(getattr(s, f"is_{end}") for s in stages) for end in ("first", "last"))
 
     def step() -> None:
         update.zero_grad()
-        made.step(*([batch] if first else []), **({"target": targets} if last else {}))
+        made.step(*([batch] if first else []), **({"target": wanted} if last else {}))
         update.step()
 
     return step

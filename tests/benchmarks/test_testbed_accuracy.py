@@ -6,12 +6,16 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import testbed_accuracy
 import testbed_runs
+import torch
+from layout_paces import MODELS
 from records import Records
+from testbed import layouts
 from testbed.network import Testbed
 from testbed_accuracy import SUBJECTS
 from testbed_cases import beds, cases
@@ -19,6 +23,8 @@ from testbed_runs import Bench, Trial
 from testbed_subjects import orders, splits, steps, strategies
 
 from estimator.errors import StrategyError, TrainingError
+from estimator.graph.split_plan import Plan
+from estimator.placement.allocation import Allocation
 
 BED = "shard200"
 
@@ -224,3 +230,46 @@ def test_the_command_of_the_committed_pages_chooses_their_cases(
     with pytest.raises(SystemExit):
         testbed_accuracy.parse_options(["splits", "--cases", "nonsense"])
     assert "no case is left; they are mixed few_big" in capsys.readouterr().err
+
+
+def test_forty_paced_pipelines_are_measured_and_some_divide_and_repeat_their_stages() -> None:
+    found = [case for case in cases() if case.method == "paced pipelines"]
+    assert len({case.key for case in found}) == len(found) >= 40
+    # Eight ranks, of which two hold a part of each layer of one of two stages.
+    both = [case for case in found if (case.layout or "").startswith("tp=2,pp=2,")]
+    assert {case.bed for case in both} == {"even", "eight200"}
+    assert all(Allocation.parse(case.allocation).ranks == 8 for case in both)
+
+
+def test_layouts_without_stages_are_judged_by_themselves() -> None:
+    found = [case for case in cases() if case.method == "paced layouts"]
+    assert found
+    assert not any("pp=" in (case.layout or "") for case in found)
+
+
+def test_stages_after_one_another_are_the_model() -> None:
+    model, batch = MODELS["deep"]()
+    parts = layouts.staged(model, [1, 3])
+    assert [len(part) for part in parts] == [1 + 1, 2, 1 + 2]
+    found = batch
+    with torch.no_grad():
+        for part in parts:
+            found = part(found)
+        loss = torch.nn.functional.cross_entropy(found.flatten(0, 1), batch.flatten())
+        assert torch.equal(loss, model(batch))
+
+
+def test_stages_begin_where_the_prediction_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(case for case in cases() if case.model == "deep")
+    monkeypatch.setattr(
+        steps.StepBench, "divided", lambda *_: SimpleNamespace(plan=Plan(()), flops_per_s=1.0)
+    )
+    staged = SimpleNamespace(pipeline=SimpleNamespace(points=("blocks.3",)))
+    monkeypatch.setattr(steps.StepBench, "estimate", lambda *_: staged)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(layouts, "step_seconds", lambda *_, **options: given.update(options) or 2.0)
+    bench = steps.StepBench(case.bed, options_of(tmp_path), Records(tmp_path / "records.jsonl"))
+    assert bench.train(bed_of(case.bed), case) == {"step_s": 2.0}
+    assert (given["points"], given["micro_batches"]) == (("blocks.3",), case.accumulation_steps)
