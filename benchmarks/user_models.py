@@ -1,7 +1,8 @@
-"""Trace and estimate the set-ups of user_setups.py as a user would, by the command line.
+"""Trace and estimate the set-ups of user_setups.py and user_steps.py as users would.
 
-Each must be answered unchanged, or refused by a sentence that names the change (REFUSED). Run it in
-an environment with the packages that the set-ups name; what is not installed is listed as left out.
+By the command line, each must be answered unchanged, or refused by a sentence that names the change
+(REFUSED). Run it in an environment with the packages that the set-ups name; what is not installed
+is listed as left out.
 
     python benchmarks/user_models.py [--only NAME ...] [--json]
 """
@@ -14,7 +15,9 @@ import inspect
 import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from coverage import define_torchvision_schemas
 
@@ -28,6 +31,10 @@ REFUSED = {
     "no_batch": "return (model, batch)",
     "optimizer_too": "--optimizer",
     "models_without_step": "return (models, batch, step)",
+    "only_a_trainer": "return (model, batch)",
+    "loss_class": "write CrossEntropyLoss()",
+    "step_with_backward": "without backward()",
+    "step_that_logs": "leave out what reads it, such as .item()",
 }
 
 
@@ -39,7 +46,7 @@ def main() -> None:
     options = parser.parse_args()
     define_torchvision_schemas()
     found: dict[str, tuple[str, str]] = {}
-    for name in options.only or names():
+    for name in options.only or setups():
         status, said = found[name] = run(name)
         print(f"{name:<28} {status:<9} {said}", file=sys.stderr, flush=True)
     if options.json:
@@ -55,17 +62,19 @@ def counts(found: dict[str, tuple[str, str]]) -> dict[str, int]:
     return {status: ends.count(status) for status in dict.fromkeys(ends)}
 
 
-def names() -> list[str]:
-    """Every set-up, in the order of the file."""
+def setups() -> dict[str, Callable[[], Any]]:
+    """Every set-up by its name, in the order of the files."""
     import user_setups
+    import user_steps
 
-    return [
-        name
-        for name, value in vars(user_setups).items()
+    return {
+        name: value
+        for module in (user_setups, user_steps)
+        for name, value in vars(module).items()
         if inspect.isfunction(value)
-        and value.__module__ == "user_setups"
+        and value.__module__ == module.__name__
         and not name.startswith("_")
-    ]
+    }
 
 
 def run(name: str) -> tuple[str, str]:
@@ -83,10 +92,11 @@ def ask(name: str) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of the command line asked about one set-up."""
     from estimator.cli.main import main as command
 
+    path = inspect.getfile(setups()[name])
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            command(["estimate", f"{HERE / 'user_setups.py'}:{name}", "--on", ALLOCATION])
+            command(["estimate", f"{path}:{name}", "--on", ALLOCATION])
         except SystemExit as end:
             return int(end.code or 0), out.getvalue().strip(), err.getvalue().strip()
 

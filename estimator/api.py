@@ -80,7 +80,7 @@ def trace_model(
     from estimator.graph.checkpointing import checkpointed
     from estimator.graph.trace import trace_graph
 
-    model, loss, compiled = _as_module(model, loss, compiled)
+    model, loss, compiled, assumed = _as_module(model, loss, compiled)
     _check_options(measure and bool(compiled), grad_scaler, precision)
     with checkpointed(model, checkpoint):
         graph = trace_graph(
@@ -97,13 +97,18 @@ def trace_model(
     graph = replace(
         graph, grad_scaler=grad_scaler, clip_grad_norm=clip_grad_norm, checkpoint=checkpoint
     )
-    graph = _compiled(graph, compiled, float8)
+    graph = _compiled(graph, compiled, float8, assumed)
     return with_timings(graph, profile, report=report) if measure else graph
 
 
 def _compiled(
-    graph: OpGraph, compiled: bool | Literal["cuda-graphs", "blocks"] | None, float8: str | None
+    graph: OpGraph,
+    compiled: bool | Literal["cuda-graphs", "blocks"] | None,
+    float8: str | None,
+    assumed: str | None,
 ) -> OpGraph:
+    if assumed is not None:
+        graph = replace(graph, assumptions=(*graph.assumptions, assumed))
     if compiled:
         from estimator.graph.fusion import compile_graph
 
@@ -118,16 +123,18 @@ def _compiled(
 
 def _as_module(
     model: Any, loss: Any, compiled: bool | Literal["cuda-graphs", "blocks"] | None
-) -> tuple[Any, Any, bool | Literal["cuda-graphs", "blocks"] | None]:
-    """One module, its loss, and how its step is run."""
+) -> tuple[Any, Any, bool | Literal["cuda-graphs", "blocks"] | None, str | None]:
+    """One module, its loss, how its step is run, and what of that is assumed."""
+    from torch import nn
+
+    from estimator.graph.compiled_models import compiled_as
     from estimator.graph.phases import as_phases
 
     model, loss = as_phases(model, loss)
-    # What torch.compile returns holds the model that it compiles (torch/_dynamo/eval_frame.py).
-    original = getattr(model, "_orig_mod", None)
-    if original is None:
-        return model, loss, compiled
-    return original, loss, True if compiled is None else compiled
+    assumed = None
+    if compiled is None and isinstance(model, nn.Module):
+        compiled, assumed = compiled_as(model)
+    return getattr(model, "_orig_mod", model), loss, compiled, assumed
 
 
 def _check_options(measures_compiled: bool, grad_scaler: bool, precision: str) -> None:

@@ -187,7 +187,7 @@ class Engine:
         given = batch_per_gpu if isinstance(batch_per_gpu, Sequence) else (batch_per_gpu,)
         batches = [graph.batch if batch is None else check_count(batch) for batch in given]
         for machine in machines:
-            profile = load_profile(machine) if isinstance(machine, str) else machine
+            profile = machine if isinstance(machine, MachineProfile) else load_profile(machine)
             for batch, several in product(batches, (False, True)):
                 table, _ = compiled_step(graph, shape, batch, several, self.cache)
                 for busy in range(1, len(profile.devices) + 1 if several else 2):

@@ -17,7 +17,7 @@ import estimator.machines.catalogue
 import estimator.timeline.program as program
 from estimator.api import prepare
 from estimator.engine import Engine
-from estimator.errors import WorkloadError
+from estimator.errors import UnknownMachineError, WorkloadError
 from estimator.graph.op_graph import OpGraph
 from estimator.tables import estimate_many
 from tests.synthetic import Machine, in_blocks, perceptron, with_every_collective
@@ -151,6 +151,14 @@ def test_what_was_prepared_is_not_compiled_when_asked(
 def test_only_a_graph_is_prepared() -> None:
     with pytest.raises(WorkloadError, match="found str; make one with trace_model"):
         prepare("hf:gpt2", ["t4"])  # type: ignore[arg-type]
+
+
+def test_a_graph_is_prepared_for_names_paths_and_profiles_alone(tmp_path: Path) -> None:
+    profile = Machine(devices=2).profile()
+    profile.save(tmp_path / "m.json")
+    prepare(GRAPHS[0], [profile, tmp_path / "m.json"])  # type: ignore[list-item]
+    with pytest.raises(UnknownMachineError, match="found 3; write one such as h100-sxm"):
+        prepare(GRAPHS[0], [3])  # type: ignore[list-item]
 
 
 def test_what_an_engine_keeps_takes_no_more_memory_than_it_may() -> None:

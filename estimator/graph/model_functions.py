@@ -159,6 +159,8 @@ def _checked_result(result: Any, text: str) -> tuple[nn.Module, Any, Any]:
     if not isinstance(model, nn.Module):
         are_several = isinstance(model, (tuple, list))
         write = "([nn.Module, …], batch, step)" if are_several else "(nn.Module, batch)"
+        if isinstance(model, type):
+            write = f"({model.__name__}(…), batch)"
         raise ModelError(f"{text} returned {_kind(model)} as the model; return {write}")
     if loss is not None and not callable(loss):
         raise ModelError(
@@ -173,6 +175,8 @@ def _has_optimizer(result: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"a {type(value).__name__}" if value is not None else "None"

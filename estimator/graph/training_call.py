@@ -56,6 +56,10 @@ class TrainingCall:
         ModelError where a loader is empty or raises.
         """
         batch, assumptions = _first_batch(batch)
+        if isinstance(loss, type):
+            raise ModelError(
+                f"loss is the class {loss.__name__}, not a loss; write {loss.__name__}()"
+            )
         if loss is not None and not callable(loss):
             raise ModelError(
                 f"loss is a function of (output, targets) or a module such as "

@@ -36,6 +36,9 @@ def returns_model():
 def returns_number():
     return 3, torch.randn(4, 3)
 
+def returns_class():
+    return nn.Linear, torch.randn(4, 3)
+
 def returns_word_as_loss():
     return nn.Linear(3, 2), torch.randn(4, 3), "mse"
 
@@ -77,6 +80,7 @@ def test_a_function_of_a_package_is_found(models: Path, monkeypatch: pytest.Monk
         ("leaves", "SystemExit: 3"),
         ("returns_model", r"returned a Linear; return \(model, batch\)"),
         ("returns_number", "returned a int as the model"),
+        ("returns_class", r"returned the class Linear as the model; return \(Linear\(…\), batch\)"),
         ("returns_word_as_loss", "returned a str as the loss"),
     ],
 )

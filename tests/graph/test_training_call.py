@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -243,6 +244,86 @@ def test_a_missing_loss_says_what_to_return() -> None:
     ) as caught:
         trace_graph(Strict(), (X, Y))
     assert "forward() has no place for 2 inputs and got them as one" in str(caught.value)
+
+
+def test_a_class_given_as_the_loss_says_what_is_missing() -> None:
+    with pytest.raises(
+        ModelError, match=r"the class CrossEntropyLoss, not .* CrossEntropyLoss\(\)"
+    ):
+        trace_graph(Strict(), (X, Y), loss=nn.CrossEntropyLoss)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.norm(self.layer(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def compiled_blocks() -> nn.Module:
+    model = Stack()
+    for block in model.blocks:
+        block.compile()
+    return model
+
+
+def wrapped_blocks() -> nn.Module:
+    model = Stack()
+    model.blocks = nn.ModuleList([torch.compile(each) for each in model.blocks])  # type: ignore[misc]
+    return model
+
+
+def compiled_in_place() -> nn.Module:
+    model = Stack()
+    model.compile()
+    return model
+
+
+def compiled_head() -> nn.Module:
+    model = Stack()
+    model.head.compile()
+    return model
+
+
+def one_block() -> nn.Module:
+    model = Stack()
+    model.blocks[0].compile()
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+@pytest.mark.parametrize(
+    ("made", "execution", "said"),
+    [
+        (compiled_in_place, "compiled", None),
+        (compiled_blocks, "compiled-blocks", None),
+        (wrapped_blocks, "compiled-blocks", None),
+        (compiled_head, "eager", "torch.compile of 'head' alone is not modelled"),
+        (one_block, "eager", "torch.compile of 'blocks.0' alone is not modelled"),
+    ],
+)
+def test_what_of_a_model_is_compiled_is_seen(
+    made: Callable[[], nn.Module], execution: str, said: str | None
+) -> None:
+    graph = trace_model(made(), X)
+    assert graph.execution == execution
+    found = [each for each in graph.assumptions if "alone is not modelled" in each]
+    assert len(found) == (said is not None)
+    assert said is None or found[0].startswith(said)
 
 
 # torch imports deprecated parts of itself for it.
