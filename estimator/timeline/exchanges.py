@@ -123,8 +123,11 @@ class Exchanges:
             before_s = None if windows_s is None else windows_s[own]
             times_s = _blocking_s(costs, model, sizes, before_s)
             times_s = times_s * np.array([each.share for each in some])
-            if durations is not None and not self.merges:
-                of_update = np.array([each.of_update for each in some])
+            of_update = np.array([each.of_update for each in some])
+            if durations is None:
+                # One sum for many micro-batches.
+                times_s = np.where(of_update, 0.0, times_s)
+            elif not self.merges:
                 sums = np.where(of_update, reads / micro_batches, 1.0)
                 times_s = sums * times_s + np.maximum(sums - 1.0, 0.0) * self._host_s
                 summed_again += int(of_update.sum()) if reads > 1 else 0

@@ -11,13 +11,17 @@ from torch import nn
 
 import estimator as est
 from estimator.cache import Cache
+from estimator.engine import DEFAULT
 from estimator.errors import StrategyError, WorkloadError
 from estimator.estimates import Estimate
 from estimator.graph.exchanges import collectives_of
 from estimator.graph.split import split
 from estimator.graph.split_plan import Plan
 from estimator.machines.profile import MachineProfile
+from estimator.placement.mesh import Mesh
 from estimator.timeline.durations import op_durations
+from estimator.timeline.exchanges import exchanges_of
+from estimator.workload import Strategy
 from estimator.workload.layout import Layout
 from tests.graph.test_split import BATCH, FLOAT, INNER, STREAM_BYTES, WIDTH, mlp_graph
 from tests.synthetic import Machine, with_every_collective
@@ -70,6 +74,28 @@ def test_ranks_wait_for_collectives_after_computing_as_measured_so() -> None:
     # Gradients' reductions are queued, not waited for.
     replicas = [est.estimate(GRAPH, "1x2:m", profile=each) for each in (PROFILE, profile)]
     assert replicas[0].step_time_s == replicas[1].step_time_s
+
+
+def test_no_exchange_takes_less_than_without_knowing_what_is_computed_before_it() -> None:
+    profile, strategy, cache = with_every_collective(PROFILE), Strategy(), Cache(limit_bytes=0)
+    layout, placement = Layout.parse("tp=2,sp"), DEFAULT.place("1x2:m", profile=profile)
+    exchanges = exchanges_of(Mesh.laid_out(placement, layout, strategy), cache)
+    bound = DEFAULT.split(GRAPH, layout).at()
+    durations = op_durations(bound, profile, devices_busy=2, cache=cache)
+    least_s = exchanges.seconds(bound).each_s
+    assert least_s.sum() > 0
+    # Gradients that the update sums, three times, are summed for all micro-batches together.
+    for micro_batches in (1, 3, 8):
+        assert (least_s <= exchanges.seconds(bound, durations, micro_batches).each_s).all()
+
+
+def test_calls_of_no_bytes_say_nothing_of_what_ranks_wait_for() -> None:
+    costs = [replace(each, blocking=((0.0, 0.0, 0.01),)) for each in PROFILE.collectives]
+    profile = replace(PROFILE, collectives=tuple(costs))
+    found = est.estimate(GRAPH, "1x2:m", layout="tp=2", tp_plan=PLAN, profile=profile)
+    assert found.step_time_s == answer("1x2:m", "tp=2").step_time_s
+    with pytest.raises(ValueError, match="CollectiveCost"):
+        replace(costs[0], blocking=((-1.0, 1.0, 0.01),))
 
 
 @pytest.mark.parametrize(("optimizer", "reads"), [("sgd", 1), ("adamw", 3), ("adamw-fused", 1)])
