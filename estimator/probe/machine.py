@@ -250,7 +250,7 @@ class _Probe:
         ]
         if len(self.devices) > 1:
             parts += [
-                _Part("collectives", 0.15, self._watched(self._collectives)),
+                _Part("collectives", 0.11, self._watched(self._collectives)),
                 _Part("contention", 0.06, self._watched(self._contention)),
                 _Part("overlap", 0.12, self._watched(self._overlaps)),
             ]
