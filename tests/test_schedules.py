@@ -140,6 +140,11 @@ def test_1f1b_warms_up_with_as_many_micro_batches_as_there_are() -> None:
     assert [action.kind[0] for action in last] == ["f", "b", "f", "b"]
 
 
+def test_dualpipe_is_refused_by_what_is_near_it() -> None:
+    with pytest.raises(StrategyError, match=r"two ranks hold.*write dualpipev"):
+        Schedule.parse("dualpipe")
+
+
 def test_too_few_micro_batches_are_refused() -> None:
     with pytest.raises(StrategyError, match="dualpipev over 4 stages of ranks needs at least 8"):
         Schedule.parse("dualpipev").orders(4, 7)

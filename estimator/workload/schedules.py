@@ -56,6 +56,11 @@ class Schedule:
             return cls(name, 2)
         if name == "interleaved" and virtual.isdecimal() and int(virtual) > 1:
             return cls(name, int(virtual))
+        if text == "dualpipe":
+            raise StrategyError(
+                "'dualpipe' has two ranks hold each stage, which is not known here; write "
+                "dualpipev, of the same passes with every stage held once"
+            )
         raise StrategyError(
             f"{quoted(text)} is no pipeline schedule; write one of "
             f"{', '.join(_ONE_STAGE + _V_SHAPED)} or interleaved:2 (stages of a rank)"
