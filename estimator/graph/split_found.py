@@ -15,7 +15,7 @@ from estimator.graph.ops import Op
 from estimator.graph.split_kernels import placed
 from estimator.graph.split_placements import PARTIAL, Placement, Shard
 from estimator.graph.split_plan import Plan, Style
-from estimator.graph.split_rules import Given
+from estimator.graph.split_rules import Given, Placed
 
 _LINEAR = ("mm", "addmm")
 
@@ -57,6 +57,8 @@ class _Search:
         self.consumers: dict[int, list[int]] = {}
         weights: set[int] = set()
         self.linears: dict[int, int] = {}
+        # By identity of the call, which the graph keeps.
+        self._found: dict[tuple[int, tuple[Placement, ...]], Placed] = {}
         for index, op in enumerate(graph.ops):
             if op.phase != "forward":
                 break
@@ -106,7 +108,10 @@ class _Search:
     def _outputs(self, op: Op, at: Mapping[int, Placement]) -> tuple[Placement, ...] | None:
         """Where an operator's results are, None if it needs an exchange; any degree will do."""
         given = tuple([at.get(value) for value in op.inputs])
-        found = placed(Given(op.call, given, 1, op.module, ""))
+        key = id(op.call), given
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = placed(Given(op.call, given, 1, op.module, ""))
         gathers = any(
             have is not None and want is None for have, want in zip(given, found.wants, strict=True)
         )

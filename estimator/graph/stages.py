@@ -89,11 +89,12 @@ class Blocks:
         before = np.concatenate([[0.0], np.cumsum(spent)])
         # slowest[j]: that of some stages that hold the first j blocks; begins: where the last does.
         slowest = np.where(np.arange(len(points) + 1) == 0, 0.0, np.inf)
+        # Of a stage that begins at one block and ends before another: no stage is empty.
+        last = before[None, :] - before[:, None]
+        last[np.tril_indices(len(points) + 1)] = np.inf
         begins = []
         for _ in range(stages):
-            last = before[None, :] - before[:, None]
             found = np.maximum(slowest[:, None], last)
-            found[np.tril_indices(len(points) + 1)] = np.inf
             begins.append(found.argmin(axis=0))
             slowest = found.min(axis=0)
         ends, end = [], len(points)

@@ -164,9 +164,9 @@ def groups_along(
     node = nodes.of_rank[members]
     following = np.roll(node, -1, axis=1)
     hop = node != following
+    if len(placement.kinds) == 1 and not hop.any():
+        return ((_inside_a_node(members.shape[1]), placement.kinds[0]),)
     flows = np.bincount(node[hop], minlength=len(nodes.kinds))
-    rates = np.array([kind.rate_bytes_per_s for kind in placement.kinds])[nodes.kind_of]
-    own_rate = np.where(hop, rates[node] / np.maximum(flows, 1)[node], math.inf)
     if nodes.are_named:
         crossing = [
             [nodes.hop(a, b) for a, b in zip(*ends, strict=True)]
@@ -174,8 +174,10 @@ def groups_along(
         ]
     else:
         unlike = _unlike(node, flows, nodes.kind_of)
-        node, own_rate = node[unlike], own_rate[unlike]
+        node, hop = node[unlike], hop[unlike]
         crossing = [[]] * len(unlike)
+    rates = np.array([kind.rate_bytes_per_s for kind in placement.kinds])[nodes.kind_of]
+    own_rate = np.where(hop, rates[node] / np.maximum(flows, 1)[node], math.inf)
     shared = _shared_limits(placement.cluster, crossing)
     found: dict[tuple[ProcessGroup, int], tuple[ProcessGroup, NodeKind]] = {}
     for number, row in enumerate(node.tolist()):
@@ -201,6 +203,12 @@ def groups_along(
         kind = min(kinds, key=_BY_NETWORK)
         found.setdefault((group, id(kind.profile)), (group, kind))
     return tuple(found.values())
+
+
+def _inside_a_node(ranks: int) -> ProcessGroup:
+    return ProcessGroup(
+        ranks=ranks, nodes=1, per_node=ranks, bytes_per_s=math.inf, latency_s=0.0, link=""
+    )
 
 
 def _share(flows: int) -> str:

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from estimator.errors import StrategyError
+from estimator.graph import split_found
 from estimator.graph.exchanges import collectives_of
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.split import split
 from estimator.graph.split_found import found_plan
+from estimator.graph.split_kernels import placed
 from estimator.graph.split_layout import split_by_layout
 from estimator.graph.split_plan import Plan
+from estimator.graph.split_rules import Given, Placed
 from estimator.graph.stage_passes import held_between_passes
 from estimator.graph.structure import GraphStructure
 from estimator.graph.trace import trace_graph
@@ -147,6 +150,26 @@ def test_megatron_keeps_divided_tokens_and_gathers_them_again_for_a_weights_grad
     views = {v for v, value in enumerate(local.values) if value.base == gathered} | {gathered}
     readers = [op for op in local.ops if not views.isdisjoint(op.inputs)]
     assert {op.phase for op in readers} == {"forward"}
+
+
+def test_a_plan_asks_the_rules_about_equal_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def counted(given: Given) -> Placed:
+        asked.append(given.call.target)
+        return placed(given)
+
+    monkeypatch.setattr(split_found, "placed", counted)
+
+    def rules_of(blocks: int) -> list[str]:
+        asked.clear()
+        layers = nn.Sequential(*(Mlp() for _ in range(blocks)))
+        plan = found_plan(trace_graph(layers, torch.randn(BATCH, TOKENS, WIDTH)))
+        styles = [style for block in range(blocks) for style in ("column", "row")]
+        assert [style for _, style in plan.styles] == styles
+        return list(asked)
+
+    assert rules_of(6) == rules_of(3)
 
 
 def test_divided_tokens_are_put_in_order_by_a_copy_after_each_gather() -> None:
