@@ -100,21 +100,24 @@ def counting_drifts(
 ) -> tuple[Cluster, list[str]]:
     """The cluster with those hosts as slow as observations show them, and a sentence on each.
 
-    A job that was itself observed on a host since, under any of `jobs`, has learnt it already. So
-    has a node with a slowdown of its own.
+    A job most of whose own steps, under any of `jobs`, were on a host since has learnt it already:
+    fits do not tell hosts apart, and give what contradicts most steps little weight. A node keeps a
+    slowdown of its own.
     """
     seen = list(observations)
+    own = [one for one in seen if one.job in jobs and one.outlier_reason is None]
     nodes, told = dict(cluster.nodes), []
     for drift in review(seen).drifts:
         is_asked = drift.name in hosts and drift.name in nodes
         if not is_asked or nodes[drift.name].slowdown_ratio != 1.0:
             continue
-        has_learnt = any(
-            one.job in jobs
-            and drift.name in _nodes(one.allocation)
+        since = [
+            one
+            for one in own
+            if drift.name in _nodes(one.allocation)
             and (drift.since is None or one.at >= drift.since)
-            for one in seen
-        )
+        ]
+        has_learnt = 2 * len(since) > len(own)
         if has_learnt:
             told.append(f"{drift}; the estimate has learnt that from this job's own steps there")
             continue
