@@ -33,9 +33,9 @@ THOROUGH_FACTOR = 5.0
 _PLANNED_RATIO = 0.95
 _JOBS = {
     "preparing": ("kernels:prepare", 0.02),
-    "host": ("host:measure_host", 0.04),
+    "host": ("host:measure_host", 0.08),
     "cold reads": ("memory:measure_cold_read", 0.01),
-    "kernels": ("kernels:measure_kernels", 0.81),
+    "kernels": ("kernels:measure_kernels", 0.77),
     "updates": ("updates:measure_updates", 0.12),
 }
 # One bad kernel leaves a process without its GPU: what would be lost with it goes first there.
