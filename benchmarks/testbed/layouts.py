@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 import warnings
@@ -80,7 +81,8 @@ def train_rank(rank: int, count: int, arguments: Mapping[str, Any]) -> list[floa
     is_staged = Layout.parse(arguments["layout"]).pp > 1
     step = _staged_step(count, arguments) if is_staged else _step(count, arguments)
     times = []
-    with paced.pausing_at_collectives(), pipelines.restarting_at_waits():
+    waits = pipelines.restarting_at_waits() if is_staged else contextlib.nullcontext()
+    with paced.pausing_at_collectives(), waits:
         for number in range(arguments["steps"] + 2):
             dist.barrier()
             began = time.perf_counter()
