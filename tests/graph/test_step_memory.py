@@ -363,18 +363,24 @@ def test_the_peak_of_a_real_step_that_keeps_blocks_whole(ranks: int, micro_batch
 @pytest.mark.parametrize(
     ("reduce", "micro_batches", "sync", "rel"),
     [
-        # CPU matmuls in bf16 have workspaces (oneDNN) of up to 2.2 % of this small step.
-        (None, 1, True, 0.025),
-        ("fp32", 1, True, 0.025),
-        ("fp32", 2, True, 0.025),
-        (None, 3, False, 0.025),
+        (None, 1, True, 0.005),
+        ("fp32", 1, True, 0.005),
+        ("fp32", 2, True, 0.005),
+        (None, 3, False, 0.005),
         # 1.0 MB more is held than is counted, which is not explained.
         ("fp32", 2, False, 0.06),
     ],
 )
 def test_the_peak_of_a_real_step_whose_shards_are_of_another_dtype(
-    ranks: int, reduce: str | None, micro_batches: int, sync: bool, rel: float
+    ranks: int,
+    reduce: str | None,
+    micro_batches: int,
+    sync: bool,
+    rel: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # What oneDNN holds beside a matmul in bf16 is each CPU's own.
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     model, x = Model(2048, False), torch.randn(16, 64)
     graph = trace_graph(model, x, target="cuda", optimizer="sgd-momentum", precision="bf16")
     found = step_memory(
