@@ -23,6 +23,8 @@ from estimator.workload.precision import peak_dtype
 
 _MOST_NAMED_OPS = 5
 _FLASH_CAPABILITY = 8.0
+# The least share of the time that is printed as more than nothing.
+_NAMED_RATIO = 5e-4
 
 
 def plan_assumptions(plan: StepPlan, ranks: int) -> tuple[str, ...]:
@@ -130,6 +132,8 @@ def _waiting_assumptions(program: StepProgram) -> Iterator[str]:
     if not awaited:
         return
     lost_s = lanes.end_s - replace(lanes, awaited=()).end_s
+    if lost_s < _NAMED_RATIO * lanes.end_s:
+        return
     times = f"{len(awaited)} times" if len(awaited) > 1 else "once"
     yield (
         f"the host waits for the device {times} in each micro-batch (most often for "

@@ -73,3 +73,23 @@ def test_an_estimate_says_what_waiting_costs() -> None:
     assert "aten._local_scalar_dense" in found[0]
     assert not [line for line in plain.assumptions if "waits for the device" in line]
     assert waits.step_time_s > plain.step_time_s
+
+
+class Counting(nn.Module):
+    """Asks how many numbers are positive, then computes for long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = nn.Parameter(torch.zeros(16384, 2048))
+        self.layers = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        count = int((rows > 0).sum())
+        made: Tensor = self.layers(self.state * count) * rows.sum()
+        return made
+
+
+def test_waiting_that_costs_next_to_nothing_is_not_said() -> None:
+    graph = est.trace_model(Counting(), torch.randn(4, 8), target="cuda")
+    found = est.estimate(graph, "1x1:a100-sxm-80gb")
+    assert not [line for line in found.assumptions if "waits for the device" in line]
