@@ -240,12 +240,7 @@ def _assumptions(answer: Estimate) -> tuple[str, ...]:
     remark = answer.plan.coefficients.remark
     found = (remark, *found) if remark else found
     if answer.pipeline is not None:
-        begins = ", ".join(answer.pipeline.points)
-        found = (
-            f"stages begin at {begins}; what they send slows no compute; a stage's host is ahead "
-            "of its device within a run of micro-batches",
-            *found,
-        )
+        found = (*answer.pipeline.assumptions(), *found)
     return found if answer.batches is None else (*split_assumptions(answer.batches), *found)
 
 

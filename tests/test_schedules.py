@@ -140,9 +140,50 @@ def test_1f1b_warms_up_with_as_many_micro_batches_as_there_are() -> None:
     assert [action.kind[0] for action in last] == ["f", "b", "f", "b"]
 
 
-def test_dualpipe_is_refused_by_what_is_near_it() -> None:
-    with pytest.raises(StrategyError, match=r"two ranks hold.*write dualpipev"):
-        Schedule.parse("dualpipe")
+def test_dualpipe_holds_the_model_twice_and_halves_the_micro_batches() -> None:
+    schedule = Schedule.parse("dualpipe")
+    # Rank r holds stage r of the copy that goes up and stage 3 − r of that which goes down.
+    assert [schedule.stages_of(rank, 4) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert (schedule.model_stages(4), schedule.passes_of(8)) == (4, 4)
+    for rank, order in enumerate(schedule.orders(4, 8)):
+        up, down = schedule.stages_of(rank, 4)
+        begun = {
+            stage: [a[2] for a in order if a[:2] == ("forward", stage)] for stage in (up, down)
+        }
+        assert begun == {up: [0, 2, 4, 6], down: [1, 3, 5, 7]}
+
+
+def test_a_rank_of_dualpipe_begins_as_the_figure_of_its_authors() -> None:
+    """DeepSeek-V3's figure 5: 8 ranks, 20 micro-batches; the first rank's forward passes."""
+    first, *_, last = Schedule.parse("dualpipe").orders(8, 20)
+    begun = [(a.kind, a.stage, a.micro_batch // 2) for a in first[:8]]
+    assert begun == [("forward", 0, n) for n in range(7)] + [("forward", 15, 0)]
+    # The last rank does the same with the other copy.
+    assert [(a.kind, a.micro_batch // 2) for a in last] == [
+        (a.kind, a.micro_batch // 2) for a in first
+    ]
+
+
+def test_dualpipe_holds_a_micro_batch_more_than_there_are_ranks() -> None:
+    """DeepSeek-V3's report, table 2: activations of PP + 1 micro-batches, whichever the rank."""
+    schedule = Schedule.parse("dualpipe")
+    for rank in range(8):
+        held = most = 0
+        for action in schedule.orders(8, 20)[rank]:
+            held += {"forward": 1, "backward": -1, "weight": -1}.get(action.kind, 0)
+            most = max(most, held)
+        assert most == 9
+        assert sum(schedule.held_at_least(rank, 8, 20)) == 8
+
+
+def test_ways_of_dualpipe_share_ranks_and_micro_batches_evenly() -> None:
+    schedule = Schedule.parse("dualpipe")
+    with pytest.raises(StrategyError, match="found 3; choose an even pp or dualpipev"):
+        schedule.orders(3, 8)
+    with pytest.raises(StrategyError, match="from one end as from the other, found 9"):
+        schedule.orders(4, 9)
+    with pytest.raises(StrategyError, match="needs at least 8 micro-batches, found 6"):
+        schedule.orders(4, 6)
 
 
 def test_too_few_micro_batches_are_refused() -> None:

@@ -99,11 +99,11 @@ class Stages:
         both_s = self.forward_s + self.backward_s
         before_s = np.concatenate([[0.0], np.cumsum(self.forward_s)])
         around_s = np.concatenate([[0.0], np.cumsum(both_s)])
-        least_s, first_s = [], 0.0
+        least_s, first_s, passes = [], 0.0, schedule.passes_of(micro_batches)
         for rank in range(ranks):
-            own = schedule.stages_of(rank, ranks)
-            passes_s = micro_batches * float(both_s[list(own)].sum())
-            least_s.append(float(before_s[own[0]]) + passes_s * (1 + spread_ratio))
+            own = self._held(schedule, rank, ranks)
+            passes_s = passes * float(both_s[own].sum())
+            least_s.append(float(before_s[own].min()) + passes_s * (1 + spread_ratio))
             first_s = first_s or passes_s * spread_ratio
             if schedule.backward_is_whole:
                 least_s.append(float(around_s[own[0]]) + passes_s + first_s)
@@ -116,7 +116,7 @@ class Stages:
         fixed = self.parameters_bytes + self.states_bytes / state_shards
         most = 0.0
         for rank in range(ranks):
-            own = list(schedule.stages_of(rank, ranks))
+            own = self._held(schedule, rank, ranks)
             held = schedule.held_at_least(rank, ranks, micro_batches)
             waiting = float(np.dot(held, self.kept_bytes[own]))
             if len(own) == 1:
@@ -125,6 +125,10 @@ class Stages:
                 waiting += max(left, 0.0)
             most = max(most, float(fixed[own].sum()) + waiting)
         return most
+
+    def _held(self, schedule: Schedule, rank: int, ranks: int) -> list[int]:
+        """The stages of the model that a rank holds, of both copies where it has two."""
+        return [number % len(self.forward_s) for number in schedule.stages_of(rank, ranks)]
 
 
 def _kept(bound: BoundGraph, structure: GraphStructure, blocks: Blocks) -> Array:

@@ -123,7 +123,8 @@ class LayoutBounds:
 
     def _stages_of(self, layout: Layout, batch: int) -> Stages:
         # Where stages begin depends on how many there are, whoever holds them.
-        key = replace(layout, schedule=Schedule("interleaved", layout.schedule.virtual)), batch
+        each = layout.schedule.model_stages(layout.pp) // layout.pp
+        key = replace(layout, schedule=Schedule("interleaved", each)), batch
         found = self._stages.get(key)
         if found is None:
             cache, graph = self._engine.cache, self._engine.split(self._graph, layout)

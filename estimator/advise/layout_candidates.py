@@ -69,7 +69,7 @@ def _pipelines(
     shared: Layout, pp: int, dp: int, schedules: Sequence[Schedule], blocks: int
 ) -> Iterator[Layout]:
     for schedule in schedules if pp > 1 else (DEFAULT_SCHEDULE,):
-        if pp == 1 or pp * schedule.virtual <= blocks:
+        if pp == 1 or schedule.model_stages(pp) <= blocks:
             yield replace(shared, pp=pp, schedule=schedule, dp=dp)
 
 

@@ -32,7 +32,8 @@ from estimator.workload.layout import Layout
 from estimator.workload.schedules import Schedule
 
 STRATEGIES = ("ddp", "zero1", "distributed-optimizer", "zero2", "fsdp")
-SCHEDULES = ("1f1b", "gpipe", "interleaved:2", "interleaved:4", "zb", "zbv", "dualpipev")
+SCHEDULES: tuple[str, ...] = ("1f1b", "gpipe", "interleaved:2", "interleaved:4", "zb", "zbv")
+SCHEDULES += ("dualpipev", "dualpipe")
 # Tensor-parallel ranks share whatever they can share of each other's work.
 _SHARED = ((True, True), (True, False), (False, False))
 _Report = Callable[[str, float], None]

@@ -201,10 +201,10 @@ def _read(text: str) -> Layout:
 
 def _reason_against(layout: Layout, *, has_schedule: bool) -> str:
     """What cannot be of a layout; nothing if it can."""
-    stages = layout.pp * layout.schedule.virtual
+    stages = layout.schedule.model_stages(layout.pp)
     reasons = {
-        f"the {layout.pp} ranks with {layout.schedule.virtual} stages each begin at {stages - 1} "
-        f"modules after the first stage, found {len(layout.cut)} in cut": (
+        f"the {stages} stages of {layout.pp} ranks begin at {stages - 1} modules after the first "
+        f"stage, found {len(layout.cut)} in cut": (
             bool(layout.cut) and len(layout.cut) != stages - 1
         ),
         f"tp={layout.tp} ranks that share a batch are among those that share experts, found "

@@ -1,11 +1,14 @@
 """Order the passes of a pipeline's ranks: which stage and micro-batch each computes, one by one.
 
 Ranks of a schedule hold several stages where it has virtual stages; a V holds stage r and, counted
-from the end, stage r again. The orders are those of ``torch.distributed.pipelining.schedules``
+from the end, stage r again. DualPipe's ranks hold the same two of a model that they hold twice, of
+which the second copy takes micro-batches that begin at the last rank: its stages count on from
+those of the first. The orders are those of ``torch.distributed.pipelining.schedules``
 (torch 2.13) and a test holds them against it; 1F1B also takes fewer micro-batches than ranks, as
 Megatron-LM's does. Sources: GPipe (Huang et al. 2019), 1F1B (Narayanan
 et al. 2019, PipeDream-Flush), interleaved 1F1B (Narayanan et al. 2021), zero-bubble ZB-H1 and ZB-V
-(Qi et al. 2023, 2024), DualPipeV (DeepSeek-AI 2025).
+(Qi et al. 2023, 2024), DualPipeV (DeepSeek-AI 2025). DualPipe (DeepSeek-AI 2024, arXiv 2412.19437)
+is not among torch's: its order is that of its authors' code (deepseek-ai/DualPipe).
 """
 
 from __future__ import annotations
@@ -48,36 +51,46 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Read ``gpipe``, ``1f1b``, ``interleaved:STAGES``, ``zb``, ``zbv`` or ``dualpipev``."""
+        """Read ``gpipe``, ``1f1b``, ``interleaved:STAGES``, ``zb``, ``zbv``, ``dualpipev``,
+        ``dualpipe``.
+        """
         name, _, virtual = text.partition(":")
         if name in _ONE_STAGE and not virtual:
             return cls(name)
-        if name in _V_SHAPED and not virtual:
+        if name in _V_SHAPED + _TWO_WAY and not virtual:
             return cls(name, 2)
         if name == "interleaved" and virtual.isdecimal() and int(virtual) > 1:
             return cls(name, int(virtual))
-        if text == "dualpipe":
-            raise StrategyError(
-                "'dualpipe' has two ranks hold each stage, which is not known here; write "
-                "dualpipev, of the same passes with every stage held once"
-            )
         raise StrategyError(
             f"{quoted(text)} is no pipeline schedule; write one of "
-            f"{', '.join(_ONE_STAGE + _V_SHAPED)} or interleaved:2 (stages of a rank)"
+            f"{', '.join(_ONE_STAGE + _V_SHAPED + _TWO_WAY)} or interleaved:2 (stages of a rank)"
         )
 
     def __str__(self) -> str:
         return f"interleaved:{self.virtual}" if self.name == "interleaved" else self.name
 
+    @property
+    def is_two_way(self) -> bool:
+        """Whether ranks hold two copies of the model, one for each way through them."""
+        return self.name in _TWO_WAY
+
+    def model_stages(self, ranks: int) -> int:
+        """Into how many stages the model is cut."""
+        return ranks if self.is_two_way else ranks * self.virtual
+
+    def passes_of(self, micro_batches: int) -> int:
+        """How many of a step's micro-batches each stage computes: of two ways, half of them."""
+        return micro_batches // 2 if self.is_two_way else micro_batches
+
     def stages_of(self, rank: int, ranks: int) -> tuple[int, ...]:
         """The stages that a rank holds, in the order of the model."""
-        if self.name in _V_SHAPED:
+        if self.name in _V_SHAPED + _TWO_WAY:
             return rank, 2 * ranks - 1 - rank
         return tuple(range(rank, ranks * self.virtual, ranks))
 
     def rank_of(self, stage: int, ranks: int) -> int:
         """The rank that holds a stage."""
-        if self.name in _V_SHAPED and stage >= ranks:
+        if self.name in _V_SHAPED + _TWO_WAY and stage >= ranks:
             return 2 * ranks - 1 - stage
         return stage % ranks
 
@@ -114,6 +127,11 @@ class Schedule:
             begun = 2 * behind + 1 + rank
             held = (begun, rank) if self.name == "zbv" else (begun, rank + 1)
             return min(held[0], micro_batches), min(held[1], micro_batches)
+        if self.is_two_way:
+            # Of the way that has fewer ranks behind first, as a V of half the ranks.
+            nearer = min(rank, behind)
+            begun, other = ranks - 1 - nearer, nearer + 1
+            return (begun, other) if rank < ranks // 2 else (other, begun)
         if self.name != "interleaved":
             return (min(behind + 1, micro_batches),)
         warm_up = (self.virtual - 1) * each + 2 * behind + 1
@@ -124,12 +142,15 @@ class Schedule:
 
     def round_of(self, ranks: int, micro_batches: int) -> int:
         """After how many micro-batches the passes repeat, but for their number."""
+        if self.is_two_way:
+            return 2
         return micro_batches // _rounds(ranks, micro_batches) if self.name == "interleaved" else 1
 
 
 DEFAULT_SCHEDULE = Schedule()
 _ONE_STAGE = ("gpipe", "1f1b", "zb")
 _V_SHAPED = ("zbv", "dualpipev")
+_TWO_WAY = ("dualpipe",)
 
 
 @lru_cache(maxsize=256)
@@ -142,17 +163,28 @@ def unchecked_orders(schedule: Schedule, ranks: int, micro_batches: int) -> tupl
         "zb": _zero_bubble,
         "zbv": _zero_bubble_v,
         "dualpipev": _dualpipe_v,
+        "dualpipe": _dualpipe,
     }[schedule.name]
     held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
     return tuple(tuple(ordered(rank, held[rank], ranks, micro_batches)) for rank in range(ranks))
 
 
 def _check_micro_batches(schedule: Schedule, ranks: int, micro_batches: int) -> None:
-    least = {"dualpipev": 2 * ranks}.get(schedule.name, 1)
+    if schedule.is_two_way and ranks % 2:
+        raise StrategyError(
+            f"the schedule {schedule} needs as many ranks before its middle as after it, found "
+            f"{ranks}; choose an even pp or dualpipev"
+        )
+    least = {"dualpipev": 2 * ranks, "dualpipe": 2 * ranks}.get(schedule.name, 1)
     if micro_batches < least:
         raise StrategyError(
             f"the schedule {schedule} over {ranks} stages of ranks needs at least {least} "
             f"micro-batches, found {micro_batches}; raise micro_batches or choose gpipe"
+        )
+    if schedule.is_two_way and micro_batches % 2:
+        raise StrategyError(
+            f"the schedule {schedule} takes as many micro-batches from one end as from the other, "
+            f"found {micro_batches}; choose an even number"
         )
     rounds = _rounds(ranks, micro_batches)
     if schedule.name in ("interleaved", "zb") and micro_batches % rounds:
@@ -335,3 +367,14 @@ def _dualpipe_v(rank: int, held: Sequence[int], ranks: int, micro_batches: int) 
         yield from v.weight()
         yield v.take(kind, 0)
     yield from v.pending
+
+
+def _dualpipe(rank: int, held: Sequence[int], ranks: int, micro_batches: int) -> Iterator[Action]:
+    """DualPipe: what ranks of half as many do in DualPipeV, the last ones from the other way.
+
+    Micro-batches of the first way have even numbers, those of the second odd ones.
+    """
+    half = ranks // 2
+    nearer, own = (rank, held) if rank < half else (ranks - 1 - rank, held[::-1])
+    for kind, stage, number in _dualpipe_v(nearer, own, half, micro_batches // 2):
+        yield Action(kind, stage, 2 * number + (stage >= ranks))

@@ -19,7 +19,7 @@ from estimator.workload.layout import Layout
 from estimator.workload.schedules import Schedule
 from tests.advise.test_layouts import graphs, machine
 
-NAMES = ("1f1b", "gpipe", "interleaved:2", "interleaved:3", "zb", "zbv", "dualpipev")
+NAMES = ("1f1b", "gpipe", "interleaved:2", "interleaved:3", "zb", "zbv", "dualpipev", "dualpipe")
 
 
 @settings(max_examples=60, deadline=None)
@@ -65,7 +65,7 @@ def test_the_first_rank_of_1f1b_holds_as_many_micro_batches_as_there_are_ranks()
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from([("1x4:m", 2), ("1x4:m", 4), ("2x2:m", 2), ("1x6:m", 3)]),
-    st.sampled_from(("1f1b", "gpipe", "interleaved:2", "zb", "zbv", "dualpipev")),
+    st.sampled_from(("1f1b", "gpipe", "interleaved:2", "zb", "zbv", "dualpipev", "dualpipe")),
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([4, 8, 12]),
     st.sampled_from(["ddp", "zero1", "distributed-optimizer"]),

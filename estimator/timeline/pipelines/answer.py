@@ -9,7 +9,7 @@ communication.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -60,6 +60,19 @@ class PipelinedStep:
     tails_s: Sequence[float]
     points: Sequence[str]
     ranks: int
+
+    def assumptions(self) -> Iterator[str]:
+        """What an answer takes for granted of stages, in sentences."""
+        yield (
+            f"stages begin at {', '.join(self.points)}; what they send slows no compute; a stage's "
+            "host is ahead of its device within a run of micro-batches"
+        )
+        if self.schedule.is_two_way:
+            yield (
+                "ranks hold two copies of the model, whose gradients pairs of ranks add up after "
+                "their last pass; a forward beside a backward pass takes as long as one after the "
+                "other"
+            )
 
     def timeline(self) -> Timeline:
         """Passes on the lane of compute, what is sent on that of the network of who sends it."""
@@ -123,7 +136,8 @@ def pipeline_answer(
     answers = [answered[id(each.plan)] for each in stages]
     costs = [_costs(each) for each in stages]
     held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
-    tails = [_tail_s(answers, stages, own, micro_batches) for own in held]
+    passes = schedule.passes_of(micro_batches)
+    tails = [_tail_s(answers, stages, own, passes) for own in held]
     ends = last_ends_s(schedule, ranks, micro_batches, costs)
     step_s, last = max(
         (end + tail, rank) for rank, (end, tail) in enumerate(zip(ends, tails, strict=True))
@@ -133,14 +147,16 @@ def pipeline_answer(
     parts = _parts(
         [answers[number].parts for number in held[last]],
         sum(costs[n].forward_s + costs[n].input_s + costs[n].weight_s for n in held[last]),
-        micro_batches,
+        passes,
         tied_s=sum(stages[number].tied_s for number in held[last]),
         moved_s=max(step_s - unsent_s, 0.0),
         step_s=step_s,
     )
     longest = max(held[last], key=lambda number: answers[number].slowest.lane.lane_s)
+    own = [answers[n].slowest.lane for n in held[last]]
+    share = passes / (micro_batches * ranks)
     slowest = _with_lanes(
-        answers[longest].slowest, [answers[n].slowest for n in held[last]], micro_batches
+        answers[longest].slowest, own, passes, [each.slowest.lane for each in answers], share
     )
     each_peak = [peaks[id(each.plan)] for each in stages]
     memories = [
@@ -153,7 +169,7 @@ def pipeline_answer(
         micro_batches=micro_batches,
         costs=costs,
         tails_s=tails,
-        points=[each.stage.point for each in stages[1:]],
+        points=[each.stage.point for each in stages[1 : schedule.model_stages(ranks)]],
         ranks=stages[0].plan.mesh.placement.ranks,
     )
     return PipelineAnswer(found, stages[longest].plan, memory, used_ratio, step)
@@ -175,25 +191,25 @@ def _tail_s(
     answers: Sequence[StepAnswer],
     stages: Sequence[StagePlan],
     own: Sequence[int],
-    micro_batches: int,
+    passes: int,
 ) -> float:
     """What a rank does after its last pass, and the spread between ranks."""
     parts = [answers[number].parts for number in own]
     after_s = sum(p.communication_exposed_s + p.copies_exposed_s + p.update_s for p in parts)
-    spread_s = sum(p.straggler_s for p in parts) * micro_batches
+    spread_s = sum(p.straggler_s for p in parts) * passes
     return float(after_s + spread_s + sum(stages[number].tied_s for number in own))
 
 
 def _parts(
     each: Sequence[Breakdown],
     passes_s: float,
-    micro_batches: int,
+    passes: int,
     *,
     tied_s: float,
     moved_s: float,
     step_s: float,
 ) -> Breakdown:
-    """The parts of the rank that ends last: its stages' passes as often as there are micro-batches.
+    """The parts of the rank that ends last: its stages' passes, each as often as they compute.
 
     What its passes take beyond kernels and the collectives among them is the host's.
     """
@@ -202,29 +218,36 @@ def _parts(
         for item in fields(Breakdown)
     }
     for name in ("forward_s", "backward_s", "layer_communication_s", "straggler_s"):
-        total[name] *= micro_batches
+        total[name] *= passes
     kernels_s = total["forward_s"] + total["backward_s"] + total["layer_communication_s"]
-    total["host_exposed_s"] = max(passes_s * micro_batches - kernels_s, 0.0)
+    total["host_exposed_s"] = max(passes_s * passes - kernels_s, 0.0)
     total["communication_exposed_s"] += tied_s + moved_s
     busy_s = sum(total.values())
     return Breakdown(**{**total, "idle_s": max(step_s - busy_s, 0.0)})
 
 
-def _with_lanes(longest: RankKind, own: Sequence[RankKind], micro_batches: int) -> RankKind:
-    """The longest stage's rank with the lanes of all its stages and micro-batches together."""
+def _with_lanes(
+    longest: RankKind,
+    own: Sequence[LaneCosts],
+    passes: int,
+    stages: Sequence[LaneCosts],
+    share: float,
+) -> RankKind:
+    """The longest stage's rank with the lanes of all its stages and passes together.
+
+    What it computes in one micro-batch is the mean over ranks: of each stage this `share`.
+    """
     sums = {
-        name: micro_batches * sum(getattr(kind.lane, name) for kind in own)
+        name: passes * sum(getattr(lane, name) for lane in own)
         for name in LaneCosts._fields
         if name.endswith("_s")
     }
-    variance = sum(kind.lane.kernels_variance_s2 for kind in own) * micro_batches**2
-    lane = longest.lane._replace(**{**sums, "kernels_variance_s2": variance})
-    # What it computes in one micro-batch is told by all its stages.
-    peaks = {
-        name: sum(getattr(kind.lane, name) for kind in own)
+    sums |= {
+        name: share * sum(getattr(lane, name) for lane in stages)
         for name in ("model_peak_s", "hardware_peak_s")
     }
-    return replace(longest, lane=lane._replace(**peaks))
+    variance = sum(lane.kernels_variance_s2 for lane in own) * passes**2
+    return replace(longest, lane=longest.lane._replace(**sums, kernels_variance_s2=variance))
 
 
 def _memory(

@@ -55,8 +55,8 @@ def stage_plans(
 ) -> tuple[StagePlan, ...]:
     """The stages of the graph of one rank, in the order of the model, for one micro-batch each.
 
-    They begin at `points`, by default where the slowest one takes least. Raises StrategyError,
-    WorkloadError, ProfileError.
+    Where ranks hold two copies of the model, those of the second follow. They begin at `points`, by
+    default where the slowest one takes least. Raises StrategyError, WorkloadError, ProfileError.
     """
     if graph.is_summary:
         raise StrategyError(
@@ -103,6 +103,8 @@ def _stage_plans(
 ) -> tuple[StagePlan, ...]:
     batch = batches[0] if batches else None
     stages = _stages(graph, mesh, batch, shape, schedule, points, cache)
+    if schedule.is_two_way:
+        stages += stages
     merging = mesh.parallelism.replicas > 1
     whole = bound_of(graph, batch, cache)
     held = Counter(name for stage in stages for name in stage.parameters)
@@ -206,7 +208,8 @@ def balanced_points(
         seconds = cache.get("op seconds", (bound, node.profile), spent, *details)
         return blocks.balanced(stages, seconds)
 
-    stages, details = mesh.parallelism.pp * schedule.virtual, (node.ranks_per_node, exchanges)
+    stages = schedule.model_stages(mesh.parallelism.pp)
+    details = node.ranks_per_node, exchanges
     return cache.get("balanced", (bound, node.profile), balanced, *details, stages)
 
 
@@ -280,18 +283,27 @@ def _tied_s(
     tied: frozenset[str],
     cache: Cache,
 ) -> float:
-    """Seconds in which gradients of weights that two stages share are added up between them.
+    """Seconds in which gradients of weights that ranks share are added up between them.
 
-    `tied` are the names of all such weights.
+    `tied` are the names of all weights that several stages hold. What several of one rank hold
+    counts for the first of these.
     """
-    one, ranks, spent_s = stages[number], mesh.parallelism.pp, 0.0
+    one, ranks = stages[number], mesh.parallelism.pp
     if tied.isdisjoint(one.parameters):
         return 0.0
     sizes = [parameter.spec.nbytes for parameter in one.graph.parameters]
     own = dict(zip(one.parameters, sizes, strict=True))
+    rank, on_ranks = schedule.rank_of(number, ranks), dict[int, set[str]]()
     for other, stage in enumerate(stages):
         if other != number:
-            shared = sum(own.get(name, 0) for name in stage.parameters)
-            pair = schedule.rank_of(number, ranks), schedule.rank_of(other, ranks)
-            spent_s += _pair_s(mesh, *pair, "all_reduce", shared, cache) if shared else 0.0
-    return spent_s
+            where = schedule.rank_of(other, ranks)
+            on_ranks.setdefault(where, set()).update(tied.intersection(stage.parameters))
+            if where == rank and other < number:
+                for name in stage.parameters:
+                    own.pop(name, None)
+    shared = {where: sum(own.get(name, 0) for name in names) for where, names in on_ranks.items()}
+    return sum(
+        _pair_s(mesh, rank, where, "all_reduce", size_bytes, cache)
+        for where, size_bytes in shared.items()
+        if size_bytes and where != rank
+    )

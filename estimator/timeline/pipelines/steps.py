@@ -4,7 +4,8 @@ Every rank computes its passes in the order of the schedule; what a stage sends 
 its own from rank to rank, in the order in which it is sent, and the pass that needs it waits for
 it. As in torch.distributed.pipelining nothing is sent before it is received: GPipe and 1F1B receive
 once they have nothing else to do before, the other schedules after the passes that a rank has come
-to when all take one at a time. DualPipeV's pairs of passes send what they give after both.
+to when all take one at a time. DualPipe's and DualPipeV's pairs of passes send what they give after
+both.
 1F1B (Megatron-LM's too) waits for what it sends as well: between a forward and a backward pass for
 the one just sent, within a run of either for the one before.
 """
@@ -61,11 +62,12 @@ def pipeline_tasks(
 ) -> tuple[TaskList, list[int]]:
     """All passes and transfers of a step, and the number of each rank's last pass.
 
-    `stages` are `ranks * schedule.virtual`, in the order of the model. Raises StrategyError where
-    the schedule cannot run that many micro-batches.
+    `stages` are `ranks * schedule.virtual`, in the order of the model, of DualPipe one copy after
+    the other. Raises StrategyError where the schedule cannot run that many micro-batches.
     """
     schedule.check(ranks, micro_batches)
     tasks, last = TaskList(), [0] * ranks
+    count = schedule.model_stages(ranks)
     passes = [stage.passes_s() for stage in stages]
     computing = [f"rank {rank}" for rank in range(ranks)]
     for number, (action, rank, to_rank, after) in enumerate(
@@ -74,7 +76,7 @@ def pipeline_tasks(
         kind, stage, micro_batch = action
         label = NO_LABEL
         if labelled:
-            label = Label(f"{kind} of stage {stage}, micro-batch {micro_batch}", phase=kind)
+            label = Label(f"{kind} of stage {stage % count}, micro-batch {micro_batch}", phase=kind)
         if to_rank is None:
             last[rank] = number
             task = Task(computing[rank], passes[stage][kind], after, label=label)
@@ -96,7 +98,7 @@ class _Ordering:
 
     def __init__(self, schedule: Schedule, ranks: int, orders: Sequence[Sequence[Action]]) -> None:
         self._schedule, self._ranks, self._orders = schedule, ranks, orders
-        self._stages = ranks * schedule.virtual
+        self._stages = schedule.model_stages(ranks)
         self._awaits_sends = schedule.name == "1f1b"
         self._receives_late = schedule.virtual == 1 and schedule.name != "zb"
         self.items: list[Item] = []
@@ -126,13 +128,16 @@ class _Ordering:
         return all(self._add_pass(rank, place + n) for n in range(len(passes)))
 
     def _is_paired(self, rank: int, place: int) -> bool:
-        """Whether a pass is the forward one that DualPipeV has beside a backward one."""
+        """Whether a pass is the forward one that DualPipe(V) has beside a backward one."""
         kinds = [action.kind for action in self._orders[rank][place : place + 2]]
-        if self._schedule.name != "dualpipev" or kinds != ["forward", "backward"]:
+        name = self._schedule.name
+        if name not in ("dualpipe", "dualpipev") or kinds != ["forward", "backward"]:
             return False
-        # The first pair of the last rank stands apart.
+        # The first pair of the last rank, or of those in the middle of two ways, stands apart.
         is_first = not any(action.kind == "backward" for action in self._orders[rank][:place])
-        return not (is_first and rank == self._ranks - 1)
+        half = self._ranks // 2
+        apart = (half - 1, half) if name == "dualpipe" else (self._ranks - 1,)
+        return not (is_first and rank in apart)
 
     def _add_pass(self, rank: int, place: int) -> bool:
         """Add a pass that all is there for but, of 1F1B, what its rank waits to have sent."""
@@ -187,8 +192,8 @@ class _Ordering:
         """The pass of the neighbouring stage that one waits for; the rank's own come before."""
         kind, stage, micro_batch = action
         if kind == "forward":
-            return Action(kind, stage - 1, micro_batch) if stage else None
-        if kind == "weight" or stage == self._stages - 1:
+            return Action(kind, stage - 1, micro_batch) if stage % self._stages else None
+        if kind == "weight" or (stage + 1) % self._stages == 0:
             return None
         return Action("input", stage + 1, micro_batch)
 
@@ -197,7 +202,8 @@ class _Ordering:
         if action.kind == "weight":
             return None
         stage = action.stage + (1 if action.kind == "forward" else -1)
-        if not 0 <= stage < self._stages:
+        # Each copy of the model ends for itself.
+        if stage // self._stages != action.stage // self._stages:
             return None
         return self._schedule.rank_of(stage, self._ranks)
 

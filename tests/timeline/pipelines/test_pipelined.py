@@ -7,8 +7,15 @@ import pickle
 import pytest
 
 import estimator as est
+from estimator.engine import Engine
 from estimator.errors import StrategyError, WorkloadError
 from estimator.estimates import Estimate
+from estimator.placement.mesh import Mesh
+from estimator.timeline.pipelines.stage_plans import stage_plans
+from estimator.timeline.ranks import StepShape
+from estimator.workload import Strategy
+from estimator.workload.layout import Layout
+from estimator.workload.schedules import Schedule
 from tests.graph.test_stages import traced
 from tests.synthetic import Machine, with_every_collective
 
@@ -36,6 +43,7 @@ def answer(allocation: str, layout: str | None, micro_batches: int = 8, **more: 
         "pp=2,schedule=zb,dp=1",
         "pp=2,schedule=zbv,dp=1",
         "pp=2,schedule=dualpipev,dp=1",
+        "pp=2,schedule=dualpipe,dp=1",
     ],
 )
 def test_the_parts_add_up_and_the_timeline_ends_with_the_step(layout: str) -> None:
@@ -122,3 +130,44 @@ def test_what_a_pipeline_cannot_do_is_refused_in_one_sentence() -> None:
         answer("1x2:m", "schedule=1f1b")
     with pytest.raises(StrategyError, match="'2f2b' is no pipeline schedule"):
         answer("1x2:m", "pp=2,schedule=2f2b")
+
+
+def test_every_schedule_does_the_same_work_in_its_time() -> None:
+    # The model's flops of 8 micro-batches over the peak of two devices, whoever ends last.
+    answers = [
+        answer("1x2:m", f"pp=2,schedule={name},dp=1") for name in ("1f1b", "zbv", "dualpipe")
+    ]
+    done = [found.step_time_s * (found.mfu_ratio or 0.0) for found in answers]
+    assert done[0] > 0
+    assert done[1:] == pytest.approx([done[0]] * 2)
+
+
+def test_ranks_of_dualpipe_hold_and_update_two_copies() -> None:
+    one = answer("1x2:m", "pp=2,schedule=zb,dp=1,cut=layers.4")
+    both = answer("1x2:m", "pp=2,schedule=dualpipe,dp=1,cut=layers.4")
+    # Each of two ranks has both halves of the model.
+    assert both.memory.parameters_bytes == answer("1x2:m", None, 1).memory.parameters_bytes
+    assert both.breakdown.update_s > one.breakdown.update_s
+    assert any("two copies" in text for text in both.assumptions)
+    assert not any("two copies" in text for text in one.assumptions)
+
+
+def test_copies_of_dualpipe_add_up_their_gradients_once() -> None:
+    # Two ranks all-reduce the 7,552 bytes of each half: 0.1 ms and 1 byte a nanosecond. Where the
+    # halves share an embedding of 50 x 16 numbers, each rank adds up its own two copies of it and
+    # all-reduces the sum with the first half.
+    for tied, second in ((False, 7552), (True, 7552 - 3200)):
+        graph = traced(8, tied=tied)
+        engine = Engine()
+        mesh = Mesh.laid_out(
+            engine.place("1x2:m", profile=PROFILE),
+            Layout.parse("pp=2,schedule=dualpipe,dp=1"),
+            Strategy(),
+            micro_batches=8,
+        )
+        shape = StepShape(Strategy(), 8)
+        schedule = Schedule.parse("dualpipe")
+        points = ("layers.4",)
+        stages = stage_plans(graph, mesh, (8,), shape, schedule, engine.cache, points=points)
+        sizes = [7552, 7552, second, second]
+        assert [stage.tied_s for stage in stages] == pytest.approx([1e-4 + n / 1e9 for n in sizes])

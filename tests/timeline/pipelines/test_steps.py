@@ -56,6 +56,36 @@ def test_zb_v_has_no_bubble_beyond_its_ramp() -> None:
         assert ended - begun == pytest.approx(16 * 3.0)
 
 
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 12), (8, 20)])
+def test_dualpipe_has_the_bubble_of_its_authors(ranks: int, micro_batches: int) -> None:
+    # DeepSeek-V3's report, table 2: (PP/2 − 1)(F&B + B − 3W), where F&B, a forward beside a
+    # backward pass, takes as long as both one after the other: F = W = 1, B = 2.
+    total_s = step_s("dualpipe", ranks, micro_batches, [EQUAL] * 2 * ranks)
+    assert total_s == pytest.approx(3 * micro_batches + (ranks / 2 - 1) * (3 + 2 - 3))
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 6), (4, 10), (6, 14)])
+def test_both_ways_of_dualpipe_mirror_each_other(ranks: int, micro_batches: int) -> None:
+    # Where the second copy is the first one mirrored and nothing is sent, a rank of each half does
+    # what one of DualPipeV does, which holds the same stages and passes to itself what goes to the
+    # other half.
+    costs = [StageCosts(1.0 + n / 7, 1.3 + n / 5, 0.7 + n / 11) for n in range(ranks)]
+    v = step_s("dualpipev", ranks // 2, micro_batches, costs)
+    assert step_s("dualpipe", ranks, 2 * micro_batches, costs * 2) == pytest.approx(v)
+
+
+def test_dualpipe_on_two_ranks_by_hand() -> None:
+    # Rank 0 holds stages 0 and 1' (the copy's last), rank 1 stages 1 and 0'; F = 1, I = W = 1,
+    # sending takes 0.1. Two micro-batches from each end, a on rank 0, b on rank 1, by symmetry rank
+    # 1 does what rank 0 does: F(0, a0) 0–1, sent until 1.1; F(1', b0), sent by rank 1 from 1 on,
+    # 1.1–2.1; F(0, a1) –3.1; B(1', b0) –5.1; F(1', b1), there since 3.2, –6.1, and beside it
+    # B(0, a0), whose gradient of rank 1's B(1, a0) is there at 5.2, –8.1. Then B(1', b1) –10.1 and
+    # B(0, a1), of which the gradients of inputs alone come from 10.2 on, –11.2, then of weights
+    # –12.2.
+    stage = StageCosts(1.0, 1.0, 1.0, sent_s=0.1, returned_s=0.1)
+    assert step_s("dualpipe", 2, 4, [stage] * 4) == pytest.approx(12.2)
+
+
 def test_two_stages_that_send_for_a_tenth_of_a_second() -> None:
     # 1F1B, p = 2, m = 2; F = 1, B = 2, a transfer 0.1. Rank 1: F0 1.1–2.1, B0 –4.1; F1 is there
     # since 2.2, but rank 1 waits for what it sends: F1 4.2–5.2, B1 –7.2, sent until 7.3. Rank 0:
@@ -82,15 +112,20 @@ def test_rows_are_steps_of_their_own() -> None:
 
 SECONDS = st.floats(0.01, 3.0)
 SCHEDULES = st.sampled_from(
-    ["gpipe", "1f1b", "interleaved:2", "interleaved:3", "zb", "zbv", "dualpipev"]
+    ["gpipe", "1f1b", "interleaved:2", "interleaved:3", "zb", "zbv", "dualpipev", "dualpipe"]
 ).map(Schedule.parse)
+
+
+def ranks_of(schedule: Schedule, most: int) -> st.SearchStrategy[int]:
+    """Ranks that a schedule runs on: an even number where micro-batches come from both ends."""
+    return st.integers(1, most).filter(lambda ranks: not schedule.is_two_way or ranks % 2 == 0)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_evaluator_equals_the_simulation_for_every_schedule(data: st.DataObject) -> None:
     schedule = data.draw(SCHEDULES)
-    ranks = data.draw(st.integers(1, 5))
+    ranks = data.draw(ranks_of(schedule, 5))
     micro_batches = ranks * data.draw(st.integers(2, 4))
     stages = [
         StageCosts(*(data.draw(SECONDS) for _ in range(5))) for _ in range(ranks * schedule.virtual)
@@ -111,7 +146,7 @@ def test_the_evaluator_equals_the_simulation_for_every_schedule(data: st.DataObj
 @given(st.data())
 def test_micro_batches_in_the_middle_advance_by_the_period_of_all(data: st.DataObject) -> None:
     schedule = data.draw(SCHEDULES)
-    ranks = data.draw(st.integers(1, 4))
+    ranks = data.draw(ranks_of(schedule, 4))
     micro_batches = ranks * data.draw(st.integers(2, 14))
     # Stages that are nearly alike fall behind each other slowly: what is waited for changes late.
     least = data.draw(st.sampled_from([0.01, 0.97, 1.0]))
