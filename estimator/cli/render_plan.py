@@ -73,7 +73,7 @@ def layouts_report(
     """The layouts that fit, the fastest first, and why the others are slower."""
     table = grid(
         f"Training {model} on {allocation} with a global batch of {global_batch}",
-        *("layout, strategy", "most by"),
+        *("layout, strategy, checkpoint", "most by"),
         *("micro-batches", "memory", "step", "slower by"),
         numbers=4,
     )
@@ -85,8 +85,7 @@ def layouts_report(
         mark = " ?" if answer.fits == "uncertain" else ""
         slower = answer.step_time_s / best.step_time_s - 1
         table.add_row(
-            f"{row.layout}\n  {row.strategy}{', checkpoint ' if row.checkpoint else ''}"
-            f"{row.checkpoint or ''}",
+            f"{row.layout}\n  {row.strategy}{f', {row.checkpoint}' if row.checkpoint else ''}",
             row.why,
             f"{row.micro_batches} × {row.batch_per_gpu}",
             format_bytes(answer.peak_memory_bytes) + mark,

@@ -114,7 +114,8 @@ def test_layouts_of_an_allocation_are_ranked(model: Path, command: Run) -> None:
 def test_layouts_checkpoints_and_strategies_are_never_cut_off(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    answer = est.estimate(perceptron([64, 64, 64]), "1x1:t4-g4dn", batch_per_gpu=4)
+    graph = replace(perceptron([64, 64, 64]), target="cuda")
+    answer = est.estimate(graph, "1x1:t4-g4dn", batch_per_gpu=4)
     row = LayoutRow(
         layout="tp=8,pp=16,schedule=interleaved:4,sp,vocab,dp=128",
         strategy="distributed-optimizer",
@@ -127,7 +128,7 @@ def test_layouts_checkpoints_and_strategies_are_never_cut_off(
     ranking = LayoutRanking(rows=(row,), candidates=1, worked_out=1, too_large=0, refusals=())
     print_tables(layouts_report(ranking, model="net", allocation="128x8:m", global_batch=2048))
     printed = capsys.readouterr().out
-    for text in (row.layout, "distributed-optimizer, checkpoint selective:op"):
+    for text in (row.layout, "distributed-optimizer, selective:op"):
         assert any(text in line for line in printed.splitlines())
 
 
