@@ -256,11 +256,13 @@ def _staged_cases() -> Iterator[Case]:
 
     Not `gpipe` and `interleaved` with dp ranks: there torch 2.13's DDP stops in the second step
     (reducer.cpp, "rebuilt parameter indices size is not same as original model parameters size").
+    Nor zero-bubble ones: torch's DDP reduces nothing of backward passes in two parts
+    (pytorch/pytorch, issue 144530), of which that for weights finds none that ranks divide.
     """
     for bed in ("even", "eight200"):
         for layout, schedules, micro_batches in (
-            ("tp=2,pp=2", ("1f1b", "zb"), (4, 8)),
-            ("tp=2,pp=4", ("gpipe", "1f1b"), (4,)),
+            ("tp=2,pp=2", ("1f1b",), (4, 8)),
+            ("tp=2,pp=4", ("gpipe", "1f1b", "zb"), (4, 8)),
         ):
             for schedule, count in product(schedules, micro_batches):
                 yield Case(

@@ -51,7 +51,7 @@ class PipelinedStep:
     """The passes and transfers of a pipeline's step, and what its ranks do after their last pass.
 
     `costs` are those of the stages, `points` the modules at which they begin, `ranks` how many
-    ranks the mesh has.
+    ranks the mesh has; `is_ddp` where DDP reduces gradients among some of them.
     """
 
     schedule: Schedule
@@ -60,6 +60,7 @@ class PipelinedStep:
     tails_s: Sequence[float]
     points: Sequence[str]
     ranks: int
+    is_ddp: bool
 
     def assumptions(self) -> Iterator[str]:
         """What an answer takes for granted of stages, in sentences."""
@@ -72,6 +73,11 @@ class PipelinedStep:
                 "ranks hold two copies of the model, whose gradients pairs of ranks add up after "
                 "their last pass; a forward beside a backward pass takes as long as one after the "
                 "other"
+            )
+        if self.is_ddp and not self.schedule.backward_is_whole:
+            yield (
+                "gradients are reduced after a backward pass in two parts as after a whole one; "
+                "torch's DDP reduces none of them (pytorch/pytorch, issue 144530), its FSDP does"
             )
 
     def timeline(self) -> Timeline:
@@ -164,13 +170,16 @@ def pipeline_answer(
     ]
     memory, used_ratio = max(memories, key=lambda each: each[1])
     found = StepAnswer(parts, slowest, answers[longest].communication)
+    first = stages[0].plan
     step = PipelinedStep(
         schedule=schedule,
         micro_batches=micro_batches,
         costs=costs,
         tails_s=tails,
         points=[each.stage.point for each in stages[1 : schedule.model_stages(ranks)]],
-        ranks=stages[0].plan.mesh.placement.ranks,
+        ranks=first.mesh.placement.ranks,
+        is_ddp=first.members.table.shape.strategy.kind == "ddp"
+        and first.mesh.parallelism.replicas > 1,
     )
     return PipelineAnswer(found, stages[longest].plan, memory, used_ratio, step)
 

@@ -171,3 +171,19 @@ def test_copies_of_dualpipe_add_up_their_gradients_once() -> None:
         stages = stage_plans(graph, mesh, (8,), shape, schedule, engine.cache, points=points)
         sizes = [7552, 7552, second, second]
         assert [stage.tied_s for stage in stages] == pytest.approx([1e-4 + n / 1e9 for n in sizes])
+
+
+@pytest.mark.parametrize(
+    ("allocation", "layout", "strategy", "says"),
+    [
+        ("1x4:m", "pp=2,schedule=zb,dp=2", "ddp", True),
+        ("1x2:m", "pp=2,schedule=zb,dp=1", "ddp", False),
+        ("1x4:m", "pp=2,schedule=1f1b,dp=2", "ddp", False),
+        ("1x4:m", "pp=2,schedule=zb,dp=2", "fsdp:no_reshard", False),
+    ],
+)
+def test_that_torch_reduces_no_split_backward_under_ddp_is_said(
+    allocation: str, layout: str, strategy: str, says: bool
+) -> None:
+    found = answer(allocation, layout, strategy=strategy)
+    assert any("issue 144530" in text for text in found.assumptions) is says
