@@ -1,5 +1,7 @@
-"""Predict steps of tensor-parallel CPU ranks, then run them: parallelize_module on gloo.
+"""Predict steps of two CPU ranks that share a model, then run them on gloo: layers or stages.
 
+Tensor-parallel ranks divide layers by `parallelize_module`; with --pipeline each holds half of the
+blocks under torch's schedules, four micro-batches a step.
 Every case is predicted before it is measured; a measurement is the median over fresh processes of
 the slowest rank's step. What is found is appended to a file in --work, from which a further run
 continues.
@@ -23,8 +25,10 @@ from estimator.graph.split_plan import Plan
 from estimator.graph.trace import trace_graph
 from estimator.machines.profile import MachineProfile
 from estimator.probe.ranks import run_on_devices
+from estimator.workload.schedules import Schedule
 
-TP = 2
+RANKS = 2
+SCHEDULES, MICRO_BATCHES = ("1f1b", "gpipe", "zb"), 4
 _BIG = {"width": 512, "heads": 8, "words": 4096}
 CASES = (
     Case("llama-like 4 x 512", decoder(**_BIG, inner=1408, layers=4), sequence=True),
@@ -49,6 +53,8 @@ def train_rank(rank: int, world_size: int, arguments: Mapping[str, Any]) -> dict
     keep_memory_resident()
     torch.manual_seed(0)
     model, batch = next(case for case in CASES if case.name == arguments["case"]).make()
+    if arguments["schedule"]:
+        return time_steps(_Stage(rank, model, batch, arguments["schedule"]), arguments, world_size)  # type: ignore[arg-type]
     plan = Plan(tuple(tuple(each) for each in arguments["styles"]), sequence=arguments["sequence"])
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, torch_styles(plan, model))
@@ -85,7 +91,37 @@ class _Steps:
         return {}
 
 
-def predicted(case: Case, profile: MachineProfile, *, sequence: bool) -> tuple[Plan, Estimate]:
+class _Stage(_Steps):
+    """The same of a rank that holds half of a decoder's blocks."""
+
+    def __init__(self, rank: int, model: Any, batch: Any, schedule: str) -> None:
+        import torch
+        from testbed.layouts import staged
+        from testbed.pipelines import step_of
+        from torch.distributed.pipelining.stage import PipelineStage
+
+        part = staged(model, [len(model.blocks) // RANKS])[rank]
+        super().__init__(part, batch)
+        width = model.norm.weight.shape[0]
+        given = torch.zeros(*batch.shape, width, requires_grad=True) if rank else batch
+        stage = PipelineStage(part, rank, RANKS, torch.device("cpu"), input_args=(given,))
+        self._step = step_of(
+            Schedule.parse(schedule),
+            [stage],
+            batch,
+            MICRO_BATCHES,
+            loss=lambda logits, ids: torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), ids.flatten()
+            ),
+            targets=batch,
+            update=self.optimizer,
+        )
+
+    def step(self) -> None:
+        self._step()
+
+
+def predicted(case: Case, profile: MachineProfile, how: str) -> tuple[Plan | None, Estimate]:
     """The plan and the estimate of one case on two ranks."""
     from layout_oracle import plan_of
 
@@ -93,22 +129,29 @@ def predicted(case: Case, profile: MachineProfile, *, sequence: bool) -> tuple[P
 
     model, batch = case.make()
     graph = trace_graph(model, batch, loss=case.loss)
-    plan = plan_of(graph, sequence=sequence)
-    layout = f"tp={TP},sp" if sequence else f"tp={TP}"
-    answer = DEFAULT.estimate(
-        graph, f"1x{TP}:{profile.name}", layout=layout, tp_plan=plan, profile=profile
-    )
+    about: dict[str, Any] = {"profile": profile}
+    plan = None
+    if how in SCHEDULES:
+        cut = f"blocks.{len(model.blocks) // RANKS}"
+        layout = f"pp={RANKS},schedule={how},cut={cut},dp=1"
+        about |= {"accumulation_steps": MICRO_BATCHES}
+    else:
+        plan = plan_of(graph, sequence=how == "sp")
+        layout = f"tp={RANKS},sp" if plan.sequence else f"tp={RANKS}"
+        about |= {"tp_plan": plan}
+    answer = DEFAULT.estimate(graph, f"1x{RANKS}:{profile.name}", layout=layout, **about)
     return plan, answer
 
 
 def measured(
-    case: Case, plan: Plan, profile: MachineProfile, *, steps: int, processes: int
+    case: Case, how: str, plan: Plan | None, profile: MachineProfile, *, steps: int, processes: int
 ) -> list[float]:
     """Seconds of the slowest rank's step in each of some runs."""
     arguments = {
         "case": case.name,
-        "styles": plan.styles,
-        "sequence": plan.sequence,
+        "styles": plan.styles if plan else (),
+        "sequence": bool(plan and plan.sequence),
+        "schedule": how if how in SCHEDULES else "",
         "kind": "cpu",
         "steps": steps,
         "warmup_steps": 3,
@@ -116,7 +159,11 @@ def measured(
     found = []
     for _ in range(processes):
         ranks = run_on_devices(
-            profile.devices[:TP], "layout_accuracy:train_rank", arguments, timeout_s=300, world=True
+            profile.devices[:RANKS],
+            "layout_accuracy:train_rank",
+            arguments,
+            timeout_s=300,
+            world=True,
         )
         found.append(max(rank["step_s"] for rank in ranks))
     return found
@@ -128,6 +175,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--only", type=int, action="append", default=[])
+    parser.add_argument("--pipeline", action="store_true")
     add_work(parser, "layout_accuracy")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -138,16 +186,15 @@ def main() -> int:
     for number, case in enumerate(CASES):
         if options.only and number not in options.only:
             continue
-        for sequence in (False, True):
-            if not records.of("layout", case.name, sequence=sequence):
-                plan, answer = predicted(case, profile, sequence=sequence)
+        for how in SCHEDULES if options.pipeline else ("tp", "sp"):
+            if not records.of("layout", case.name, how=how):
+                plan, answer = predicted(case, profile, how)
                 at = now()
-                runs = measured(
-                    case, plan, profile, steps=options.steps, processes=options.processes
-                )
-                records.add(_record(case, answer, runs, predicted_at=at, sequence=sequence))
+                counts = {"steps": options.steps, "processes": options.processes}
+                runs = measured(case, how, plan, profile, **counts)
+                records.add(_record(case, how, answer, runs, predicted_at=at))
                 say(_line(records.found[-1]))
-            rows += records.of("layout", case.name, sequence=sequence)[-1:]
+            rows += records.of("layout", case.name, how=how)[-1:]
     errors = sorted(abs(row["error_ratio"]) for row in rows)
     median, worst = statistics.median(errors), errors[-1]
     lines = [*map(_line, rows), f"median {median:.1%}, worst {worst:.1%}, {len(rows)} cases"]
@@ -156,14 +203,14 @@ def main() -> int:
 
 
 def _record(
-    case: Case, answer: Estimate, runs: list[float], *, predicted_at: str, sequence: bool
+    case: Case, how: str, answer: Estimate, runs: list[float], *, predicted_at: str
 ) -> Record:
     """A case's prediction beside its measurement."""
     step_s = statistics.median(runs)
     return {
         "kind": "layout",
         "key": case.name,
-        "sequence": sequence,
+        "how": how,
         "layout": answer.layout,
         "predicted_at": predicted_at,
         "predicted_s": answer.step_time_s,
@@ -176,7 +223,7 @@ def _record(
 
 def _line(row: Mapping[str, Any]) -> str:
     return (
-        f"{row['key']:22} {row['layout']:14} predicted {row['predicted_s'] * 1e3:7.1f} ms "
+        f"{row['key']:20} {row['layout']:14} predicted {row['predicted_s'] * 1e3:7.1f} ms "
         f"(communication {row['layer_communication_s'] * 1e3:5.1f}) measured "
         f"{row['measured_s'] * 1e3:7.1f} ms  {row['error_ratio']:+.1%}"
     )

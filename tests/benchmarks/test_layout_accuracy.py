@@ -32,10 +32,12 @@ def test_ranks_train_the_case_asked_for_where_only_some_cases_are_run(
 
     monkeypatch.setattr(layout_accuracy, "run_on_devices", run)
     monkeypatch.setattr(layout_accuracy, "CASES", CASES[3:])
-    assert measured(CASES[3], PLAN, profile(), steps=1, processes=1) == [2.0]
+    assert measured(CASES[3], "tp", PLAN, profile(), steps=1, processes=1) == [2.0]
     # A rank is a fresh process, which knows all cases again.
     (found,) = (case for case in CASES if case.name == asked[0]["case"])
     assert found is CASES[3]
+    measured(CASES[3], "zb", None, profile(), steps=1, processes=1)
+    assert [each["schedule"] for each in asked] == ["", "zb"]
 
 
 def test_a_case_that_was_found_is_not_measured_again(

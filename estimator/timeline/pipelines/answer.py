@@ -34,7 +34,8 @@ class StagePlan:
     """A stage, the plan of one micro-batch on its ranks, and what passing on its output takes.
 
     `passes_s` are (forward, gradients of inputs, those of weights) of the slowest of its ranks in a
-    run of micro-batches; each holds `kept_bytes` between its passes.
+    run of micro-batches; each holds `kept_bytes` between its passes. Adding its gradients to those
+    of the ones before takes `added_s`.
     """
 
     stage: Stage
@@ -44,6 +45,7 @@ class StagePlan:
     returned_s: float
     tied_s: float
     kept_bytes: int
+    added_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +142,9 @@ def pipeline_answer(
     answered = {key: answer_of(plan) for key, plan in distinct.items()}
     peaks = {key: plan.memory()[0] for key, plan in distinct.items()}
     answers = [answered[id(each.plan)] for each in stages]
+    passes = schedule.passes_of(micro_batches)
     costs = [_costs(each) for each in stages]
     held = [schedule.stages_of(rank, ranks) for rank in range(ranks)]
-    passes = schedule.passes_of(micro_batches)
     tails = [_tail_s(answers, stages, own, passes) for own in held]
     ends = last_ends_s(schedule, ranks, micro_batches, costs)
     step_s, last = max(
@@ -154,6 +156,7 @@ def pipeline_answer(
         [answers[number].parts for number in held[last]],
         sum(costs[n].forward_s + costs[n].input_s + costs[n].weight_s for n in held[last]),
         passes,
+        added_s=(passes - 1) * sum(costs[number].added_s for number in held[last]),
         tied_s=sum(stages[number].tied_s for number in held[last]),
         moved_s=max(step_s - unsent_s, 0.0),
         step_s=step_s,
@@ -193,6 +196,7 @@ def _costs(stage: StagePlan) -> StageCosts:
         weight_s=weight_s,
         sent_s=stage.sent_s,
         returned_s=stage.returned_s,
+        added_s=ratio * stage.added_s,
     )
 
 
@@ -214,6 +218,7 @@ def _parts(
     passes_s: float,
     passes: int,
     *,
+    added_s: float,
     tied_s: float,
     moved_s: float,
     step_s: float,
@@ -230,6 +235,7 @@ def _parts(
         total[name] *= passes
     kernels_s = total["forward_s"] + total["backward_s"] + total["layer_communication_s"]
     total["host_exposed_s"] = max(passes_s * passes - kernels_s, 0.0)
+    total["copies_exposed_s"] += added_s
     total["communication_exposed_s"] += tied_s + moved_s
     busy_s = sum(total.values())
     return Breakdown(**{**total, "idle_s": max(step_s - busy_s, 0.0)})

@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from estimator.timeline.pipelines.steps import StageCosts, step_items
+from estimator.timeline.pipelines.steps import COSTS, StageCosts, cost_of, step_items
 from estimator.workload.schedules import Schedule
 
 # Amounts that differ by this share of the step so far are equal: what sums of floats are off by.
 _SAME = 1e-12
 # Blocks that must follow each other alike to be taken as repeated.
 _FEWEST_BLOCKS = 3
-_COSTS = ("forward", "backward", "input", "weight", "sent", "returned")
 
 
 class RunTask(NamedTuple):
@@ -73,11 +72,7 @@ def _last_ends_s(
     # Strategies differ in what comes after the last pass: the passes themselves are played once.
     each = schedule.round_of(ranks, micro_batches)
     pattern = _pattern(schedule, ranks, each, micro_batches // each)
-    seconds = [
-        float(cost)
-        for stage in stages
-        for cost in (*stage.passes_s().values(), stage.sent_s, stage.returned_s)
-    ]
+    seconds = [float(cost) for stage in stages for cost in stage.of()]
     ends = [0.0]
     added = micro_batches // each - pattern.blocks
     for run in pattern.runs:
@@ -219,16 +214,15 @@ def _tasks(
     numbers: list[int] = []
     free: dict[tuple[int, int | None], int] = {}
     last = [0] * ranks
-    for at, (action, rank, to_rank, after) in enumerate(step_items(schedule, ranks, micro_batches)):
-        cost: str = action.kind
+    for at, item in enumerate(step_items(schedule, ranks, micro_batches)):
+        action, rank, to_rank, after = item
         if to_rank is None:
             last[rank] = at
-        else:
-            cost = "sent" if cost == "forward" else "returned"
         lane = rank, to_rank
         waits = {*after, *([free[lane]] if lane in free else [])} or {-1}
         free[lane] = at
         backs = sorted(wait - at for wait in waits)
-        tasks.append(RunTask(action.stage * len(_COSTS) + _COSTS.index(cost), *(backs * 3)[:3]))
+        cost = action.stage * len(COSTS) + cost_of(schedule, item)
+        tasks.append(RunTask(cost, *(backs * 3)[:3]))
         numbers.append(action.micro_batch)
     return tasks, numbers, tuple(at - len(tasks) for at in last)

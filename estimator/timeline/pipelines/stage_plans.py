@@ -22,6 +22,7 @@ from estimator.placement.process_groups import ProcessGroup, groups_along
 from estimator.timeline.collectives import CollectiveCosts, SizedCollective
 from estimator.timeline.durations import bound_of, costed, dataflow_of, op_durations, structure_of
 from estimator.timeline.exchanges import Exchanges
+from estimator.timeline.passes import accumulate_s
 from estimator.timeline.pipelines.answer import StagePlan
 from estimator.timeline.plan import (
     Members,
@@ -33,6 +34,7 @@ from estimator.timeline.plan import (
 )
 from estimator.timeline.ranks import RankKind, StepShape
 from estimator.timeline.strategies.registry import without_cost
+from estimator.timeline.updates import trained_of
 from estimator.workload.schedules import Schedule
 
 Array = NDArray[np.float64]
@@ -112,6 +114,7 @@ def _stage_plans(
     plans: dict[Members, StepPlan] = {}
     found = []
     returned_s = 0.0
+    busy = max(kind.ranks_per_node for kind in mesh.placement.kinds)
     for number, stage in enumerate(stages):
         members = members_of(stage.graph, mesh.placement, batches, shape, cache, merging=merging)
         own = _held(mesh, members, schedule.rank_of(number, mesh.parallelism.pp))
@@ -134,6 +137,7 @@ def _stage_plans(
                     () if mesh.parallelism.megatron else stage.outputs,
                     cache,
                 ),
+                added_s=0.0 if mesh.parallelism.megatron else _added_s(slowest, busy, cache),
             )
         )
         # What a stage sends on comes back as its gradient, over the same link.
@@ -149,6 +153,17 @@ def _kept_bytes(bound: BoundGraph, outputs: tuple[int, ...], cache: Cache) -> in
         lambda: held_between_passes(bound, structure, outputs),
         outputs,
     )
+
+
+def _added_s(kind: RankKind, devices_busy: int, cache: Cache) -> float:
+    """Adding one micro-batch's gradients; Megatron-LM's products add them by themselves.
+
+    Its `gradient_accumulation_fusion` is on by default.
+    """
+    program = kind.program
+    trained = trained_of(program.bound, cache)
+    added_s = accumulate_s(trained, program.profile, devices_busy, cache)
+    return kind.slowdown_ratio * added_s
 
 
 def _passes_s(kind: RankKind, stage: Stage, cache: Cache) -> tuple[float, float, float]:

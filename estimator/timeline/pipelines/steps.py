@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 
 from estimator.timeline.spans import Label
 from estimator.timeline.tasks import NO_LABEL, Task, TaskList
-from estimator.workload.schedules import Action, Pass, Schedule, unchecked_orders
+from estimator.workload.schedules import Action, Schedule, unchecked_orders
 
 
 class StageCosts(NamedTuple):
     """What one micro-batch takes on a stage, in seconds, or of a stage in each row of many steps.
 
-    A backward pass takes `input_s` + `weight_s`; `sent_s` is how long the stage's output is on its
-    way to the next one, `returned_s` the gradient of its input to the one before.
+    A backward pass takes `input_s` + `weight_s`, and `added_s` where it adds gradients of weights
+    to those of micro-batches before; `sent_s` is how long the stage's output is on its way to the
+    next one, `returned_s` the gradient of its input to the one before.
     """
 
     forward_s: Any
@@ -32,15 +33,22 @@ class StageCosts(NamedTuple):
     weight_s: Any
     sent_s: Any = 0.0
     returned_s: Any = 0.0
+    added_s: Any = 0.0
 
-    def passes_s(self) -> dict[Pass, Any]:
-        """Seconds of each kind of pass."""
-        return {
-            "forward": self.forward_s,
-            "backward": self.input_s + self.weight_s,
-            "input": self.input_s,
-            "weight": self.weight_s,
-        }
+    def of(self) -> tuple[Any, ...]:
+        """Seconds of each of COSTS."""
+        weight_s, first_s = self.weight_s + self.added_s, self.weight_s
+        return (
+            *(self.forward_s, self.input_s + weight_s, self.input_s, weight_s),
+            *(self.input_s + first_s, first_s, self.sent_s, self.returned_s),
+        )
+
+
+# What a task of a stage takes: a pass, the first pass with gradients of weights, a transfer.
+COSTS = (
+    *("forward", "backward", "input", "weight"),
+    *("first backward", "first weight", "sent", "returned"),
+)
 
 
 class Item(NamedTuple):
@@ -68,24 +76,31 @@ def pipeline_tasks(
     schedule.check(ranks, micro_batches)
     tasks, last = TaskList(), [0] * ranks
     count = schedule.model_stages(ranks)
-    passes = [stage.passes_s() for stage in stages]
+    seconds = [stage.of() for stage in stages]
     computing = [f"rank {rank}" for rank in range(ranks)]
-    for number, (action, rank, to_rank, after) in enumerate(
-        step_items(schedule, ranks, micro_batches)
-    ):
-        kind, stage, micro_batch = action
+    for number, item in enumerate(step_items(schedule, ranks, micro_batches)):
+        (kind, stage, micro_batch), rank, to_rank, after = item
+        cost_s = seconds[stage][cost_of(schedule, item)]
         label = NO_LABEL
         if labelled:
             label = Label(f"{kind} of stage {stage % count}, micro-batch {micro_batch}", phase=kind)
         if to_rank is None:
             last[rank] = number
-            task = Task(computing[rank], passes[stage][kind], after, label=label)
+            task = Task(computing[rank], cost_s, after, label=label)
         else:
-            costs = stages[stage]
-            seconds = costs.sent_s if kind == "forward" else costs.returned_s
-            task = Task(f"from rank {rank} to {to_rank}", seconds, after, label=label)
+            task = Task(f"from rank {rank} to {to_rank}", cost_s, after, label=label)
         tasks.tasks.append(task)
     return tasks, last
+
+
+def cost_of(schedule: Schedule, item: Item) -> int:
+    """Which of COSTS a task takes."""
+    kind: str = item.action.kind
+    if item.to_rank is not None:
+        kind = "sent" if kind == "forward" else "returned"
+    elif kind in ("backward", "weight") and item.action.micro_batch < 1 + schedule.is_two_way:
+        kind = f"first {kind}"
+    return COSTS.index(kind)
 
 
 def step_items(schedule: Schedule, ranks: int, micro_batches: int) -> list[Item]:

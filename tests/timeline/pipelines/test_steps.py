@@ -94,6 +94,13 @@ def test_two_stages_that_send_for_a_tenth_of_a_second() -> None:
     assert step_s("1f1b", 2, 2, [stage] * 2) == pytest.approx(9.3)
 
 
+def test_the_first_micro_batch_adds_no_gradients() -> None:
+    # 1F1B, p = 2, m = 2; F = 1, B = 1 and 0.25 more for the second one. Rank 1: F0 1–2, B0 –3, F1
+    # –4, B1 –5.25; rank 0: F0, F1 –2, B0 3–4, B1 5.25–6.5.
+    stage = StageCosts(1.0, 0.5, 0.5, added_s=0.25)
+    assert step_s("1f1b", 2, 2, [stage] * 2) == pytest.approx(6.5)
+
+
 def test_gpipe_receives_once_it_has_nothing_else_to_do() -> None:
     # F0 0–1, F1 1–2 on rank 0; rank 1 F0 1.1–2.1, receives F1 until 2.2, F1 –3.2, B0 –5.2, B1 –7.2;
     # rank 0 B0 5.3–7.3, receives until 7.4, B1 –9.4.
@@ -128,7 +135,7 @@ def test_the_evaluator_equals_the_simulation_for_every_schedule(data: st.DataObj
     ranks = data.draw(ranks_of(schedule, 5))
     micro_batches = ranks * data.draw(st.integers(2, 4))
     stages = [
-        StageCosts(*(data.draw(SECONDS) for _ in range(5))) for _ in range(ranks * schedule.virtual)
+        StageCosts(*(data.draw(SECONDS) for _ in range(6))) for _ in range(ranks * schedule.virtual)
     ]
     tasks, last = pipeline_tasks(schedule, ranks, micro_batches, stages)
     played = simulate(tasks.tasks, NO_OVERLAP)
@@ -152,7 +159,7 @@ def test_micro_batches_in_the_middle_advance_by_the_period_of_all(data: st.DataO
     least = data.draw(st.sampled_from([0.01, 0.97, 1.0]))
     seconds = st.floats(least, 3.0 if least < 0.1 else 1.0)
     stages = [
-        StageCosts(*(data.draw(seconds) for _ in range(3)), *(data.draw(SECONDS) / 9,) * 2)
+        StageCosts(*(data.draw(seconds) for _ in range(3)), *(data.draw(SECONDS) / 9,) * 3)
         for _ in range(ranks * schedule.virtual)
     ]
     tasks, last = pipeline_tasks(schedule, ranks, micro_batches, stages)
