@@ -79,6 +79,24 @@ def test_parts_share_what_is_left_and_none_starts_after_the_budget(
     assert "copies: the budget was over" in profile.missing
 
 
+def test_a_short_probe_that_takes_too_long_loses_none_of_its_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    given: list[float] = []
+
+    def run_jobs(_device: Device, jobs: Any, _on_finding: Any, _watching: Any) -> None:
+        given.append(sum(job.budget_s for job in jobs))
+        now[0] += 11.0 if len(given) == 1 else 0.5
+
+    monkeypatch.setattr(machine_module, "run_jobs", run_jobs)
+    profile = probe_machine(devices=1, kind="cpu", force=True, budget_s=10.0)
+    assert not any("budget" in part for part in profile.missing)
+    # After 11 of 10 s first touch and input still have a quarter of 0.02 of 0.84 each.
+    assert given[1:] == pytest.approx([10.0 * 0.95 * 0.02 / 0.84 / 4] * 2)
+
+
 def test_progress_names_the_part_and_never_passes_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_module, "run_jobs", cut_short(KeyboardInterrupt))
     seen: list[tuple[str, float]] = []
