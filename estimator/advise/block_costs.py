@@ -110,10 +110,16 @@ class Stages:
         return max(least_s)
 
     def memory_bytes(
-        self, schedule: Schedule, ranks: int, micro_batches: int, state_shards: int
+        self,
+        schedule: Schedule,
+        ranks: int,
+        micro_batches: int,
+        state_shards: int,
+        parameter_shards: int = 1,
     ) -> float:
-        """Bytes of the fullest rank at least; so many ranks share the optimizer's state."""
-        fixed = self.parameters_bytes + self.states_bytes / state_shards
+        """Bytes of the fullest rank at least; so many share the optimizer's state, parameters."""
+        parameters_bytes = self.parameters_bytes / parameter_shards
+        fixed = parameters_bytes + self.states_bytes / state_shards
         most = 0.0
         for rank in range(ranks):
             own = self._held(schedule, rank, ranks)
@@ -121,7 +127,7 @@ class Stages:
             waiting = float(np.dot(held, self.kept_bytes[own]))
             if len(own) == 1:
                 # The last micro-batch whose backward pass ends leaves gradients in its place.
-                left = float(self.parameters_bytes[own[0]] - self.kept_bytes[own[0]])
+                left = float(parameters_bytes[own[0]] - self.kept_bytes[own[0]])
                 waiting += max(left, 0.0)
             most = max(most, float(fixed[own].sum()) + waiting)
         return most

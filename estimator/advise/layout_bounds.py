@@ -117,8 +117,10 @@ class LayoutBounds:
             return self._exchanged_s(layout, strategy, batch, micro_batches), 0.0
         stages = self._stages_of(layout, batch)
         shards = 1 if strategy.kind in ("ddp", "ps") else layout.dp or 1
+        # How much of what is gathered is there at once, and how wide it is, is not known.
+        whole = 1 if strategy.kind != "fsdp" else shards
         pipeline = layout.schedule, layout.pp, micro_batches
-        held = stages.memory_bytes(*pipeline, shards)
+        held = stages.memory_bytes(*pipeline, shards, whole)
         return stages.step_s(*pipeline, self._spread_ratio), held / self._usable_bytes
 
     def _stages_of(self, layout: Layout, batch: int) -> Stages:

@@ -14,8 +14,10 @@ from estimator.workload import Strategy
 from estimator.workload.layout import Layout
 from estimator.workload.schedules import DEFAULT_SCHEDULE, Schedule
 
-# Gradients of a pipeline's micro-batches add up where they are whole.
+# Gradients of a pipeline's micro-batches add up where they are whole; parameters, which all of them
+# read, stay gathered, as torchtitan's do by default.
 _BESIDE_STAGES = ("ddp", "zero1", "distributed-optimizer")
+_GATHERED = Strategy.parse("fsdp:no_reshard")
 
 
 class Candidate(NamedTuple):
@@ -82,7 +84,10 @@ def _strategies(
         return
     in_node = min(placement.ranks_per_node) // (layout.tp * layout.pp)
     for strategy in strategies:
-        if layout.pp > 1 and strategy.kind not in _BESIDE_STAGES:
+        if layout.pp > 1 and str(strategy) == "fsdp":
+            yield _GATHERED
+            continue
+        if layout.pp > 1 and not (strategy.kind in _BESIDE_STAGES or strategy == _GATHERED):
             continue
         yield strategy
         if str(strategy) == "fsdp" and 1 < in_node < dp and dp % in_node == 0:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # What is chosen here, or belongs to a step that is not, and to machines that somebody has.
 _CHOSEN = ("layout", "tp_plan", "accumulation", "loader")
+# Beside a model as it is, where its activation checkpoints are left open.
+_CHECKPOINTS = ("full", "selective:op")
 _NOT_RENTED = (*_CHOSEN, "cluster", "network")
 _RENT = (
     *(
@@ -229,9 +231,10 @@ def _checkpointed(request: Request, allocations: Sequence[str]) -> list[OpGraph]
     graphs = [traced(request, allocations)]
     if request.checkpoint or is_saved_graph(request.model) or is_summary_file(request.model):
         return graphs
-    # A model without repeated blocks has none.
-    with suppress(ModelError):
-        graphs.append(traced(replace(request, checkpoint="full"), allocations))
+    for checkpoint in _CHECKPOINTS:
+        # A model without repeated blocks has none.
+        with suppress(ModelError):
+            graphs.append(traced(replace(request, checkpoint=checkpoint), allocations))
     return graphs
 
 

@@ -73,21 +73,19 @@ def layouts_report(
     """The layouts that fit, the fastest first, and why the others are slower."""
     table = grid(
         f"Training {model} on {allocation} with a global batch of {global_batch}",
-        *("layout", "strategy", "checkpoint", "most by"),
+        *("layout, strategy, checkpoint", "most by"),
         *("micro-batches", "memory", "step", "slower by"),
         numbers=4,
     )
     # A layout that is cut off tells nothing, and one on several lines cannot be copied.
-    table.columns[0].no_wrap, table.columns[1].overflow = True, "fold"
+    table.columns[0].no_wrap = True
     best = ranking.rows[0].answer
     for row in ranking.rows:
         answer = row.answer
         mark = " ?" if answer.fits == "uncertain" else ""
         slower = answer.step_time_s / best.step_time_s - 1
         table.add_row(
-            row.layout,
-            row.strategy,
-            row.checkpoint or "none",
+            f"{row.layout}\n  {row.strategy}{f', {row.checkpoint}' if row.checkpoint else ''}",
             row.why,
             f"{row.micro_batches} × {row.batch_per_gpu}",
             format_bytes(answer.peak_memory_bytes) + mark,

@@ -68,7 +68,7 @@ def test_the_first_rank_of_1f1b_holds_as_many_micro_batches_as_there_are_ranks()
     st.sampled_from(("1f1b", "gpipe", "interleaved:2", "zb", "zbv", "dualpipev", "dualpipe")),
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([4, 8, 12]),
-    st.sampled_from(["ddp", "zero1", "distributed-optimizer"]),
+    st.sampled_from(["ddp", "zero1", "distributed-optimizer", "fsdp:no_reshard"]),
     st.booleans(),
     st.booleans(),
 )

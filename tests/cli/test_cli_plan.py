@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from estimator.advise.layouts import best_layout
+import estimator as est
+from estimator.advise.layouts import LayoutRanking, LayoutRow, best_layout
+from estimator.cli.console import print_tables
+from estimator.cli.render_plan import layouts_report
 from estimator.graph.op_graph import OpGraph
 from tests.synthetic import perceptron
 
@@ -106,6 +109,27 @@ def test_layouts_of_an_allocation_are_ranked(model: Path, command: Run) -> None:
     # Each whole, on one line; the best is named first.
     assert lines[0].split() == ["best", names[0]]
     assert all(any(line.startswith(f"{name} ") for line in lines) for name in names)
+
+
+def test_layouts_checkpoints_and_strategies_are_never_cut_off(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    graph = replace(perceptron([64, 64, 64]), target="cuda")
+    answer = est.estimate(graph, "1x1:t4-g4dn", batch_per_gpu=4)
+    row = LayoutRow(
+        layout="tp=8,pp=16,schedule=interleaved:4,sp,vocab,dp=128",
+        strategy="distributed-optimizer",
+        checkpoint="selective:op",
+        batch_per_gpu=1,
+        micro_batches=128,
+        answer=answer,
+        why="communication +12 %",
+    )
+    ranking = LayoutRanking(rows=(row,), candidates=1, worked_out=1, too_large=0, refusals=())
+    print_tables(layouts_report(ranking, model="net", allocation="128x8:m", global_batch=2048))
+    printed = capsys.readouterr().out
+    for text in (row.layout, "distributed-optimizer, selective:op"):
+        assert any(text in line for line in printed.splitlines())
 
 
 def test_layouts_as_json_are_those_of_python(model: Path, command: Run) -> None:

@@ -293,17 +293,16 @@ def _tied_s(
         return 0.0
     sizes = [parameter.spec.nbytes for parameter in one.graph.parameters]
     own = dict(zip(one.parameters, sizes, strict=True))
-    rank, on_ranks = schedule.rank_of(number, ranks), dict[int, set[str]]()
+    rank, elsewhere = schedule.rank_of(number, ranks), dict[int, set[str]]()
     for other, stage in enumerate(stages):
-        if other != number:
-            where = schedule.rank_of(other, ranks)
-            on_ranks.setdefault(where, set()).update(tied.intersection(stage.parameters))
-            if where == rank and other < number:
-                for name in stage.parameters:
-                    own.pop(name, None)
-    shared = {where: sum(own.get(name, 0) for name in names) for where, names in on_ranks.items()}
+        where = schedule.rank_of(other, ranks)
+        if where != rank:
+            elsewhere.setdefault(where, set()).update(own.keys() & stage.parameters)
+        elif other < number:
+            for name in own.keys() & stage.parameters:
+                del own[name]
     return sum(
-        _pair_s(mesh, rank, where, "all_reduce", size_bytes, cache)
-        for where, size_bytes in shared.items()
-        if size_bytes and where != rank
+        _pair_s(mesh, rank, where, "all_reduce", sum(own[name] for name in names), cache)
+        for where, shared in elsewhere.items()
+        if (names := shared & own.keys())
     )

@@ -158,7 +158,7 @@ class ShardedNetwork(Network):
         costs, relative_error, unknown = self._costs(ranks)
         shape = self._rules.shape
         overlap = self._overlap(ranks, costs)
-        once_s = self._micro_batch_s(ranks, costs, overlap, reducing=True)
+        once_s, slower_s = self._once_and_slower_s(ranks, costs, overlap, relative_error)
         earlier_s, earlier = 0.0, shape.accumulation_steps - 1
         if earlier and shape.strategy.gradient_sync:
             earlier_s = earlier * once_s
@@ -171,19 +171,28 @@ class ShardedNetwork(Network):
             relative_error=relative_error,
             overlap=overlap,
             unknown=unknown,
-            slower_s=self._slower_s(ranks, costs, overlap, once_s, relative_error),
+            slower_s=(slower_s - once_s) * shape.accumulation_steps,
         )
 
-    def _slower_s(
-        self, ranks: Ranks, costs: UnitCosts, overlap: Overlap, once_s: Any, relative_error: Any
-    ) -> Any:
-        """What all micro-batches add if their collectives are off; gloo hides nothing."""
+    def _once_and_slower_s(
+        self, ranks: Ranks, costs: UnitCosts, overlap: Overlap, relative_error: Any
+    ) -> tuple[Any, Any]:
+        """A micro-batch that reduces gradients, and one whose collectives are off by their error.
+
+        Nothing of gloo's is hidden, so that its error is that of the whole.
+        """
         if self._blocks:
-            return 0.0
+            once_s = self._micro_batch_s(ranks, costs, overlap, reducing=True)
+            return once_s, once_s
         ratio = exp(relative_error)
+        # Of one class of ranks that compute beside their collectives both are played at once.
+        if not overlap.is_free and not any(map(np.ndim, (ratio, *costs[0][:1], *ranks.segments_s))):
+            rows = UnitCosts(*(np.outer(each_s, (1.0, ratio)) for each_s in costs))
+            return tuple(self._micro_batch_s(ranks, rows, overlap, reducing=True).tolist())
         slower = UnitCosts(*(_of_rows(each_s, ratio) * ratio for each_s in costs))
-        more_s = self._micro_batch_s(ranks, slower, overlap, reducing=True) - once_s
-        return more_s * self._rules.shape.accumulation_steps
+        return tuple(
+            self._micro_batch_s(ranks, each, overlap, reducing=True) for each in (costs, slower)
+        )
 
     def alone_s(self, ranks: Ranks) -> Any:
         costs, _, _ = self._costs(ranks)
