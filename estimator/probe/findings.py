@@ -35,6 +35,7 @@ class Findings:
     at: str
     points: list[KernelPoint] = field(default_factory=list)
     tf32_points: list[KernelPoint] = field(default_factory=list)
+    kernels_done: int | None = None
     host: dict[str, float] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     input: dict[str, float] = field(default_factory=dict)
@@ -97,6 +98,7 @@ class Findings:
             points = self.tf32_points if message.get("math") == "tf32" else self.points
             points.append(KernelPoint(**found))
             return
+        self.kernels_done = message["done"]
         if message["done"] < message["grid"]:
             left = message["grid"] - message["done"]
             self.missing.append(
@@ -139,6 +141,13 @@ class Findings:
                 ),
             )
         )
+
+    def kernels_timed_ratio(self, grid_calls: int) -> float:
+        """The share of the grid's calls that was reached, those that do not run here included."""
+        done = self.kernels_done
+        if done is None:  # cut short before it said
+            done = sum(1 for points in (self.points, self.tf32_points) for _ in _latest(points))
+        return min(1.0, done / grid_calls)
 
     def kernel_costs(self) -> tuple[KernelCost, ...]:
         """The points grouped by operator and dtype, in the order in which they were met."""

@@ -14,6 +14,7 @@ from typing import Any
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, DeviceKind, MachineProfile, Provenance
 from estimator.probe.findings import Findings, with_best_rates
+from estimator.probe.grid import kernel_grid
 from estimator.probe.interference import (
     MOST_PATIENCE_S,
     Watch,
@@ -214,6 +215,7 @@ class _Probe:
     def profile(self, name: str) -> MachineProfile:
         """Everything found, as a profile."""
         findings, hardware = self.findings, self.cpu.facts()
+        grid = kernel_grid(self.devices[0].kind, thorough=self.thorough)
         return MachineProfile(
             name=name,
             devices=with_best_rates(findings.described(self.devices), findings.points),
@@ -230,6 +232,7 @@ class _Probe:
             hardware=hardware,
             canary_s=self.watch.seen.canary_s,
             rank_jitter_ratio=findings.rank_jitter_ratio,
+            kernels_timed_ratio=findings.kernels_timed_ratio(len(grid)),
             missing=tuple(findings.missing),
             interference=self.watch.seen.interference(self.watching.usual_canary_s),
             provenance=Provenance(

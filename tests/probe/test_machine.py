@@ -130,6 +130,17 @@ def test_unreached_and_lacking_kernels_are_said() -> None:
     ]
 
 
+def test_a_profile_says_which_share_of_its_calls_the_probe_came_to() -> None:
+    findings = Findings(at="2026-01-01")
+    assert findings.kernels_timed_ratio(10) == 0.0
+    # Interrupted, it counts what there is: a call that was measured again is one.
+    for warm_s in (1e-6, 2e-6):
+        findings.take("kernels", POINT | {"warm_s": warm_s})
+    assert findings.kernels_timed_ratio(10) == pytest.approx(0.1)
+    findings.take("kernels", {"done": 3, "grid": 10, "lacking": ["aten.a.default: no"]})
+    assert findings.kernels_timed_ratio(10) == pytest.approx(0.3)
+
+
 def point(target: str, inputs: tuple[TensorSpec, ...], warm_s: float) -> KernelPoint:
     call = OpCall(target, inputs, outputs=(inputs[0],))
     return KernelPoint(call=call.encode(), warm_s=warm_s)
