@@ -27,6 +27,8 @@ from estimator.probe.memory import cache_sizes
 from estimator.probe.updates import fit_lanes, fit_update
 from estimator.tensors import ITEM_BYTES, OpCall
 
+_UPDATES = "updates: "
+
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
@@ -110,8 +112,10 @@ class Findings:
 
     def _take_update(self, message: Mapping[str, Any]) -> None:
         if "points" not in message:
+            # Of a part that was measured again what counts is what it skipped last.
+            self.missing = [each for each in self.missing if not each.startswith(_UPDATES)]
             if message["skipped"]:
-                self.missing.append(f"updates: {', '.join(message['skipped'])}")
+                self.missing.append(_UPDATES + ", ".join(message["skipped"]))
             return
         points = [(float(t), float(p), float(s)) for t, p, s in message["points"]]
         launch_s, per_tensor_s, per_parameter_s, relative_error = fit_update(points)
