@@ -14,11 +14,13 @@ import math
 import os
 import platform
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from probe_accuracy import judged, now, print_table
@@ -27,7 +29,11 @@ import estimator as est
 from estimator.errors import ProbeError
 from estimator.graph.models import load_model
 from estimator.machines.catalogue import load_profile
-from estimator.machines.comparison import compare_profiles, median_difference_ratio
+from estimator.machines.comparison import (
+    Compared,
+    compare_profiles,
+    median_difference_ratio,
+)
 from estimator.machines.profile import MachineProfile
 from estimator.probe.machine import probe_machine
 
@@ -39,6 +45,8 @@ MODELS = (
     "hf:vit,num_hidden_layers=4",
 )
 TURN_S = 0.1
+# Dispatching an operator takes some microseconds.
+DISPATCHED_S = 1e-5
 
 Row = dict[str, Any]
 
@@ -70,7 +78,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--quiet-profile", help="one probed alone before; else probed first")
-    parser.add_argument("--out", help="keep the quiet profile here")
+    parser.add_argument("--keep", type=Path, help="a folder for the profiles")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds per probe")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -80,11 +88,18 @@ def main() -> int:
     else:
         quiet = probe_machine(budget_s=options.budget, say=tell)
     tell(f"alone: {quiet.interference}")
-    if options.out:
-        quiet.save(options.out)
+    if options.keep:
+        options.keep.mkdir(parents=True, exist_ok=True)
+        quiet.save(options.keep / "alone.json")
     rows = []
     for name in options.cases:
-        rows += run_case(CASES[name], quiet, graphs, options.budget)
+        found = probed_beside(CASES[name], quiet, options.budget)
+        if isinstance(found, MachineProfile):
+            if options.keep:
+                found.save(options.keep / f"{name}.json")
+            rows += compared(str(CASES[name]), quiet, found, graphs)
+        else:
+            rows.append(found)
     if options.json:
         print(json.dumps({"machine": platform.machine(), "at": now(), "rows": rows}))
     else:
@@ -103,29 +118,36 @@ def traced(text: str) -> est.OpGraph:
     return est.trace_model(model, batch, loss=loss, target="cpu", name=name)
 
 
-def run_case(
-    hog: Hog, quiet: MachineProfile, graphs: Mapping[str, est.OpGraph], budget_s: float
-) -> list[Row]:
-    """One probe beside that work: a row that it was refused, or rows on how far it is off."""
+def probed_beside(hog: Hog, quiet: MachineProfile, budget_s: float) -> MachineProfile | Row:
+    """The profile probed beside that work, or the row that says why it was refused."""
     began = time.monotonic()
     with running(hog):
         try:
             found = probe_machine(budget_s=budget_s, earlier=quiet, say=tell)
         except ProbeError as error:
-            return [judged(str(hog), "refused", 0.0, BOUND_RATIO, note=str(error))]
+            return judged(str(hog), "refused", 0.0, BOUND_RATIO, note=str(error))
+    tell(f"{hog}: {found.interference}; {time.monotonic() - began:.0f} s in all")
+    return found
+
+
+def compared(
+    beside: str, quiet: MachineProfile, found: MachineProfile, graphs: Mapping[str, est.OpGraph]
+) -> list[Row]:
+    """How far it is off: over all entries, by family, and in the steps of models."""
     now_s, then_s = found.canary_s or math.nan, quiet.canary_s or math.nan
-    waited = f"{found.interference}; {time.monotonic() - began:.0f} s in all; canary "
-    waited += f"{1e3 * now_s:.2f} ms, was {1e3 * then_s:.2f}; {len(found.missing)} parts missing"
-    entries = tuple(row for row in compare_profiles(quiet, found) if row.unit != "bytes")
-    rows = [
-        judged(
-            str(hog),
-            f"all {len(entries)} entries",
-            median_difference_ratio(entries),
-            BOUND_RATIO,
-            note=waited,
-        )
-    ]
+    note = f"{found.interference}; canary {1e3 * now_s:.2f} ms, was {1e3 * then_s:.2f}; "
+    note += f"{len(found.missing)} parts missing, were {len(quiet.missing)}"
+    entries = [row for row in compare_profiles(quiet, found) if row.unit != "bytes"]
+    total = f"all {len(entries)} entries"
+    rows = [judged(beside, total, median_difference_ratio(entries), BOUND_RATIO, note=note)]
+    families: dict[str, list[Compared]] = {}
+    for entry in entries:
+        families.setdefault(family_of(entry), []).append(entry)
+    for family, some in families.items():
+        middle = statistics.median(row.ratio for row in some)
+        shown = f"{len(some)} of {family}"
+        note = f"the second is {middle:.3f} of the first in the median"
+        rows.append(judged(beside, shown, median_difference_ratio(some), None, note=note))
     for graph in graphs.values():
         before, after = (
             est.estimate(graph, "1x1:local", profile=profile) for profile in (quiet, found)
@@ -134,10 +156,16 @@ def run_case(
         width = f"{100 * off_ratio:+.1f} %, interval a factor of "
         width += f"{after.high_s / after.step_time_s:.2f}, was "
         width += f"{before.high_s / before.step_time_s:.2f}"
-        rows.append(
-            judged(str(hog), f"step of {graph.name}", abs(off_ratio), BOUND_RATIO, note=width)
-        )
+        name = f"step of {graph.name}"
+        rows.append(judged(beside, name, abs(off_ratio), BOUND_RATIO, note=width))
     return rows
+
+
+def family_of(entry: Compared) -> str:
+    """The group of a number; of kernels, whether dispatching or the call's own work prevails."""
+    if not entry.group.startswith("kernel"):
+        return entry.group
+    return "kernels up to 10 us" if entry.first <= DISPATCHED_S else "kernels above 10 us"
 
 
 @contextlib.contextmanager

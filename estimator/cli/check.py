@@ -86,7 +86,7 @@ def check(on: str, as_json: bool, **options: Any) -> None:
     """Say what an estimate of MODEL lacks: what is missing or only assumed, with its share.
 
     Exit code 1: more than 10 % of the time rests on datasheets and assumptions, the machine was too
-    busy when it was probed, or the model does not fit.
+    busy when it was probed or its probe was cut short, or the model does not fit.
     """
     request = Request(**options)
     graph = traced(request, (on,))
@@ -97,18 +97,25 @@ def check(on: str, as_json: bool, **options: Any) -> None:
         for _, source, share_ratio, _ in answer.provenance
         if source in ("assumed", "datasheet")
     )
-    profiles = (kind.profile for kind in answer.plan.placement.kinds)
+    profiles = [kind.profile for kind in answer.plan.placement.kinds]
     disturbed = [p.name for p in profiles if p.interference and p.interference.matters]
+    cut = [p.name for p in profiles if p.is_cut]
     is_measured = unmeasured_ratio <= TOLERATED_UNMEASURED_RATIO
-    passed = is_measured and answer.fits != "no" and not disturbed
+    passed = is_measured and answer.fits != "no" and not disturbed and not cut
     if as_json:
-        more = {"unmeasured_ratio": unmeasured_ratio, "disturbed_machines": disturbed}
-        print_json(answer.to_dict() | more | {"passed": passed})
+        machines = {"disturbed_machines": disturbed, "cut_machines": cut}
+        more = {"unmeasured_ratio": unmeasured_ratio, **machines, "passed": passed}
+        print_json(answer.to_dict() | more)
     else:
         from estimator.cli.render import check_report
 
         print_tables(
-            check_report(answer, unmeasured_ratio=unmeasured_ratio, disturbed_machines=disturbed)
+            check_report(
+                answer,
+                unmeasured_ratio=unmeasured_ratio,
+                disturbed_machines=disturbed,
+                cut_machines=cut,
+            )
         )
     if not passed:
         raise click.exceptions.Exit(ANSWER_IS_NO)

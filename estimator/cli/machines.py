@@ -11,6 +11,7 @@ import click
 from estimator.cli.console import print_json, print_tables, progress, remark
 from estimator.errors import ProfileError, UnknownMachineError
 from estimator.probe.option_types import Amount, Count
+from estimator.units import format_ratio
 
 if TYPE_CHECKING:
     from estimator.machines.profile import MachineProfile
@@ -84,6 +85,9 @@ def probe(
         click.echo(f"not measured: {'; '.join(profile.missing)}", err=True)
     if profile.interference is not None and profile.interference.matters:
         remark(f"{profile.interference} meanwhile: intervals are wider for it, 'check' fails")
+    if profile.is_cut:
+        timed = format_ratio(profile.kernels_timed_ratio or 0.0)
+        remark(f"only {timed} of the kernel calls were timed: 'check' fails; give more --budget")
     if as_json:
         print_json(profile.to_dict())
     else:

@@ -236,7 +236,11 @@ def _provenance_table(answer: Estimate) -> Table:
 
 
 def check_report(
-    answer: Estimate, *, unmeasured_ratio: float, disturbed_machines: Sequence[str]
+    answer: Estimate,
+    *,
+    unmeasured_ratio: float,
+    disturbed_machines: Sequence[str],
+    cut_machines: Sequence[str],
 ) -> Group:
     """What an estimate lacks: parts not measured, assumptions, gaps of the profile."""
     heading = f"{answer.model} on {answer.allocation}: {format_interval(answer)}"
@@ -245,6 +249,7 @@ def check_report(
         ("time that nothing measured backs", format_ratio(unmeasured_ratio)),
         ("kernel time of shapes in the probe's grid", in_grid),
         ("disturbed when probed", ", ".join(disturbed_machines) or "no machine"),
+        ("probe cut short", ", ".join(cut_machines) or "no machine"),
         ("memory", fits_words(answer)),
     ]
     return stacked(

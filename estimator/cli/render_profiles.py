@@ -259,6 +259,8 @@ def _host_facts(profile: MachineProfile) -> Table | None:
         ]
     if profile.rank_jitter_ratio is not None:
         rows.append(("spread between ranks", format_ratio(profile.rank_jitter_ratio)))
+    if profile.kernels_timed_ratio is not None:
+        rows.append(("kernel calls timed", format_ratio(profile.kernels_timed_ratio)))
     return facts(rows) if rows else None
 
 

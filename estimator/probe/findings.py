@@ -27,6 +27,8 @@ from estimator.probe.memory import cache_sizes
 from estimator.probe.updates import fit_lanes, fit_update
 from estimator.tensors import ITEM_BYTES, OpCall
 
+_UPDATES = "updates: "
+
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
@@ -35,6 +37,7 @@ class Findings:
     at: str
     points: list[KernelPoint] = field(default_factory=list)
     tf32_points: list[KernelPoint] = field(default_factory=list)
+    kernels_done: int | None = None
     host: dict[str, float] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     input: dict[str, float] = field(default_factory=dict)
@@ -97,6 +100,7 @@ class Findings:
             points = self.tf32_points if message.get("math") == "tf32" else self.points
             points.append(KernelPoint(**found))
             return
+        self.kernels_done = message["done"]
         if message["done"] < message["grid"]:
             left = message["grid"] - message["done"]
             self.missing.append(
@@ -108,8 +112,10 @@ class Findings:
 
     def _take_update(self, message: Mapping[str, Any]) -> None:
         if "points" not in message:
+            # Of a part that was measured again what counts is what it skipped last.
+            self.missing = [each for each in self.missing if not each.startswith(_UPDATES)]
             if message["skipped"]:
-                self.missing.append(f"updates: {', '.join(message['skipped'])}")
+                self.missing.append(_UPDATES + ", ".join(message["skipped"]))
             return
         points = [(float(t), float(p), float(s)) for t, p, s in message["points"]]
         launch_s, per_tensor_s, per_parameter_s, relative_error = fit_update(points)
@@ -139,6 +145,13 @@ class Findings:
                 ),
             )
         )
+
+    def kernels_timed_ratio(self, grid_calls: int) -> float:
+        """The share of the grid's calls that was reached, those that do not run here included."""
+        done = self.kernels_done
+        if done is None:  # cut short before it said
+            done = sum(1 for points in (self.points, self.tf32_points) for _ in _latest(points))
+        return min(1.0, done / grid_calls)
 
     def kernel_costs(self) -> tuple[KernelCost, ...]:
         """The points grouped by operator and dtype, in the order in which they were met."""

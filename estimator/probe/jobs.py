@@ -7,6 +7,7 @@ interruption, a crash or the end of the budget is kept.
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -26,6 +27,8 @@ WATCH = "watch"
 
 _START_ALLOWANCE_S = 60.0
 _CANARY_REPEATS = 5
+# Of what a job was to take: so much it gets even where those before it took too long.
+_LEAST_RATIO = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,7 @@ def run_jobs(
 ) -> None:
     """Run `jobs` in order in one process pinned to `device`; `on_finding(part, what)` as it comes.
 
+    They share what the start of the process and those before them have left of their `budget_s`.
     A job that fails is a finding ``{"failed": reason}``, and the next one goes on; the last finding
     of every job is FINISHED. What others disturbed is measured again as `watching` says. Raises
     ProbeError if the process itself dies.
@@ -81,6 +85,7 @@ def run_jobs(
             "kind": device.kind,
             "index": device.index,
             "jobs": [asdict(job) for job in jobs],
+            "begun": time.monotonic(),
             "watching": asdict(watching) if watching else None,
         },
         timeout_s=_START_ALLOWANCE_S
@@ -100,7 +105,11 @@ def work(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> None:
         report({"part": part, **message})
 
     watch = _open_watch(arguments["watching"], backend, partial(emit, WATCH))
-    for job in arguments["jobs"]:
+    jobs = arguments["jobs"]
+    planned = [job["budget_s"] for job in jobs]
+    for number, job in enumerate(jobs):
+        used_s = time.monotonic() - arguments["begun"] - watch.seen.waited_s
+        job["budget_s"] = _share_s(planned, number, used_s)
         own = partial(emit, job["part"])
         if job["in_pieces"]:
             _call(job, backend, own, watch=watch)
@@ -108,6 +117,17 @@ def work(_rank: int, _world_size: int, arguments: Mapping[str, Any]) -> None:
             watch.run(partial(_call, job, backend, own))
         own(FINISHED)
         emit(WATCH, {"seen": asdict(watch.seen)})
+
+
+def _share_s(planned_s: Sequence[float], number: int, used_s: float) -> float:
+    """Seconds for one of the jobs, after `used_s` of what was planned for all.
+
+    >>> _share_s([2.0, 6.0, 2.0], 1, used_s=6.0)
+    3.0
+    """
+    left_s = max(0.0, sum(planned_s) - used_s)
+    own_s = left_s * planned_s[number] / (sum(planned_s[number:]) or 1.0)
+    return max(own_s, _LEAST_RATIO * planned_s[number])
 
 
 def _open_watch(arguments: Mapping[str, Any] | None, backend: Backend, emit: Emit) -> Watch:

@@ -14,6 +14,7 @@ from typing import Any
 from estimator.errors import ProbeError
 from estimator.machines.profile import Device, DeviceKind, MachineProfile, Provenance
 from estimator.probe.findings import Findings, with_best_rates
+from estimator.probe.grid import kernel_grid
 from estimator.probe.interference import (
     MOST_PATIENCE_S,
     Watch,
@@ -31,14 +32,17 @@ Report = Callable[[str, float], None]
 THOROUGH_FACTOR = 5.0
 # Of the budget, what is planned for measuring; processes take the rest to start and end.
 _PLANNED_RATIO = 0.95
+# Of its share of that: what a part gets where those before it took too long, until so many times
+# the budget are over. A short probe loses detail, and none of its parts.
+_LEAST_RATIO, _OVERTIME_FACTOR = 0.25, 1.5
+# What can be cut at any moment comes last, and one bad kernel leaves a process without its GPU.
 _JOBS = {
     "preparing": ("kernels:prepare", 0.02),
     "host": ("host:measure_host", 0.08),
     "cold reads": ("memory:measure_cold_read", 0.01),
-    "kernels": ("kernels:measure_kernels", 0.77),
     "updates": ("updates:measure_updates", 0.12),
+    "kernels": ("kernels:measure_kernels", 0.77),
 }
-# One bad kernel leaves a process without its GPU: what would be lost with it goes first there.
 _GPU_JOBS = {
     "preparing": _JOBS["preparing"],
     "device": ("accelerator:measure_facts", 0.02),
@@ -180,15 +184,18 @@ class _Probe:
     def run(self) -> None:
         """Measure part after part; each gets its share of the time that is left."""
         parts = self._parts()
+        planned_s = _PLANNED_RATIO * self.budget_s
+        least_s = _LEAST_RATIO * planned_s / sum(part.share for part in parts)
         for number, part in enumerate(parts):
-            left_s = _PLANNED_RATIO * self.budget_s - self._used_s()
+            left_s = planned_s - self._used_s()
             rest = parts[number:]
-            if left_s <= 0:
+            if self._used_s() >= _OVERTIME_FACTOR * self.budget_s:
                 self._skip(rest, "the budget was over")
                 return
             try:
                 self.tell(part.name)
-                part.measure(left_s * part.share / sum(each.share for each in rest))
+                own_s = left_s * part.share / sum(each.share for each in rest)
+                part.measure(max(own_s, least_s * part.share))
             except KeyboardInterrupt:
                 self._skip(rest[1:] if part.itemised else rest, "interrupted")
                 return
@@ -208,6 +215,7 @@ class _Probe:
     def profile(self, name: str) -> MachineProfile:
         """Everything found, as a profile."""
         findings, hardware = self.findings, self.cpu.facts()
+        grid = kernel_grid(self.devices[0].kind, thorough=self.thorough)
         return MachineProfile(
             name=name,
             devices=with_best_rates(findings.described(self.devices), findings.points),
@@ -224,6 +232,7 @@ class _Probe:
             hardware=hardware,
             canary_s=self.watch.seen.canary_s,
             rank_jitter_ratio=findings.rank_jitter_ratio,
+            kernels_timed_ratio=findings.kernels_timed_ratio(len(grid)),
             missing=tuple(findings.missing),
             interference=self.watch.seen.interference(self.watching.usual_canary_s),
             provenance=Provenance(

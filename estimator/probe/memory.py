@@ -11,6 +11,7 @@ from typing import Any
 from estimator.machines.profile import Device
 from estimator.probe.backend import Backend, allocator_name, allocator_text
 from estimator.probe.jobs import Emit
+from estimator.probe.source import TensorSource
 
 _TOUCHED_SIZES = (1 << 20, 8 << 20, 32 << 20, 128 << 20)
 _TOUCH_ROUNDS = 5
@@ -108,8 +109,7 @@ def measure_cold_read(backend: Backend, emit: Emit, *, budget_s: float) -> None:
     import torch
 
     count = _READ_BYTES[backend.kind] // 4
-    block = torch.ones(max(4 * backend.last_level_cache_bytes(), 128 << 20) // 4)
-    block = block.to(backend.device)
+    block = torch.ones(TensorSource(backend).block_bytes // 4, device=backend.device)
     pieces = block.split(count)[:-1]
     cold = backend.time_calls(lambda number: pieces[number].sum(), repeats=len(pieces))
     warm = backend.time_calls(lambda _: pieces[0].sum(), repeats=len(pieces))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import statistics
 import tempfile
@@ -72,11 +73,14 @@ def _written(folder: Path, budget_s: float) -> list[Path]:
 def read_bytes_per_s(
     paths: Iterable[Path], *, readers: int = 1, budget_s: float = float("inf")
 ) -> float:
-    """The rate at which `readers` threads together read the files, as many as the time allows."""
+    """The rate at which `readers` threads together read the files, as many as the time allows.
+
+    One for each of them at least.
+    """
     end = time.monotonic() + budget_s
 
-    def read(path: Path) -> int:
-        if time.monotonic() > end:
+    def read(number: int, path: Path) -> int:
+        if number >= readers and time.monotonic() > end:
             return 0
         count = 0
         with path.open("rb", buffering=0) as stream:
@@ -86,7 +90,7 @@ def read_bytes_per_s(
 
     with ThreadPoolExecutor(readers) as pool:
         begun = time.perf_counter()
-        size_bytes = sum(pool.map(read, paths))
+        size_bytes = sum(pool.map(read, itertools.count(), paths))
         return size_bytes / (time.perf_counter() - begun)
 
 

@@ -21,6 +21,7 @@ _FEW_SETS = ((1, 64), (100, 64), (6, 1_000_000))
 # On a GPU a step of few parameters is all launches: as many more as models for GPUs have.
 _GPU_SETS = ((6, 1_000_000), (400, 64), (100, 400_000), (40, 4_000_000), (300, 1_000_000))
 _ZERO_SET = (6, 1_000_000)
+Evict = Callable[[], None]
 # By tensors and parameters: seconds from start to end; on CUDA also of host and device alone.
 _Times = dict[tuple[int, int], tuple[float, ...]]
 # The key of the set whose gradients are zero.
@@ -36,7 +37,7 @@ _FORMS: dict[str, dict[str, bool]] = {
     "foreach": {"foreach": True},
     "fused": {"fused": True},
 }
-_REPEATS, _MOST_S = 9, 0.08
+_REPEATS, _MOST_S = 9, 0.15
 # Steps queued behind one spinning kernel: some hundred kernels each, and a queue holds a thousand.
 _FLIGHT = 3
 
@@ -72,19 +73,23 @@ def measure_updates(
 ) -> None:
     """Emit each optimizer's points, the default form of every one first, and that again at the end.
 
-    A machine may be slow for a second: of the two times the quicker counts.
+    A machine may be slow for a second: of the two times the quicker counts. Out of time, the
+    default forms are measured with few sets of parameters, and no others.
     """
     end = time.monotonic() + budget_s
     skipped: list[str] = []
     quickest: dict[tuple[str, str], _Times] = {}
+    evict = _eviction(backend)
     order = list(_order(backend.kind))
     again = [each for each in order if each[1] == default_form(backend.kind)]
     for number, (optimizer, form) in enumerate([*order, *again]):
-        if time.monotonic() >= end:
+        is_late = time.monotonic() >= end
+        if is_late and number >= len(again):
             skipped += [f"{optimizer} ({form})"] if number < len(order) else []
             continue
+        sets = _FEW_SETS if is_late else _sets(backend.kind, form, thorough=thorough)
         try:
-            found = _times(backend, optimizer, form, thorough=thorough)
+            found = _times(backend, optimizer, form, sets, evict=evict)
         except RuntimeError as error:  # a form that this build lacks on this device
             skipped.append(f"{optimizer} ({form}): {str(error).splitlines()[0]}")
             continue
@@ -107,13 +112,26 @@ def _message(optimizer: str, form: str, kind: DeviceKind, times: _Times) -> dict
     }
 
 
-def _times(backend: Backend, optimizer: str, form: str, *, thorough: bool) -> _Times:
+def _sets(kind: DeviceKind, form: str, *, thorough: bool) -> tuple[tuple[int, int], ...]:
+    sets = _SETS if thorough or form == default_form(kind) else _FEW_SETS
+    if kind == "cuda":
+        sets = tuple(dict.fromkeys((*sets, *_GPU_SETS)))
+    return sets + (((200, 500_000),) if thorough else ())
+
+
+def _times(
+    backend: Backend,
+    optimizer: str,
+    form: str,
+    sets: Sequence[tuple[int, int]],
+    *,
+    evict: Evict,
+) -> _Times:
     """Seconds of each set, and of one whose gradients are zero."""
-    times = {
-        (tensors, count): seconds
-        for tensors, count, seconds in _points(backend, optimizer, form, thorough=thorough)
-    }
-    return {**times, _ZERO: _step_s(backend, optimizer, form, *_ZERO_SET, gradient=0.0)}
+    points = _points(backend, optimizer, form, sets, evict=evict)
+    times = {(tensors, count): seconds for tensors, count, seconds in points}
+    zero = _step_s(backend, optimizer, form, *_ZERO_SET, evict=evict, gradient=0.0)
+    return {**times, _ZERO: zero}
 
 
 def _order(kind: DeviceKind) -> Iterator[tuple[str, str]]:
@@ -124,16 +142,18 @@ def _order(kind: DeviceKind) -> Iterator[tuple[str, str]]:
 
 
 def _points(
-    backend: Backend, optimizer: str, form: str, *, thorough: bool
+    backend: Backend,
+    optimizer: str,
+    form: str,
+    sets: Sequence[tuple[int, int]],
+    *,
+    evict: Evict,
 ) -> Iterator[tuple[int, int, tuple[float, ...]]]:
     import torch
 
-    sets = _SETS if thorough or form == default_form(backend.kind) else _FEW_SETS
-    if backend.kind == "cuda":
-        sets = tuple(dict.fromkeys((*sets, *_GPU_SETS)))
-    for tensors, elements in sets + (((200, 500_000),) if thorough else ()):
+    for tensors, elements in sets:
         try:
-            seconds = _step_s(backend, optimizer, form, tensors, elements)
+            seconds = _step_s(backend, optimizer, form, tensors, elements, evict=evict)
         except torch.OutOfMemoryError:
             continue  # the largest sets take some 7 GB with their gradients and state
         yield tensors, tensors * elements, seconds
@@ -146,6 +166,7 @@ def _step_s(
     tensors: int,
     elements: int,
     *,
+    evict: Evict,
     gradient: float = 0.01,
 ) -> tuple[float, ...]:
     """Median seconds of optimizer.step() from start to end; on CUDA also of host and device alone.
@@ -154,7 +175,6 @@ def _step_s(
     """
     import torch
 
-    evict = _eviction(backend)
     weights = [
         torch.nn.Parameter(torch.full((elements,), 0.1, device=backend.device))
         for _ in range(tensors)
@@ -167,7 +187,9 @@ def _step_s(
     issued: list[float] = []
     stepper.step()  # makes the optimizer's state
     backend.synchronize()
-    while len(seconds) < _REPEATS and (len(seconds) < 3 or sum(seconds) < _MOST_S):
+    # Emptying a large cache takes as long as some steps.
+    end = time.monotonic() + _MOST_S
+    while len(seconds) < _REPEATS and (len(seconds) < 3 or time.monotonic() < end):
         evict()
         begin = time.perf_counter()
         stepper.step()
@@ -181,7 +203,7 @@ def _step_s(
     return both_s, statistics.median(issued), device_s
 
 
-def _eviction(backend: Backend) -> Callable[[], None]:
+def _eviction(backend: Backend) -> Evict:
     """What puts the caches of a CPU into the state in which forward and backward leave them.
 
     A GPU runs an update of few parameters as long as it launches, and reads all others anew.

@@ -101,6 +101,8 @@ def _class_assumptions(program: StepProgram, graph_too: bool) -> list[str]:
             f"'{machine.name}' was disturbed when it was probed ({machine.interference}): "
             "intervals are wider for it; 'estimator probe' on a quiet machine mends that"
         )
+    if machine.is_cut:
+        found.append(_cut_assumption(program))
     if is_known_by_datasheet(machine):
         found.extend(_datasheet_assumptions(program))
     found.extend(_attention_assumptions(program))
@@ -139,6 +141,26 @@ def _waiting_assumptions(program: StepProgram) -> Iterator[str]:
         f"the host waits for the device {times} in each micro-batch (most often for "
         f"{described(program.bound.graph, awaited)}), which is "
         f"{format_ratio(lost_s / lanes.end_s)} of its time"
+    )
+
+
+def _cut_assumption(program: StepProgram) -> str:
+    """What a probe that timed few kernels leaves to those of the same family."""
+    machine, durations = program.profile, program.durations
+    timed = {kernel.target for kernel in machine.kernels}
+    others_s = sum(
+        seconds
+        for op, source, seconds in zip(
+            program.bound.graph.ops, durations.sources, durations.device_s.tolist(), strict=True
+        )
+        if source == "fitted" and op.call.target not in timed
+    )
+    share = others_s / (float(durations.device_s.sum()) or 1.0)
+    return (
+        f"the probe of '{machine.name}' was cut short: it timed "
+        f"{format_ratio(machine.kernels_timed_ratio or 0.0)} of its kernel calls, and operators "
+        f"that are {format_ratio(share)} of the kernel time are priced by others of their family; "
+        "'estimator probe' with more --budget mends that"
     )
 
 

@@ -42,7 +42,7 @@ _SHORTEST_S = 1e-9
 # What a call that the probe has timed is off by in a step: a median of five
 # repeats whose 10–90 % range is ±6 % (median of 676 calls probed on two cores of an EPYC server).
 _TIMED_ERROR = 0.03
-# From so many points on, an operator's form is fitted to its own and can be judged without one.
+# From so many points on, a fit can be judged without one of them.
 _FEWEST_POINTS = 3
 # Several times what the probe times of a family: each is set beside every other.
 _MOST_POINTS = 2000
@@ -121,7 +121,8 @@ class FamilyFit:
             same = self.targets == target
             for kind in ("", *sorted(set(self.variants[same].tolist()))):
                 mine = same & (self.variants == kind) if kind else same
-                if mine.sum() >= _FEWEST_POINTS:
+                # As many points as terms meet any form, and tell nothing of calls beyond them.
+                if mine.sum() > self.rows.shape[1]:
                     self.forms[target, kind] = self._fit(mine)
         warm, cold = self._by_form([(p.features.target, p.variant) for p in points], self.rows)
         self.warm_residual = np.log(self.warm / warm)

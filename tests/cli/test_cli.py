@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -461,6 +462,34 @@ def test_estimates_of_a_disturbed_probe_have_wider_intervals_and_fail_the_check(
     assert checked.code == 1
     assert "disturbed when probed" in checked.out
     assert "20 % of the cores" in command("profile", "show", "local").out
+
+
+def test_estimates_of_a_probe_that_was_cut_short_say_so_and_fail_the_check(
+    store: Path, tiny: str, command: Command, small_profile: MachineProfile
+) -> None:
+    def assumed(**given: Any) -> str:
+        profile = replace(small_profile, **given)
+        profile.save(store / "machines" / "local.json")
+        answer = command("estimate", tiny, "--on", "1x1:local", "--json")
+        return " ".join(json.loads(answer.out)["assumptions"])
+
+    for timed_ratio in (None, 0.1, 1.0):
+        assert "cut short" not in assumed(kernels_timed_ratio=timed_ratio)
+    shares = []
+    # Where fewer operators were timed themselves, more are priced by others of their family.
+    for target in ("aten.mm.default", "aten.none.default"):
+        first, *others = small_profile.kernels
+        kernels = (replace(first, target=target), *others)
+        told = assumed(kernels_timed_ratio=0.04, kernels=kernels)
+        assert "it timed 4.0 % of its kernel calls" in told
+        found = re.search(r"operators that are ([\d.]+) % of the kernel time", told)
+        assert found is not None
+        shares.append(float(found[1]))
+    assert 0 < shares[0] < shares[1] <= 100
+    checked = command("check", tiny, "--on", "1x1:local", "--json")
+    assert checked.code == 1
+    assert json.loads(checked.out)["cut_machines"] == ["local"]
+    assert "kernel calls timed" in command("profile", "show", "local").out
 
 
 def test_validate_predicts_then_trains_and_prints_both(

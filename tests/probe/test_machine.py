@@ -79,6 +79,24 @@ def test_parts_share_what_is_left_and_none_starts_after_the_budget(
     assert "copies: the budget was over" in profile.missing
 
 
+def test_a_short_probe_that_takes_too_long_loses_none_of_its_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    given: list[float] = []
+
+    def run_jobs(_device: Device, jobs: Any, _on_finding: Any, _watching: Any) -> None:
+        given.append(sum(job.budget_s for job in jobs))
+        now[0] += 11.0 if len(given) == 1 else 0.5
+
+    monkeypatch.setattr(machine_module, "run_jobs", run_jobs)
+    profile = probe_machine(devices=1, kind="cpu", force=True, budget_s=10.0)
+    assert not any("budget" in part for part in profile.missing)
+    # After 11 of 10 s first touch and input still have a quarter of 0.02 of 0.84 each.
+    assert given[1:] == pytest.approx([10.0 * 0.95 * 0.02 / 0.84 / 4] * 2)
+
+
 def test_progress_names_the_part_and_never_passes_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_module, "run_jobs", cut_short(KeyboardInterrupt))
     seen: list[tuple[str, float]] = []
@@ -110,6 +128,17 @@ def test_unreached_and_lacking_kernels_are_said() -> None:
         "kernels: 7 of 10 calls were not reached in the time",
         "kernels: 1 calls do not run (aten.a.default: no)",
     ]
+
+
+def test_a_profile_says_which_share_of_its_calls_the_probe_came_to() -> None:
+    findings = Findings(at="2026-01-01")
+    assert findings.kernels_timed_ratio(10) == 0.0
+    # Interrupted, it counts what there is: a call that was measured again is one.
+    for warm_s in (1e-6, 2e-6):
+        findings.take("kernels", POINT | {"warm_s": warm_s})
+    assert findings.kernels_timed_ratio(10) == pytest.approx(0.1)
+    findings.take("kernels", {"done": 3, "grid": 10, "lacking": ["aten.a.default: no"]})
+    assert findings.kernels_timed_ratio(10) == pytest.approx(0.3)
 
 
 def point(target: str, inputs: tuple[TensorSpec, ...], warm_s: float) -> KernelPoint:
@@ -227,3 +256,6 @@ def test_what_is_measured_again_takes_the_place_of_what_was_disturbed() -> None:
         points = [(1, 10, factor), (2, 10, 1.5 * factor), (1, 20, 1.5 * factor)]
         findings.take("updates", {**update, "points": points})
     assert [cost.points[0][2] for cost in findings.updates] == [1.0]
+    for skipped in (["adam (fused)", "sgd (fused)"], ["sgd (fused)"]):
+        findings.take("updates", {"skipped": skipped})
+    assert findings.missing == ["updates: sgd (fused)"]

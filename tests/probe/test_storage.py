@@ -26,10 +26,14 @@ def test_files_are_read_in_bytes_per_second(
     assert storage.read_bytes_per_s(paths) == 3000 / 0.5
 
 
-def test_reading_ends_with_its_time(tmp_path: Path) -> None:
+def test_reading_ends_with_its_time_after_a_file_for_each_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "one"
     path.write_bytes(bytes(1000))
-    assert storage.read_bytes_per_s([path, path], budget_s=-1.0) == 0.0
+    now = iter((10.0, 10.5))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    assert storage.read_bytes_per_s([path] * 5, readers=2, budget_s=-1.0) == 2000 / 0.5
 
 
 @pytest.mark.parametrize(

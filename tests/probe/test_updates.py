@@ -68,19 +68,56 @@ def test_sets_that_a_small_gpu_cannot_hold_are_left_out(monkeypatch: pytest.Monk
     assert [row[:2] for row in emitted[0]["points"]] == [(1, 64), (6, 6_000_000)]
 
 
-def test_a_spent_budget_names_what_was_left_out() -> None:
-    emitted: list[dict[str, object]] = []
+def test_a_spent_budget_keeps_every_optimizer_and_names_the_forms_that_it_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(updates, "_step_s", lambda *_, **__: (1.0,))
+    emitted: list[dict[str, Any]] = []
     measure_updates(CpuBackend(), emitted.append, budget_s=-1.0)
-    (last,) = emitted
-    assert "adamw (loop)" in last["skipped"]  # type: ignore[operator]
-    assert len(last["skipped"]) == 12  # type: ignore[arg-type]
+    *found, last = emitted
+    assert [(each["optimizer"], each["form"]) for each in found] == [
+        (optimizer, "loop") for optimizer in ("adamw", "sgd", "sgd-momentum", "adam")
+    ]
+    assert {len(each["points"]) for each in found} == {3}
+    assert len(last["skipped"]) == 8
+    assert "adamw (foreach)" in last["skipped"]
+
+
+def test_emptying_a_large_cache_takes_its_share_of_the_time_and_three_steps_count_at_least(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(updates.time, "monotonic", lambda: now[0])
+    emptied: list[float] = []
+
+    def empty() -> None:
+        now[0] += 0.08
+        emptied.append(now[0])
+
+    updates._step_s(CpuBackend(), "sgd", "loop", 2, 100, evict=empty)
+    assert len(emptied) == 3
+
+
+def test_the_memory_that_empties_the_caches_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    source = updates.TensorSource
+
+    def make(backend: Any) -> Any:
+        made.append(source(backend))
+        return made[-1]
+
+    monkeypatch.setattr(updates, "TensorSource", make)
+    monkeypatch.setattr(updates, "_SETS", ((1, 64),))
+    monkeypatch.setattr(updates, "_FEW_SETS", ((1, 64),))
+    monkeypatch.setattr(updates, "_ZERO_SET", (1, 64))
+    measure_updates(CpuBackend(), lambda _: None, budget_s=60.0)
+    assert len(made) == 1
 
 
 def test_caches_are_emptied_before_each_update_as_forward_and_backward_leave_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(updates.TensorSource, "flush", lambda _: done.append("emptied"))
     step = torch.optim.SGD.step
 
     def told(optimizer: torch.optim.SGD) -> None:
@@ -88,7 +125,7 @@ def test_caches_are_emptied_before_each_update_as_forward_and_backward_leave_the
         step(optimizer)
 
     monkeypatch.setattr(torch.optim.SGD, "step", told)
-    updates._step_s(CpuBackend(), "sgd", "loop", 2, 100)
+    updates._step_s(CpuBackend(), "sgd", "loop", 2, 100, evict=lambda: done.append("emptied"))
     # The first step makes the optimizer's state.
     assert done[0] == "updated"
     assert done[1:] == ["emptied", "updated"] * 9

@@ -64,6 +64,24 @@ def test_of_very_many_points_some_are_fitted() -> None:
     assert found.warm_s == pytest.approx(expected.warm_s, rel=0.05)
 
 
+def test_few_noisy_calls_of_an_operator_do_not_tell_what_far_larger_ones_take() -> None:
+    def seconds(side: int) -> float:
+        return 1e-6 + 2 * side**3 / 1e11
+
+    def batched(side: int) -> OpCall:
+        square = TensorSpec((1, side, side))
+        return OpCall("aten.bmm.default", (square, square), (), (square,))
+
+    many = [(_mm(side, side, side), seconds(side)) for side in range(8, 648, 16)]
+    # As a probe that was cut short leaves them: close together, the larger ones held up a little.
+    few = [(batched(side), held_up * seconds(side)) for side, held_up in ((16, 1), (18, 1.1))]
+    few.append((batched(20), 1.25 * seconds(20)))
+    found = KernelFits(_profile([*many, *few])).predict(batched(512))
+    assert found is not None
+    # Their own form through three points would say almost five times as long.
+    assert found.warm_s == pytest.approx(seconds(512), rel=0.15)
+
+
 def test_matmuls_take_the_time_of_tensor_cores_only_where_the_precision_says_so() -> None:
     sizes = [(a, b, 256) for a in (64, 512, 4096) for b in (64, 512)]
     slow = [(_mm(*size), 1e-3) for size in sizes]

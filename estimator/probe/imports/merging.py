@@ -65,6 +65,10 @@ def merge_profiles(profiles: Sequence[MachineProfile]) -> MachineProfile:
         hardware=_filled(p.hardware for p in profiles),
         canary_s=_first(p.canary_s for p in profiles),
         rank_jitter_ratio=_first(p.rank_jitter_ratio for p in profiles),
+        kernels_timed_ratio=max(
+            (p.kernels_timed_ratio for p in profiles if p.kernels_timed_ratio is not None),
+            default=None,
+        ),
         missing=tuple(dict.fromkeys(text for p in profiles for text in p.missing)),
     )
 
