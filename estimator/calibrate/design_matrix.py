@@ -82,7 +82,7 @@ class Dataset:
             engine_times=engine_times,
         )
 
-    def part(self, places: slice) -> Dataset:
+    def part(self, places: slice | NDArray[np.intp]) -> Dataset:
         """Some of the observations."""
         times = self.engine_times
         return Dataset(
@@ -91,6 +91,11 @@ class Dataset:
             weights=self.weights[places],
             engine_times=None if times is None else times.part(places),
         )
+
+    def originals(self) -> NDArray[np.intp]:
+        """The places of all observations but copies of an earlier one, step and time alike."""
+        values = np.column_stack([self.rows, self.log_times])
+        return np.sort(np.unique(values, axis=0, return_index=True)[1])
 
     def distinct(self) -> tuple[Array, NDArray[np.intp]]:
         """The distinct rows, and for each row which of them it is."""
@@ -101,15 +106,20 @@ class Dataset:
 def reference_of(data: Dataset, priors: Priors, compute_s: Array | None) -> Reference:
     """The mean batch, and its compute: the engine's, or what the rows of fewest ranks suggest.
 
-    Without rows it is next to none, and so is the stall, which nothing has shown.
+    Each distinct row counts once, by the median of its runs. Without rows it is next to none, and
+    so is the stall, which nothing has shown.
     """
     if not len(data.rows):
         return Reference(compute_s=float(np.finfo(float).tiny), batch=1.0)
-    batch = float(np.exp(np.log(data.rows[:, BATCH]).mean()))
+    distinct, row_of = data.distinct()
+    batch = float(np.exp(np.log(distinct[:, BATCH]).mean()))
     if compute_s is not None:
-        return Reference(compute_s=float(np.exp(np.log(compute_s).mean())), batch=batch)
-    fewest = data.rows[:, RANKS] == data.rows[:, RANKS].min()
-    rows, times = data.rows[fewest], data.log_times[fewest]
+        # Of one row the engine says the same each time.
+        first = np.unique(row_of, return_index=True)[1]
+        return Reference(compute_s=float(np.exp(np.log(compute_s[first]).mean())), batch=batch)
+    fewest = np.flatnonzero(distinct[:, RANKS] == distinct[:, RANKS].min())
+    rows = distinct[fewest]
+    times = np.array([np.median(data.log_times[row_of == row]) for row in fewest])
     reference_s = float(np.exp(times.mean()))
     for _ in range(_REFERENCE_ITERATIONS):
         reference = Reference(compute_s=reference_s, batch=batch)

@@ -34,6 +34,7 @@ from estimator.calibrate.gaussian_process import noise_variance
 from estimator.calibrate.performance_model import BATCH, NODES, RANKS
 from estimator.calibrate.posterior import LeftOut
 from estimator.calibrate.priors import Array
+from estimator.calibrate.robust_weights import effective_ratio
 
 MODEL, ENGINE = "model", "engine"
 # Ends the names of forms that were fitted to outliers too.
@@ -89,7 +90,7 @@ _LARGEST_ERROR = 1.0
 _MOST_ROWS, _FEW_ROWS, _GROUPS_OF_FEW, _GROUPS_OF_MANY = 60, 20, 10, 4
 # Below this weight in the robust fit of the performance model an observation is an outlier, but of
 # four at most one: where more are, the job scatters, and they count.
-MOST_OUTLIERS_RATIO = 0.25
+_MOST_OUTLIERS_RATIO = 0.25
 # So many outliers beyond the batches of all others refute the performance model there: nothing but
 # its extrapolation contradicts them.
 _REFUTING = 2
@@ -126,12 +127,14 @@ class Mixture:
         self.rows_ = distinct
         counts = np.bincount(places.reshape(-1), observation_weights, len(distinct))
         self.count_of_ = dict(zip(map(tuple, distinct.tolist()), counts.tolist(), strict=True))
-        chosen, is_kept = _chosen(observation_weights[left_out.observation])
+        place = places.reshape(-1)[left_out.observation]
+        runs = effective_ratio(np.ones(len(place)), place)
+        chosen, is_kept = _chosen(observation_weights[left_out.observation], runs)
         kept = left_out.observation[chosen]
         batches = rows[kept[is_kept], BATCH]
         self.believed_batches_ = batches.min(initial=np.inf), batches.max(initial=0.0)
         is_refuting = ~is_kept & self._is_beyond(rows[kept])
-        self.is_refuted_ = bool(is_refuting.sum() >= _REFUTING)
+        self.is_refuted_ = bool(runs[chosen] @ is_refuting >= _REFUTING)
         if not self.is_refuted_:
             chosen, kept, is_kept = chosen[is_kept], kept[is_kept], is_kept[is_kept]
         self.kinds_ = self._kinds(rows[kept])
@@ -289,10 +292,16 @@ class Mixture:
         return replace(model, log_ratio=errors, variance=variance)
 
 
-def _chosen(observation_weights: Array) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-    """Of many observations some that spread evenly; and which are no outliers of the model."""
+def _chosen(
+    observation_weights: Array, counts: Array
+) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+    """Of many observations some that spread evenly; and which are no outliers of the model.
+
+    `counts` is how many independent observations each counts for.
+    """
     count = len(observation_weights)
-    least = np.argsort(observation_weights, kind="stable")[: int(MOST_OUTLIERS_RATIO * count)]
+    least = np.argsort(observation_weights, kind="stable")
+    least = least[np.cumsum(counts[least]) <= _MOST_OUTLIERS_RATIO * counts.sum()]
     outliers = least[observation_weights[least] < OUTLIER_WEIGHT]
     kept = np.setdiff1d(np.arange(count), outliers)
     kept = kept[:: max(1, -(-len(kept) // _MOST_ROWS))]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from estimator.calibrate.priors import PARAMETERS, Array
 from estimator.elementwise import (
@@ -67,7 +68,7 @@ class EngineTimes:
         if not all(0 <= seconds < math.inf for seconds in sync_s):
             raise WorkloadError(f"sync_s must not be negative, found {self.sync_s}; correct it")
 
-    def part(self, places: slice) -> EngineTimes:
+    def part(self, places: slice | NDArray[np.intp]) -> EngineTimes:
         """Those of some rows."""
         known = (self.compute_s, self.sync_s, self.step_s)
         compute_s, sync_s, step_s = (None if each is None else each[places] for each in known)

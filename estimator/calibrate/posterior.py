@@ -20,7 +20,7 @@ from estimator.calibrate.design_matrix import Dataset
 from estimator.calibrate.gaussian_process import Inputs
 from estimator.calibrate.performance_model import ModelValues
 from estimator.calibrate.priors import Array
-from estimator.calibrate.robust_weights import confirmed
+from estimator.calibrate.robust_weights import confirmed, effective_ratio
 
 # The Gaussian process takes so many distinct rows, the last observed: its cost is cubic in them.
 _MOST_INPUTS = 1000
@@ -73,6 +73,9 @@ def training_data(
     noise_variance = gaussian_process.noise_variance(model.sync_share)
     weights = data.weights * observation_weights
     weights, nugget = confirmed(weights, data.weights, row_of, residuals, model.sync_share)
+    # Copies of one value say little more than the value does.
+    copies = np.unique(np.column_stack([row_of, residuals]), axis=0, return_inverse=True)[1]
+    weights = weights * effective_ratio(np.ones(len(weights)), copies.reshape(-1))
     total = np.bincount(row_of, weights, minlength=len(rows))
     mean = np.bincount(row_of, weights * residuals, minlength=len(rows)) / total
     last = np.sort(np.argsort(first)[-_MOST_INPUTS:])
@@ -81,7 +84,7 @@ def training_data(
     is_kept = input_of[row_of] >= 0
     # Those that will be left out come last: their block of the inverse is cheap then.
     kept = row_of[is_kept]
-    is_scored = np.isin(last, kept[:: _scored_stride(len(kept))])
+    is_scored = np.isin(last, kept[_scored(kept, residuals[is_kept])])
     last = np.concatenate([last[~is_scored], last[is_scored]])
     input_of[last] = np.arange(len(last))
     at = first[last]
@@ -99,8 +102,10 @@ def training_data(
     )
 
 
-def _scored_stride(observations: int) -> int:
-    return max(1, observations // _SCORED_OBSERVATIONS)
+def _scored(row_of: NDArray[np.intp], residuals: Array) -> NDArray[np.intp]:
+    """Some of the observations, spread evenly; of copies of one only the first."""
+    _, first = np.unique(np.column_stack([row_of, residuals]), axis=0, return_index=True)
+    return np.sort(first)[:: max(1, len(first) // _SCORED_OBSERVATIONS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -199,8 +204,8 @@ class Posterior:
         outliers will occur among future observations too, and the intervals have to cover those.
         """
         training = self._training
-        stride = _scored_stride(len(training.observed_input))
-        chosen = training.observed_input[::stride]
+        scored = _scored(training.observed_input, training.observed_residual)
+        chosen = training.observed_input[scored]
         inputs, place = np.unique(chosen, return_inverse=True)
         # With P the inverse of the whole covariance (kernel, noise and parameters), leaving out i
         # gives the error (P·y)ᵢ / Pᵢᵢ and the variance 1 / Pᵢᵢ (Rasmussen and Williams, eq. 5.12).
@@ -214,9 +219,9 @@ class Posterior:
         left_out = (solved[inputs] / diagonal - training.residuals[inputs])[place]
         variance = np.maximum(1 / diagonal - training.noise_variance[inputs], 0)[place]
         return LeftOut(
-            observation=training.observation[::stride],
-            log_ratio=-(training.observed_residual[::stride] + left_out),
-            variance=variance + training.observed_noise_variance[::stride],
+            observation=training.observation[scored],
+            log_ratio=-(training.observed_residual[scored] + left_out),
+            variance=variance + training.observed_noise_variance[scored],
             sync_share=training.inputs.sync_share[chosen],
         )
 

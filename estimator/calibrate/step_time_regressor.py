@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -25,7 +25,8 @@ from estimator.calibrate.adaptive import adapted_coverage
 from estimator.calibrate.design_matrix import Dataset, design_matrix, reference_of
 from estimator.calibrate.gaussian_process import Inputs
 from estimator.calibrate.intervals import ENGINE_SPREAD_PRIOR, SPREAD_PRIOR, Spread, SpreadPrior
-from estimator.calibrate.mixture import MOST_OUTLIERS_RATIO, OUTLIER_WEIGHT, Mixture
+from estimator.calibrate.mixture import Mixture
+from estimator.calibrate.parameter_fit import fit_parameters
 from estimator.calibrate.performance_model import (
     BATCH,
     LARGEST_NODE,
@@ -47,14 +48,8 @@ from estimator.calibrate.priors import (
     Priors,
     transferred,
 )
-from estimator.calibrate.robust_weights import robust_weights
 from estimator.errors import WorkloadError
 
-# Iteratively reweighted least squares: most iterations, and the change that counts as converged.
-_MOST_ITERATIONS = 6
-_TOLERANCE = 0.01
-# Of MINPACK. Short first steps: a long one may end in a local optimum far from the priors.
-_MINPACK = {"factor": 1.0, "xtol": 1e-6, "ftol": 1e-6, "maxfev": 100}
 # The columns by whose range a row is inside or outside of the training data.
 _RANGE_COLUMNS = [RANKS, NODES, BATCH, LARGEST_NODE]
 # So many of the last observations are compared with the intervals of so many before them.
@@ -315,7 +310,7 @@ class StepTimeRegressor:
 
     def _successive_scores(self) -> Array:
         """Scores of the last observations, each predicted from those before it."""
-        latest = slice(-_MOST_BEFORE - _MOST_SUCCESSIVE, None)
+        latest = self._data.originals()[-_MOST_BEFORE - _MOST_SUCCESSIVE :]
         data, weights = self._data.part(latest), self.observation_weights_[latest]
         first = len(weights) - min(len(weights) // 2, _MOST_SUCCESSIVE)
         before = self._posterior(data.part(slice(first)), weights[:first])
@@ -344,47 +339,11 @@ class StepTimeRegressor:
         return Inputs(rows=rows, sync_share=model.sync_share), model
 
     def _fit_model(self, data: Dataset) -> None:
-        """Fit the parameters; beside outliers again from the priors with the weights found."""
-        self._reweighted_fit(data)
-        # Before they were known to be outliers they may have led to another local optimum.
-        if 0 < (self.observation_weights_ < OUTLIER_WEIGHT).mean() <= MOST_OUTLIERS_RATIO:
-            self.standardised_parameters_ = np.zeros(len(PARAMETERS))
-            self._reweighted_fit(data)
+        def model_at(standardised: Array) -> ModelValues:
+            return self._model(standardised, data.rows, data.engine_times)
 
-    def _reweighted_fit(self, data: Dataset) -> None:
-        """Iteratively reweighted least squares: alternate between parameters and weights."""
-        from scipy.optimize import leastsq
-
-        for _ in range(_MOST_ITERATIONS):
-            model = self._model(self.standardised_parameters_, data.rows, data.engine_times)
-            variance = gaussian_process.marginal_variance(model.sync_share)
-            scale = np.sqrt(data.weights * self.observation_weights_ / variance)
-            before = self.standardised_parameters_
-            # Asked for the errors at a point, then for their derivatives there.
-            at = lru_cache(maxsize=1)(partial(self._errors, data=data, scale=scale))
-            self.standardised_parameters_ = leastsq(
-                lambda z, at=at: at(z.tobytes())[0],
-                before,
-                Dfun=lambda z, at=at: at(z.tobytes())[1],
-                diag=np.ones(len(before)),
-                full_output=True,
-                **_MINPACK,
-            )[0]
-            errors, jacobian = at(self.standardised_parameters_.tobytes())
-            weights = robust_weights(errors, jacobian, self.observation_weights_)
-            change = np.abs(weights - self.observation_weights_).max()
-            self.observation_weights_ = weights
-            moved = np.abs(self.standardised_parameters_ - before).max()
-            if max(change, moved) < _TOLERANCE:
-                break
-
-    def _errors(self, parameters: bytes, data: Dataset, scale: Array) -> tuple[Array, Array]:
-        """Standardised errors of observations, then of parameters from their priors; jacobian."""
-        standardised = np.frombuffer(parameters)
-        model = self._model(standardised, data.rows, data.engine_times)
-        errors = np.concatenate([(model.log_step - data.log_times) * scale, standardised])
-        jacobian = model.jacobian * self.prior_sigmas_ * scale[:, None]
-        return errors, np.vstack([jacobian, np.eye(len(standardised))])
+        fit = fit_parameters(data, model_at, self.prior_sigmas_)
+        self.standardised_parameters_, self.observation_weights_ = fit.standardised, fit.weights
 
     def _posterior(self, data: Dataset, observation_weights: Array) -> Posterior:
         """What some observations say of the residuals of the fitted model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -30,10 +31,13 @@ def review_report(found: Review) -> RenderableType:
         )
     lines = [str(drift) for drift in found.drifts] or ["no drift"]
     lines += [str(populations) for populations in found.populations]
-    lines += [
-        f"doubted, counts little: {one.workload} on {one.allocation} with batch "
-        f"{one.batch_per_gpu}: {why}"
+    alike = Counter(
+        (f"{one.workload} on {one.allocation} with batch {one.batch_per_gpu}", why)
         for one, why in found.doubted
+    )
+    lines += [
+        f"doubted, counts little: {what}{f', {times} observations' if times > 1 else ''}: {why}"
+        for (what, why), times in alike.items()
     ]
     lines += [
         f"outlier, not used: {one.workload} on {one.allocation}: {why}"
