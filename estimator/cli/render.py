@@ -96,6 +96,7 @@ def estimate_report(
     return stacked(
         Group(Text(heading(answer), style="bold"), facts(rows)),
         _breakdown_table(answer, least_ratio=0.0 if verbose else _LEAST_SHARE),
+        _memory_table(answer, least_ratio=0.0 if verbose else _LEAST_SHARE),
         modules,
         _provenance_table(answer) if verbose else None,
         listed("assumptions", answer.assumptions),
@@ -222,6 +223,23 @@ def _breakdown_table(answer: Estimate, *, least_ratio: float) -> Table:
             table.add_row(
                 part_name(field.name), _bar(ratio), format_seconds(seconds), format_ratio(ratio)
             )
+    return table
+
+
+def _memory_table(answer: Estimate, *, least_ratio: float) -> Table | None:
+    """What takes memory, each at its own most: together they take no more than the peak."""
+    peak = answer.memory.total_bytes
+    if not peak:
+        return None
+    table = grid("what takes memory, each at its most", "part", "", "memory", "of peak", numbers=2)
+    for field in fields(answer.memory):
+        if not field.name.endswith("_bytes") or field.name == "total_bytes":
+            continue
+        size_bytes = getattr(answer.memory, field.name)
+        if size_bytes > 0 and size_bytes >= least_ratio * peak:
+            ratio = size_bytes / peak
+            name = field.name.removesuffix("_bytes").replace("_", " ")
+            table.add_row(name, _bar(ratio), format_bytes(size_bytes), format_ratio(ratio))
     return table
 
 
