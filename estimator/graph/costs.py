@@ -125,26 +125,27 @@ def innermost_run(call: OpCall) -> tuple[int, int]:
     Tensors of the largest one's shape are walked together, in the order of its own strides;
     tensors broadcast to it stand still or move with it; those of unlike shapes are walked alone.
     """
-    tensors = [spec for spec in (*call.outputs, *call.inputs) if spec.numel > 1]
-    if not tensors:
+    sized = [(spec.numel, spec) for spec in (*call.outputs, *call.inputs)]
+    sized = [each for each in sized if each[0] > 1]
+    if not sized:
         return 1, 1
-    largest = max(tensors, key=lambda spec: spec.numel)
-    if all(spec.strides is None and spec.shape == largest.shape for spec in tensors):
-        return largest.numel, largest.numel
+    whole, largest = max(sized, key=lambda each: each[0])
+    if all(spec.strides is None and spec.shape == largest.shape for _, spec in sized):
+        return whole, whole
     together, alone = [], []
-    for spec in tensors:
+    for numel, spec in sized:
         fitted = _broadcast_strides(spec, largest.shape)
         if fitted is None:
-            alone.append(spec)
+            alone.append((numel, spec))
         else:
             together.append(fitted)
     run = _common_run(largest.shape, together)
-    for spec in alone:
+    for numel, spec in alone:
         own = _common_run(spec.shape, [_strides(spec)])
         # A small tensor in one piece does not cut the run of a large one.
-        if own < spec.numel:
+        if own < numel:
             run = min(run, own)
-    return run, largest.numel
+    return run, whole
 
 
 def _strides(spec: TensorSpec) -> tuple[int, ...]:

@@ -183,10 +183,11 @@ def _unprintable(data: Any) -> str | None:
         if isinstance(value, str):
             if not value.isprintable():
                 return value
-        elif isinstance(value, Mapping):
-            left += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple):
             left += value
+        # Whether a number is a Mapping takes long to find out, and most values are numbers.
+        elif not isinstance(value, float | int) and isinstance(value, Mapping):
+            left += [*value.keys(), *value.values()]
     return None
 
 

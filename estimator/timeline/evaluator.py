@@ -62,8 +62,9 @@ def _last(ends: Any) -> Any:
 def _beside_each_other(tasks: Sequence[Task], overlap: Overlap) -> Any:
     """All lanes of all rows advance from one end to the next."""
     state = _Lanes(tasks, overlap)
-    while state.advance():
-        pass
+    with np.errstate(divide="ignore", invalid="ignore"):
+        while state.advance():
+            pass
     return state.now if state.is_column else float(state.now[0])
 
 
@@ -127,8 +128,7 @@ class _Lanes:
         rate = np.ones(self._left.shape)
         rate[:kinds] = np.where(both, self._compute_rate, 1.0)
         rate[kinds:] = np.where(both, self._network_rate, 1.0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            wait = np.where(self._left > 0, self._left / rate, 0.0)
+        wait = np.where(self._left > 0, self._left / rate, 0.0)
         wait = np.where(active, wait, np.inf)
         step = wait.min(axis=0)
         step = np.where(np.isfinite(step), step, 0.0)
@@ -151,10 +151,11 @@ class _Lanes:
 
     def _finish(self, task: NDArray[np.intp], ends: NDArray[np.bool_]) -> None:
         lane, row = np.nonzero(ends)
-        of_kind = lane < self._kinds
-        self._ended[task[lane, row][of_kind], lane[of_kind], row[of_kind]] = True
-        for each in range(self._kinds):
-            shared = ~of_kind
-            self._ended[task[lane, row][shared], each, row[shared]] = True
-        self._place[lane, row] += 1
-        self._left[lane, row] = self._costs[lane, self._place[lane, row], row]
+        ended = task[lane, row]
+        # Lanes come in order: those of compute first.
+        own = int(np.searchsorted(lane, self._kinds))
+        self._ended[ended[:own], lane[:own], row[:own]] = True
+        self._ended[ended[own:], :, row[own:]] = True
+        place = self._place[lane, row] + 1
+        self._place[lane, row] = place
+        self._left[lane, row] = self._costs[lane, place, row]

@@ -80,6 +80,12 @@ def nonnegative_fit(rows: Array, seconds: Array) -> Array:
     return np.asarray(solution / norms)
 
 
+def _numbered(texts: Sequence[str]) -> tuple[dict[str, int], NDArray[np.intp]]:
+    """The number of each distinct text, and that of each text."""
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    return numbers, np.array([numbers[text] for text in texts], dtype=np.intp)
+
+
 class _Form(NamedTuple):
     """A fitted physical form: what a unit of each term takes."""
 
@@ -114,6 +120,9 @@ class FamilyFit:
         self.coordinates = np.array([coordinates(point.features) for point in points])
         self.targets = np.array([point.features.target for point in points])
         self.variants = np.array([point.variant for point in points])
+        # Numbers compare faster than texts; none of the points' has -1.
+        self._number_of_target, self._target_of = _numbered(self.targets.tolist())
+        self._number_of_variant, self._variant_of = _numbered(self.variants.tolist())
         self.rows = np.array([point.terms for point in points])
         self.whole = self._fit(np.ones(len(points), dtype=bool))
         self.forms: dict[tuple[str, str], _Form] = {}
@@ -145,11 +154,10 @@ class FamilyFit:
         places = np.array([coordinates(each) for each in some])
         gaps = self.coordinates - places[:, None]
         distance = (gaps * gaps).sum(axis=2)
-        targets = np.array([each.target for each in some])[:, None]
-        distance = distance + np.where(self.targets == targets, 0.0, _OTHER_TARGET**2)
-        distance = distance + np.where(
-            self.variants == np.array(kinds)[:, None], 0.0, _OTHER_VARIANT**2
-        )
+        targets = np.array([self._number_of_target.get(each.target, -1) for each in some])
+        distance += np.where(self._target_of == targets[:, None], 0.0, _OTHER_TARGET**2)
+        variants = np.array([self._number_of_variant.get(kind, -1) for kind in kinds])
+        distance += np.where(self._variant_of == variants[:, None], 0.0, _OTHER_VARIANT**2)
         return np.asarray(np.exp(-distance / (2 * _WIDTH**2)))
 
     def predict_each(
