@@ -109,6 +109,28 @@ def test_a_step_seen_three_times_is_predicted_within_its_noise(cluster: Cluster)
     assert cluster.error("2x2:synthetic") < 0.02
 
 
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.7, 1.4, 2, 4])
+def test_the_first_observation_is_believed_however_far_the_engine_is_off(
+    ratio: float, cluster: Cluster
+) -> None:
+    engine_s = cluster.estimate("1x2:synthetic", calibrated=False).step_time_s
+    seen_s = ratio * engine_s
+    cluster.calibrator.observe(JOB, "1x2:synthetic", step_time_s=seen_s, batch_per_gpu=64)
+    cluster.calibrator.fit()
+    found = cluster.estimate("1x2:synthetic")
+    assert found.step_time_s == pytest.approx(seen_s, rel=0.05)
+    assert found.low_s < seen_s < found.high_s
+
+
+@pytest.mark.parametrize("ratio", [1e-3, 1e3])
+def test_a_first_observation_of_a_wrong_unit_is_not(ratio: float, cluster: Cluster) -> None:
+    engine_s = cluster.estimate("1x2:synthetic", calibrated=False).step_time_s
+    wrong_s = ratio * engine_s
+    cluster.calibrator.observe(JOB, "1x2:synthetic", step_time_s=wrong_s, batch_per_gpu=64)
+    cluster.calibrator.fit()
+    assert cluster.estimate("1x2:synthetic").step_time_s == pytest.approx(engine_s, rel=0.05)
+
+
 def test_slower_nodes_of_one_name_are_modelled_apart(cluster: Cluster) -> None:
     real_s = answer("1x2:synthetic", machine=REAL).step_time_s
     for ratio in [1.0, 1.01, 1.5] * 6:
