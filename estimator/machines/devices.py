@@ -15,6 +15,7 @@ from estimator.machines.provenance import (
     Provenance,
     check_not_negative,
     check_positive,
+    check_rising_shares,
 )
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -61,7 +62,9 @@ class MemoryCost:
     `first_touch_s_per_byte` is the cost of memory the process has not touched since it got it from
     the operating system; `mmap_threshold_bytes` the size from which an allocation always is such
     memory (glibc: 32 MiB once warmed up). `cold_read_s_per_byte` is what a byte read from main
-    memory costs beyond one read from cache. Cache sizes are those that one device can use alone.
+    memory costs beyond one read from cache. `reuse_points` are (reuse distance in bytes, share of
+    that cost): what a byte costs to read again once so many other bytes were touched. Cache sizes
+    are those that one device can use alone.
     """
 
     first_touch_s_per_byte: float = 0.0
@@ -71,9 +74,11 @@ class MemoryCost:
     cold_read_s_per_byte: float = 0.0
     private_cache_bytes: int = 0
     shared_cache_bytes: int = 0
+    reuse_points: tuple[tuple[float, float], ...] = ()
     provenance: Provenance
 
     def __post_init__(self) -> None:
+        check_rising_shares(self, "reuse_points")
         check_not_negative(
             self,
             "first_touch_s_per_byte",

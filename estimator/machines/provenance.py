@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -45,6 +46,17 @@ def check_points(owner: object, points: Iterable[tuple[float, float]]) -> None:
             raise ValueError(
                 f"{type(owner).__name__}.points must be (bytes >= 0, seconds > 0), "
                 f"found ({size}, {seconds})"
+            )
+
+
+def check_rising_shares(owner: object, name: str) -> None:
+    """Points of (bytes, share): larger and larger bytes, and shares of 0 to 1 that never fall."""
+    points = ((0.0, 0.0), *getattr(owner, name), (MOST, 1.0))
+    for (size, share), (next_size, next_share) in itertools.pairwise(points):
+        if not (size < next_size <= MOST and share <= next_share <= 1):
+            raise ValueError(
+                f"{type(owner).__name__}.{name} must be (bytes, share), both rising, shares 0 to "
+                f"1, found ({next_size}, {next_share}) after ({size}, {share})"
             )
 
 

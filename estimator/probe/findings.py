@@ -197,6 +197,7 @@ class Findings:
             return None
         private, shared = cache_sizes(dict(hardware), device)
         found = {name: value for name, value in self.memory.items() if name != "points"}
+        found["reuse_points"] = tuple(map(tuple, found.get("reuse_points", ())))
         rates = [seconds / size for size, seconds in self.memory.get("points", ())]
         middle = statistics.median(rates) if rates else 0.0
         error = statistics.median(abs(rate / middle - 1) for rate in rates) if rates else None

@@ -39,9 +39,9 @@ _LEAST_RATIO, _OVERTIME_FACTOR = 0.25, 1.5
 _JOBS = {
     "preparing": ("kernels:prepare", 0.02),
     "host": ("host:measure_host", 0.08),
-    "cold reads": ("memory:measure_cold_read", 0.01),
+    "cold reads": ("memory:measure_cold_read", 0.02),
     "updates": ("updates:measure_updates", 0.12),
-    "kernels": ("kernels:measure_kernels", 0.77),
+    "kernels": ("kernels:measure_kernels", 0.76),
 }
 _GPU_JOBS = {
     "preparing": _JOBS["preparing"],

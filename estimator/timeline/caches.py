@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple, Self
+
 import numpy as np
 from numpy.typing import NDArray
 
 from estimator.graph.op_graph import BoundGraph
 from estimator.graph.structure import GraphStructure, Touches
 from estimator.graph.workspace import workspace_bytes
+from estimator.machines.profile import MemoryCost
 from estimator.tensors import OpCall
 
 Array = NDArray[np.float64]
@@ -17,9 +20,51 @@ Indices = NDArray[np.intp]
 _UNSIZED_SCRATCH = ("aten._scaled_dot_product", "aten.mkldnn_rnn")
 
 
+class Eviction(NamedTuple):
+    """Shares (0 to 1) of what was touched that have left the caches, by reuse distance in bytes."""
+
+    distances: tuple[float, ...]
+    ratios: tuple[float, ...]
+
+    @classmethod
+    def of_size(cls, cache_bytes: float) -> Self:
+        """0 up to half the cache, 1 from one and a half on: neither LRU nor its size is exact.
+
+        Nothing leaves a cache of no known size.
+        """
+        if cache_bytes <= 0:
+            return cls((0.0,), (0.0,))
+        return cls((0.5 * cache_bytes, 1.5 * cache_bytes), (0.0, 1.0))
+
+    @classmethod
+    def measured(cls, memory: MemoryCost) -> Self | None:
+        """By what reads cost after so many other bytes; None where that was not measured.
+
+        Several levels of cache, what neighbours leave of a shared one, and the page tables that a
+        TLB does not hold are all in it.
+        """
+        if not memory.reuse_points:
+            return None
+        distances, ratios = zip(*memory.reuse_points, strict=True)
+        return cls((0.0, *distances), (0.0, *ratios))
+
+    def at(self, distance_bytes: float | Array) -> Array:
+        """The share that has left after so many other bytes were touched."""
+        return np.asarray(np.interp(distance_bytes, self.distances, self.ratios))
+
+    def beyond_repeated(self, cold: Array, moved_bytes: Array) -> Array:
+        """`cold` shares of what ops move, from 0 where it is that of an op repeated at once to 1.
+
+        Such an op evicts a part of its own tensors: that is in its time with warm caches.
+        """
+        repeated = self.at(moved_bytes)
+        more = np.clip(cold - repeated, 0.0, None)
+        return np.divide(more, 1 - repeated, out=cold.copy(), where=repeated < 1)
+
+
 def cold_ratios(
     bound: BoundGraph,
-    cache_bytes: float,
+    eviction: Eviction,
     *,
     threads: int = 1,
     structure: GraphStructure | None = None,
@@ -27,17 +72,16 @@ def cold_ratios(
 ) -> Array:
     """For each op, the share (0–1) of the bytes it touches that must come from main memory.
 
-    A least-recently-used cache of `cache_bytes`: an input is cold once the ops since its last use
-    have touched more than the cache holds (Mattson et al. 1970, stack distance, approximated by
-    the bytes touched). The memory that a new tensor gets was last used up to a step ago; so was
-    that of the blocked copies that a convolution on `threads` threads makes. `structure` is that of
-    the graph where it is at hand. With `blocks`, the block of each op, the shares are at most those
-    in a graph of any of the blocks: what another block touches too is warm, and only the ops of the
-    same block stand between.
+    How much of an input is depends on what the ops since its last use have touched (Mattson et al.
+    1970, stack distance, approximated by the bytes touched). The memory that a new tensor gets was
+    last used up to a step ago; so was that of the blocked copies that a convolution on `threads`
+    threads makes. `structure` is that of the graph where it is at hand. With `blocks`, the block of
+    each op, the shares are at most those in a graph of any of the blocks: what another block
+    touches too is warm, and only the ops of the same block stand between.
     """
     graph = bound.graph
-    if cache_bytes <= 0 or not graph.ops:
-        return np.zeros(len(graph.ops))
+    if not graph.ops:
+        return np.zeros(0)
     known = structure or GraphStructure.of(graph)
     touches, ops = known.touches, len(graph.ops)
     size = known.storage_bytes(bound).astype(np.float64)[touches.storage]
@@ -48,14 +92,14 @@ def cold_ratios(
         of, own_size = blocks, np.where(is_shared, 0.0, size)
     own: Array = np.bincount(touches.op, weights=own_size, minlength=ops).astype(np.float64)
     total = np.bincount(of, weights=own)[of]
-    new_is_cold = evicted(total.astype(np.float64), cache_bytes)
+    new_is_cold = eviction.at(total.astype(np.float64))
     # First use in the step: parameters, buffers and inputs were last used a step ago.
     is_first = touches.previous < 0
     before = _before(own, of)
     between = before[touches.op] - before[touches.previous]
     distance = np.where(is_first, total[touches.op], between)
     written_cold = np.where(is_first, new_is_cold[touches.op], 0.0)
-    is_cold = np.where(touches.is_read, evicted(distance + size, cache_bytes), written_cold)
+    is_cold = np.where(touches.is_read, eviction.at(distance + size), written_cold)
     calls = known.distinct_calls(bound)
     scratch = np.array([float(workspace_bytes(call, threads=threads)) for call in calls])
     scratch_bytes = np.where(known.is_view, 0.0, scratch[known.call_of])
@@ -92,8 +136,3 @@ def _has_unsized_scratch(call: OpCall, target: str) -> bool:
         transposed = any(argument is True for argument in call.arguments[:10])
         return transposed or target != "cpu"
     return call.target.startswith(_UNSIZED_SCRATCH)
-
-
-def evicted(distance_bytes: float | Array, cache_bytes: float) -> Array:
-    """0 up to half the cache, 1 from one and a half on: neither LRU nor its size is exact."""
-    return np.clip(np.asarray(distance_bytes) / cache_bytes - 0.5, 0.0, 1.0)

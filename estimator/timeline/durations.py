@@ -17,7 +17,7 @@ from estimator.graph.structure import GraphStructure
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import is_known_by_datasheet, with_typical_costs
 from estimator.tensors import OpCall, TensorSpec
-from estimator.timeline.caches import cold_ratios
+from estimator.timeline.caches import Eviction, cold_ratios
 from estimator.timeline.compiled_host import compiled_host_seconds
 from estimator.timeline.contention import slowdown_curve
 from estimator.timeline.eager_host import eager_host_seconds
@@ -211,9 +211,9 @@ def least_device_s(
     cached_bytes = _cached_bytes(profile, fits)
     timed = _timed(graph, costs, fits, profile)
     of = structure.call_of
-    cold = cold_ratios(
-        bound, cached_bytes, threads=fits.threads, structure=structure, blocks=blocks
-    )
+    eviction = _eviction(profile, cached_bytes)
+    cold = cold_ratios(bound, eviction, threads=fits.threads, structure=structure, blocks=blocks)
+    cold = eviction.beyond_repeated(cold, costs.moved_bytes[of])
     warm_s = np.array([each.warm_s for each in timed])[of]
     more_s = np.array([each.cold_s for each in timed])[of] - warm_s
     seconds = warm_s + np.where(more_s > 0, cold * more_s, more_s)
@@ -238,6 +238,12 @@ def _cached_bytes(profile: MachineProfile, fits: KernelFits | Roofline) -> float
     return shared / sharers or fits.cache_bytes
 
 
+def _eviction(profile: MachineProfile, cached_bytes: float) -> Eviction:
+    """How tensors leave the caches: as measured, else as from one cache that forgets the oldest."""
+    measured = Eviction.measured(profile.memory) if profile.memory else None
+    return measured or Eviction.of_size(cached_bytes)
+
+
 def _private_bytes(profile: MachineProfile) -> float:
     return profile.memory.private_cache_bytes or 0.0 if profile.memory else 0.0
 
@@ -257,9 +263,11 @@ def _kernel_seconds(
     compiled = graph.execution != "eager"
     fits = kernel_fits(profile, graph.precision, compiled=compiled, cache=cache)
     cached_bytes = _cached_bytes(profile, fits)
-    cold = cold_ratios(bound, cached_bytes, threads=fits.threads, structure=structure)
-    timed = _timed(graph, costs, fits, profile)
+    eviction = _eviction(profile, cached_bytes)
     of, is_view = structure.call_of, structure.is_view
+    cold = cold_ratios(bound, eviction, threads=fits.threads, structure=structure)
+    cold = eviction.beyond_repeated(cold, costs.moved_bytes[of])
+    timed = _timed(graph, costs, fits, profile)
     seconds = _blend(timed, of, cold)
     errors = np.array([each.relative_error for each in timed])[of]
     if graph.timings:

@@ -12,7 +12,7 @@ from estimator.graph.op_graph import OpGraph
 from estimator.graph.structure import GraphStructure
 from estimator.machines.profile import HostCost
 from estimator.tensors import OpCall
-from estimator.timeline.caches import evicted
+from estimator.timeline.caches import Eviction
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -52,7 +52,7 @@ def eager_host_seconds(
     launch = host.bare_op_s if graph.target == "cuda" else 0.0
     moved = np.where(structure.is_view, 0.0, moved_bytes[structure.call_of])
     before = np.concatenate([[0.0], moved[:-1]]) if len(moved) else moved
-    cold = evicted(before, private_bytes) if private_bytes else np.ones(len(moved))
+    cold = Eviction.of_size(private_bytes).at(before) if private_bytes else np.ones(len(moved))
     op_s = _between(host.cached_forward_op_s, host.forward_op_s, cold)
     view_s = _between(host.cached_forward_view_s, host.forward_view_s, cold)
     node_s = _between(host.cached_backward_op_s, host.backward_op_s, cold)

@@ -12,7 +12,7 @@ from estimator.errors import ProfileError
 from estimator.graph.op_graph import BoundGraph, OpGraph
 from estimator.graph.optimizer_memory import trained_tensors, update_call
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance, UpdateCost
-from estimator.timeline.caches import evicted
+from estimator.timeline.caches import Eviction
 from estimator.timeline.contention import slowdown_ratio
 from estimator.workload.optimizers import BESIDE_MUON, RULES, UpdateForm, is_muon_matrix
 
@@ -119,7 +119,7 @@ def _dtensor_seconds(trained: Trained, profile: MachineProfile) -> float:
     private_bytes = memory.private_cache_bytes if memory else None
     if cold_s is None or not private_bytes:
         return len(trained.dtensors) * (cached_s if cold_s is None else cold_s)
-    cold = evicted(_MOVED_TENSORS * np.array(trained.dtensors), private_bytes)
+    cold = Eviction.of_size(private_bytes).at(_MOVED_TENSORS * np.array(trained.dtensors))
     return float((cached_s + cold * max(cold_s - cached_s, 0.0)).sum())
 
 

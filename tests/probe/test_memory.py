@@ -12,7 +12,7 @@ import pytest
 
 from estimator.machines.profile import Device
 from estimator.probe.backend import CpuBackend, allocator_name
-from estimator.probe.memory import cache_sizes, measure_first_touch
+from estimator.probe.memory import cache_sizes, measure_cold_read, measure_first_touch
 
 
 def device(cores: tuple[int, ...]) -> Device:
@@ -56,3 +56,15 @@ def test_fresh_memory_costs_a_page_fault_per_page() -> None:
     # From 0.1 µs to 40 µs for a page of 4 KiB: anything else is another unit.
     assert 1e-7 / 4096 < found["first_touch_s_per_byte"] < 4e-5 / 4096
     assert found["page_bytes"] == mmap.PAGESIZE
+
+
+def test_reads_cost_more_the_more_was_read_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A cache of 32 MiB: pieces of a block of 128 MiB are read, of which others are 127.5.
+    monkeypatch.setattr(CpuBackend, "last_level_cache_bytes", lambda self: 32 << 20)
+    emitted: list[dict[str, Any]] = []
+    measure_cold_read(CpuBackend(), emitted.append, budget_s=0.0)
+    (found,) = emitted
+    distances, shares = zip(*found["reuse_points"], strict=True)
+    assert [each / (1 << 20) for each in distances] == [1, 2, 4, 8, 16, 32, 127.5]
+    assert sorted(shares) == list(shares)
+    assert shares[0] < 1 == shares[-1]

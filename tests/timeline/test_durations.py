@@ -16,9 +16,16 @@ from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import OpTiming
 from estimator.graph.optimizer_memory import update_call
 from estimator.machines.catalogue import load_profile
-from estimator.machines.profile import Contention, HostCost, MachineProfile
+from estimator.machines.profile import (
+    Contention,
+    HostCost,
+    KernelCost,
+    KernelPoint,
+    MachineProfile,
+)
 from estimator.machines.typical import with_typical_costs
 from estimator.timeline.durations import op_durations
+from tests.conftest import make_small_profile
 from tests.synthetic import CHOSEN, Machine, perceptron
 
 
@@ -34,6 +41,28 @@ def test_what_fits_into_a_devices_cache_does_not_wait_for_busy_memory() -> None:
 
     assert forward_s(loaded, 64) == pytest.approx(forward_s(calm, 64))
     assert forward_s(loaded, 4096) > forward_s(calm, 4096)
+
+
+def test_ops_take_as_much_longer_as_reads_do_after_what_lies_between() -> None:
+    plain = make_small_profile()
+    assert plain.memory is not None
+    # A product of 256 KiB tensors: 100 µs repeated, 300 µs from main memory.
+    graph = perceptron([256, 256], batch=256)
+    call = graph.at().calls[0].encode()
+    points = (KernelPoint(call=call, warm_s=1e-4, cold_s=3e-4),)
+    kernel = KernelCost(target="aten.mm.default", dtype="float32", points=points, provenance=CHOSEN)
+
+    def first_s(*reuse_points: tuple[float, float]) -> float:
+        memory = replace(plain.memory, reuse_points=reuse_points)
+        profile = replace(plain, kernels=(*plain.kernels[1:], kernel), memory=memory)
+        found = op_durations(graph.at(), profile, cache=Cache(limit_bytes=0))
+        assert found.sources[0] == "measured"
+        return float(found.device_s[0])
+
+    # Its own three tensors and two of them again were touched since, or many more.
+    assert first_s((1e12, 1.0)) == pytest.approx(1e-4, rel=1e-3)
+    assert first_s((1e6, 0.0), (1.1e6, 0.25), (1e12, 0.25)) == pytest.approx(1.5e-4)
+    assert first_s((1.0, 1.0)) == pytest.approx(3e-4)
 
 
 def test_the_host_waits_for_its_own_code_after_a_kernel_that_fills_the_private_caches() -> None:
