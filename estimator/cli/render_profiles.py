@@ -238,6 +238,12 @@ def _host_facts(profile: MachineProfile) -> Table | None:
     if profile.memory is not None:
         per_gib_s = profile.memory.first_touch_s_per_byte * 2**30
         rows.append(("first touch of 1 GiB", format_seconds(per_gib_s)))
+        if profile.memory.cold_read_s_per_byte:
+            more_s = profile.memory.cold_read_s_per_byte * 2**30
+            rows.append(("cold read of 1 GiB", f"{format_seconds(more_s)} more than from cache"))
+        reached = [distance for distance, share in profile.memory.reuse_points if share >= 0.5]
+        if reached:
+            rows.append(("reads are half cold after", format_bytes(reached[0])))
         rows.append(("allocator", profile.memory.allocator))
     if profile.input is not None:
         rows += [
