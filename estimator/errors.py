@@ -5,6 +5,7 @@ EstimatorError
 ├── UnknownMachineError no profile goes by that name (LookupError)
 ├── ImportedFileError   a file of another tool is unknown, cut off or contradictory (ValueError)
 ├── AllocationError     an allocation cannot be read, or asks for what does not exist (ValueError)
+├── RowError            a table of estimates has no such row (IndexError)
 ├── PriceError          a price is not known, or a file of them cannot be read (ValueError)
 ├── TopologyError       a cluster file cannot be read, or describes no tree (ValueError)
 ├── StrategyError       a parallel strategy, optimizer or precision is unknown (ValueError)
@@ -42,6 +43,10 @@ class ImportedFileError(EstimatorError, ValueError):
 
 class AllocationError(EstimatorError, ValueError):
     """An allocation cannot be read, or asks for devices that do not exist."""
+
+
+class RowError(EstimatorError, IndexError):
+    """A table of estimates has no such row."""
 
 
 class PriceError(EstimatorError, ValueError):

@@ -26,6 +26,7 @@ from estimator.engine import estimate_graph
 from estimator.errors import (
     AllocationError,
     ProfileError,
+    RowError,
     StrategyError,
     UnknownMachineError,
     WorkloadError,
@@ -746,8 +747,18 @@ def test_a_table_iterates_and_is_indexed_by_rows() -> None:
         part = table[some_rows]
         assert part.step_time_s.tolist() == table.step_time_s[1:].tolist()
         assert part.row(0).batch_per_gpu == 4
-    with pytest.raises(IndexError):
-        table[3]
+    missing: list[Any] = [3, -4, [0, 3], "x", 1.5, [True, False], np.array([0.5])]
+    for rows in missing:
+        with pytest.raises(
+            RowError, match=r"the table has 3 rows, found row .*; give numbers below 3"
+        ):
+            table[rows]
+    for row in (3, -4, "x", 1.5, True, [0]):
+        for asked in (table.row, table.allocation):
+            with pytest.raises(RowError, match="the table has 3 rows"):
+                asked(row)  # type: ignore[arg-type]
+    # As sequences do.
+    assert issubclass(RowError, IndexError)
 
 
 def test_a_table_becomes_a_data_frame_or_says_what_to_install(

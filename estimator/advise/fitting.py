@@ -1,4 +1,4 @@
-"""Say what would make a step fit that does not, and what each remedy costs in time."""
+"""Say what would make a step fit that does not, and what each remedy costs in device time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _PLANS = (
 class Remedy:
     """One change after which the step fits: its peak, and the seconds of the same global batch.
 
-    `cost_ratio` is how much longer that takes than the step that does not fit would; negative
-    where it is faster, as on more devices.
+    `cost_ratio` is how much more device time that takes, devices times seconds, than the step that
+    does not fit would: twice the devices for half as long cost nothing.
     """
 
     change: str
@@ -64,7 +64,7 @@ def _remedy(change: str, other: Estimate, answer: Estimate) -> Remedy:
         change=change,
         peak_bytes=other.peak_memory_bytes,
         step_time_s=other.step_time_s,
-        cost_ratio=other.step_time_s / answer.step_time_s - 1,
+        cost_ratio=other.ranks * other.step_time_s / (answer.ranks * answer.step_time_s) - 1,
     )
 
 

@@ -75,13 +75,13 @@ def remedies_table(remedies: Sequence[Remedy]) -> Table | None:
     """What would make it fit, cheapest first; None where nothing is listed."""
     if not remedies:
         return None
-    table = grid("What would make it fit", "change", "peak", "step", "longer by", numbers=3)
+    table = grid("What would make it fit", "change", "peak", "step", "device time", numbers=3)
     for remedy in remedies:
         table.add_row(
             remedy.change,
             format_bytes(remedy.peak_bytes),
             format_seconds(remedy.step_time_s),
-            format_ratio(remedy.cost_ratio),
+            f"{remedy.cost_ratio:+.1%}".replace("%", " %"),
         )
     return table
 

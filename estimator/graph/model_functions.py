@@ -20,7 +20,7 @@ from estimator.graph.user_code import UserCode, one_line
 from estimator.graph.without_weights import (
     WeightsTooLarge,
     WithoutWeights,
-    weights_up_to,
+    counting_weights,
     with_values,
 )
 from estimator.units import format_bytes
@@ -130,19 +130,20 @@ def _call_lightly(
 ) -> Any:
     """Its result, the model without weights where these are large."""
     try:
-        with weights_up_to(MOST_WEIGHT_BYTES):
+        with counting_weights(MOST_WEIGHT_BYTES):
             return _call(function, text, given)
     except ModelError as error:
         if not isinstance(error.__cause__, WeightsTooLarge):
             raise
     try:
-        with WithoutWeights():
+        with counting_weights() as weights, WithoutWeights():
             model, example, *loss = _call(function, text, given)
     except (ModelError, TypeError, ValueError) as error:
         if say is not None:
             say(
-                f"building {text} with its weights, more than {format_bytes(MOST_WEIGHT_BYTES)}, "
-                f"since without them it fails ({one_line(str(error))})"
+                f"building {text} with its weights, at least "
+                f"{format_bytes(max(weights.total_bytes, MOST_WEIGHT_BYTES))}, since without them "
+                f"it fails ({one_line(str(error))})"
             )
         return _call(function, text, given)
     return model, with_values(example), *loss

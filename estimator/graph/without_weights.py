@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,23 +39,34 @@ class WeightsTooLarge(BaseException):
     """Ends a constructor; no `except Exception` of its own keeps it."""
 
 
+@dataclass(slots=True)
+class Weights:
+    """Parameters that modules have registered: bytes held, and with those that take no memory."""
+
+    held_bytes: int = 0
+    total_bytes: int = 0
+
+
 @contextmanager
-def weights_up_to(most_bytes: int) -> Iterator[None]:
-    """Raise WeightsTooLarge as soon as modules made within have more parameters than that."""
-    left = most_bytes
+def counting_weights(most_bytes: float = math.inf) -> Iterator[Weights]:
+    """Count the parameters of modules made within.
+
+    Raises WeightsTooLarge as soon as they hold more than `most_bytes`.
+    """
+    weights = Weights()
     seen: set[int] = set()
 
     def count(_module: Any, _name: str, parameter: Any) -> None:
-        nonlocal left
         if parameter is not None and id(parameter) not in seen:
             seen.add(id(parameter))
-            left -= 0 if parameter.is_meta else parameter.nbytes
-        if left < 0:
+            weights.total_bytes += parameter.nbytes
+            weights.held_bytes += 0 if parameter.is_meta else parameter.nbytes
+        if weights.held_bytes > most_bytes:
             raise WeightsTooLarge
 
     handle = register_module_parameter_registration_hook(count)
     try:
-        yield
+        yield weights
     finally:
         handle.remove()
 

@@ -111,7 +111,7 @@ def _remedies_words(remedies: Sequence[Remedy]) -> str:
         return f"neither smaller batches, sharding nor more devices of the kind suffice; {more}"
     cheapest = [
         f"{each.change} ({format_ratio(abs(each.cost_ratio))} "
-        f"{'longer' if each.cost_ratio > 0 else 'shorter'})"
+        f"{'more' if each.cost_ratio > 0 else 'less'} device time)"
         for each in remedies[:_MOST_REMEDIES]
     ]
     return f"{'; '.join(cheapest)}; {more}"

@@ -18,6 +18,7 @@ from estimator.engine import DEFAULT, Engine
 from estimator.errors import (
     AllocationError,
     EstimatorError,
+    RowError,
     StrategyError,
     WorkloadError,
     quoted,
@@ -90,20 +91,39 @@ class EstimateTable:
     def __getitem__(self, rows: Any) -> Any:
         if isinstance(rows, int | np.integer):
             return self.row(int(rows))
-        chosen = rows if isinstance(rows, slice) else np.arange(len(self))[np.asarray(rows)]
+        chosen = rows if isinstance(rows, slice) else self._numbers(rows)
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
         return EstimateTable(question=self.question.rows(chosen), **columns)
 
     def row(self, row: int) -> Estimate:
         """The full estimate of one row, with its assumptions, provenance and timeline.
 
-        Raises what `estimate` raises where the row has none.
+        Raises RowError where there is no such row, and what `estimate` raises where it has none.
         """
-        return self.question.answer(range(len(self))[row])
+        return self.question.answer(self._number(row))
 
     def allocation(self, row: int) -> Allocation:
-        """The allocation that a row is about."""
-        return self.question.allocation(range(len(self))[row])
+        """The allocation that a row is about; raises RowError where there is no such row."""
+        return self.question.allocation(self._number(row))
+
+    def _number(self, row: int) -> int:
+        found = self._numbers(row)
+        if found.ndim:
+            raise self._no_such(row)
+        return int(found)
+
+    def _numbers(self, rows: Any) -> NDArray[np.intp]:
+        """Rows from 0 on, of an index, several, or a mask; raises RowError for any other."""
+        try:
+            return np.asarray(np.arange(len(self))[np.asarray(rows)])
+        except (IndexError, ValueError):
+            raise self._no_such(rows) from None
+
+    def _no_such(self, rows: Any) -> RowError:
+        return RowError(
+            f"the table has {len(self):,} rows, found row {quoted(rows)}; give numbers below "
+            f"{len(self):,}, a mask of that length or a slice"
+        )
 
     @property
     def answered(self) -> NDArray[np.bool_]:
