@@ -130,8 +130,8 @@ class FamilyFit:
             same = self.targets == target
             for kind in ("", *sorted(set(self.variants[same].tolist()))):
                 mine = same & (self.variants == kind) if kind else same
-                # As many points as terms meet any form, and tell nothing of calls beyond them. So few
-                # say by how much all calls are longer.
+                # As many points as terms meet any form, and tell nothing of calls beyond them.
+                # So few say by how much all calls are longer.
                 if mine.sum() > self.rows.shape[1]:
                     self.forms[target, kind] = self._fit(mine)
                 else:
