@@ -176,8 +176,9 @@ def decode_tree(data: Any) -> Any:
 
 def _extents(sizes: Any) -> tuple[int, ...]:
     """Sizes or strides as they stand in JSON."""
-    if not isinstance(sizes, list | tuple) or len(sizes) > MOST_DIMENSIONS:
+    if not isinstance(sizes, (list, tuple)) or len(sizes) > MOST_DIMENSIONS:
         raise ValueError(f"a tensor has no list of at most {MOST_DIMENSIONS} sizes")
-    if any(type(size) is not int or not 0 <= size <= MOST_EXTENT for size in sizes):
-        raise ValueError("a size of a tensor is no whole number from 0 to 2^63")
+    for size in sizes:
+        if type(size) is not int or not 0 <= size <= MOST_EXTENT:
+            raise ValueError("a size of a tensor is no whole number from 0 to 2^63")
     return tuple(sizes)

@@ -173,6 +173,7 @@ class MachineProfile:
 
 
 _TABLE = "a table of names and values"
+_NUMBERS = frozenset((bool, int, float, type(None)))
 
 
 def _unprintable(data: Any) -> str | None:
@@ -183,11 +184,12 @@ def _unprintable(data: Any) -> str | None:
         if isinstance(value, str):
             if not value.isprintable():
                 return value
-        elif isinstance(value, list | tuple):
+        # Most values are numbers: those go no further.
+        elif isinstance(value, (list, tuple)):
+            left += [each for each in value if type(each) not in _NUMBERS]
+        elif isinstance(value, Mapping):
             left += value
-        # Whether a number is a Mapping takes long to find out, and most values are numbers.
-        elif not isinstance(value, float | int) and isinstance(value, Mapping):
-            left += [*value.keys(), *value.values()]
+            left += [each for each in value.values() if type(each) not in _NUMBERS]
     return None
 
 

@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +69,10 @@ class Prediction:
     cold_s: float
     relative_error: float
     source: str
+
+
+# Machines are probed with the same calls.
+_features_of_grid = lru_cache(maxsize=4096)(features_of)
 
 
 def nonnegative_fit(rows: Array, seconds: Array) -> Array:
@@ -252,7 +257,7 @@ class ProbedKernels:
         cold = point.cold_s if point.cold_s is not None else point.warm_s
         exact = self.exact_tf32 if is_tf32 else self.exact
         exact[call] = (point.warm_s, max(cold, point.warm_s))
-        features = features_of(call)
+        features = _features_of_grid(call)
         if features is None:
             return
         if is_tf32:
