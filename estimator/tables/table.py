@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import io
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -89,9 +90,9 @@ class EstimateTable:
         return (self.row(row) for row in range(len(self)))
 
     def __getitem__(self, rows: Any) -> Any:
-        if isinstance(rows, int | np.integer):
-            return self.row(int(rows))
-        chosen = rows if isinstance(rows, slice) else self._numbers(rows)
+        chosen = self._chosen(rows)
+        if isinstance(chosen, int):
+            return self.question.answer(chosen)
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
         return EstimateTable(question=self.question.rows(chosen), **columns)
 
@@ -106,18 +107,27 @@ class EstimateTable:
         """The allocation that a row is about; raises RowError where there is no such row."""
         return self.question.allocation(self._number(row))
 
-    def _number(self, row: int) -> int:
-        found = self._numbers(row)
-        if found.ndim:
+    def _number(self, row: Any) -> int:
+        found = self._chosen(row)
+        if not isinstance(found, int):
             raise self._no_such(row)
-        return int(found)
+        return found
 
-    def _numbers(self, rows: Any) -> NDArray[np.intp]:
-        """Rows from 0 on, of an index, several, or a mask; raises RowError for any other."""
+    def _chosen(self, rows: Any) -> int | slice | NDArray[np.intp]:
+        """A row from 0 on, a slice, or rows of several or a mask; raises RowError for any other."""
         try:
-            return np.asarray(np.arange(len(self))[np.asarray(rows)])
-        except (IndexError, ValueError):
-            raise self._no_such(rows) from None
+            if isinstance(rows, slice):
+                rows.indices(len(self))
+                return rows
+            if np.ndim(rows) == 0 and not isinstance(rows, bool):
+                return range(len(self))[operator.index(rows)]
+            several = np.asarray(rows)
+            if several.ndim == 1:
+                kept = several if len(several) else several.astype(np.intp)
+                return np.asarray(np.arange(len(self))[kept])
+        except (IndexError, TypeError, ValueError):
+            pass
+        raise self._no_such(rows)
 
     def _no_such(self, rows: Any) -> RowError:
         return RowError(
@@ -216,7 +226,11 @@ class RowErrors(Mapping[int, str]):
         self._table, self._empty = table, ~table.answered
 
     def __getitem__(self, row: int) -> str:
-        if not 0 <= row < len(self._empty) or not self._empty[row]:
+        try:
+            is_empty = row >= 0 and self._empty[operator.index(row)]
+        except (IndexError, TypeError):
+            is_empty = False
+        if not is_empty:
             raise KeyError(row)
         try:
             self._table.row(row)
