@@ -19,7 +19,6 @@ from estimator.engine import DEFAULT, Engine
 from estimator.errors import (
     AllocationError,
     EstimatorError,
-    RowError,
     StrategyError,
     WorkloadError,
     quoted,
@@ -35,6 +34,7 @@ from estimator.placement.topology import Cluster
 from estimator.tables.answers import RowAnswers
 from estimator.tables.known_rows import KnownRows
 from estimator.tables.question import Allocations, Integers, Question
+from estimator.tables.rows import chosen_rows, row_number
 from estimator.timeline.step import BOTTLENECKS
 from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
 from estimator.workload.layout import Layout
@@ -90,7 +90,7 @@ class EstimateTable:
         return (self.row(row) for row in range(len(self)))
 
     def __getitem__(self, rows: Any) -> Any:
-        chosen = self._chosen(rows)
+        chosen = chosen_rows(rows, len(self))
         if isinstance(chosen, int):
             return self.question.answer(chosen)
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
@@ -101,39 +101,11 @@ class EstimateTable:
 
         Raises RowError where there is no such row, and what `estimate` raises where it has none.
         """
-        return self.question.answer(self._number(row))
+        return self.question.answer(row_number(row, len(self)))
 
     def allocation(self, row: int) -> Allocation:
         """The allocation that a row is about; raises RowError where there is no such row."""
-        return self.question.allocation(self._number(row))
-
-    def _number(self, row: Any) -> int:
-        found = self._chosen(row)
-        if not isinstance(found, int):
-            raise self._no_such(row)
-        return found
-
-    def _chosen(self, rows: Any) -> int | slice | NDArray[np.intp]:
-        """A row from 0 on, a slice, or rows of several or a mask; raises RowError for any other."""
-        try:
-            if isinstance(rows, slice):
-                rows.indices(len(self))
-                return rows
-            if np.ndim(rows) == 0 and not isinstance(rows, bool):
-                return range(len(self))[operator.index(rows)]
-            several = np.asarray(rows)
-            if several.ndim == 1:
-                kept = several if len(several) else several.astype(np.intp)
-                return np.asarray(np.arange(len(self))[kept])
-        except (IndexError, TypeError, ValueError):
-            pass
-        raise self._no_such(rows)
-
-    def _no_such(self, rows: Any) -> RowError:
-        return RowError(
-            f"the table has {len(self):,} rows, found row {quoted(rows)}; give numbers below "
-            f"{len(self):,}, a mask of that length or a slice"
-        )
+        return self.question.allocation(row_number(row, len(self)))
 
     @property
     def answered(self) -> NDArray[np.bool_]:
