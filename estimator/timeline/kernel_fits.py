@@ -131,8 +131,12 @@ class FamilyFit:
             for kind in ("", *sorted(set(self.variants[same].tolist()))):
                 mine = same & (self.variants == kind) if kind else same
                 # As many points as terms meet any form, and tell nothing of calls beyond them.
+                # So few say by how much all calls are longer.
                 if mine.sum() > self.rows.shape[1]:
                     self.forms[target, kind] = self._fit(mine)
+                else:
+                    wider = self.forms.get((target, ""), self.whole) if kind else self.whole
+                    self.forms[target, kind] = self._scaled(wider, mine)
         warm, cold = self._by_form([(p.features.target, p.variant) for p in points], self.rows)
         self.warm_residual = np.log(self.warm / warm)
         self.cold_residual = np.log(self.cold / cold)
@@ -141,6 +145,16 @@ class FamilyFit:
     def _fit(self, mine: NDArray[np.bool_]) -> _Form:
         rows = self.rows[mine]
         return _Form(nonnegative_fit(rows, self.warm[mine]), nonnegative_fit(rows, self.cold[mine]))
+
+    def _scaled(self, form: _Form, mine: NDArray[np.bool_]) -> _Form:
+        """The form times what some points are longer than it, in the geometric mean with a 1."""
+        weight = mine.sum() + 1
+
+        def scaled(unit_s: Array, seconds: Array) -> Array:
+            by_form_s = np.maximum(self.rows[mine] @ unit_s, _SHORTEST_S)
+            return np.asarray(unit_s * np.exp(np.log(seconds[mine] / by_form_s).sum() / weight))
+
+        return _Form(scaled(form.warm, self.warm), scaled(form.cold, self.cold))
 
     def _by_form(self, kinds: Sequence[tuple[str, str]], rows: Array) -> tuple[Array, Array]:
         """(warm, cold) seconds of calls of these (operator, variant) by their forms alone."""

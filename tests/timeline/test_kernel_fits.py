@@ -82,6 +82,22 @@ def test_few_noisy_calls_of_an_operator_do_not_tell_what_far_larger_ones_take() 
     assert found.warm_s == pytest.approx(seconds(512), rel=0.15)
 
 
+def test_few_calls_of_an_operator_tell_how_much_longer_all_of_its_calls_are() -> None:
+    def seconds(side: int) -> float:
+        return 1e-6 + 2 * side**3 / 1e11
+
+    def batched(side: int) -> OpCall:
+        square = TensorSpec((1, side, side))
+        return OpCall("aten.bmm.default", (square, square), (), (square,))
+
+    many = [(_mm(side, side, side), seconds(side)) for side in range(8, 648, 16)]
+    few = [(batched(side), 3 * seconds(side)) for side in (64, 96, 128)]
+    found = KernelFits(_profile([*many, *few])).predict(batched(1024))
+    assert found is not None
+    # Far from all of them; the form of all matmuls alone would say a tenth longer.
+    assert 2 < found.warm_s / seconds(1024) < 3
+
+
 def test_matmuls_take_the_time_of_tensor_cores_only_where_the_precision_says_so() -> None:
     sizes = [(a, b, 256) for a in (64, 512, 4096) for b in (64, 512)]
     slow = [(_mm(*size), 1e-3) for size in sizes]
