@@ -247,9 +247,11 @@ def prepare(
     """Compile a traced graph ahead for every number of devices of some machines.
 
     The first estimate of a graph, batch, strategy and number of devices in use on a node compiles
-    its operators for that machine; later ones take microseconds. A scheduler does that here, when
-    a job arrives and before it has to decide. `batch_per_gpu` is one batch or several, by default
-    what was traced. Raises ProfileError, UnknownMachineError, WorkloadError, StrategyError.
+    its operators for that machine; later ones take microseconds. A scheduler does that here, when a
+    job arrives and before it has to decide. `batch_per_gpu` is one batch or several, by default
+    what was traced. What is compiled stays in this process: processes forked afterwards have it,
+    others compile for themselves, which takes less time than sending it does. Raises ProfileError,
+    UnknownMachineError, WorkloadError, StrategyError.
     """
     if not isinstance(graph, OpGraph):
         raise WorkloadError(

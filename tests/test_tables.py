@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -748,6 +749,7 @@ def test_a_table_iterates_and_is_indexed_by_rows() -> None:
         assert part.step_time_s.tolist() == table.step_time_s[1:].tolist()
         assert part.row(0).batch_per_gpu == 4
     missing: list[Any] = [3, -4, [0, 3], "x", 1.5, [True, False], np.array([0.5])]
+    missing += [[[0, 1]], [[0], [1, 2]], True, np.bool_(True), None, slice(0, 1.5)]
     for rows in missing:
         with pytest.raises(
             RowError, match=r"the table has 3 rows, found row .*; give numbers below 3"
@@ -759,6 +761,30 @@ def test_a_table_iterates_and_is_indexed_by_rows() -> None:
                 asked(row)  # type: ignore[arg-type]
     # As sequences do.
     assert issubclass(RowError, IndexError)
+    assert str(table[np.array(2)].allocation) == texts[2]
+    assert [str(answer.allocation) for answer in table[::-1]] == texts[::-1]
+    for none in ([], (), np.array([]), np.zeros(3, dtype=bool), slice(3, None)):
+        assert len(table[none]) == 0
+
+
+def test_errors_of_a_table_are_looked_up_by_any_key() -> None:
+    table = estimate_many(PLAIN, ["1x1:slow", "1x1:no-such-machine"])
+    assert "no-such-machine" in table.errors[1]
+    keys: list[Any] = [0, 2, -1, "x", 1.5, None, (0,)]
+    for key in keys:
+        assert key not in table.errors
+        assert table.errors.get(key) is None
+
+
+def test_an_allocation_is_looked_up_without_counting_the_rows() -> None:
+    table = estimate_many(PLAIN, ["1x1:slow"] * 100_000)
+    table.allocation(7)
+    tracemalloc.start()
+    table.allocation(7)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # One number a row is 800 kB.
+    assert most_bytes < 100_000
 
 
 def test_a_table_becomes_a_data_frame_or_says_what_to_install(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from estimator.cli.console import print_json, print_tables, progress, remark
-from estimator.errors import ProfileError, UnknownMachineError
+from estimator.errors import ProbeError, ProfileError, UnknownMachineError
 from estimator.probe.option_types import Amount, Count
 from estimator.units import format_ratio
 
@@ -50,8 +50,9 @@ def probe(
 ) -> None:
     """Measure this machine and keep the profile under its name.
 
-    Interrupted by Ctrl-C it keeps what it has and says what is missing. It waits up to a minute for
-    other programs to end, and refuses a machine that stays busy unless --force is given.
+    Interrupted by Ctrl-C it keeps what it has and says what is missing; a complete profile is not
+    replaced by one that was cut short. It waits up to a minute for other programs to end,
+    and refuses a machine that stays busy unless --force is given.
 
     Several nodes are probed together by 'torchrun -m estimator.probe' on each, or by what --launch
     prints.
@@ -67,6 +68,7 @@ def probe(
     check_writable(path)
     from estimator.probe.machine import probe_machine
 
+    earlier = _profile_at(path)
     with progress("probing") as report:
         profile = probe_machine(
             name=name,
@@ -77,21 +79,34 @@ def probe(
             # 'local-cpu' means this machine's cores, whatever else it has.
             kind="cpu" if name == "local-cpu" else None,
             force=force,
-            earlier=_profile_at(path),
+            earlier=earlier,
             say=remark,
         )
+    if profile.is_cut and earlier is not None and not earlier.is_cut:
+        raise ProbeError(
+            f"only {_timed(profile)} of the kernel calls were timed, so {path} keeps the complete "
+            "profile that it has; give more --budget, or another --name"
+        )
     profile.save(path)
+    _say_what_is_missing(profile)
+    if as_json:
+        print_json(profile.to_dict())
+    else:
+        click.echo(f"{path}: {len(profile.devices)} x {profile.devices[0].name}")
+
+
+def _say_what_is_missing(profile: MachineProfile) -> None:
     if profile.missing:
         click.echo(f"not measured: {'; '.join(profile.missing)}", err=True)
     if profile.interference is not None and profile.interference.matters:
         remark(f"{profile.interference} meanwhile: intervals are wider for it, 'check' fails")
     if profile.is_cut:
-        timed = format_ratio(profile.kernels_timed_ratio or 0.0)
+        timed = _timed(profile)
         remark(f"only {timed} of the kernel calls were timed: 'check' fails; give more --budget")
-    if as_json:
-        print_json(profile.to_dict())
-    else:
-        click.echo(f"{path}: {len(profile.devices)} x {profile.devices[0].name}")
+
+
+def _timed(profile: MachineProfile) -> str:
+    return format_ratio(profile.kernels_timed_ratio or 0.0)
 
 
 def _profile_at(path: Path) -> MachineProfile | None:

@@ -139,7 +139,21 @@ def _cudnn_rnn_backward(*args: Any) -> tuple[Any, ...]:
     )
 
 
+def _of_one_type(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch's fake products take factors of unlike types, which its real ones refuse."""
+
+    def product(*factors: Any, **named: Any) -> Tensor:
+        kinds = [str(each.dtype).removeprefix("torch.") for each in factors]
+        if len(set(kinds)) > 1:
+            raise RuntimeError(f"a product's tensors must have one dtype, found {', '.join(kinds)}")
+        return function(*factors, **named)
+
+    return product
+
+
 FAKE_RULES: dict[Any, Callable[..., Any]] = {
+    aten.mm.default: _of_one_type(aten.mm.default),
+    aten.addmm.default: _of_one_type(aten.addmm.default),
     aten._grouped_mm.default: _grouped_mm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten._fused_rms_norm.default: _fused_rms_norm,

@@ -93,10 +93,14 @@ def _load_file(path: Path) -> ModuleType:
         raise ModelError(f"{path} cannot be imported; give a Python file")
     module = importlib.util.module_from_spec(spec)
     folder = str(path.resolve().parent)
+    advice = "fix the file"
+    if (path.parent / "__init__.py").is_file():  # relative imports need the package's name
+        package = path.resolve().parent.name
+        advice += f", or write {package}.{path.stem}:function where {package} is a folder"
     sys.modules[name] = module
     sys.path.insert(0, folder)
     try:
-        with UserCode(f"{path} cannot be imported", advice="fix the file", error=ModelError):
+        with UserCode(f"{path} cannot be imported", advice=advice, error=ModelError):
             spec.loader.exec_module(module)
     except ModelError:
         del sys.modules[name]

@@ -6,6 +6,7 @@ import os
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from estimator.errors import StoreError
 from estimator.files import write_file
@@ -24,8 +25,14 @@ def check_writable(path: Path) -> None:
         return
     path = Path(os.path.realpath(path))
     folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise StoreError(f"{folder} is no folder that can be written to; choose another place")
+    try:
+        # Rights alone do not tell: a root without them on a network's disk, a virtual file system.
+        with TemporaryFile(dir=folder):
+            return
+    except OSError:
+        raise StoreError(
+            f"{folder} is no folder that can be written to; choose another place"
+        ) from None
 
 
 def write_text_atomically(path: Path, text: str) -> None:

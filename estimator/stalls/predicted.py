@@ -117,12 +117,12 @@ def _host_stall(device: Estimate) -> Stall:
 
 
 def _stall(longer: Estimate, shorter: Estimate, *, of: Estimate) -> Stall:
-    """What one step takes beyond another; both compute alike, so that only waiting is uncertain."""
+    """What one step takes beyond another; they compute alike, so only waiting is uncertain."""
     stall_s = longer.step_time_s - shorter.step_time_s
     error_s = Z_80 * _waiting_error_s(longer)
     return Stall(
         stall_s=stall_s,
-        low_s=stall_s - error_s,
+        low_s=min(stall_s, max(0.0, stall_s - error_s)),
         high_s=stall_s + error_s,
         ratio=stall_s / of.step_time_s,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import io
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -18,7 +19,6 @@ from estimator.engine import DEFAULT, Engine
 from estimator.errors import (
     AllocationError,
     EstimatorError,
-    RowError,
     StrategyError,
     WorkloadError,
     quoted,
@@ -34,6 +34,7 @@ from estimator.placement.topology import Cluster
 from estimator.tables.answers import RowAnswers
 from estimator.tables.known_rows import KnownRows
 from estimator.tables.question import Allocations, Integers, Question
+from estimator.tables.rows import chosen_rows, row_number
 from estimator.timeline.step import BOTTLENECKS
 from estimator.workload import MOST_GLOBAL_BATCH, Strategy, check_count
 from estimator.workload.layout import Layout
@@ -89,9 +90,9 @@ class EstimateTable:
         return (self.row(row) for row in range(len(self)))
 
     def __getitem__(self, rows: Any) -> Any:
-        if isinstance(rows, int | np.integer):
-            return self.row(int(rows))
-        chosen = rows if isinstance(rows, slice) else self._numbers(rows)
+        chosen = chosen_rows(rows, len(self))
+        if isinstance(chosen, int):
+            return self.question.answer(chosen)
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
         return EstimateTable(question=self.question.rows(chosen), **columns)
 
@@ -100,30 +101,11 @@ class EstimateTable:
 
         Raises RowError where there is no such row, and what `estimate` raises where it has none.
         """
-        return self.question.answer(self._number(row))
+        return self.question.answer(row_number(row, len(self)))
 
     def allocation(self, row: int) -> Allocation:
         """The allocation that a row is about; raises RowError where there is no such row."""
-        return self.question.allocation(self._number(row))
-
-    def _number(self, row: int) -> int:
-        found = self._numbers(row)
-        if found.ndim:
-            raise self._no_such(row)
-        return int(found)
-
-    def _numbers(self, rows: Any) -> NDArray[np.intp]:
-        """Rows from 0 on, of an index, several, or a mask; raises RowError for any other."""
-        try:
-            return np.asarray(np.arange(len(self))[np.asarray(rows)])
-        except (IndexError, ValueError):
-            raise self._no_such(rows) from None
-
-    def _no_such(self, rows: Any) -> RowError:
-        return RowError(
-            f"the table has {len(self):,} rows, found row {quoted(rows)}; give numbers below "
-            f"{len(self):,}, a mask of that length or a slice"
-        )
+        return self.question.allocation(row_number(row, len(self)))
 
     @property
     def answered(self) -> NDArray[np.bool_]:
@@ -216,7 +198,11 @@ class RowErrors(Mapping[int, str]):
         self._table, self._empty = table, ~table.answered
 
     def __getitem__(self, row: int) -> str:
-        if not 0 <= row < len(self._empty) or not self._empty[row]:
+        try:
+            is_empty = row >= 0 and self._empty[operator.index(row)]
+        except (IndexError, TypeError):
+            is_empty = False
+        if not is_empty:
             raise KeyError(row)
         try:
             self._table.row(row)

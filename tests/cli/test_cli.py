@@ -401,6 +401,39 @@ def test_probe_keeps_the_profile_under_its_name_and_says_what_is_missing(
 
 
 @pytest.mark.usefixtures("probe_of_a_moment")
+def test_a_probe_cut_short_replaces_no_complete_profile(
+    store: Path, command: Command, monkeypatch: pytest.MonkeyPatch, small_profile: MachineProfile
+) -> None:
+    assert command("probe", "--name", "mine").code == 0
+    kept = load_profile("mine")
+    cut = replace(small_profile, name="mine", kernels_timed_ratio=0.056)
+    monkeypatch.setattr("estimator.probe.machine.probe_machine", lambda **_: cut)
+    answer = command("probe", "--name", "mine")
+    assert answer.code == 2
+    assert "only 5.6 % of the kernel calls were timed" in answer.sentence
+    assert "give more --budget, or another --name" in answer.sentence
+    assert load_profile("mine") == kept
+    # Where there is none, or one cut as short, it is kept.
+    for _ in range(2):
+        assert command("probe", "--name", "other").code == 0
+    assert load_profile("other").is_cut
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a virtual file system")
+def test_a_probe_that_cannot_be_kept_is_not_started(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(
+        "estimator.probe.machine.probe_machine", lambda **asked: started.append(asked)
+    )
+    # There root has all rights, and nobody makes a file.
+    answer = command("probe", "--out", "/proc/nowhere/me.json")
+    assert (answer.code, started) == (2, [])
+    assert "/proc is no folder that can be written to; choose another place" in answer.sentence
+
+
+@pytest.mark.usefixtures("probe_of_a_moment")
 def test_probe_as_json_prints_the_profile_alone(
     store: Path, command: Command, tmp_path: Path
 ) -> None:

@@ -112,6 +112,17 @@ def test_a_wrong_model_text_says_what_to_write(text: str, message: str) -> None:
         load_model(text)
 
 
+def test_a_file_of_a_package_is_told_how_to_be_named(tmp_path: Path) -> None:
+    package = tmp_path / "nets"
+    package.mkdir()
+    (package / "models.py").write_text("from .layers import Net\n")
+    with pytest.raises(ModelError, match=r"relative import .*; fix the file$"):
+        load_model(f"{package}/models.py:build")
+    (package / "__init__.py").touch()
+    with pytest.raises(ModelError, match=r"or write nets\.models:function where nets is a folder$"):
+        load_model(f"{package}/models.py:build")
+
+
 def test_a_config_json_is_a_transformers_model_in_the_precision_that_is_asked_for(
     tmp_path: Path,
 ) -> None:

@@ -387,6 +387,9 @@ def test_a_meta_model_is_traced_without_any_weights() -> None:
     [
         (nn.ReLU(), torch.randn(2, 2), None, "no trainable parameter"),
         (nn.Linear(2, 2), torch.randn(2, 5), None, "cannot run on this batch"),
+        # What torch.from_numpy gives, and what a tokenizer does.
+        (nn.Linear(2, 2), torch.randn(2, 2).double(), None, "one dtype, found float32, float64"),
+        (nn.Linear(2, 2, bias=False), torch.ones(2, 2).long(), None, "one dtype, found int64, fl"),
         (nn.Linear(2, 2), torch.randn(2, 2), lambda out, _: out, "must be one number"),
         (nn.Linear(2, 2), torch.randn(2, 2), lambda out, x: x.sum(), "does not depend"),
         (nn.Linear(2, 2), torch.randn(2, 2), lambda *_: F.relu("x"), "cannot run"),

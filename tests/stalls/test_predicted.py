@@ -52,6 +52,16 @@ def test_stalls_are_differences_of_steps_over_the_step_of_a_node() -> None:
     assert found.network.low_s < found.network.stall_s < found.network.high_s
 
 
+def test_a_step_may_wait_for_nothing_but_not_for_less() -> None:
+    # The links of a node are the slow ones: of 1.75 sizes of the gradients that eight ranks wait
+    # for (2 (n - 1) / n), 1.5 are those of four, and their error is larger than the rest.
+    slow = replace(PLAIN, bandwidth_bytes_per_s=1e8, latency_s=2e-4, network_bytes_per_s=1e9)
+    network = predict_stalls("2x4:m", asking(slow.profile())).network
+    assert network is not None
+    assert network.low_s == 0.0
+    assert network.high_s > 2 * network.stall_s > 0.0
+
+
 def test_the_host_stall_is_what_one_device_waits_for_its_host() -> None:
     host = predict_stalls("3x2:m", asking(PLAIN.profile())).host
     alone = estimate_graph(GRAPH, "1x1:m", profile=PLAIN.profile())
