@@ -16,6 +16,8 @@ import numpy as np
 Value = TypeVar("Value")
 _Key = tuple[str, int | tuple[int, ...], tuple[Hashable, ...]]
 
+# What holds nothing else, as most of what is sized.
+_ALONE = frozenset((bool, int, float, str, type(None)))
 # An entry of the cache's own tables, and small objects whose parts are not looked at.
 _ENTRY_BYTES = 1024
 # What is left of a full cache, so that not every new value makes room for itself alone.
@@ -185,6 +187,8 @@ class _Sizes:
 
     def of(self, value: object, depth: int = 4) -> int:
         """Bytes of a value down to some depth."""
+        if type(value) in _ALONE:
+            return sys.getsizeof(value)
         names = _field_names(value)
         is_array = isinstance(value, np.ndarray)
         if names or is_array:

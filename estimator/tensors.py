@@ -130,7 +130,7 @@ class OpCall:
         return cls(
             target=target,
             arguments=arguments,
-            keywords=tuple((name, decode_tree(value)) for name, value in keywords.items()),
+            keywords=tuple([(name, decode_tree(value)) for name, value in keywords.items()]),
             outputs=outputs,
         )
 
@@ -168,7 +168,7 @@ def decode_tree(data: Any) -> Any:
             raise ValueError("a tensor has more than 2^63 elements")
         return spec
     if isinstance(data, list):
-        return tuple(decode_tree(item) for item in data)
+        return tuple([decode_tree(item) for item in data])
     if type(data) is int and abs(data) > 2 * MOST_EXTENT + 1:
         raise ValueError("an argument is a number of more than 64 bits")
     return data

@@ -11,9 +11,10 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -178,18 +179,19 @@ _NUMBERS = frozenset((bool, int, float, type(None)))
 
 def _unprintable(data: Any) -> str | None:
     """A text in JSON values that would move a terminal's cursor, or None."""
-    left = [data]
-    while left:
-        value = left.pop()
-        if isinstance(value, str):
-            if not value.isprintable():
-                return value
+    level = [data]
+    while level:
+        within: list[Iterable[Any]] = []
+        for value in level:
+            if isinstance(value, str):
+                if not value.isprintable():
+                    return value
+            elif isinstance(value, (list, tuple)):
+                within.append(value)
+            elif isinstance(value, Mapping):
+                within += value, value.values()
         # Most values are numbers: those go no further.
-        elif isinstance(value, (list, tuple)):
-            left += [each for each in value if type(each) not in _NUMBERS]
-        elif isinstance(value, Mapping):
-            left += value
-            left += [each for each in value.values() if type(each) not in _NUMBERS]
+        level = [each for each in chain.from_iterable(within) if type(each) not in _NUMBERS]
     return None
 
 

@@ -69,10 +69,10 @@ def _beside_each_other(tasks: Sequence[Task], overlap: Overlap) -> Any:
 
 
 class _Lanes:
-    """Where every lane of every row stands: its task, and what is left of it.
+    """Where the lanes of every row stand: how many tasks have ended, what is left of the next.
 
     Lanes are rows of the arrays (lanes, rows): first compute of each class of ranks, then the
-    communicators. `_ended` has a row for each (task, class), and one more that has always ended.
+    communicators. Each plays its tasks in order, so that how many have ended says which.
     """
 
     def __init__(self, tasks: Sequence[Task], overlap: Overlap) -> None:
@@ -82,80 +82,58 @@ class _Lanes:
         rows += [np.shape(each) for each in overlap]
         self.is_column = len(shape) == 2 or any(row not in ((), (1,)) for row in rows)
         count = max([int(np.prod(row)) for row in rows] + [shape[1] if len(shape) == 2 else 1])
-        self._kinds = shape[0] if shape else 1
-        names = list(dict.fromkeys(task.lane for task in tasks if task.lane != COMPUTE))
-        self._lane_names = [COMPUTE] * self._kinds + names
-        on = [[n for n, t in enumerate(tasks) if t.lane == lane] for lane in self._lane_names]
-        most = max(map(len, on))
-        # The task behind the last one of a lane is never ready.
-        self._tasks = np.full((len(on), most + 1), len(tasks), dtype=np.intp)
-        self._costs = np.zeros((len(on), most + 1, count))
-        for lane, numbers in enumerate(on):
-            self._tasks[lane, : len(numbers)] = numbers
-            for place, number in enumerate(numbers):
-                cost = np.asarray(tasks[number].cost_s)
-                one = lane < self._kinds and cost.ndim and len(shape) > 0
-                self._costs[lane, place] = cost[lane] if one else cost
-        self._waits = self._dependencies(tasks)
-        self._ended = np.zeros((len(tasks) + 1, self._kinds, count), dtype=np.bool_)
-        self._ended[-1] = True
-        self._place = np.zeros((len(on), count), dtype=np.intp)
+        self._kinds = kinds = shape[0] if shape else 1
+        names = dict.fromkeys(task.lane for task in tasks if task.lane != COMPUTE)
+        lanes = {COMPUTE: slice(kinds)}
+        lanes |= {name: slice(kinds + n, kinds + n + 1) for n, name in enumerate(names)}
+        places, length = _places(tasks)
+        # Behind the last task of a lane is one that waits for more than there are.
+        self._costs = np.zeros((kinds + len(names), length + 1, count))
+        self._waits = np.full((kinds + len(names), length + 1, kinds + len(names)), length + 1)
+        for task, place in zip(tasks, places, strict=True):
+            lane, cost = lanes[task.lane], np.asarray(task.cost_s)
+            computes = task.lane == COMPUTE
+            self._costs[lane, place] = cost[:, None] if computes and cost.ndim == 1 else cost
+            self._waits[lane, place] = 0
+            for number in task.after:
+                # Compute waits for that of its own class alone: its lane's order sees to it.
+                if not (computes and tasks[number].lane == COMPUTE):
+                    waits = self._waits[lane, place, lanes[tasks[number].lane]]
+                    np.maximum(waits, places[number] + 1, out=waits)
         self._left = self._costs[:, 0].copy()
-        self._lane = np.arange(len(on))[:, None]
+        self._ended = np.zeros(self._left.shape, dtype=np.intp)
+        self._lane = np.arange(len(self._costs))[:, None]
         self._row = np.arange(count)[None]
         self.now: Array = np.zeros(count)
-        self._compute_rate = np.broadcast_to(np.asarray(overlap.compute_rate, dtype=float), count)
-        self._network_rate = 1.0 / np.broadcast_to(np.asarray(overlap.slowdown, dtype=float), count)
-
-    def _dependencies(self, tasks: Sequence[Task]) -> NDArray[np.intp]:
-        """The tasks that each one waits for, padded with the one that has always ended."""
-        most = max((len(task.after) for task in tasks), default=0)
-        waits = np.full((len(tasks) + 1, max(most, 1)), len(tasks), dtype=np.intp)
-        for number, task in enumerate(tasks):
-            waits[number, : len(task.after)] = task.after
-        return waits
+        self._both_rate = np.empty(self._left.shape)
+        self._both_rate[:kinds] = overlap.compute_rate
+        self._both_rate[kinds:] = 1.0 / np.asarray(overlap.slowdown, dtype=float)
 
     def advance(self) -> bool:
         """Go on to the next end of each row; False once nothing is left to do."""
-        kinds = self._kinds
-        task = self._tasks[self._lane, self._place]
-        unfinished = task < len(self._ended) - 1
-        if not unfinished.any():
+        waits = self._waits[self._lane, self._ended]
+        active = np.asarray((waits <= self._ended.T).all(axis=-1))
+        if not active.any():
             return False
-        active = unfinished & self._ready(task)
-        computing, sending = active[:kinds].any(axis=0), active[kinds:].any(axis=0)
-        both = computing & sending
-        rate = np.ones(self._left.shape)
-        rate[:kinds] = np.where(both, self._compute_rate, 1.0)
-        rate[kinds:] = np.where(both, self._network_rate, 1.0)
+        both = active[: self._kinds].any(axis=0) & active[self._kinds :].any(axis=0)
+        rate = np.where(both, self._both_rate, 1.0)
         wait = np.where(self._left > 0, self._left / rate, 0.0)
         wait = np.where(active, wait, np.inf)
         step = wait.min(axis=0)
         step = np.where(np.isfinite(step), step, 0.0)
         self.now += step
-        ends = active & (wait <= step * (1 + _SAME))
-        self._left = np.where(active & ~ends, self._left - step * rate, self._left)
-        self._finish(task, ends)
+        ends = wait <= step * (1 + _SAME)
+        self._ended += ends
+        cost = self._costs[self._lane, self._ended, self._row]
+        self._left = np.where(ends, cost, self._left - step * rate * active)
         return True
 
-    def _ready(self, task: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """Whether all that the task of each lane waits for has ended, for its class or for all."""
-        waits = self._waits[task]
-        kinds, lanes = self._kinds, len(self._lane_names)
-        row = self._row[..., None]
-        own = self._ended[waits[:kinds], np.arange(kinds)[:, None, None], row].all(axis=-1)
-        if lanes == kinds:
-            return np.asarray(own)
-        whole: NDArray[np.bool_] = np.asarray(self._ended.all(axis=1))
-        return np.concatenate([own, whole[waits[kinds:], row].all(axis=-1)])
 
-    def _finish(self, task: NDArray[np.intp], ends: NDArray[np.bool_]) -> None:
-        lane, row = np.nonzero(ends)
-        ended = task[lane, row]
-        # Lanes come in order: those of compute first.
-        own = int(np.searchsorted(lane, self._kinds))
-        self._ended[ended[:own], lane[:own], row[:own]] = True
-        self._ended[ended[own:], :, row[own:]] = True
-        place = self._place[lane, row] + 1
-        self._place[lane, row] = place
-        self._left[lane, row] = self._costs[lane, place, row]
+def _places(tasks: Sequence[Task]) -> tuple[list[int], int]:
+    """Each task's place on its lane, and how many the longest lane has."""
+    found: list[int] = []
+    lengths: dict[str, int] = {}
+    for task in tasks:
+        found.append(lengths.get(task.lane, 0))
+        lengths[task.lane] = found[-1] + 1
+    return found, max(lengths.values(), default=0)
