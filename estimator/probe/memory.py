@@ -25,6 +25,7 @@ _TOUCHED_SIZES = (1 << 20, 8 << 20, 32 << 20, 128 << 20)
 _TOUCH_ROUNDS = 5
 # So long that a read of it takes a device far longer than to start.
 _READ_BYTES = {"cpu": 512 << 10, "cuda": 16 << 20}
+_PIECES_A_ROUND = 64
 _LARGEST_TESTED_BLOCK_BYTES = 1 << 30
 # Reuse distances are doubled from this one on, each read so often in a round.
 _SHORTEST_REUSE_BYTES = 1 << 20
@@ -128,16 +129,21 @@ def measure_cold_read(backend: Backend, emit: Emit, *, budget_s: float) -> None:
     count = _READ_BYTES[backend.kind] // 4
     block = torch.ones(TensorSource(backend).block_bytes // 4, device=backend.device)
     pieces = block.split(count)[:-1]
-    cold = backend.time_calls(lambda number: pieces[number].sum(), repeats=len(pieces))
-    warm = backend.time_calls(lambda _: pieces[0].sum(), repeats=len(pieces))
+    cold: list[float] = []
+    warm: list[float] = []
+    # Not all of them where others leave the device little time, and what is found first is kept.
+    while len(cold) < len(pieces) and (not cold or time.monotonic() < end):
+        some = pieces[len(cold) :][:_PIECES_A_ROUND]
+        cold += backend.time_calls(partial(_read_one, some), repeats=len(some))
+        warm += backend.time_calls(partial(_read, some[-1:]), repeats=len(some))
     more_s = statistics.median(cold) - statistics.median(warm)
     found: dict[str, Any] = {"cold_read_s_per_byte": max(0.0, more_s) / (4 * count)}
-    if backend.kind == "cpu" and more_s > 0:
-        found |= {"reuse_points": _reuse_points(backend, pieces[0], block[count:], end=end)}
     if backend.kind == "cuda":
         # An accelerator has a cache of its own, whatever the host's cores have.
         found |= {"private_cache_bytes": 0, "shared_cache_bytes": backend.last_level_cache_bytes()}
     emit(found)
+    if backend.kind == "cpu" and more_s > 0:
+        emit({"reuse_points": _reuse_points(backend, pieces[0], block[count:], end=end)})
 
 
 def _reuse_points(
@@ -163,6 +169,10 @@ def _reuse_points(
         rounds += 1
     shares = _shares([statistics.median(seen) for seen in seconds])
     return list(zip(map(float, distances[1:]), shares, strict=True))
+
+
+def _read_one(tensors: Sequence[Any], number: int) -> None:
+    tensors[number].sum()
 
 
 def _read(tensors: Sequence[Any], _: int) -> None:

@@ -63,8 +63,29 @@ def test_reads_cost_more_the_more_was_read_since(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(CpuBackend, "last_level_cache_bytes", lambda self: 32 << 20)
     emitted: list[dict[str, Any]] = []
     measure_cold_read(CpuBackend(), emitted.append, budget_s=0.0)
-    (found,) = emitted
+    _, found = emitted
     distances, shares = zip(*found["reuse_points"], strict=True)
     assert [each / (1 << 20) for each in distances] == [1, 2, 4, 8, 16, 32, 127.5]
     assert sorted(shares) == list(shares)
     assert shares[0] < 1 == shares[-1]
+
+
+def test_where_time_is_short_cold_reads_are_few_and_told_before_reuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CpuBackend, "last_level_cache_bytes", lambda self: 32 << 20)
+    heard: list[Any] = []
+
+    class Counting(CpuBackend):
+        def time_calls(self, *args: Any, repeats: int, **named: Any) -> list[float]:
+            heard.append(repeats)
+            return super().time_calls(*args, repeats=repeats, **named)
+
+    for budget_s, reads in ((0.0, 64), (60.0, 255)):
+        heard.clear()
+        measure_cold_read(Counting(), heard.append, budget_s=budget_s)
+        first = next(place for place, each in enumerate(heard) if isinstance(each, dict))
+        # As many are read warm. 128 MiB are 256 pieces, one of which is left out.
+        assert sum(heard[:first]) == 2 * reads
+        assert "cold_read_s_per_byte" in heard[first]
+        assert "reuse_points" in heard[-1]
