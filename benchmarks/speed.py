@@ -298,9 +298,8 @@ def calibration(options: argparse.Namespace) -> Found:
 
 def start_up(options: argparse.Namespace) -> Found:
     """Medians over fresh processes of the command's help and of the import."""
-    main_call = "from estimator.cli.main import main; main()"
     commands = {
-        "help": [sys.executable, "-c", main_call, "--help"],
+        "help": [sys.executable, "-m", "estimator", "--help"],
         "import": [sys.executable, "-c", "import estimator"],
         "bare": [sys.executable, "-c", "pass"],
     }

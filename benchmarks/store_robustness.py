@@ -207,7 +207,7 @@ def kill_probes(home: Path, *, pairs: int, seed: int = 0) -> Probes:
 def _probe(home: Path) -> subprocess.Popen[bytes]:
     options = ("--name", "shared", "--devices", "2", "--budget", str(PROBE_BUDGET_S))
     return subprocess.Popen(
-        [sys.executable, "-c", "from estimator.cli.main import main; main()", "probe", *options],
+        [sys.executable, "-m", "estimator", "probe", *options],
         env={**os.environ, "ESTIMATOR_HOME": str(home)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -39,7 +39,8 @@ class GraphStructure:
     the values that own them and what they are for; storages are held from the start of op `born` to
     the end of op `dies`, and after op `ready` the last gradient in one is final, where there
     are any. Python issues the ops of the forward pass and those that a checkpoint runs again;
-    `checkpoints` are the first ones that each checkpoint does.
+    `checkpoints` are the first ones that each checkpoint does. An op `enters_dtensor` where it is
+    the first of a module's call that DTensor runs.
     """
 
     graph: OpGraph
@@ -58,6 +59,7 @@ class GraphStructure:
     is_forward: Flags
     is_run_again: Flags
     checkpoints: Indices
+    enters_dtensor: Flags
 
     @classmethod
     def of(cls, graph: OpGraph, flow: Dataflow | None = None) -> GraphStructure:
@@ -85,6 +87,7 @@ class GraphStructure:
             is_forward=flow.is_forward,
             is_run_again=is_run_again,
             checkpoints=_checkpoints(flow, is_run_again & ~is_view),
+            enters_dtensor=np.array([op.enters_dtensor for op in graph.ops], dtype=np.bool_),
         )
 
     def at(self, batch: int | None) -> BoundGraph:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from estimator.probe.backend import Backend
 from estimator.probe.cooling import COOLING_BYTES, cooling_backward
 
 _RANKS, _WIDTH = 2, 16
@@ -16,13 +17,14 @@ _MODULES, _ROUNDS, _WARMUP = 12, 21, 3
 _UPDATED, _UPDATED_ELEMENTS = 4, 1 << 19
 
 
-def dtensor_costs() -> dict[str, float]:
+def dtensor_costs(backend: Backend) -> dict[str, float]:
     """The fields of HostCost that begin with `dtensor`, of one rank of two whose other is not
     there: collectives end at once.
 
-    Linear layers divided by columns and by rows are timed beside whole ones of a rank's size, each
-    after a pass over more memory than the core's private caches hold: between two of them a layer's
-    products evict the host's code. Columns are summed over ranks backward, rows forward.
+    Linear layers divided by columns and by rows are timed beside whole ones of a rank's size.
+    Columns are summed over ranks backward, rows forward. On CPUs each comes after a pass over more
+    memory than the core's private caches hold: between two of them a layer's products evict the
+    host's code, as the update of a large tensor does.
     """
     import torch
     from torch import nn
@@ -33,11 +35,12 @@ def dtensor_costs() -> dict[str, float]:
         parallelize_module,
     )
 
-    x = torch.ones(2, 2, _WIDTH, requires_grad=True)
+    device = backend.device
+    x = torch.ones(2, 2, _WIDTH, device=device, requires_grad=True)
     with _ranks_not_there():
-        mesh = init_device_mesh("cpu", (_RANKS,))
+        mesh = init_device_mesh(device.type, (_RANKS,))
 
-        streamed = torch.zeros(COOLING_BYTES // 4)
+        streamed = torch.zeros(COOLING_BYTES // 4 if backend.kind == "cpu" else 1)
         cool = cooling_backward(streamed)
 
         class Cooling(nn.Module):
@@ -46,7 +49,7 @@ def dtensor_costs() -> dict[str, float]:
                 return cool(x)
 
         def model(taken: int, given: int, style: Any) -> Any:
-            layers = [nn.Linear(taken, given, bias=False) for _ in range(_MODULES)]
+            layers = [nn.Linear(taken, given, bias=False, device=device) for _ in range(_MODULES)]
             if style is not None:
                 for layer in layers:
                     parallelize_module(layer, mesh, style)
@@ -57,8 +60,8 @@ def dtensor_costs() -> dict[str, float]:
             "columns": model(_WIDTH, _RANKS * _WIDTH, ColwiseParallel()),
             "rows": model(_RANKS * _WIDTH, _WIDTH, RowwiseParallel()),
         }
-        rounds = _passes(forms, x)
-        update_s = _update_s(mesh)
+        rounds = _passes(backend, forms, x)
+        update = {"dtensor_update_tensor_s": _update_s(mesh)} if backend.kind == "cpu" else {}
 
     def more_s(of: str, than: str, backward: bool) -> float:
         """What a layer of one form takes longer."""
@@ -72,7 +75,7 @@ def dtensor_costs() -> dict[str, float]:
         "dtensor_forward_s": more_s("columns", "whole", False),
         "dtensor_backward_s": more_s("rows", "whole", True),
         "dtensor_exchange_s": statistics.fmean(sums_s),
-        "dtensor_update_tensor_s": update_s,
+        **update,
     }
 
 
@@ -90,13 +93,16 @@ def _ranks_not_there() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _passes(forms: dict[str, Any], x: Any) -> list[dict[str, tuple[float, float]]]:
-    """Seconds of forward and of backward of each form, by turns."""
+def _passes(
+    backend: Backend, forms: dict[str, Any], x: Any
+) -> list[dict[str, tuple[float, float]]]:
+    """Host seconds of forward and of backward of each form, by turns."""
     rounds: list[dict[str, tuple[float, float]]] = []
     for _ in range(_WARMUP + _ROUNDS):
         rounds.append({})
         for name, form in forms.items():
             form.zero_grad()
+            backend.synchronize()
             begin = time.perf_counter()
             loss = form(x).sum()
             middle = time.perf_counter()

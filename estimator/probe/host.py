@@ -50,11 +50,11 @@ def measure_host(backend: Backend, emit: Emit, *, budget_s: float) -> None:
     if time.monotonic() < end:
         found["ddp_step_s"], found["ddp_bucket_s"] = _ddp_costs(backend)
         emit(found)
-    if time.monotonic() < end and backend.kind == "cpu":
-        found["shard_unit_s"], found["shard_update_tensor_s"] = shard_costs()
+    if time.monotonic() < end:
+        found["shard_unit_s"], found["shard_update_tensor_s"] = shard_costs(backend)
         emit(found)
-    if time.monotonic() < end and backend.kind == "cpu":
-        found |= dtensor_costs()
+    if time.monotonic() < end:
+        found |= dtensor_costs(backend)
         emit(found)
 
 

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.graph.exchanges import is_collective
-from estimator.graph.op_graph import OpGraph
 from estimator.graph.structure import GraphStructure
 from estimator.machines.profile import HostCost
 from estimator.tensors import OpCall
@@ -66,25 +65,25 @@ def eager_host_seconds(
     for parameter in graph.parameters:
         if parameter.ready_after is not None:  # autograd hands the gradient to the parameter
             per_op[parameter.ready_after] += node_s[parameter.ready_after]
-    per_op += _dtensor_seconds(graph, host)
+    per_op += _dtensor_seconds(structure, calls, host)
     if len(per_op):
         per_op[0] += host.step_s
         per_op += host.module_call_s * _python_calls(structure, by_python)
     return per_op
 
 
-def _dtensor_seconds(graph: OpGraph, host: HostCost) -> Array:
-    """What DTensor does per call of a module that it runs, and per collective."""
-    entered = {"forward": host.dtensor_forward_s, "backward": host.dtensor_backward_s}
-    if not any((*entered.values(), host.dtensor_exchange_s)):
-        return np.zeros(len(graph.ops))
-    return np.array(
-        [
-            (entered[op.phase] if op.enters_dtensor else 0.0)
-            + (host.dtensor_exchange_s if is_collective(op.call) else 0.0)
-            for op in graph.ops
-        ]
-    )
+def _dtensor_seconds(structure: GraphStructure, calls: Sequence[OpCall], host: HostCost) -> Array:
+    """What DTensor does per call of a module that it runs, and per collective.
+
+    Where ranks divide layers without it, as Megatron-LM's do, they exchange without it, too.
+    """
+    has_dtensors = structure.enters_dtensor.any()
+    exchanges = [
+        is_collective(call) and (has_dtensors or call.arguments[1] != "tp") for call in calls
+    ]
+    module_s = np.where(structure.is_forward, host.dtensor_forward_s, host.dtensor_backward_s)
+    exchange_s = host.dtensor_exchange_s * np.array(exchanges, dtype=np.float64)
+    return np.asarray(structure.enters_dtensor * module_s + exchange_s[structure.call_of])
 
 
 def _library_ratios(calls: Sequence[OpCall]) -> Array:

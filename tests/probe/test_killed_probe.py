@@ -18,7 +18,7 @@ import pytest
 
 from estimator.machines.catalogue import load_profile
 
-COMMAND = [sys.executable, "-c", "from estimator.cli.main import main; main()"]
+COMMAND = [sys.executable, "-m", "estimator"]
 
 
 def start(home: Path, *options: str) -> subprocess.Popen[str]:

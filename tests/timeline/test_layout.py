@@ -205,6 +205,16 @@ def test_what_dtensor_does_on_the_host_is_counted_by_module_and_collective() -> 
     assert [any(said in text for text in each.assumptions) for each in (plain, more)] == [1, 0]
 
 
+def test_ranks_of_megatron_exchange_without_dtensor_on_the_host() -> None:
+    assert PROFILE.host is not None
+    slow = replace(PROFILE, host=replace(PROFILE.host, **EXCHANGE, dtensor_forward_s=1e-3))
+    plain, more = (
+        est.estimate(GRAPH, "1x2:m", layout="tp=2,megatron", tp_plan=PLAN, profile=profile)
+        for profile in (PROFILE, slow)
+    )
+    assert more.step_time_s == plain.step_time_s
+
+
 def test_dtensor_updates_a_tensor_for_more_where_operators_evict_the_hosts_code() -> None:
     # As much as an operator moves of a weight, 2.5 times its bytes: half of the code is evicted.
     assert PROFILE.host is not None
