@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from records import say
 
 import estimator as est
 from estimator.errors import EstimatorError
-from published.own_kernels import with_cudnn_attention, with_own_kernels
+from published.own_kernels import ATTENTION, with_own_kernels
 from published.rows import NotMapped
 
 # Shapes are affine in the batch size: one traced batch serves all.
@@ -47,7 +47,7 @@ class ModelSpec:
 
     The setting `trace_batch` is not the builder's: the batch to trace with. `compiled`,
     `checkpoint` and `float8` are those of `trace_model`; `own_softmax` names modules whose softmax
-    is a kernel of their library's, and with `cudnn_attention` attention is cuDNN's.
+    is a kernel of their library's, and `attention` the library whose attention is not torch's.
     """
 
     name: str
@@ -58,7 +58,7 @@ class ModelSpec:
     checkpoint: str | None = None
     float8: str | None = None
     own_softmax: str | None = None
-    cudnn_attention: bool = False
+    attention: Literal["cudnn", "triton"] | None = None
 
     @property
     def is_forward_only(self) -> bool:
@@ -102,8 +102,8 @@ class GraphStore:
             )
             if spec.own_softmax:
                 graph = with_own_kernels(graph, spec.own_softmax)
-            if spec.cudnn_attention:
-                graph = with_cudnn_attention(graph)
+            if spec.attention:
+                graph = ATTENTION[spec.attention](graph)
             if spec.is_forward_only:
                 graph, name = forward_only(graph), f"{name}, forward"
             self._known[key] = replace(graph, name=name, optimizer=optimizer)

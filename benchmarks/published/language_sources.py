@@ -179,9 +179,13 @@ def _gpt_size(row: PublishedRow, generation: str, size: str) -> tuple[int, int, 
 
 
 def mpt(size: str, length: int, *, recomputed: bool) -> ModelSpec:
-    """MPT with learned positions and biases (as their parameter counts say), flash attention."""
+    """MPT with learned positions and biases (as their parameter counts say).
+
+    Its attention is FlashAttention in Triton: `attn_impl` of llm-foundry's yamls of 2023, and of
+    scripts/train/benchmarking/submit_benchmarks.py.
+    """
     width, heads, layers = MPT[size]
-    return ModelSpec.of(
+    spec = ModelSpec.of(
         f"mpt-{size} {length}" + (" recomputed" if recomputed else ""),
         "decoder",
         width=width,
@@ -193,6 +197,7 @@ def mpt(size: str, length: int, *, recomputed: bool) -> ModelSpec:
         biased=True,
         recompute_every=int(recomputed),
     )
+    return replace(spec, attention="triton")
 
 
 def _llm_foundry(row: PublishedRow) -> Workload:

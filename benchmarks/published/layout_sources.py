@@ -82,7 +82,7 @@ def _dgxc(row: PublishedRow) -> Workload:
     cuDNN's attention.
     """
     spec = llama(llama_name(row.step.model), row.seq_len or 8192, "no")
-    spec = replace(spec, name=f"{spec.name}, shifted", compiled="blocks", cudnn_attention=True)
+    spec = replace(spec, name=f"{spec.name}, shifted", compiled="blocks", attention="cudnn")
     return Workload(
         spec=spec.with_settings(shifted=True),
         precision="bf16",

@@ -9,7 +9,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from estimator.graph.cost_registry import argument, bytes_of, cost_of, specs_in, tensor, written
+from estimator.graph.cost_registry import (
+    argument,
+    bytes_of,
+    cost_of,
+    formula_of,
+    specs_in,
+    tensor,
+    written,
+)
 from estimator.graph.ops import OpCost
 from estimator.tensors import OpCall, TensorSpec
 
@@ -251,11 +259,16 @@ def _attention(call: OpCall) -> OpCost:
 def whole_attention_flops(call: OpCall) -> tuple[float, float]:
     """(flops of attention's gradients or scores, those with the scores that backward recomputes).
 
-    Every query counts with every key, whatever is masked.
+    Every query counts with every key, whatever is masked. Of operators that are not torch's the
+    dims of their rule are known, and values are taken to be as long as keys.
     """
-    start, backward, _ = attention_arguments(call)
-    heads, queries, keys, size, _ = _attention_dims(call)
-    value_size = call.arguments[start + 2].shape[-1]
+    formula = formula_of(call.target)
+    assert formula is not None
+    heads, queries, keys, size, _ = formula.dims(call)
+    backward, value_size = "backward" in call.target, size
+    if formula.dims is _attention_dims:
+        start, backward, _ = attention_arguments(call)
+        value_size = call.arguments[start + 2].shape[-1]
     forward = 2 * heads * queries * keys * (size + value_size)
     if not backward:
         return forward, forward
