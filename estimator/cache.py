@@ -188,7 +188,7 @@ class _Sizes:
     def of(self, value: object, depth: int = 4) -> int:
         """Bytes of a value down to some depth."""
         if type(value) in _ALONE:
-            return sys.getsizeof(value)
+            return sys.getsizeof(value) if depth else 0
         names = _field_names(value)
         is_array = isinstance(value, np.ndarray)
         if names or is_array:
@@ -211,9 +211,12 @@ class _Sizes:
         return sys.getsizeof(value, 64)
 
     def _of_many(self, values: Sequence[object], depth: int) -> int:
-        # Long lists hold equals: the first few stand for all.
+        # Long lists hold equals, many of them the same object: the first few stand for the others.
         some = values[:8]
-        return sum([self.of(each, depth - 1) for each in some]) * len(values) // max(len(some), 1)
+        seen = sum([self.of(each, depth - 1) for each in some])
+        if len(values) == len(some) or not seen:
+            return seen
+        return seen * len(set(map(id, values))) // len(some)
 
 
 def _field_names(value: object) -> tuple[str, ...]:

@@ -59,6 +59,21 @@ def test_bytes_that_a_value_takes_up_later_count() -> None:
     assert len(cache) == 1
 
 
+def test_an_object_that_stands_in_many_places_counts_as_one() -> None:
+    def size_bytes(values: list[tuple[float, ...]]) -> int:
+        cache, owner = Cache(1 << 30), Owner()
+        cache.get("values", (owner,), lambda: values)
+        return cache.size_bytes
+
+    numbers = (1.0,) * 100
+    empty, places = size_bytes([]), 8 * 10_000
+    assert size_bytes([numbers] * 10_000) == pytest.approx(empty + places, rel=0.2)
+    # A tuple of 100 places, and one number that stands in all.
+    each = 8 * 100
+    others = [(float(first),) * 100 for first in range(10_000)]
+    assert size_bytes(others) == pytest.approx(empty + places + 10_000 * each, rel=0.2)
+
+
 def test_programs_that_tables_keep_count_however_often_the_tables_are_used() -> None:
     graph, profile = perceptron([64, 64, 64], batch=8), Machine().profile()
     trial = Engine()
