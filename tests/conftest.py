@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from estimator.machines.profile import (
     CollectiveCost,
@@ -23,6 +24,9 @@ from estimator.machines.profile import (
     UpdateCost,
 )
 from estimator.tensors import OpCall, TensorSpec
+
+# The same examples each time, as long as each takes; --hypothesis-profile=default draws others.
+settings.load_profile("ci")
 
 MEASURED = Provenance(source="measured", at="2026-01-01", samples=5, relative_error=0.05)
 
