@@ -87,9 +87,17 @@ def probe(
 
 def _lead(place: Place, request: ClusterRequest, path: Path) -> MachineProfile:
     progress, stop = _Progress(), threading.Event()
+    called_off: list[int] = []
+
+    def call_off(number: int, _frame: object) -> None:
+        # The lock of an Event is not reentrant, and a signal may come while another one sets it.
+        if not called_off:
+            called_off.append(number)
+            stop.set()
+
     # SIGTERM comes where a launcher stops all ranks because one has failed; either may come twice.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, call_off)
     found = probe_cluster(
         place,
         request,

@@ -304,8 +304,7 @@ def test_an_interrupted_probe_keeps_what_it_has(tmp_path: Path) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             second.send_signal(number)
             first.send_signal(number)
-        # What is called off may take its time to end, twice where a rank just began with the next.
-        assert first.wait(timeout=60) == 0
+        assert first.wait(timeout=20) == 0
     profile = load_profile(tmp_path / "out.json")
     (cost,) = (cost for cost in profile.collectives if cost.hosts)
     assert (cost.op, cost.group_size) == ("all_reduce", 2)
