@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +11,7 @@ from estimator.probe.backend import Backend
 from estimator.probe.cooling import COOLING_BYTES, cooling_backward
 from estimator.probe.dtensor_costs import dtensor_costs
 from estimator.probe.jobs import Emit
-from estimator.probe.shard_costs import shard_costs
+from estimator.probe.shard_costs import shard_costs, world_of_one
 
 _SHORT, _LONG = 20, 220
 _ROUNDS = 31
@@ -281,10 +279,7 @@ def _zero_grad_s(backend: Backend) -> float:
 def _ddp_costs(backend: Backend) -> tuple[float, float]:
     """What DDP adds to a step of the host, and to it per bucket, in a world of one rank."""
     import torch
-    import torch.distributed as torch_distributed
     from torch import nn
-
-    dist: Any = torch_distributed
 
     def model() -> nn.Module:
         # 16 × 16 float32 is 1 KiB: one bucket under a cap of 25 MiB, a bucket each under 1 byte.
@@ -293,11 +288,7 @@ def _ddp_costs(backend: Backend) -> tuple[float, float]:
         return nn.Sequential(*layers).to(backend.device)
 
     x = torch.ones(1, 16, device=backend.device)
-    # As ranks.py does: gloo otherwise looks up the host's own name.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    over = "nccl" if backend.kind == "cuda" else "gloo"
-    dist.init_process_group(over, store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with world_of_one(backend):
         wrap = nn.parallel.DistributedDataParallel
         forms = {
             "bare": model(),
@@ -313,8 +304,6 @@ def _ddp_costs(backend: Backend) -> tuple[float, float]:
                 form(x).sum().backward()
                 if round_number >= 4:  # DDP builds its buckets in the first steps
                     seconds[name].append(time.perf_counter() - begin)
-    finally:
-        dist.destroy_process_group()
     bare_s, few_s, many_s = (statistics.median(seconds[name]) for name in ("bare", "few", "many"))
     bucket_s = max(0.0, (many_s - few_s) / (_MANY_BUCKETS - _FEW_BUCKETS))
     return max(0.0, few_s - bare_s - bucket_s * _FEW_BUCKETS), bucket_s

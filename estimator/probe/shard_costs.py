@@ -29,7 +29,7 @@ def shard_costs(backend: Backend) -> tuple[float, float]:
         return nn.Sequential(*layers).to(backend.device)
 
     x = torch.ones(1, 16, device=backend.device)
-    with _world_of_one("nccl" if backend.kind == "cuda" else "gloo"):
+    with world_of_one(backend):
         whole, sharded = model(), model()
         for layer in list(sharded.children()):
             fully_shard(layer)
@@ -47,13 +47,14 @@ def shard_costs(backend: Backend) -> tuple[float, float]:
 
 
 @contextmanager
-def _world_of_one(over: str) -> Iterator[None]:
-    """A process group of this process alone, over gloo or NCCL."""
+def world_of_one(backend: Backend) -> Iterator[None]:
+    """A process group of this process alone, over what ranks on such a device talk over."""
     import torch.distributed as torch_distributed
 
     dist: Any = torch_distributed
     # As ranks.py does: gloo otherwise looks up the host's own name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    over = "nccl" if backend.kind == "cuda" else "gloo"
     dist.init_process_group(over, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
