@@ -7,11 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 import testbed.network as cables
@@ -21,7 +22,7 @@ from testbed.launch import place
 from estimator.errors import ProbeError
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import Device, MachineProfile
-from estimator.probe.__main__ import run
+from estimator.probe import __main__ as probe_main
 from estimator.probe.cluster_findings import unequal_versions
 from estimator.probe.cluster_probe import ClusterRequest, assignments_for
 from estimator.probe.members import Member, WorkerGroup
@@ -311,6 +312,33 @@ def test_an_interrupted_probe_keeps_what_it_has(tmp_path: Path) -> None:
     assert any("interrupted" in missing for missing in profile.missing)
 
 
+def test_a_signal_that_comes_while_another_calls_the_probe_off_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[int] = []
+
+    def probe_cluster(*_: Any, stop: threading.Event, **__: Any) -> Any:
+        def call_off() -> None:
+            calls.append(1)
+            if len(calls) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(stop, "set", call_off)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise ProbeError("called off")
+
+    monkeypatch.setattr(probe_main, "probe_cluster", probe_cluster)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(ProbeError, match="called off"):
+            probe_main._lead(None, None, tmp_path / "out.json")  # type: ignore[arg-type]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    # An Event's lock is not reentrant: set() within set() would wait for itself.
+    assert calls == [1]
+
+
 def test_a_killed_rank_0_leaves_the_file_of_before(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     out.write_text("before")
@@ -354,7 +382,7 @@ def test_the_command_line_refuses_in_one_sentence(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", {**environment, "ESTIMATOR_HOME": str(tmp_path)})
     monkeypatch.setattr(sys, "argv", ["estimator.probe", *options])
-    assert run() == 2
+    assert probe_main.run() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
     assert list(tmp_path.iterdir()) == []
