@@ -20,14 +20,8 @@ from estimator.graph.cost_registry import (
     tensor,
     written,
 )
-from estimator.graph.ops import OpCost
+from estimator.graph.ops import VIEWS, OpCost, named
 from estimator.tensors import OpCall
-
-
-def named(names: str) -> tuple[str, ...]:
-    """Operators of aten by their bare names."""
-    return tuple(f"aten.{name}" for name in names.split())
-
 
 # Pointwise operators by rough instructions per element: the order of the vectorised kernels'
 # polynomials (Sleef, at::vec), good to a factor of two. What follows counts likewise.
@@ -332,16 +326,7 @@ def _ctc(call: OpCall) -> OpCost:
     return OpCost((4.0 * _EXPONENTIAL + 2.0) * lattice.numel, bytes_of(call.inputs), written(call))
 
 
-@cost_of(
-    *named("view _unsafe_view reshape _reshape_alias alias as_strided detach diagonal expand t"),
-    *named("expand_as lift_fresh narrow permute select slice split split_with_sizes squeeze"),
-    *named("tensor_split transpose unbind unfold unsqueeze view_as view_as_complex view_as_real"),
-    *named("unsafe_split unsafe_split_with_sizes conj _conj _neg_view movedim"),
-    *named("sym_size sym_numel sym_stride sym_storage_offset is_pinned _nested_view_from_buffer"),
-    *named("swapaxes chunk flatten unflatten squeeze_ unsqueeze_ transpose_ t_ as_strided_"),
-    *named("_assert_async _assert_tensor_metadata _functional_assert_async requires_grad_"),
-    family="view",
-)
+@cost_of(*VIEWS, family="view")
 def _view(call: OpCall) -> OpCost:
     return OpCost()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from estimator.graph.cost_families import named
 from estimator.graph.cost_registry import (
     argument,
     bytes_of,
@@ -13,7 +12,7 @@ from estimator.graph.cost_registry import (
     streamed,
     written,
 )
-from estimator.graph.ops import OpCost
+from estimator.graph.ops import OpCost, named
 from estimator.tensors import OpCall
 
 

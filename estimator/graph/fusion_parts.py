@@ -18,7 +18,7 @@ from estimator.graph.costs import family_of, op_cost
 from estimator.graph.exchanges import is_collective
 from estimator.graph.fused_calls import FusedFamily
 from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import Op, OpCost, Phase, Value
+from estimator.graph.ops import Op, OpCost, Phase, Value, gives_views
 from estimator.graph.shards import unit_path
 from estimator.graph.storages import value_roots
 from estimator.tensors import OpCall, TensorSpec
@@ -139,7 +139,7 @@ def split_graph(graph: OpGraph, *, blocks_only: bool = False) -> SplitGraph:
 
 def _is_view(op: Op) -> bool:
     # A collective runs no kernel of its own either, but makes what was not there.
-    return (op.is_view and not is_collective(op.call)) or family_of(op.call.target) == "view"
+    return (op.is_view and not is_collective(op.call)) or gives_views(op.call.target)
 
 
 def _roots(split: SplitGraph, values: Sequence[int]) -> tuple[int, ...]:

@@ -14,6 +14,37 @@ ValueKind = Literal["parameter", "buffer", "input", "constant", "activation"]
 Execution = Literal["eager", "compiled", "compiled-blocks", "cuda-graphs"]
 
 
+def named(names: str) -> tuple[str, ...]:
+    """Operators of aten by their bare names."""
+    return tuple(f"aten.{name}" for name in names.split())
+
+
+# Operators that touch no element: their results share the memory of an argument, or are no tensors.
+VIEWS = frozenset(
+    (
+        *named(
+            "view _unsafe_view reshape _reshape_alias alias as_strided detach diagonal expand t"
+        ),
+        *named("t expand_as lift_fresh narrow permute select slice split split_with_sizes"),
+        *named("squeeze tensor_split transpose unbind unfold unsqueeze view_as view_as_complex"),
+        *named("view_as_real unsafe_split unsafe_split_with_sizes conj _conj _neg_view movedim"),
+        *named("sym_size sym_numel sym_stride sym_storage_offset is_pinned"),
+        *named("_nested_view_from_buffer swapaxes chunk flatten unflatten requires_grad_"),
+        *named("_assert_async _assert_tensor_metadata _functional_assert_async"),
+    )
+)
+
+
+def gives_views(target: str) -> bool:
+    """Whether an operator, in any overload and in place too, touches no element.
+
+    >>> [gives_views(f"aten.{name}") for name in ("transpose.int", "detach_.default", "mm")]
+    [True, True, False]
+    """
+    name = ".".join(target.split(".")[:2])
+    return name in VIEWS or name.removesuffix("_") in VIEWS
+
+
 @dataclass(frozen=True, slots=True)
 class OpCost:
     """What a call must compute and move at least; costs add, and scale by a number."""

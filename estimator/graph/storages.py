@@ -8,10 +8,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.graph.costs import family_of
 from estimator.graph.dataflow import KINDS, Dataflow, Flags, Indices
 from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import Op
+from estimator.graph.ops import Op, gives_views
 from estimator.tensors import TensorSpec
 
 StorageKind = Literal["parameter", "buffer", "input", "constant", "activation", "gradient"]
@@ -107,7 +106,7 @@ def _view_ops(graph: OpGraph) -> tuple[Flags, Flags]:
     of a linear layer it gets the transpose of a product.
     """
     targets = [op.call.target for op in graph.ops]
-    view = {target: family_of(target) == "view" for target in set(targets)}
+    view = {target: gives_views(target) for target in set(targets)}
     keeps = {target: is_one and "unsafe" not in target for target, is_one in view.items()}
     return np.array([view[t] for t in targets], bool), np.array([keeps[t] for t in targets], bool)
 
