@@ -84,10 +84,20 @@ __all__ = [
 ]
 
 
+def _html_of(answer: Estimate) -> str:
+    from estimator.report.notebook import estimate_html
+
+    return estimate_html(answer)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'estimator' has no attribute '{name}'")
-    return getattr(import_module(_HOMES[name]), name)
+    home = import_module(_HOMES[name])
+    if name in ("estimate", "Estimate"):
+        # What notebooks show is drawn by `report`, which estimates know nothing of.
+        import_module(_HOMES["Estimate"]).Estimate._repr_html_ = _html_of
+    return getattr(home, name)
 
 
 def __dir__() -> list[str]:

@@ -88,11 +88,6 @@ class Estimate:
         rate = f", {speed} samples/s" if self.samples_per_s else ""
         return f"Estimate({self.model} on {self.allocation}: {step}{rate})"
 
-    def _repr_html_(self) -> str:
-        from estimator.report.notebook import estimate_html
-
-        return estimate_html(self)
-
     def __getstate__(self) -> list[Any]:
         # The plan holds the graph and all that was compiled of it: a pickle takes what it says.
         told = self.plan if isinstance(self.plan, PlanFacts) else PlanFacts.of(self)

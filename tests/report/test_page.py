@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from estimator import estimate
 from estimator.advise.sweeps import sweep
-from estimator.api import estimate
 from estimator.errors import PriceError, StoreError
 from estimator.estimates import Estimate
 from estimator.graph.op_graph import OpGraph
