@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from estimator.cli.console import print_json, print_tables, progress, remark
+from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress, remark
 from estimator.errors import ProbeError, ProfileError, UnknownMachineError
 from estimator.probe.option_types import Amount, Count
 from estimator.units import format_ratio
@@ -221,6 +221,8 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
     """Every number of two machines, and the ratio of those that both have: second over first.
 
     Of three and more, how long each takes beside the usual one, and which is the odd one.
+
+    Exit code 1: one is odd.
     """
     from estimator.cli.render_comparison import comparison_report, several_report
     from estimator.machines.catalogue import load_profile
@@ -240,11 +242,18 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json([asdict(row) for row in rows])
     else:
-        print_tables(several_report(rows))
+        print_tables(several_report(rows, profiles))
+    if any(row.is_odd for row in rows):
+        raise click.exceptions.Exit(ANSWER_IS_NO)
 
 
 def _compared(first: MachineProfile, second: MachineProfile) -> dict[str, Any]:
-    from estimator.machines.comparison import compare_profiles, median_difference_ratio, only_in
+    from estimator.machines.comparison import (
+        compare_profiles,
+        disturbed_groups,
+        median_difference_ratio,
+        only_in,
+    )
     from estimator.machines.typical import with_typical_costs
 
     one, other = with_typical_costs(first), with_typical_costs(second)
@@ -260,6 +269,16 @@ def _compared(first: MachineProfile, second: MachineProfile) -> dict[str, Any]:
             profile.name
             for profile, completed in ((first, one), (second, other))
             if completed is not profile
+        ],
+        "disturbed": [
+            asdict(profile.interference)
+            | {
+                "name": profile.name,
+                "relative_error": profile.interference.relative_error,
+                "groups": groups,
+            }
+            for profile in (first, second)
+            if profile.interference is not None and (groups := disturbed_groups(profile))
         ],
     }
 

@@ -6,19 +6,23 @@ stall is known to the last digit.
 
 from __future__ import annotations
 
+import io
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from estimator.cli.render_stalls import measured_report
 from estimator.errors import AllocationError, ModelError
 from estimator.probe.page_cache import evict, load, resident_ratio
 from estimator.stalls import measured as measured_module
 from estimator.stalls.devices import cores_of
-from estimator.stalls.measured import MeasuredStalls, TimedRun, measure_stalls
+from estimator.stalls.measured import MeasuredStalls, RunName, TimedRun, measure_stalls
 from estimator.stalls.predicted import Stall
 from estimator.stalls.runs import RunRecord, Script, place_of
 
@@ -242,6 +246,41 @@ def test_rates_are_samples_over_the_steps_that_hold_them_back() -> None:
         missing={},
     )
     assert found.rates == pytest.approx({"G": 160.0, "P": 80.0, "F": 40.0})
+
+
+def test_measured_stalls_are_shares_of_the_run_they_lengthen_and_beside_it_of_a_node() -> None:
+    seconds: dict[RunName, float] = {"T0": 0.1, "T1": 0.2, "T3": 0.4, "T2": 0.5, "T5": 0.8}
+    found = MeasuredStalls(
+        script="train.py",
+        devices=2,
+        samples=8,
+        workers=0,
+        waited_s=0.0,
+        runs={name: TimedRun(step_s, 0.0, ()) for name, step_s in seconds.items()},
+        stalls={
+            name: Stall(stall_s=stall_s, low_s=stall_s, high_s=stall_s, ratio=ratio)
+            for name, stall_s, ratio in (
+                ("host", 0.04, 0.4),
+                ("prep", 0.2, 0.5),
+                ("fetch", 0.1, 0.2),
+                ("interconnect", 0.1, 0.5),
+                ("network", 0.6, 3.0),
+            )
+        },
+        missing={},
+    )
+    console = Console(width=110, record=True, file=io.StringIO())
+    console.print(measured_report(found))
+    lines = console.export_text().splitlines()
+    shares = {line.split()[0]: re.findall(r"[0-9.]+ %", line) for line in lines if " to " in line}
+    # The network's 0.6 s are 75 % of T5 and 300 % of T1.
+    assert shares == {
+        "host": ["40 %"],
+        "prep": ["50 %"],
+        "fetch": ["20 %"],
+        "interconnect": ["50 %", "50 %"],
+        "network": ["75 %", "300 %"],
+    }
 
 
 def test_the_host_stall_is_what_of_a_step_the_accelerator_does_not_work(
