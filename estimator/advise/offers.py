@@ -121,7 +121,7 @@ def offers(
     known = prices or PriceList.load()
     parsed = [Allocation.parse(text) for text in allocations]
     for allocation in parsed:
-        _usd_per_hour(known, allocation, spot)
+        hourly_usd(known, allocation, spot=spot)
     best: dict[int, _Best] = {}
     refusal = "no allocation was given"
     for strategy in strategies:
@@ -309,7 +309,7 @@ def _offer(
         duration_s, interval_s = revocations.expected_s(work_s, allocation)
         low_s, high_s = (revocations.expected_s(each, allocation)[0] for each in (low_s, high_s))
     usd, low_usd, high_usd = (
-        _usd(prices, allocation, each, spot) for each in (duration_s, low_s, high_s)
+        paid_usd(prices, allocation, each, spot=spot) for each in (duration_s, low_s, high_s)
     )
     return Offer(
         allocation=str(allocation),
@@ -329,18 +329,20 @@ def _offer(
         usd=usd,
         low_usd=low_usd,
         high_usd=high_usd,
-        usd_per_hour=_usd_per_hour(prices, allocation, spot),
+        usd_per_hour=hourly_usd(prices, allocation, spot=spot),
         interval_s=interval_s,
     )
 
 
-def _usd(prices: PriceList, allocation: Allocation, duration_s: float, spot: bool) -> float:
-    """What all instances of an allocation cost for a time; raises PriceError."""
+def paid_usd(
+    prices: PriceList, allocation: Allocation, duration_s: float, *, spot: bool = False
+) -> float:
+    """What all instances of an allocation cost for a time, as it is billed; raises PriceError."""
     each = _instances(prices, allocation, spot)
     return sum(nodes * price.usd(duration_s, spot=spot) for nodes, price in each)
 
 
-def _usd_per_hour(prices: PriceList, allocation: Allocation, spot: bool) -> float:
+def hourly_usd(prices: PriceList, allocation: Allocation, *, spot: bool = False) -> float:
     """The rate of all instances of an allocation; raises PriceError."""
     each = _instances(prices, allocation, spot)
     return sum(nodes * (price.rate(spot=spot) or 0.0) for nodes, price in each)
