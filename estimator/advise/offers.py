@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from estimator.advise.layouts import best_layout
@@ -18,6 +19,7 @@ from estimator.machines.catalogue import load_profile
 from estimator.machines.prices import Price, PriceList
 from estimator.placement.allocation import Allocation
 from estimator.tables import EstimateTable, estimate_many
+from estimator.units import format_bytes
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 # Micro-batches that a rank's share of a global batch is tried in, until one fits.
@@ -108,14 +110,14 @@ def offers(
     layouts_of: Sequence[OpGraph] = (),
     report: Callable[[str, float], None] | None = None,
     executor: Executor | None = None,
-) -> list[Offer]:
+) -> Offered:
     """Each allocation that can train so much, with the fastest of the strategies that fit.
 
     With a `global_batch` each rank takes its share, in the fewest micro-batches that fit; else each
     has `batch_per_gpu` samples, by default those traced, and the global batch grows with the ranks.
     `layouts_of` are graphs of the model, each with other activation checkpoints, by whose layouts
     ranks may share a `global_batch` too (`layouts.best_layout`, which `executor` goes to).
-    Raises PriceError where a machine has no price, WorkloadError where nothing can be trained.
+    Raises PriceError where a machine has no price, WorkloadError where none is answered.
     """
     amount = _samples(graph, samples, tokens)
     known = prices or PriceList.load()
@@ -123,14 +125,16 @@ def offers(
     for allocation in parsed:
         hourly_usd(known, allocation, spot=spot)
     best: dict[int, _Best] = {}
-    refusal = "no allocation was given"
+    refused: dict[int, _Refused] = {}
     for strategy in strategies:
         for table, rows, micro_batches in _tables(
             graph, parsed, strategy, batch_per_gpu, global_batch, calibration
         ):
-            refusal = next(iter(table.errors.values()), "nothing fits into the devices' memory")
             for row, number in enumerate(rows):
                 if not table.answered[row] or table.fits[row] == "no":
+                    # Of what does not fit the nearest miss is told.
+                    missed = _Refused.by_row(table, row)
+                    refused[number] = min(refused.get(number, missed), missed, key=itemgetter(0))
                     continue
                 held = best.get(number)
                 if held is None or table.samples_per_s[row] > held.samples_per_s:
@@ -142,16 +146,54 @@ def offers(
         held = best.get(number)
         if found is not None and (held is None or found.samples_per_s > held.samples_per_s):
             best[number] = found
-    if not best:
-        raise WorkloadError(f"no allocation can train {graph.name}: {refusal}")
-    offered = [
-        _offer(parsed[number], best[number], amount, known, spot, revocations)
-        for number in sorted(best)
-        if revocations is None or revocations.can_end(parsed[number])
-    ]
-    if not offered:
-        raise WorkloadError("no training ends with revocations as frequent; take fewer instances")
-    return offered
+    left_out = {
+        str(allocation): refused[number].words
+        if number in refused
+        else f"its {allocation.ranks} ranks do not divide a global batch of {global_batch}"
+        for number, allocation in enumerate(parsed)
+        if number not in best
+    }
+    if not best and all(math.isinf(each.peak_bytes) for each in refused.values()):
+        reason = next(iter(left_out.values()), "no allocation was given")
+        raise WorkloadError(f"no allocation can train {graph.name}: {reason}")
+    offered: list[Offer] = []
+    for number in sorted(best):
+        allocation = parsed[number]
+        if revocations is None or revocations.can_end(allocation):
+            offered.append(_offer(allocation, best[number], amount, known, spot, revocations))
+        else:
+            left_out[str(allocation)] = "no training ends with revocations as frequent"
+    return Offered(offers=offered, left_out=left_out)
+
+
+class Offered(NamedTuple):
+    """What can be rented, and of each other allocation why not."""
+
+    offers: list[Offer]
+    left_out: dict[str, str]
+
+
+class _Refused(NamedTuple):
+    """A row of a table that cannot train: it does not fit, or has no answer (infinite bytes)."""
+
+    peak_bytes: float
+    table: EstimateTable
+    row: int
+
+    @classmethod
+    def by_row(cls, table: EstimateTable, row: int) -> _Refused:
+        peak = float(table.peak_memory_bytes[row]) if table.answered[row] else math.inf
+        return cls(peak, table, row)
+
+    @property
+    def words(self) -> str:
+        if math.isinf(self.peak_bytes):
+            return self.table.errors[self.row]
+        answer = self.table.row(self.row)
+        return (
+            f"needs {format_bytes(answer.peak_memory_bytes)} a device under {answer.strategy}, "
+            f"{format_bytes(-answer.spare_memory_bytes)} more than there is"
+        )
 
 
 class _Best(NamedTuple):

@@ -10,7 +10,7 @@ import click
 
 from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress, remark
 from estimator.errors import ProbeError, ProfileError, UnknownMachineError
-from estimator.probe.option_types import Amount, Count
+from estimator.probe.option_types import Count, Duration
 from estimator.units import format_ratio
 
 if TYPE_CHECKING:
@@ -27,7 +27,12 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str | N
 @click.option("--name", default="local", callback=_machine_name, help="What to call this machine.")
 @click.option("--devices", type=Count(), help="Core groups of the CPU, or ranks per node.")
 @click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
-@click.option("--budget", type=Amount(most=1e6), default=60.0, help="Seconds to spend.")
+@click.option(
+    "--budget",
+    type=Duration(1.0, 1e6, counts_seconds=True),
+    default=60.0,
+    help="Time to spend, such as 5min; default 60s.",
+)
 @click.option("--thorough", is_flag=True, help="Measure more sizes; takes several budgets.")
 @click.option("--force", is_flag=True, help="Probe a busy machine too, without waiting.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")

@@ -193,7 +193,7 @@ def test_a_report_and_a_plan_bill_the_least_time_that_is_sold(graph: OpGraph) ->
         assert table is not None
         assert table.rows[0][4] == f"{usd:.2f}"
         asked: dict[str, Any] = {"samples": samples, "prices": prices, "strategies": ("ddp",)}
-        assert offers(graph, [allocation], **asked)[0].usd == pytest.approx(usd)
+        assert offers(graph, [allocation], **asked).offers[0].usd == pytest.approx(usd)
 
 
 def test_a_machine_without_a_price_is_said(graph: OpGraph) -> None:
