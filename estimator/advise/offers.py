@@ -10,13 +10,14 @@ from itertools import combinations
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from estimator.advise.billing import hourly_usd, paid_usd
 from estimator.advise.layouts import best_layout
 from estimator.advise.spot import Spot
 from estimator.coefficients import Calibration
-from estimator.errors import AllocationError, PriceError, WorkloadError
+from estimator.errors import AllocationError, WorkloadError
 from estimator.graph.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
-from estimator.machines.prices import Price, PriceList
+from estimator.machines.prices import PriceList
 from estimator.placement.allocation import Allocation
 from estimator.tables import EstimateTable, estimate_many
 from estimator.units import format_bytes
@@ -124,21 +125,8 @@ def offers(
     parsed = [Allocation.parse(text) for text in allocations]
     for allocation in parsed:
         hourly_usd(known, allocation, spot=spot)
-    best: dict[int, _Best] = {}
-    refused: dict[int, _Refused] = {}
-    for strategy in strategies:
-        for table, rows, micro_batches in _tables(
-            graph, parsed, strategy, batch_per_gpu, global_batch, calibration
-        ):
-            for row, number in enumerate(rows):
-                if not table.answered[row] or table.fits[row] == "no":
-                    # Of what does not fit the nearest miss is told.
-                    missed = _Refused.by_row(table, row)
-                    refused[number] = min(refused.get(number, missed), missed, key=itemgetter(0))
-                    continue
-                held = best.get(number)
-                if held is None or table.samples_per_s[row] > held.samples_per_s:
-                    best[number] = _Best.of_row(table, row, strategy, micro_batches, graph)
+    asked = (batch_per_gpu, global_batch, calibration)
+    best, refused = _by_strategy(graph, parsed, strategies, *asked)
     for number, allocation in enumerate(parsed if layouts_of else ()):
         if report is not None:
             report(str(allocation), number / len(parsed))
@@ -147,9 +135,7 @@ def offers(
         if found is not None and (held is None or found.samples_per_s > held.samples_per_s):
             best[number] = found
     left_out = {
-        str(allocation): refused[number].words
-        if number in refused
-        else f"its {allocation.ranks} ranks do not divide a global batch of {global_batch}"
+        str(allocation): _why_not(refused.get(number), allocation, global_batch)
         for number, allocation in enumerate(parsed)
         if number not in best
     }
@@ -180,20 +166,44 @@ class _Refused(NamedTuple):
     table: EstimateTable
     row: int
 
-    @classmethod
-    def by_row(cls, table: EstimateTable, row: int) -> _Refused:
-        peak = float(table.peak_memory_bytes[row]) if table.answered[row] else math.inf
-        return cls(peak, table, row)
 
-    @property
-    def words(self) -> str:
-        if math.isinf(self.peak_bytes):
-            return self.table.errors[self.row]
-        answer = self.table.row(self.row)
-        return (
-            f"needs {format_bytes(answer.peak_memory_bytes)} a device under {answer.strategy}, "
-            f"{format_bytes(-answer.spare_memory_bytes)} more than there is"
-        )
+def _why_not(refused: _Refused | None, allocation: Allocation, global_batch: int | None) -> str:
+    if refused is None:
+        return f"its {allocation.ranks} ranks do not divide a global batch of {global_batch}"
+    if math.isinf(refused.peak_bytes):
+        return refused.table.errors[refused.row]
+    answer = refused.table.row(refused.row)
+    return (
+        f"needs {format_bytes(answer.peak_memory_bytes)} a device under {answer.strategy}, "
+        f"{format_bytes(-answer.spare_memory_bytes)} more than there is"
+    )
+
+
+def _by_strategy(
+    graph: OpGraph,
+    allocations: Sequence[Allocation],
+    strategies: Sequence[str],
+    batch_per_gpu: int | None,
+    global_batch: int | None,
+    calibration: Calibration | None,
+) -> tuple[dict[int, _Best], dict[int, _Refused]]:
+    """Of each allocation how it trains fastest, and the nearest miss of what does not fit."""
+    best: dict[int, _Best] = {}
+    refused: dict[int, _Refused] = {}
+    for strategy in strategies:
+        for table, rows, micro_batches in _tables(
+            graph, allocations, strategy, batch_per_gpu, global_batch, calibration
+        ):
+            for row, number in enumerate(rows):
+                if not table.answered[row] or table.fits[row] == "no":
+                    peak = table.peak_memory_bytes[row] if table.answered[row] else math.inf
+                    missed = _Refused(float(peak), table, row)
+                    refused[number] = min(refused.get(number, missed), missed, key=itemgetter(0))
+                    continue
+                held = best.get(number)
+                if held is None or table.samples_per_s[row] > held.samples_per_s:
+                    best[number] = _Best.of_row(table, row, strategy, micro_batches, graph)
+    return best, refused
 
 
 class _Best(NamedTuple):
@@ -374,26 +384,3 @@ def _offer(
         usd_per_hour=hourly_usd(prices, allocation, spot=spot),
         interval_s=interval_s,
     )
-
-
-def paid_usd(
-    prices: PriceList, allocation: Allocation, duration_s: float, *, spot: bool = False
-) -> float:
-    """What all instances of an allocation cost for a time, as it is billed; raises PriceError."""
-    each = _instances(prices, allocation, spot)
-    return sum(nodes * price.usd(duration_s, spot=spot) for nodes, price in each)
-
-
-def hourly_usd(prices: PriceList, allocation: Allocation, *, spot: bool = False) -> float:
-    """The rate of all instances of an allocation; raises PriceError."""
-    each = _instances(prices, allocation, spot)
-    return sum(nodes * (price.rate(spot=spot) or 0.0) for nodes, price in each)
-
-
-def _instances(
-    prices: PriceList, allocation: Allocation, spot: bool
-) -> Iterator[tuple[int, Price]]:
-    for group in allocation.groups:
-        if group.machine is None:
-            raise PriceError(f"'{group}' names a host, which has no price; name its machine type")
-        yield group.nodes, prices.price(group.machine, group.devices_per_node, spot=spot)

@@ -134,7 +134,8 @@ def _sweep_options(command: Any) -> Any:
 def trace(out: Path, target: DeviceKind, **options: Any) -> None:
     """Trace MODEL once and save its graph, which stands for MODEL in every other command.
 
-    A saved graph needs neither torch nor the model's own code, and holds for every batch.
+    A saved graph needs neither torch nor the model's own code, and holds for every batch and
+    optimizer, compiled or not.
     """
     from estimator.machines.files import check_writable
 

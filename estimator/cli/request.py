@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from estimator.cli.console import remark
@@ -84,7 +84,8 @@ class Request:
         if is_saved_graph(self.model):
             from estimator.cli.saved_graphs import as_asked
 
-            return as_asked(OpGraph.load(self.model), self)
+            asked = {item.name: getattr(self, item.name) for item in fields(self)}
+            return as_asked(OpGraph.load(self.model), asked)
         if is_summary_file(self.model):
             return self._summarised(target or machines[0].kind)
         from estimator.api import trace_model

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from estimator.errors import ModelError
 
 if TYPE_CHECKING:
-    from estimator.cli.request import Request
+    from collections.abc import Mapping
+
     from estimator.graph.op_graph import OpGraph
 
 _FLAGS = {
@@ -18,35 +19,35 @@ _FLAGS = {
 }
 
 
-def as_asked(graph: OpGraph, request: Request) -> OpGraph:
-    """The saved graph with what of a request can be changed after tracing.
+def as_asked(graph: OpGraph, asked: Mapping[str, Any]) -> OpGraph:
+    """The saved graph with what of a request, by its fields, can be changed after tracing.
 
     Raises ModelError that names the command to trace again with for what cannot.
     """
     from estimator.api import with_recipe
 
-    for option, asked, traced in (
-        ("precision", None if _is_same(graph, request.precision) else request.precision, ""),
-        ("measure", request.measure, bool(graph.timings)),
-        ("channels-last", request.channels_last, graph.channels_last),
-        ("checkpoint", request.checkpoint, graph.checkpoint),
-        ("seq-len", request.seq_len, graph.tokens_per_sample),
+    for option, wanted, traced in (
+        ("precision", None if _is_same(graph, asked["precision"]) else asked["precision"], ""),
+        ("measure", asked["measure"], bool(graph.timings)),
+        ("channels-last", asked["channels_last"], graph.channels_last),
+        ("checkpoint", asked["checkpoint"], graph.checkpoint),
+        ("seq-len", asked["seq_len"], graph.tokens_per_sample),
     ):
-        if asked and asked != traced:
+        if wanted and wanted != traced:
             found = graph.precision if option == "precision" else traced
             words = f"with --{option} {found}" if found else f"without --{option}"
             raise ModelError(
-                f"{request.model} was traced {words}, on which its operators depend; trace its "
-                f"model again: {_command(graph, request)}"
+                f"{asked['model']} was traced {words}, on which its operators depend; trace its "
+                f"model again: {_command(graph, asked)}"
             )
     return with_recipe(
         graph,
-        optimizer=request.optimizer,
-        precision=request.precision,
-        compiled=request.execution,
-        grad_scaler=request.grad_scaler,
-        clip_grad_norm=request.clip_grad_norm,
-        float8=request.float8,
+        optimizer=asked["optimizer"],
+        precision=asked["precision"],
+        compiled=asked["execution"],
+        grad_scaler=asked["grad_scaler"],
+        clip_grad_norm=asked["clip_grad_norm"],
+        float8=asked["float8"],
     )
 
 
@@ -57,24 +58,24 @@ def _is_same(graph: OpGraph, precision: str | None) -> bool:
     return {precision, graph.precision} == {"fp32", "tf32"} and not graph.timings
 
 
-def _command(graph: OpGraph, request: Request) -> str:
+def _command(graph: OpGraph, asked: Mapping[str, Any]) -> str:
     """What traces the model as it was traced, but for what is asked."""
     valued = {
         "--target": graph.target,
-        "--batch": request.batch or graph.batch,
-        "--precision": request.precision or graph.precision,
-        "--optimizer": request.optimizer or graph.optimizer,
-        "--checkpoint": request.checkpoint or graph.checkpoint,
-        "--float8": request.float8 or graph.float8,
-        "--seq-len": request.seq_len,
+        "--batch": asked["batch"] or graph.batch,
+        "--precision": asked["precision"] or graph.precision,
+        "--optimizer": asked["optimizer"] or graph.optimizer,
+        "--checkpoint": asked["checkpoint"] or graph.checkpoint,
+        "--float8": asked["float8"] or graph.float8,
+        "--seq-len": asked["seq_len"],
     }
     flags = {
-        "--channels-last": request.channels_last or graph.channels_last,
-        "--grad-scaler": request.grad_scaler or graph.grad_scaler,
-        "--clip-grad-norm": request.clip_grad_norm or graph.clip_grad_norm,
-        "--measure": request.measure or bool(graph.timings),
-        _FLAGS.get(request.execution or graph.execution, ""): True,
+        "--channels-last": asked["channels_last"] or graph.channels_last,
+        "--grad-scaler": asked["grad_scaler"] or graph.grad_scaler,
+        "--clip-grad-norm": asked["clip_grad_norm"] or graph.clip_grad_norm,
+        "--measure": asked["measure"] or bool(graph.timings),
+        _FLAGS.get(asked["execution"] or graph.execution, ""): True,
     }
     words = [word for name, value in valued.items() if value for word in (name, str(value))]
     words += [name for name, is_on in flags.items() if name and is_on]
-    return f"estimator trace MODEL {shlex.join([*words, '-o', request.model])}"
+    return f"estimator trace MODEL {shlex.join([*words, '-o', asked['model']])}"

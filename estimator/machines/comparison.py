@@ -95,7 +95,7 @@ def disturbed_groups(profile: MachineProfile) -> tuple[str, ...]:
     """The groups of quantities that were measured while other programs disturbed the probe."""
     if profile.interference is None or not profile.interference.matters:
         return ()
-    measured = {
+    measured: dict[str, Any] = {
         part: tuple(each for each in getattr(profile, part) if _is_measured(each))
         for part in ("links", "network", "collectives", "updates", "kernels")
     } | {

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from estimator.advise.billing import hourly_usd, paid_usd
 from estimator.advise.memory import memory_of
-from estimator.advise.offers import hourly_usd, paid_usd
 from estimator.advise.scaling import Scaling
 from estimator.advise.sweeps import SweepRow
 from estimator.calibrate.fitted_steps import FittedStep

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from estimator.advise.offers import hourly_usd, offers
+from estimator.advise.billing import hourly_usd
+from estimator.advise.offers import offers
 from estimator.advise.sweeps import sweep
 from estimator.api import estimate
 from estimator.errors import PriceError, StoreError
