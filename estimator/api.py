@@ -25,6 +25,7 @@ from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
 from estimator.workload.layout import Layout
 from estimator.workload.loader import Loader
+from estimator.workload.optimizers import check_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from estimator.placement.allocation import Allocation
 
 
-_EXECUTIONS = {True: "compiled", "blocks": "compiled-blocks"}
+_EXECUTIONS: dict[bool | str, str] = {True: "compiled", "blocks": "compiled-blocks"}
 
 
 def trace_model(
@@ -101,9 +102,49 @@ def trace_model(
     return with_timings(graph, profile, report=report) if measure else graph
 
 
+def with_recipe(
+    graph: OpGraph,
+    *,
+    optimizer: str | None = None,
+    precision: str | None = None,
+    compiled: bool | str | None = None,
+    grad_scaler: bool = False,
+    clip_grad_norm: bool = False,
+    float8: str | None = None,
+) -> OpGraph:
+    """The graph that `trace_model` gives of the same model with other options, of those that its
+    operators do not depend on; None and False leave it as it was traced.
+
+    fp32 and tf32 stand for each other, no other precision does. Needs no torch. Raises ModelError.
+    """
+    changed: dict[str, Any] = {
+        "optimizer": check_optimizer(optimizer or graph.optimizer),
+        "precision": precision or graph.precision,
+        "grad_scaler": grad_scaler or graph.grad_scaler,
+        "clip_grad_norm": clip_grad_norm or graph.clip_grad_norm,
+    }
+    execution = _EXECUTIONS.get(compiled, compiled) if compiled else graph.execution
+    float8 = float8 or graph.float8
+    is_cast = changed["precision"] != graph.precision
+    if is_cast and (graph.timings or {graph.precision, changed["precision"]} != {"fp32", "tf32"}):
+        raise ModelError(
+            f"{graph.name} was traced in {graph.precision}, whose operators are not those of "
+            f"{changed['precision']}; trace it again in that"
+        )
+    is_compiled = execution != "eager"
+    _check_options(
+        bool(graph.timings) and is_compiled, changed["grad_scaler"], changed["precision"]
+    )
+    eager = None if graph.eager is None else replace(graph.eager, **changed)
+    if (execution, float8, is_cast) == (graph.execution, graph.float8, False):
+        return replace(graph, **changed, eager=eager)
+    base = eager or replace(graph, **changed)
+    return _compiled(base, execution if is_compiled else None, float8, None)
+
+
 def _compiled(
     graph: OpGraph,
-    compiled: bool | Literal["cuda-graphs", "blocks"] | None,
+    compiled: bool | str | None,
     float8: str | None,
     assumed: str | None,
 ) -> OpGraph:

@@ -72,18 +72,27 @@ def parse_bandwidth_bytes_per_s(text: str) -> float:
     return float(match.group(1)) * _RATE_FACTORS[match.group(2).lower()]
 
 
-_SECOND_FACTORS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
+_SECOND_FACTORS = {
+    "us": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+    "w": 604800.0,
+}
 
 
 def parse_seconds(text: str) -> float:
-    """Read a duration such as ``8ms`` or ``1.5 s``; raises ValueError.
+    """Read a duration such as ``8ms``, ``12h`` or ``2w``; raises ValueError.
 
-    >>> parse_seconds("8ms")
-    0.008
+    >>> parse_seconds("8ms"), parse_seconds("14d") == parse_seconds("2w")
+    (0.008, True)
     """
     match = _SIZE_PATTERN.fullmatch(text.replace("µ", "u"))
     if match is None or match.group(2) not in _SECOND_FACTORS:
-        raise ValueError(f"{quoted(text)} is not a duration; write a number and a unit such as 8ms")
+        units = ", ".join(_SECOND_FACTORS)
+        raise ValueError(f"{quoted(text)} is not a duration; write a number and one of {units}")
     return float(match.group(1)) * _SECOND_FACTORS[match.group(2)]
 
 

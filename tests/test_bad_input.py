@@ -444,7 +444,7 @@ def test_options_that_contradict_a_saved_graph_are_refused(
     saved_graph(given_file)
     path = given_file("whole.graph", saved_graph(given_file))
     for words in (
-        ("--optimizer", "sgd"),
+        ("--checkpoint", "full"),
         ("--precision", "bf16"),
         ("--seq-len", 5),
         ("--measure",),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from estimator.advise.offers import Offer, allocations_of, offers
@@ -17,7 +18,7 @@ class Choice:
 
     `front` has those that no other beats in both time and cost, the fastest first; `cheapest` and
     `fastest` are its ends, None where no offer keeps both. `as_cheap` and `as_fast` cannot be told
-    apart from them: their intervals meet.
+    apart from them: their intervals meet. `left_out` says of allocations that cannot train why.
     """
 
     offers: tuple[Offer, ...]
@@ -26,6 +27,7 @@ class Choice:
     fastest: Offer | None
     as_cheap: tuple[Offer, ...]
     as_fast: tuple[Offer, ...]
+    left_out: Mapping[str, str]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values in base units."""
@@ -36,11 +38,16 @@ class Choice:
             "as_fast": [each.allocation for each in self.as_fast],
             "front": [each.to_dict() for each in self.front],
             "offers": [each.to_dict() for each in self.offers],
+            "left_out": dict(self.left_out),
         }
 
 
 def choose(
-    offered: Sequence[Offer], *, deadline_s: float | None = None, budget_usd: float | None = None
+    offered: Sequence[Offer],
+    *,
+    deadline_s: float | None = None,
+    budget_usd: float | None = None,
+    left_out: Mapping[str, str] = MappingProxyType({}),
 ) -> Choice:
     """Sort out offers by time and cost; raises WorkloadError for a bound that is none."""
     for name, bound in (("deadline_s", deadline_s), ("budget_usd", budget_usd)):
@@ -69,6 +76,7 @@ def choose(
             for each in kept
             if fastest and each is not fastest and each.low_s <= fastest.high_s
         ),
+        left_out=left_out,
     )
 
 
@@ -103,4 +111,6 @@ def cheapest(
         raise WorkloadError("no machine was given; name at least one")
     allocations = list(allocations_of(machines, max_nodes, mixed=mixed))
     found = offers(graph, allocations, **asked)
-    return choose(found, deadline_s=deadline_s, budget_usd=budget_usd)
+    return choose(
+        found.offers, deadline_s=deadline_s, budget_usd=budget_usd, left_out=found.left_out
+    )

@@ -20,6 +20,7 @@ from estimator.graph.memory_curve import (
 from estimator.graph.memory_curve import memory_curve as curve_of
 from estimator.graph.op_graph import BoundGraph
 from estimator.graph.shard_play import Reduction
+from estimator.timeline.played import op_times_s, played_step
 from estimator.timeline.ranks import RankKind
 
 _MOST_LISTED = 1000
@@ -29,17 +30,30 @@ _MOST_LISTED = 1000
 class MemoryReport:
     """The memory of the rank of an estimate that needs most: over its step, and at the peak.
 
-    `time_s` is when each op of a micro-batch ends, the update last. `every_tensor` are those of the
-    step, `bound` its graph at its batch; `peak_op` and `peak_module` name the op at the peak
-    ("update" for it).
+    `every_tensor` are those of the step, `bound` its graph at its batch, `kind` the rank; `peak_op`
+    and `peak_module` name the op at the peak ("update" for it).
     """
 
     answer: Estimate
     bound: BoundGraph
     curve: MemoryCurve
-    time_s: NDArray[np.float64]
+    kind: RankKind
     every_tensor: tuple[LiveTensor, ...]
     device_bytes: int
+
+    @property
+    def times_s(self) -> NDArray[np.float64]:
+        """When each op of the last micro-batch begins, the update last, and when the step ends.
+
+        On the axis of the step's timeline, so that an op begins when the one before has ended.
+        """
+        plan = self.answer.plan
+        step = played_step(plan)
+        number = next(place for place, each in enumerate(step.kinds) if each is self.kind)
+        *_, (starts_s, ends_s) = op_times_s(plan, step, number)
+        is_only = self.answer.accumulation_steps == 1
+        begin_s = [0.0] if is_only else starts_s[:1]
+        return np.concatenate([begin_s, ends_s, [step.played.step_s]])
 
     @property
     def tensors(self) -> tuple[LiveTensor, ...]:
@@ -82,7 +96,7 @@ class MemoryReport:
             "at_peak_bytes": self.curve.at(self.curve.peak_at),
             "modules_bytes": self.modules,
             "tensors": [asdict(tensor) for tensor in self.tensors[:_MOST_LISTED]],
-            "end_s": self.time_s.tolist(),
+            "end_s": self.times_s[1:].tolist(),
             "levels_bytes": {kind: each.tolist() for kind, each in self.curve.levels.items()},
         }
 
@@ -115,13 +129,7 @@ def memory_of(answer: Estimate) -> MemoryReport:
         answer=answer,
         bound=program.bound,
         curve=curve,
-        time_s=_end_s(kind, plan.share),
+        kind=kind,
         every_tensor=tensors_of(program.bound),
         device_bytes=kind.device.usable_bytes,
     )
-
-
-def _end_s(kind: RankKind, share: float) -> NDArray[np.float64]:
-    ends_s = kind.program.lanes.ends_s(0) * kind.slowdown_ratio
-    last_s = float(ends_s[-1]) if len(ends_s) else 0.0
-    return np.append(ends_s, last_s + kind.update.update_s(share))

@@ -40,8 +40,10 @@ def costs_by_module(answer: Estimate) -> list[ModuleCost]:
     report = memory_of(answer)
     bound = report.bound
     seconds, flops = defaultdict[str, float](float), defaultdict[str, float](float)
-    each_s = np.diff(report.time_s, prepend=0.0)
-    for op, call, op_s in zip(bound.graph.ops, bound.calls, each_s[:-1].tolist(), strict=True):
+    kind = report.kind
+    each_s = np.diff(kind.program.lanes.ends_s(0) * kind.slowdown_ratio, prepend=0.0)
+    update_s = float(kind.update.update_s(answer.plan.share))
+    for op, call, op_s in zip(bound.graph.ops, bound.calls, each_s.tolist(), strict=True):
         path = module_path(op.module, _DEPTH)
         seconds[path] += op_s * answer.accumulation_steps
         flops[path] += 0.0 if op.is_repeated else op_flops(call)[0] * answer.accumulation_steps
@@ -56,4 +58,4 @@ def costs_by_module(answer: Estimate) -> list[ModuleCost]:
         for path in dict.fromkeys((*seconds, *memory))
     ]
     rows.sort(key=lambda row: -row.time_s)
-    return [*rows, ModuleCost(module="update", time_s=float(each_s[-1]), flops=0.0, memory_bytes=0)]
+    return [*rows, ModuleCost(module="update", time_s=update_s, flops=0.0, memory_bytes=0)]

@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from operator import itemgetter
 from typing import Any, NamedTuple
 
+from estimator.advise.billing import hourly_usd, paid_usd
 from estimator.advise.layouts import best_layout
 from estimator.advise.spot import Spot
 from estimator.coefficients import Calibration
-from estimator.errors import AllocationError, PriceError, WorkloadError
+from estimator.errors import AllocationError, WorkloadError
 from estimator.graph.op_graph import OpGraph
 from estimator.machines.catalogue import load_profile
-from estimator.machines.prices import Price, PriceList
+from estimator.machines.prices import PriceList
 from estimator.placement.allocation import Allocation
 from estimator.tables import EstimateTable, estimate_many
+from estimator.units import format_bytes
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 # Micro-batches that a rank's share of a global batch is tried in, until one fits.
@@ -108,33 +111,22 @@ def offers(
     layouts_of: Sequence[OpGraph] = (),
     report: Callable[[str, float], None] | None = None,
     executor: Executor | None = None,
-) -> list[Offer]:
+) -> Offered:
     """Each allocation that can train so much, with the fastest of the strategies that fit.
 
     With a `global_batch` each rank takes its share, in the fewest micro-batches that fit; else each
     has `batch_per_gpu` samples, by default those traced, and the global batch grows with the ranks.
     `layouts_of` are graphs of the model, each with other activation checkpoints, by whose layouts
     ranks may share a `global_batch` too (`layouts.best_layout`, which `executor` goes to).
-    Raises PriceError where a machine has no price, WorkloadError where nothing can be trained.
+    Raises PriceError where a machine has no price, WorkloadError where none is answered.
     """
     amount = _samples(graph, samples, tokens)
     known = prices or PriceList.load()
     parsed = [Allocation.parse(text) for text in allocations]
     for allocation in parsed:
-        _usd_per_hour(known, allocation, spot)
-    best: dict[int, _Best] = {}
-    refusal = "no allocation was given"
-    for strategy in strategies:
-        for table, rows, micro_batches in _tables(
-            graph, parsed, strategy, batch_per_gpu, global_batch, calibration
-        ):
-            refusal = next(iter(table.errors.values()), "nothing fits into the devices' memory")
-            for row, number in enumerate(rows):
-                if not table.answered[row] or table.fits[row] == "no":
-                    continue
-                held = best.get(number)
-                if held is None or table.samples_per_s[row] > held.samples_per_s:
-                    best[number] = _Best.of_row(table, row, strategy, micro_batches, graph)
+        hourly_usd(known, allocation, spot=spot)
+    asked = (batch_per_gpu, global_batch, calibration)
+    best, refused = _by_strategy(graph, parsed, strategies, *asked)
     for number, allocation in enumerate(parsed if layouts_of else ()):
         if report is not None:
             report(str(allocation), number / len(parsed))
@@ -142,16 +134,76 @@ def offers(
         held = best.get(number)
         if found is not None and (held is None or found.samples_per_s > held.samples_per_s):
             best[number] = found
-    if not best:
-        raise WorkloadError(f"no allocation can train {graph.name}: {refusal}")
-    offered = [
-        _offer(parsed[number], best[number], amount, known, spot, revocations)
-        for number in sorted(best)
-        if revocations is None or revocations.can_end(parsed[number])
-    ]
-    if not offered:
-        raise WorkloadError("no training ends with revocations as frequent; take fewer instances")
-    return offered
+    left_out = {
+        str(allocation): _why_not(refused.get(number), allocation, global_batch)
+        for number, allocation in enumerate(parsed)
+        if number not in best
+    }
+    if not best and all(math.isinf(each.peak_bytes) for each in refused.values()):
+        reason = next(iter(left_out.values()), "no allocation was given")
+        raise WorkloadError(f"no allocation can train {graph.name}: {reason}")
+    offered: list[Offer] = []
+    for number in sorted(best):
+        allocation = parsed[number]
+        if revocations is None or revocations.can_end(allocation):
+            offered.append(_offer(allocation, best[number], amount, known, spot, revocations))
+        else:
+            left_out[str(allocation)] = "no training ends with revocations as frequent"
+    return Offered(offers=offered, left_out=left_out)
+
+
+class Offered(NamedTuple):
+    """What can be rented, and of each other allocation why not."""
+
+    offers: list[Offer]
+    left_out: dict[str, str]
+
+
+class _Refused(NamedTuple):
+    """A row of a table that cannot train: it does not fit, or has no answer (infinite bytes)."""
+
+    peak_bytes: float
+    table: EstimateTable
+    row: int
+
+
+def _why_not(refused: _Refused | None, allocation: Allocation, global_batch: int | None) -> str:
+    if refused is None:
+        return f"its {allocation.ranks} ranks do not divide a global batch of {global_batch}"
+    if math.isinf(refused.peak_bytes):
+        return refused.table.errors[refused.row]
+    answer = refused.table.row(refused.row)
+    return (
+        f"needs {format_bytes(answer.peak_memory_bytes)} a device under {answer.strategy}, "
+        f"{format_bytes(-answer.spare_memory_bytes)} more than there is"
+    )
+
+
+def _by_strategy(
+    graph: OpGraph,
+    allocations: Sequence[Allocation],
+    strategies: Sequence[str],
+    batch_per_gpu: int | None,
+    global_batch: int | None,
+    calibration: Calibration | None,
+) -> tuple[dict[int, _Best], dict[int, _Refused]]:
+    """Of each allocation how it trains fastest, and the nearest miss of what does not fit."""
+    best: dict[int, _Best] = {}
+    refused: dict[int, _Refused] = {}
+    for strategy in strategies:
+        for table, rows, micro_batches in _tables(
+            graph, allocations, strategy, batch_per_gpu, global_batch, calibration
+        ):
+            for row, number in enumerate(rows):
+                if not table.answered[row] or table.fits[row] == "no":
+                    peak = table.peak_memory_bytes[row] if table.answered[row] else math.inf
+                    missed = _Refused(float(peak), table, row)
+                    refused[number] = min(refused.get(number, missed), missed, key=itemgetter(0))
+                    continue
+                held = best.get(number)
+                if held is None or table.samples_per_s[row] > held.samples_per_s:
+                    best[number] = _Best.of_row(table, row, strategy, micro_batches, graph)
+    return best, refused
 
 
 class _Best(NamedTuple):
@@ -309,7 +361,7 @@ def _offer(
         duration_s, interval_s = revocations.expected_s(work_s, allocation)
         low_s, high_s = (revocations.expected_s(each, allocation)[0] for each in (low_s, high_s))
     usd, low_usd, high_usd = (
-        _usd(prices, allocation, each, spot) for each in (duration_s, low_s, high_s)
+        paid_usd(prices, allocation, each, spot=spot) for each in (duration_s, low_s, high_s)
     )
     return Offer(
         allocation=str(allocation),
@@ -329,27 +381,6 @@ def _offer(
         usd=usd,
         low_usd=low_usd,
         high_usd=high_usd,
-        usd_per_hour=_usd_per_hour(prices, allocation, spot),
+        usd_per_hour=hourly_usd(prices, allocation, spot=spot),
         interval_s=interval_s,
     )
-
-
-def _usd(prices: PriceList, allocation: Allocation, duration_s: float, spot: bool) -> float:
-    """What all instances of an allocation cost for a time; raises PriceError."""
-    each = _instances(prices, allocation, spot)
-    return sum(nodes * price.usd(duration_s, spot=spot) for nodes, price in each)
-
-
-def _usd_per_hour(prices: PriceList, allocation: Allocation, spot: bool) -> float:
-    """The rate of all instances of an allocation; raises PriceError."""
-    each = _instances(prices, allocation, spot)
-    return sum(nodes * (price.rate(spot=spot) or 0.0) for nodes, price in each)
-
-
-def _instances(
-    prices: PriceList, allocation: Allocation, spot: bool
-) -> Iterator[tuple[int, Price]]:
-    for group in allocation.groups:
-        if group.machine is None:
-            raise PriceError(f"'{group}' names a host, which has no price; name its machine type")
-        yield group.nodes, prices.price(group.machine, group.devices_per_node, spot=spot)

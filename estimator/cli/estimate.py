@@ -12,6 +12,7 @@ import click
 from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, remark
 from estimator.cli.options import (
     Batches,
+    check_amounts,
     counting_told_drifts,
     on_option,
     told_slowdowns,
@@ -95,8 +96,7 @@ def estimate(
 
 def _check(samples: float | None, tokens: float | None, trace: Path | None) -> None:
     """Refuse what cannot be answered before anything is traced."""
-    if samples is not None and tokens is not None:
-        raise click.UsageError("give --samples or --tokens, not both")
+    check_amounts(samples, tokens)
     if trace is not None:
         from estimator.machines.files import check_writable
 
@@ -134,7 +134,8 @@ def _sweep_options(command: Any) -> Any:
 def trace(out: Path, target: DeviceKind, **options: Any) -> None:
     """Trace MODEL once and save its graph, which stands for MODEL in every other command.
 
-    A saved graph needs neither torch nor the model's own code, and holds for every batch.
+    A saved graph needs neither torch nor the model's own code, and holds for every batch and
+    optimizer, compiled or not.
     """
     from estimator.machines.files import check_writable
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from estimator.cli.console import print_json, print_tables, progress, remark
+from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress, remark
 from estimator.errors import ProbeError, ProfileError, UnknownMachineError
-from estimator.probe.option_types import Amount, Count
+from estimator.probe.option_types import Count, Duration
 from estimator.units import format_ratio
 
 if TYPE_CHECKING:
@@ -27,7 +27,12 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str | N
 @click.option("--name", default="local", callback=_machine_name, help="What to call this machine.")
 @click.option("--devices", type=Count(), help="Core groups of the CPU, or ranks per node.")
 @click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
-@click.option("--budget", type=Amount(most=1e6), default=60.0, help="Seconds to spend.")
+@click.option(
+    "--budget",
+    type=Duration(1.0, 1e6, counts_seconds=True),
+    default=60.0,
+    help="Time to spend, such as 5min; default 60s.",
+)
 @click.option("--thorough", is_flag=True, help="Measure more sizes; takes several budgets.")
 @click.option("--force", is_flag=True, help="Probe a busy machine too, without waiting.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
@@ -221,6 +226,8 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
     """Every number of two machines, and the ratio of those that both have: second over first.
 
     Of three and more, how long each takes beside the usual one, and which is the odd one.
+
+    Exit code 1: one is odd.
     """
     from estimator.cli.render_comparison import comparison_report, several_report
     from estimator.machines.catalogue import load_profile
@@ -240,11 +247,18 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json([asdict(row) for row in rows])
     else:
-        print_tables(several_report(rows))
+        print_tables(several_report(rows, profiles))
+    if any(row.is_odd for row in rows):
+        raise click.exceptions.Exit(ANSWER_IS_NO)
 
 
 def _compared(first: MachineProfile, second: MachineProfile) -> dict[str, Any]:
-    from estimator.machines.comparison import compare_profiles, median_difference_ratio, only_in
+    from estimator.machines.comparison import (
+        compare_profiles,
+        disturbed_groups,
+        median_difference_ratio,
+        only_in,
+    )
     from estimator.machines.typical import with_typical_costs
 
     one, other = with_typical_costs(first), with_typical_costs(second)
@@ -260,6 +274,16 @@ def _compared(first: MachineProfile, second: MachineProfile) -> dict[str, Any]:
             profile.name
             for profile, completed in ((first, one), (second, other))
             if completed is not profile
+        ],
+        "disturbed": [
+            asdict(profile.interference)
+            | {
+                "name": profile.name,
+                "relative_error": profile.interference.relative_error,
+                "groups": groups,
+            }
+            for profile in (first, second)
+            if profile.interference is not None and (groups := disturbed_groups(profile))
         ],
     }
 

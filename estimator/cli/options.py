@@ -201,6 +201,12 @@ def training_options(command: Command, *, batch: Any = None) -> Command:
 on_option = click.option("--on", required=True, metavar="ALLOCATION", help="Such as 1x2:local.")
 
 
+def check_amounts(samples: float | None, tokens: float | None) -> None:
+    """Refuse two amounts of what is trained."""
+    if samples is not None and tokens is not None:
+        raise click.UsageError("give --samples or --tokens, not both")
+
+
 def traced(
     request: Request, allocations: Sequence[str], *, target: DeviceKind | None = None
 ) -> OpGraph:

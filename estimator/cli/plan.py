@@ -13,8 +13,7 @@ from click.core import ParameterSource
 from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress, remark
 from estimator.cli.options import traced, training_options
 from estimator.cli.request import Request
-from estimator.probe.option_types import Amount, Count
-from estimator.units import parse_seconds
+from estimator.probe.option_types import Amount, Count, Duration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,24 +41,6 @@ _RENT = (
     ),
     *("revoked_every", "checkpoint_time", "restart"),
 )
-
-
-class Duration(click.ParamType[float]):
-    """A time such as 12h, 30min or 90s."""
-
-    name = "time"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, context: click.Context | None
-    ) -> float:
-        """Its seconds; fails for any other text."""
-        try:
-            seconds = parse_seconds(str(value))
-        except ValueError as error:
-            self.fail(str(error))
-        if not seconds > 0:
-            self.fail(f"'{value}' is no time; write one such as 12h")
-        return seconds
 
 
 class DurationByMachine(Duration):
@@ -105,7 +86,7 @@ def rent_options(command: Any) -> Any:
             help="Own prices: a CSV with Machine,AcceleratorCount,Price, or SkyPilot's.",
         ),
         click.option("--budget", type=Amount(least=0.0), help="USD, at most."),
-        click.option("--deadline", type=Duration(), help="Such as 12h, at most."),
+        click.option("--deadline", type=Duration(), help="Such as 12h or 14d, at most."),
         click.option("--tokens", type=Amount(), help="How much is trained."),
         click.option("--samples", type=Amount(), help="How much is trained."),
         click.option("--strategies", help="To choose from, as in 'ddp zero2'."),
@@ -143,7 +124,7 @@ def plan(
     with the ranks. Instances are paid whole, by the second or hour as they are sold.
     --revoked-every adds what revocations, checkpoints and restarts cost.
 
-    Exit code 1: nothing keeps the deadline and the budget.
+    Exit code 1: nothing fits, or nothing keeps the deadline and the budget.
     """
     if (on is None) == (machines is None):
         raise click.UsageError(
@@ -170,7 +151,9 @@ def plan(
     if not names:
         raise click.UsageError("--machines names none; write such as a100-p4d,t4-g4dn")
     model, found = _chosen(Request(**options), names, rent)
-    if picture is not None:
+    if picture is not None and not found.offers:
+        remark(f"{picture} is not drawn: there is no offer to draw")
+    elif picture is not None:
         from estimator.report.offers import draw_offers
 
         draw_offers(found, picture)

@@ -17,6 +17,7 @@ from estimator.machines.comparison import (
     Quantity,
     Unit,
     compare_profiles,
+    disturbed_groups,
     median_difference_ratio,
     only_in,
 )
@@ -59,10 +60,11 @@ def comparison_report(first: MachineProfile, second: MachineProfile) -> Group:
         remarks.insert(0, f"{len(common)} numbers in common, median difference {difference}")
     else:
         remarks.insert(0, f"'{first.name}' and '{second.name}' have no number in common")
+    remarks += _disturbed({first.name: first, second.name: second})
     return Group(table, *map(Text, remarks))
 
 
-def several_report(rows: Sequence[GroupRatio]) -> Group:
+def several_report(rows: Sequence[GroupRatio], profiles: Mapping[str, MachineProfile]) -> Group:
     """How long each of several machines takes, group by group, and which of them is odd."""
     machines = list(dict.fromkeys(row.machine for row in rows))
     table = grid("times as long as usual", "group", *machines, numbers=len(machines))
@@ -78,7 +80,18 @@ def several_report(rows: Sequence[GroupRatio]) -> Group:
     ]
     if not machines:
         remarks = ["these machines have no number in common"]
-    return Group(table, *map(Text, remarks or ["none is odd: they differ as repeats do"]))
+    remarks = remarks or ["none is odd: they differ as repeats do"]
+    return Group(table, *map(Text, [*remarks, *_disturbed(profiles)]))
+
+
+def _disturbed(profiles: Mapping[str, MachineProfile]) -> list[str]:
+    """Of each machine that was disturbed when it was probed, what that touches and how far."""
+    return [
+        f"'{name}' was measured while {profile.interference}: its {', '.join(groups)} may be off "
+        f"by {_factor(math.exp(profile.interference.relative_error))} times; probe it again"
+        for name, profile in profiles.items()
+        if profile.interference is not None and (groups := disturbed_groups(profile))
+    ]
 
 
 _Row = tuple[str, tuple[str, ...]]

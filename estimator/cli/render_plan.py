@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Group
 from rich.text import Text
 
-from estimator.cli.render import facts, grid, stacked
+from estimator.cli.render import facts, grid, listed, stacked
+from estimator.placement.allocation import Allocation
 from estimator.units import (
     format_bytes,
     format_interval,
@@ -26,6 +27,9 @@ _MOST_NAMED = 4
 
 def plan_report(choice: Choice, model: str, *, spot: bool) -> Group:
     """The cheapest and the fastest, then all that no other beats in both time and cost."""
+    left_out = listed("left out", _left_out(choice))
+    if not choice.offers:
+        return stacked(facts([("answer", f"no allocation can train {model}")]), left_out)
     if choice.cheapest is None or choice.fastest is None:
         nearest = min(choice.offers, key=lambda each: (each.usd, each.duration_s))
         quickest = min(choice.offers, key=lambda each: (each.duration_s, each.usd))
@@ -36,7 +40,8 @@ def plan_report(choice: Choice, model: str, *, spot: bool) -> Group:
                     ("cheapest of all", _said(nearest)),
                     ("fastest of all", _said(quickest)),
                 ]
-            )
+            ),
+            left_out,
         )
     rows = [("cheapest", _said(choice.cheapest))]
     rows += _alike("as cheap", choice.as_cheap)
@@ -64,7 +69,27 @@ def plan_report(choice: Choice, model: str, *, spot: bool) -> Group:
         notes.append(f"may not fit into memory: {unsure}")
     if len({each.global_batch for each in choice.front}) > 1:
         notes.append("global batches differ, and with them how many samples are needed")
-    return stacked(facts(rows), table, Text("; ".join(notes)))
+    return stacked(facts(rows), table, Text("; ".join(notes)), left_out)
+
+
+def _left_out(choice: Choice) -> list[str]:
+    """Why allocations cannot train: one line for a machine of which none can."""
+    offered = {_machines(each.allocation) for each in choice.offers}
+    by_machine: dict[str, list[str]] = {}
+    for allocation in choice.left_out:
+        by_machine.setdefault(_machines(allocation), []).append(allocation)
+    lines = []
+    for machine, names in by_machine.items():
+        if machine in offered:
+            lines += [f"{name}: {choice.left_out[name]}" for name in names]
+        else:
+            lines.append(f"{machine}: not even {names[-1]}: {choice.left_out[names[-1]]}")
+    return lines
+
+
+def _machines(allocation: str) -> str:
+    groups = Allocation.parse(allocation).groups
+    return " with ".join(dict.fromkeys(group.machine or group.host or "" for group in groups))
 
 
 def layouts_report(

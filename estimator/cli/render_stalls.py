@@ -23,21 +23,17 @@ def predicted_report(found: PredictedStalls, data: InputAnswers | None = None) -
         "step",
         "waits",
         "between",
-        "share",
-        numbers=4,
+        "of its step",
+        "of a node's step",
+        numbers=5,
     )
-    table.add_row(found.one_device, "host", format_seconds(found.device_s), *_cells(found.host))
-    if found.interconnect is not None:
-        table.add_row(
-            found.one_node,
-            "interconnect",
-            format_seconds(found.node_s),
-            *_cells(found.interconnect),
-        )
-    if found.network is not None:
-        table.add_row(
-            found.allocation, "network", format_seconds(found.step_s), *_cells(found.network)
-        )
+    for devices, name, stall, step_s in (
+        (found.one_device, "host", found.host, found.device_s),
+        (found.one_node, "interconnect", found.interconnect, found.node_s),
+        (found.allocation, "network", found.network, found.step_s),
+    ):
+        if stall is not None:
+            table.add_row(devices, name, format_seconds(step_s), *_cells(name, stall, step_s))
     if data is None:
         return stacked(table, Text(_in_words(found)))
     return stacked(table, Text(_in_words(found)), _input_table(data), Text(_input_words(data)))
@@ -68,9 +64,15 @@ def _input_words(data: InputAnswers) -> str:
     return " ".join(said)
 
 
-def _cells(stall: Stall) -> tuple[str, str, str]:
+# Stalls whose ratio is of a node's step, whatever the step that they lengthen.
+_OF_A_NODE = ("interconnect", "network")
+
+
+def _cells(name: str, stall: Stall, step_s: float) -> tuple[str, str, str, str]:
+    """What a stall takes, as a share of the step that it lengthens and of that of one node."""
     between = f"{format_seconds(stall.low_s)} to {format_seconds(stall.high_s)}"
-    return format_seconds(stall.stall_s), between, format_ratio(stall.ratio)
+    of_node = format_ratio(stall.ratio) if name in _OF_A_NODE else ""
+    return format_seconds(stall.stall_s), between, format_ratio(stall.stall_s / step_s), of_node
 
 
 def _in_words(found: PredictedStalls) -> str:
@@ -103,13 +105,16 @@ def measured_report(found: MeasuredStalls) -> Group:
             run = found.runs[name]
             noise = f"± {format_ratio(run.noise_s / run.step_s)}"
             runs.add_row(name, meaning, format_seconds(run.step_s), noise)
-    table = grid("what a step waits for", "stall", "", "waits", "between", "share", numbers=3)
-    for stall, (longer, shorter, of) in STALLS.items():
+    columns = ("stall", "", "waits", "between", "of its step", "of a node's step")
+    table = grid("what a step waits for", *columns, numbers=4)
+    for stall, (longer, shorter, _) in STALLS.items():
         if stall in found.stalls:
-            difference = f"{longer} - {shorter}, of {of}"
-            table.add_row(stall, difference, *_cells(found.stalls[stall]))
+            cells = _cells(stall, found.stalls[stall], found.runs[longer].step_s)
+            table.add_row(stall, f"{longer} - {shorter}", *cells)
     if "host" in found.stalls:
-        table.add_row("host", "one device - its work", *_cells(found.stalls["host"]))
+        alone_s = found.runs["T0" if "T0" in found.runs else "T1"].step_s
+        cells = _cells("host", found.stalls["host"], alone_s)
+        table.add_row("host", "one device - its work", *cells)
     why = [f"{name}: {reason}" for name, reason in found.missing.items()]
     loader = f"{found.workers} workers" if found.workers else "no workers"
     waiting = (

@@ -18,7 +18,7 @@ from estimator.cli.console import (
 )
 from estimator.cli.options import cluster_option
 from estimator.cli.request import Request
-from estimator.probe.option_types import Amount, Count
+from estimator.probe.option_types import Count, Duration
 
 if TYPE_CHECKING:
     from estimator.cluster.jobs import Job
@@ -56,9 +56,20 @@ BELIEFS = ("engine", "calibrated", "perfect")
     help="A job's devices on few nodes, on few evenly, or on many; near switches by --cluster.",
 )
 @click.option("--seed", type=Count(least=0), default=0, help="Of hidden factors.")
-@click.option("--restart", type=Amount(least=0.0, most=1e9), default=30.0, help="Seconds.")
-@click.option("--checkpoint", type=Amount(most=1e9), default=600.0, help="Seconds.")
-@click.option("--node-mtbf", type=Amount(least=3600.0), help="Seconds; nodes fail.")
+@click.option(
+    "--restart", type=Duration(0.0, 1e9, counts_seconds=True), default=30.0, help="Default 30s."
+)
+@click.option(
+    "--checkpoint",
+    type=Duration(1.0, 1e9, counts_seconds=True),
+    default=600.0,
+    help="Default 10min.",
+)
+@click.option(
+    "--node-mtbf",
+    type=Duration(3600.0, counts_seconds=True),
+    help="Nodes fail so often, such as 8w.",
+)
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 def replay(

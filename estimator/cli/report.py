@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from estimator.cli.console import print_json, remark, waiting
-from estimator.cli.options import on_option, traced, workload_options
+from estimator.cli.options import check_amounts, on_option, traced, workload_options
 from estimator.cli.request import Request
 from estimator.probe.option_types import Amount
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 )
 @click.option("--prices", metavar="FILE", help="Own prices, as 'estimator plan' takes them.")
 @click.option("--samples", type=Amount(), help="Time and cost of these.")
+@click.option("--tokens", type=Amount(), help="Time and cost of these.")
 @click.option(
     "--figures",
     type=click.Path(path_type=Path, file_okay=False),
@@ -42,6 +43,7 @@ def report(
     against: str | None,
     prices: str | None,
     samples: float | None,
+    tokens: float | None,
     figures: Path | None,
     as_json: bool,
     **options: Any,
@@ -55,6 +57,7 @@ def report(
     from estimator.report.facts import heading
     from estimator.report.page import write_figures, write_report
 
+    check_amounts(samples, tokens)
     check_writable(out)
     request = Request(**options)
     # Before a model is traced, which can take long.
@@ -63,7 +66,9 @@ def report(
     graph = traced(request, (on,))
     with waiting("estimating"):
         answer = request.estimate(graph, on)
-        sections = _sections(request, graph, answer, prices=known, samples=samples)
+        asked = samples is not None or tokens is not None
+        duration_s = answer.duration_s(samples=samples, tokens=tokens) if asked else None
+        sections = _sections(request, graph, answer, prices=known, duration_s=duration_s)
         if compared is not None:
             sections.insert(-1, _calibration(request, graph, compared))
         write_report(heading(answer), sections, out)
@@ -89,7 +94,7 @@ def _store(path: str) -> Any:
 
 
 def _sections(
-    request: Request, graph: OpGraph, answer: Estimate, *, prices: Any, samples: float | None
+    request: Request, graph: OpGraph, answer: Estimate, *, prices: Any, duration_s: float | None
 ) -> list[Section]:
     from estimator.advise.sweeps import sweep
     from estimator.report import sections as all_sections
@@ -103,7 +108,8 @@ def _sections(
         other = replace(request, strategy=strategy, layout=layout, tp_plan=None)
         return other.estimate(graph, str(answer.allocation))
 
-    duration_s = None if samples is None else answer.duration_s(samples=samples)
+    # What is trained in that time, on whichever allocation.
+    samples = (duration_s or 0.0) * (answer.samples_per_s or 0.0) or None
     scaling = request.scaling(graph, answer)
     return [
         all_sections.answer_section(answer, scaling=scaling, duration_s=duration_s),

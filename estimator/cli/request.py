@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from estimator.cli.console import remark
@@ -82,9 +82,10 @@ class Request:
         from estimator.graph.summary_files import is_summary_file
 
         if is_saved_graph(self.model):
-            graph = OpGraph.load(self.model)
-            self._check_as_traced(graph)
-            return graph
+            from estimator.cli.saved_graphs import as_asked
+
+            asked = {item.name: getattr(self, item.name) for item in fields(self)}
+            return as_asked(OpGraph.load(self.model), asked)
         if is_summary_file(self.model):
             return self._summarised(target or machines[0].kind)
         from estimator.api import trace_model
@@ -147,29 +148,6 @@ class Request:
                 "out --optimizer and --precision or time such steps"
             )
         return summary_graph(trained, target=target)
-
-    def _check_as_traced(self, graph: OpGraph) -> None:
-        if self.execution not in (None, graph.execution):
-            raise ModelError(
-                f"{self.model} was traced as {graph.execution}; leave out --{_EXECUTION_OPTIONS} "
-                "or name the model itself"
-            )
-        for option, asked, traced in (
-            ("optimizer", self.optimizer, graph.optimizer),
-            ("precision", self.precision, graph.precision),
-            ("measure", self.measure or None, bool(graph.timings)),
-            ("channels-last", self.channels_last or None, graph.channels_last),
-            ("grad-scaler", self.grad_scaler or None, graph.grad_scaler),
-            ("clip-grad-norm", self.clip_grad_norm or None, graph.clip_grad_norm),
-            ("checkpoint", self.checkpoint, graph.checkpoint),
-            ("float8", self.float8, graph.float8),
-            ("seq-len", self.seq_len, graph.tokens_per_sample),
-        ):
-            if asked is not None and asked != traced:
-                raise ModelError(
-                    f"{self.model} was traced with {option} {traced}; leave out --{option} or "
-                    "name the model itself"
-                )
 
     def estimate(
         self, graph: OpGraph, allocation: str, batches: Sequence[int] | None = None

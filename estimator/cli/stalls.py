@@ -12,7 +12,7 @@ import click
 from estimator.cli.console import print_json, print_tables, progress
 from estimator.cli.options import on_option, traced, training_options
 from estimator.cli.request import Request
-from estimator.probe.option_types import Count
+from estimator.probe.option_types import Count, Duration
 
 if TYPE_CHECKING:
     from estimator.estimates import Estimate
@@ -36,7 +36,12 @@ if TYPE_CHECKING:
 @click.option("--steps", type=Count(2), default=35, help="Steps of each run of --run.")
 @click.option("--warmup", type=Count(), default=5, help="Steps of these that are not timed.")
 @click.option("--repeats", type=Count(), default=3, help="How often each run is made.")
-@click.option("--timeout", type=Count(), default=600, help="Seconds that one run may take.")
+@click.option(
+    "--timeout",
+    type=Duration(1.0, counts_seconds=True),
+    default=600.0,
+    help="What one run may take, such as 10min.",
+)
 @click.option(
     "--data",
     multiple=True,
@@ -62,7 +67,7 @@ def stalls(
     steps: int,
     warmup: int,
     repeats: int,
-    timeout: int,
+    timeout: float,
     data: tuple[Path, ...],
     nodes: tuple[str, ...],
     address: str,
@@ -91,7 +96,7 @@ def stalls(
         cores=cores_of(on),
         steps=steps,
         warmup=warmup,
-        timeout_s=float(timeout),
+        timeout_s=timeout,
         node_commands=nodes,
         address=address,
     )

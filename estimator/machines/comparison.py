@@ -6,8 +6,8 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from estimator.machines.profile import CollectiveCost, Link, MachineProfile, UpdateCost
 
@@ -79,7 +79,8 @@ class GroupRatio:
     """How long one of several machines takes in a group of quantities, as a ratio of the usual.
 
     Usual is the median of all machines, quantity by quantity; `ratio` the median over the
-    quantities that all have. It `is_odd` where that differs from 1 far more than on the others.
+    quantities that all have. It `is_odd` where that differs from 1 far more than on the others, and
+    `is_disturbed` where the group was measured beside other programs.
     """
 
     machine: str
@@ -87,6 +88,31 @@ class GroupRatio:
     quantities: int
     ratio: float
     is_odd: bool
+    is_disturbed: bool
+
+
+def disturbed_groups(profile: MachineProfile) -> tuple[str, ...]:
+    """The groups of quantities that were measured while other programs disturbed the probe."""
+    if profile.interference is None or not profile.interference.matters:
+        return ()
+    measured: dict[str, Any] = {
+        part: tuple(each for each in getattr(profile, part) if _is_measured(each))
+        for part in ("links", "network", "collectives", "updates", "kernels")
+    } | {
+        part: each if (each := getattr(profile, part)) and _is_measured(each) else None
+        for part in ("host", "memory", "input")
+    }
+    found = _quantities(replace(profile, **measured))
+    return tuple(dict.fromkeys(_family(each.group) for each in found if each.unit != "bytes"))
+
+
+def _is_measured(part: Any) -> bool:
+    return bool(part.provenance.source == "measured")
+
+
+def _family(group: str) -> str:
+    """All kernels are one group."""
+    return "kernels" if group.startswith("kernel ") else group
 
 
 def compare_several(profiles: Mapping[str, MachineProfile]) -> tuple[GroupRatio, ...]:
@@ -104,21 +130,18 @@ def compare_several(profiles: Mapping[str, MachineProfile]) -> tuple[GroupRatio,
         if all(key in each for each in taken):
             values = [each[key] for each in taken]
             usual = statistics.median(values)
-            group = "kernels" if key[0].startswith("kernel ") else key[0]
-            groups.setdefault(group, []).append([value / usual for value in values])
+            groups.setdefault(_family(key[0]), []).append([value / usual for value in values])
     return tuple(
-        row
-        for group, ratios in groups.items()
-        for row in _group_ratios(list(profiles), group, ratios)
+        row for group, ratios in groups.items() for row in _group_ratios(profiles, group, ratios)
     )
 
 
 def _group_ratios(
-    names: Sequence[str], group: str, ratios: Sequence[Sequence[float]]
+    profiles: Mapping[str, MachineProfile], group: str, ratios: Sequence[Sequence[float]]
 ) -> Iterator[GroupRatio]:
     medians = [statistics.median(column) for column in zip(*ratios, strict=True)]
     off = [abs(math.log(ratio)) for ratio in medians]
-    for index, (name, ratio) in enumerate(zip(names, medians, strict=True)):
+    for index, (name, ratio) in enumerate(zip(profiles, medians, strict=True)):
         others = statistics.median(off[:index] + off[index + 1 :])
         yield GroupRatio(
             machine=name,
@@ -126,6 +149,7 @@ def _group_ratios(
             quantities=len(ratios),
             ratio=ratio,
             is_odd=off[index] > max(_LEAST_ODD, _ODD_FACTOR * others),
+            is_disturbed=group in disturbed_groups(profiles[name]),
         )
 
 

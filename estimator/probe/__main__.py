@@ -21,7 +21,7 @@ from estimator.machines.profile import MachineProfile, check_machine_name
 from estimator.placement.topology import Cluster
 from estimator.probe.cluster_probe import ClusterRequest, probe_cluster
 from estimator.probe.discovery import Place, discover
-from estimator.probe.option_types import Amount
+from estimator.probe.option_types import Duration
 from estimator.probe.worker import run_worker
 
 WRONG_INPUT, INTERRUPTED = 2, 130
@@ -36,7 +36,12 @@ WRONG_INPUT, INTERRUPTED = 2, 130
     help="What to call the machine type.",
 )
 @click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
-@click.option("--budget", type=Amount(most=1e6), default=60.0, help="Seconds to spend.")
+@click.option(
+    "--budget",
+    type=Duration(1.0, 1e6, counts_seconds=True),
+    default=60.0,
+    help="Time to spend, such as 5min; default 60s.",
+)
 @click.option("--base", help="Profile with the machine's own numbers: a name or a file.")
 @click.option("--pairs", type=click.Choice(["classes", "all"]), help="Default: all up to 16 nodes.")
 @click.option(

@@ -1,12 +1,14 @@
-"""Read numbers of the command line, each within the bounds that make sense of it."""
+"""Read numbers and times of the command line, each within the bounds that make sense of it."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import click
 
 from estimator.errors import quoted
+from estimator.units import format_seconds, parse_seconds
 
 # As many digits as any number that is asked for has; Python reads no more than 4,300.
 _MOST_DIGITS = 30
@@ -52,3 +54,36 @@ class Amount(click.ParamType[float]):
         if not self.least <= number <= self.most:
             self.fail(f"{number:g} is not from {self.least:g} to {self.most:g}; write one that is")
         return number
+
+
+class Duration(click.ParamType[float]):
+    """A time such as 90s, 30min, 12h, 14d or 2w from `least_s` to `most_s`, in seconds.
+
+    Where the option `counts_seconds`, a plain number is as many seconds.
+    """
+
+    name = "time"
+
+    def __init__(
+        self, least_s: float = 1e-6, most_s: float = 1e12, *, counts_seconds: bool = False
+    ) -> None:
+        self.least_s, self.most_s, self.counts_seconds = least_s, most_s, counts_seconds
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> float:
+        """Its seconds; fails for any other text."""
+        try:
+            seconds = self._seconds(str(value))
+        except ValueError as error:
+            self.fail(str(error))
+        if not self.least_s <= seconds <= self.most_s:
+            least, most = format_seconds(self.least_s), format_seconds(self.most_s)
+            self.fail(f"{quoted(str(value))} is not from {least} to {most}; write a time that is")
+        return seconds
+
+    def _seconds(self, text: str) -> float:
+        if self.counts_seconds:
+            with contextlib.suppress(ValueError):
+                return float(text)
+        return parse_seconds(text)

@@ -126,12 +126,14 @@ def _balance_words(balance: Balance) -> str:
 
 
 def _scaling_words(scaling: Scaling) -> str:
-    words = f"{format_ratio(scaling.efficiency_ratio)} of linear against {scaling.against}"
+    efficiency = format_ratio(scaling.efficiency_ratio)
+    words = f"{efficiency} of linear against {scaling.against}"
     if not scaling.link or scaling.link_bytes_per_s is None:
         return words
     wanted = format_ratio(scaling.wanted_ratio)
     rate = f"{scaling.link}, {format_bandwidth(scaling.link_bytes_per_s)}"
-    if scaling.efficiency_ratio >= scaling.wanted_ratio:
+    # Met where it reads so: nobody is sent after the last digit.
+    if scaling.efficiency_ratio >= scaling.wanted_ratio or wanted == efficiency:
         return f"{words}; the slowest link is {rate}"
     if scaling.needed_bytes_per_s is None:
         return f"{words}; no faster link alone gives {wanted} (the slowest is {rate})"

@@ -39,7 +39,7 @@ def memory_figure(report: MemoryReport, plans: Sequence[Planned] = ()) -> Any:
 def _draw_levels(axes: Any, report: MemoryReport) -> None:
     shown = {kind: each for kind, each in report.curve.levels.items() if each.any()}
     drawn = _highest(report.curve.total)
-    starts_s = np.append(0.0, report.time_s)
+    starts_s = report.times_s
     # Each level holds from the start of its op to its end.
     levels = [np.append(each[drawn], each[-1]) / GIB for each in shown.values()]
     colours = shades(len(shown), brightest=0.95)
@@ -57,7 +57,13 @@ def _draw_levels(axes: Any, report: MemoryReport) -> None:
     if report.curve.peak_bytes > 0.5 * report.device_bytes:
         axes.axhline(report.device_bytes / GIB, color="red", linewidth=1, label="device memory")
     title = f"{report.answer.model} on {report.answer.allocation}: peak in {report.peak_op}"
-    axes.set(xlabel=unit, ylabel="GiB", xlim=(0, starts_s[-1] / unit_s), ylim=(0, None))
+    steps = report.answer.accumulation_steps
+    axes.set(
+        xlabel=unit if steps == 1 else f"{unit} of the step, in the last of {steps} micro-batches",
+        ylabel="GiB",
+        xlim=(starts_s[0] / unit_s, starts_s[-1] / unit_s),
+        ylim=(0, None),
+    )
     axes.set_title(title_of(title, characters=70))
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 

@@ -41,7 +41,7 @@ def memory_snapshot(report: MemoryReport) -> dict[str, Any]:
     own: where an allocator would put it is not predicted.
     """
     places = len(report.curve.total)
-    starts_s = np.append(0.0, report.time_s)
+    starts_s = report.times_s
     blocks = [block for block in _blocks(report) if block.size_bytes]
     address = np.cumsum([0, *(block.size_bytes for block in blocks)]).tolist()
     events: list[tuple[int, int, dict[str, Any]]] = []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from estimator.advise.billing import hourly_usd, paid_usd
 from estimator.advise.memory import memory_of
 from estimator.advise.scaling import Scaling
 from estimator.advise.sweeps import SweepRow
@@ -189,13 +190,13 @@ def cost_section(
         answer = row.answer
         if answer is None or not answer.samples_per_s:
             continue
+        duration_s = amount / answer.samples_per_s
         try:
-            usd_per_hour = hourly_usd(answer.allocation, prices)
+            usd_per_hour = hourly_usd(prices, answer.allocation)
+            usd = paid_usd(prices, answer.allocation, duration_s)
         except PriceError as error:
             refusal = str(error)
             continue
-        duration_s = amount / answer.samples_per_s
-        usd = usd_per_hour * duration_s / 3600
         cells.append(
             (
                 row.allocation,
@@ -207,19 +208,10 @@ def cost_section(
         )
     columns = ("allocation", "memory", "USD per hour", f"{format_count(amount)}samples", "USD")
     table = Table(columns=columns, rows=tuple(cells), numbers=3) if cells else None
-    sentences = (refusal,) if refusal else ("On-demand prices, whole instances.",)
+    sentences = (
+        (refusal,) if refusal else ("On-demand prices, whole instances, time as it is billed.",)
+    )
     return Section(name="cost", title="Cost", sentences=sentences, table=table)
-
-
-def hourly_usd(allocation: Allocation, prices: PriceList) -> float:
-    """What the instances of an allocation cost an hour; raises PriceError."""
-    usd = 0.0
-    for group in allocation.groups:
-        if group.machine is None:
-            raise PriceError(f"host '{group.host}' is not rented; name a machine type for its cost")
-        price = prices.price(group.machine, group.devices_per_node)
-        usd += group.nodes * price.usd(3600.0)
-    return usd
 
 
 def calibration_section(steps: Sequence[FittedStep], store: str) -> Section:

@@ -1,10 +1,12 @@
 """Run a training script as its own main program under the hooks that time it.
 
-``python -m estimator.stalls.child OPTIONS SCRIPT [ARGS…]``, the options as one JSON object.
+``python -m estimator.stalls.child OPTIONS``, one JSON object in URL-safe base64. The record goes to
+stdout, which also comes back from another node.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import runpy
@@ -18,8 +20,9 @@ from estimator.stalls.runs import STOPPED
 
 def main() -> None:
     """Run the script to the last step asked for, or to its end."""
-    text, script, *arguments = sys.argv[1:]
-    options = json.loads(text)
+    options = json.loads(base64.urlsafe_b64decode(sys.argv[1]))
+    script = options["script"]
+    os.chdir(options["folder"])
     if options["cores"]:
         os.sched_setaffinity(0, options["cores"])
     watched = Watched(
@@ -27,7 +30,7 @@ def main() -> None:
         warmup=options["warmup"],
         is_synthetic=options["is_synthetic"],
         is_profiled=options["is_profiled"],
-        path=Path(options["record"]),
+        out=os.dup(1),  # also where the script puts another in its place
     )
     install(watched)
 
@@ -36,7 +39,7 @@ def main() -> None:
         os._exit(STOPPED)
 
     signal.signal(signal.SIGTERM, stop)
-    sys.argv = [script, *arguments]
+    sys.argv = [script, *options["arguments"]]
     sys.path[0] = str(Path(script).resolve().parent)
     try:
         runpy.run_path(script, run_name="__main__")

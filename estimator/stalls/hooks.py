@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import profiler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from estimator.stalls.runs import FILES_LOG
+from estimator.stalls.runs import FILES_LOG, RECORD_MARK
 
 ACTIVITY = profiler.ProfilerActivity.CUDA
 # Real batches whose copies stand for all of them.
@@ -53,12 +52,12 @@ class ScriptEndsError(SystemExit):
 
 
 class Watched:
-    """The steps and batches of this process while a script runs."""
+    """The steps and batches of this process while a script runs; `out` is where its record goes."""
 
     def __init__(
-        self, *, steps: int, warmup: int, is_synthetic: bool, path: Path, is_profiled: bool = False
+        self, *, steps: int, warmup: int, is_synthetic: bool, out: int, is_profiled: bool = False
     ) -> None:
-        self._steps, self._path, self._is_synthetic = steps, path, is_synthetic
+        self._steps, self._out, self._is_synthetic = steps, out, is_synthetic
         # An accelerator is waited for where the time is taken, and not in every step.
         self._waits_at = {warmup, steps}
         self.record = Record()
@@ -131,8 +130,10 @@ class Watched:
         self.record.busy_s = 1e-6 * covered(spans) / (self._steps - min(self._waits_at))
 
     def write(self) -> None:
-        """Put the record where the parent process looks for it."""
-        self._path.write_text(json.dumps(asdict(self.record)))
+        """Put the record where the parent process looks for it, on a line of its own."""
+        line = f"\n{RECORD_MARK}{json.dumps(asdict(self.record))}\n".encode()
+        while line:
+            line = line[os.write(self._out, line) :]
 
 
 _NONE = object()

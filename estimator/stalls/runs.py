@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -22,6 +23,8 @@ from estimator.errors import ModelError
 FILES_LOG = "ESTIMATOR_STALLS_FILES"
 # What a run that was told to stop exits with.
 STOPPED = 75
+# What the line of its stdout begins with that holds a rank's record.
+RECORD_MARK = "estimator-stalls-record "
 # How long a run that is told to stop may take to write its record.
 _PATIENCE_S = 10.0
 _MOST_QUOTED = 300
@@ -73,31 +76,33 @@ def run(
     environment: Mapping[str, str] | None = None,
 ) -> RunRecord:
     """Run the script once on some devices; raises ModelError with one sentence where it fails."""
-    for old in folder.glob("rank*"):
-        old.unlink()
     started: list[subprocess.Popen[bytes]] = []
     port = str(_free_port())
     try:
         for rank in range(devices):
             options = {
+                "script": str(script.path),
+                "arguments": script.arguments,
+                "folder": os.getcwd(),
                 "steps": script.steps,
                 "warmup": script.warmup,
                 "is_synthetic": is_synthetic,
                 "is_profiled": is_profiled,
-                "record": str(folder / f"rank{rank}.json"),
                 "cores": script.cores[rank],
             }
+            node, local_rank, local_ranks = place_of(rank, devices, nodes=1 + on_two_nodes)
             own = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(devices),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(devices),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(local_ranks),
                 "MASTER_ADDR": script.address if on_two_nodes else "127.0.0.1",
                 "MASTER_PORT": port,
                 **({"OMP_NUM_THREADS": str(len(script.cores[rank]))} if script.cores[rank] else {}),
                 **(environment or {}),
             }
-            started.append(_started(script, folder, rank, options, own, on_two_nodes, devices))
+            prefix = script.node_commands[node] if on_two_nodes else ""
+            started.append(_started(folder, rank, options, own, prefix))
         in_time = _wait(script, started)
     finally:
         _stop(started)
@@ -107,28 +112,36 @@ def run(
     return _record(script, folder, what, [each.returncode for each in started])
 
 
+def place_of(rank: int, ranks: int, *, nodes: int) -> tuple[int, int, int]:
+    """The node of a rank, its rank there, and how many ranks that node has: as even as can be.
+
+    >>> place_of(1, 2, nodes=2)
+    (1, 0, 1)
+    """
+    node_of = [each * nodes // ranks for each in range(ranks)]
+    node = node_of[rank]
+    return node, rank - node_of.index(node), node_of.count(node)
+
+
 def _started(
-    script: Script,
-    folder: Path,
-    rank: int,
-    options: Mapping[str, Any],
-    own: Mapping[str, str],
-    on_two_nodes: bool,
-    devices: int,
+    folder: Path, rank: int, options: Mapping[str, Any], own: Mapping[str, str], prefix: str
 ) -> subprocess.Popen[bytes]:
-    module = [sys.executable, "-m", "estimator.stalls.child", json.dumps(options)]
-    command = [*module, str(script.path), *script.arguments]
-    if on_two_nodes:
+    # ssh has a shell read its words, other launchers do not: one word that neither changes.
+    packed = base64.urlsafe_b64encode(json.dumps(options).encode()).decode()
+    command = [sys.executable, "-m", "estimator.stalls.child", packed]
+    if prefix:
         # What a remote shell starts has no environment of ours.
-        prefix = shlex.split(script.node_commands[rank * 2 // devices])
-        command = [*prefix, "env", *(f"{name}={value}" for name, value in own.items()), *command]
-    with (folder / f"rank{rank}.out").open("wb") as output:
+        command = ["env", *(f"{name}={value}" for name, value in own.items()), *command]
+    with (
+        (folder / f"rank{rank}.out").open("wb") as output,
+        (folder / f"rank{rank}.err").open("wb") as errors,
+    ):
         return subprocess.Popen(
-            command,
+            [*shlex.split(prefix), *command],
             env={**os.environ, **own},
             stdin=subprocess.DEVNULL,
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=errors,
             start_new_session=True,
         )
 
@@ -162,9 +175,9 @@ def _stop(started: Sequence[subprocess.Popen[bytes]]) -> None:
 def _record(script: Script, folder: Path, what: str, codes: Sequence[int | None]) -> RunRecord:
     found: list[dict[str, Any]] = []
     for rank, code in enumerate(codes):
-        path = folder / f"rank{rank}.json"
-        if path.exists():
-            found.append(json.loads(path.read_text()))
+        records = [line for line in _lines(folder, rank, "out") if line.startswith(RECORD_MARK)]
+        if records:
+            found.append(json.loads(records[-1].removeprefix(RECORD_MARK)))
         elif code not in (0, -signal.SIGTERM):
             raise ModelError(f"{what} ended with exit code {code}: {_last_line(folder, rank)}")
     if len(found) < len(codes):
@@ -225,8 +238,13 @@ def _mean_step_s(found: Mapping[str, Any], script: Script) -> tuple[float, float
 
 
 def _last_line(folder: Path, rank: int) -> str:
-    lines = (folder / f"rank{rank}.out").read_text(errors="replace").strip().splitlines()
+    printed = [line for line in _lines(folder, rank, "out") if not line.startswith(RECORD_MARK)]
+    lines = _lines(folder, rank, "err") or printed
     return lines[-1][:_MOST_QUOTED] if lines else "it printed nothing"
+
+
+def _lines(folder: Path, rank: int, stream: str) -> list[str]:
+    return (folder / f"rank{rank}.{stream}").read_text(errors="replace").strip().splitlines()
 
 
 def _free_port() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,6 +100,18 @@ def timeline_of(plan: StepPlan) -> Timeline:
     )
 
 
+def op_times_s(plan: StepPlan, step: PlayedStep, number: int) -> Iterator[tuple[Array, Array]]:
+    """(start, end) of each op of a class of ranks in some micro-batches, from the step's start.
+
+    Of many micro-batches the first and the last ones are told.
+    """
+    kind, track = step.kinds[number], step.played.tracks[number]
+    scale = kind.slowdown_ratio * plan.coefficients.compute_ratio
+    for end_s, device_s in plan.rules.op_ends_s(plan.ranks(kind), kind):
+        start_s = _at(end_s - device_s * scale, track, side="right")
+        yield start_s, np.maximum(_at(end_s, track, side="left"), start_s)
+
+
 class _Listed:
     """The spans of a plan listed so far, as pieces of columns."""
 
@@ -127,14 +139,9 @@ class _Listed:
         self._pieces.append((self._task_labels, rank, lanes, start_s, end_s - start_s))
 
     def _add_ops(self, number: int, rank: int) -> None:
-        kind = self._step.kinds[number]
-        scale = kind.slowdown_ratio * self._plan.coefficients.compute_ratio
-        track = self._step.played.tracks[number]
-        for end_s, device_s in self._plan.rules.op_ends_s(self._plan.ranks(kind), kind):
-            start_s = _at(end_s - device_s * scale, track, side="right")
-            duration_s = np.maximum(_at(end_s, track, side="left") - start_s, 0.0)
+        for start_s, end_s in op_times_s(self._plan, self._step, number):
             lane = [LANES.index("compute")] * len(start_s)
-            self._pieces.append((self._ops, rank, lane, start_s, duration_s))
+            self._pieces.append((self._ops, rank, lane, start_s, end_s - start_s))
 
     def columns(self) -> SpanColumns:
         label, rank, lane, start_s, duration_s = zip(*self._pieces, strict=True)

@@ -20,6 +20,7 @@ from estimator.engine import estimate_graph
 from estimator.errors import AllocationError, PriceError, WorkloadError
 from estimator.machines.prices import Price, PriceList
 from estimator.placement.allocation import Allocation
+from estimator.units import format_bytes
 from tests.synthetic import perceptron
 
 GRAPH = replace(perceptron([2048, 2048, 2048]), target="cuda")
@@ -42,7 +43,7 @@ PRICES = PriceList(
 
 def offered(*allocations: str, **asked: Any) -> list[Offer]:
     asked = {"samples": 1e8, "prices": PRICES} | asked
-    return offers(GRAPH, allocations, **asked)
+    return offers(GRAPH, allocations, **asked).offers
 
 
 def test_an_offer_takes_the_estimated_time_and_costs_its_instances() -> None:
@@ -80,15 +81,33 @@ def test_ranks_share_a_global_batch_in_the_fewest_micro_batches_that_fit() -> No
     assert {one.global_batch, four.global_batch} == {global_batch}
 
 
+def test_what_cannot_train_is_left_out_with_its_reason() -> None:
+    # 2048 · 65536 weights twice over: 1 GiB, with its gradients and AdamW's state 4 GiB and more.
+    wide = replace(perceptron([2048, 1 << 16, 2048], batch=64), target="cuda")
+    asked: dict[str, Any] = {"samples": 1e8, "prices": PRICES, "strategies": ("ddp", "fsdp")}
+    found = offers(wide, ["1x1:t4-g4dn", "1x3:t4-g4dn"], global_batch=64, **asked)
+    assert [each.allocation for each in found.offers] == ["1x1:t4-g4dn"]
+    assert found.left_out == {"1x3:t4-g4dn": "its 3 ranks do not divide a global batch of 64"}
+    large = replace(perceptron([1 << 16, 1 << 16, 1 << 16], batch=64), target="cuda")
+    none = offers(large, ["1x1:t4-g4dn", "1x4:t4-g4dn"], **asked)
+    assert none.offers == []
+    # Of both strategies the nearest miss is told: FSDP's, where there is something to divide.
+    answer = estimate_graph(large, "1x4:t4-g4dn", strategy="fsdp")
+    needed, missing = map(format_bytes, (answer.peak_memory_bytes, -answer.spare_memory_bytes))
+    said = f"needs {needed} a device under fsdp, {missing} more than there is"
+    assert none.left_out["1x4:t4-g4dn"] == said
+    assert list(none.left_out) == ["1x1:t4-g4dn", "1x4:t4-g4dn"]
+
+
 def test_tokens_are_counted_in_samples() -> None:
     graph = replace(GRAPH, tokens_per_sample=100)
-    (by_tokens,) = offers(graph, ["1x1:t4-g4dn"], tokens=1e10, prices=PRICES)
-    (by_samples,) = offers(graph, ["1x1:t4-g4dn"], samples=1e8, prices=PRICES)
+    (by_tokens,) = offers(graph, ["1x1:t4-g4dn"], tokens=1e10, prices=PRICES).offers
+    (by_samples,) = offers(graph, ["1x1:t4-g4dn"], samples=1e8, prices=PRICES).offers
     assert by_tokens == by_samples
 
 
 def test_revocations_add_time_and_cost() -> None:
-    asked = {"spot": True, "strategies": ("ddp",)}
+    asked: dict[str, Any] = {"spot": True, "strategies": ("ddp",)}
     (steady,) = offered("4x4:v100-p3-8xlarge", **asked)
     spot = Spot(mtbf_s=4 * 3600.0, checkpoint_s=60.0, restart_s=300.0)
     (taken,) = offered("4x4:v100-p3-8xlarge", revocations=spot, **asked)
@@ -97,8 +116,17 @@ def test_revocations_add_time_and_cost() -> None:
     assert taken.duration_s == pytest.approx(spot.expected_s(steady.duration_s, four)[0])
     assert taken.duration_s > 1.1 * steady.duration_s
     assert taken.usd == 4 * 2.0 * np.ceil(taken.duration_s / 3600)
-    with pytest.raises(WorkloadError, match="no training ends with revocations as frequent"):
-        offered("4x4:v100-p3-8xlarge", revocations=Spot(mtbf_s=60.0), **asked)
+    never = offers(
+        GRAPH,
+        ["4x4:v100-p3-8xlarge"],
+        samples=1e8,
+        prices=PRICES,
+        revocations=Spot(mtbf_s=60.0),
+        **asked,
+    )
+    assert never.offers == []
+    (why,) = never.left_out.values()
+    assert why == "no training ends with revocations as frequent"
 
 
 def test_machines_are_revoked_each_at_its_own_rate() -> None:

@@ -575,19 +575,67 @@ def test_modes_that_cannot_be_are_refused(
     assert said in command(words[0], tiny, "--on", "1x1:local", *words[1:]).sentence
 
 
-def test_a_saved_graph_answers_only_in_the_mode_it_was_traced_in(
-    store: Path, tiny: str, command: Command, tmp_path: Path
+CHANGED: dict[str, dict[str, Any]] = {
+    "--optimizer sgd": {"optimizer": "sgd"},
+    "--precision tf32": {"precision": "tf32"},
+    "--compile": {"compiled": True},
+    "--compile-blocks --clip-grad-norm": {"compiled": "blocks", "clip_grad_norm": True},
+    "--compile --precision tf32 --optimizer lamb": {
+        "compiled": True,
+        "precision": "tf32",
+        "optimizer": "lamb",
+    },
+}
+
+
+@pytest.mark.parametrize("traced_as", [None, True])
+@pytest.mark.parametrize("words", CHANGED)
+def test_a_saved_graph_stands_for_its_model_under_other_options(
+    store: Path, tiny: str, command: Command, tmp_path: Path, words: str, traced_as: bool | None
 ) -> None:
-    from estimator.api import trace_model
+    from estimator.api import trace_model, with_recipe
     from estimator.graph.models import load_model
 
-    model, batch, _, _ = load_model(tiny)
-    path = tmp_path / "compiled.graph"
-    trace_model(model, batch, compiled=True).save(path)
-    words = ("estimate", path, "--on", "1x1:local")
-    assert command(*words, "--compile").code == 0
-    assert "traced with channels-last False" in command(*words, "--channels-last").sentence
-    assert "was traced as compiled; leave" in command(*words, "--cuda-graphs").sentence
+    model, batch, loss, name = load_model(tiny)
+    path = tmp_path / "net.graph"
+    saved = trace_model(model, batch, loss, name=name, compiled=traced_as)
+    saved.save(path)
+    asked: dict[str, Any] = {"compiled": traced_as} | CHANGED[words]
+    again = trace_model(model, batch, loss, name=name, **asked)
+    assert with_recipe(saved, **CHANGED[words]) == again
+    about = ("--on", "1x1:local", "--json")
+    found = json.loads(command("estimate", path, *about, *words.split()).out)
+    assert (found["optimizer"], found["mode"]) == (again.optimizer, again.mode)
+    compiled = ["--compile"] if traced_as and "compile" not in words else []
+    model_itself = command("estimate", tiny, *about, *words.split(), *compiled).out
+    assert found["step_time_s"] == json.loads(model_itself)["step_time_s"]
+
+
+def test_what_a_trace_depends_on_is_traced_again_by_the_command_that_is_named(
+    store: Path, tiny: str, command: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "net.graph"
+    assert command("trace", tiny, "--target", "cpu", "--batch", 4, "-o", path).code == 0
+    again = "trace its model again: estimator trace MODEL --target cpu --batch 4 --precision {}"
+    for option, value, words in (
+        ("--precision", "bf16-amp", "with --precision fp32"),
+        ("--checkpoint", "full", "without --checkpoint"),
+        ("--seq-len", "128", "without --seq-len"),
+        ("--channels-last", "", "without --channels-last"),
+    ):
+        asked = (option, value) if value else (option,)
+        said = command("estimate", path, "--on", "1x1:local", *asked).sentence
+        assert f"was traced {words}, on which its operators depend" in said
+        assert again.format(value if option == "--precision" else "fp32") in said
+        assert " ".join(asked) in said.partition("estimator trace")[2]
+        assert said.endswith(f"-o {path}")
+        assert "None" not in said
+        assert "False" not in said
+    # What the sentence says is a command.
+    said = command("estimate", path, "--on", "1x1:local", "--precision", "bf16-amp").sentence
+    typed = said.partition("estimator trace MODEL ")[2].split()
+    assert command("trace", tiny, *typed).code == 0
+    assert command("estimate", path, "--on", "1x1:local", "--precision", "bf16-amp").code == 0
 
 
 def test_a_sweep_fits_80_columns_without_wrapping(

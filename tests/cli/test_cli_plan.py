@@ -65,6 +65,40 @@ def test_nothing_in_time_is_told_by_the_exit_code(model: Path, command: Run) -> 
     assert "nothing keeps the deadline and the budget" in found.out
 
 
+@pytest.mark.parametrize("deadline", ["14d", "2w", "336h", "20160min"])
+def test_a_deadline_is_typed_in_days_or_weeks(model: Path, command: Run, deadline: str) -> None:
+    about = ("plan", model, "--machines", "t4-g4dn", "--max-nodes", 1, "--json", "--samples")
+    rates = [each["samples_per_s"] for each in json.loads(command(*about, 1).out)["offers"]]
+    # 14 days of 86,400 s.
+    for days, code in ((13.99, 0), (14.01, 1)):
+        samples = days * 86400 * max(rates)
+        assert command(*about, samples, "--deadline", deadline).code == code
+
+
+def test_machines_on_which_nothing_fits_are_named_and_told_by_the_exit_code(
+    tmp_path: Path, command: Run
+) -> None:
+    path = tmp_path / "large.graph"
+    # 8 GiB of weights, 32 with gradients and AdamW's state: of 40 GB, eight devices can divide it.
+    replace(perceptron([1 << 16, 1 << 15], batch=64), target="cuda").save(path)
+    about = ("plan", path, "--samples", "1e9", "--max-nodes", 1, "--machines")
+    both = command(*about, "t4-g4dn,a100-p4d")
+    assert both.code == 0
+    (line,) = [line for line in both.out.splitlines() if "t4-g4dn: not even 1x4:t4-g4dn" in line]
+    assert "needs" in line
+    assert "1x1:a100-p4d: needs" in both.out
+    none = command(*about, "t4-g4dn")
+    assert (none.code, none.err) == (1, "")
+    assert "no allocation can train perceptron" in none.out
+    assert "t4-g4dn: not even 1x4:t4-g4dn" in none.out
+    as_json = command(*about, "t4-g4dn", "--json", "--picture", tmp_path / "plan.svg")
+    assert as_json.code == 1
+    assert "plan.svg is not drawn" in as_json.err
+    found = json.loads(as_json.out)
+    assert (found["cheapest"], found["offers"]) == (None, [])
+    assert set(found["left_out"]) == {"1x1:t4-g4dn", "1x2:t4-g4dn", "1x4:t4-g4dn"}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -98,10 +98,10 @@ def test_a_trace_takes_the_models_given(jobs: Path, tmp_path: Path, command: Run
     ("change", "said"),
     [
         (["--policy", "lottery"], "'lottery' is no policy"),
-        (["--restart", "x"], "'x' is no number; write one such as 0"),
-        (["--checkpoint", "nan"], "nan is not from 1 to 1e+09; write one that is"),
+        (["--restart", "x"], "'x' is not a duration; write a number and one of"),
+        (["--checkpoint", "nan"], "'nan' is not from 1.00 s to 278000 h; write a time that is"),
         # A node is repaired for an hour.
-        (["--node-mtbf", "3"], "3 is not from 3600 to 1e+18; write one that is"),
+        (["--node-mtbf", "3"], "'3' is not from 60.0 min to 278000000 h; write a time that is"),
         (["--seed", "-1"], "-1 is not from 0 to 1e+15; write one that is"),
         (["--on", "a1[0]"], "describe a cluster by machine types"),
         (["--on", "1x9:gtx-1080-roce"], "gtx-1080-roce has 4"),

@@ -45,6 +45,26 @@ def test_a_report_has_all_sections_and_names_its_files(
     assert "calibration" not in text
 
 
+def test_tokens_are_timed_and_paid_as_the_samples_that_hold_them(
+    model: Path, tmp_path: Path, command: Run
+) -> None:
+    graph = replace(OpGraph.load(model), tokens_per_sample=128)
+    graph.save(model)
+    pages = []
+    for amount in (("--samples", "1e9"), ("--tokens", "128e9")):
+        out = tmp_path / f"{amount[0]}.html"
+        found = command("report", model, "--on", "1x2:t4-g4dn", "-o", out, *amount)
+        assert found.code == 0
+        pages.append(out.read_text())
+    took = format_seconds(1e9 / (estimate(graph, "1x2:t4-g4dn").samples_per_s or 0.0))
+    for page in pages:
+        assert took in page
+        assert "1.00 Gsamples" in page.replace("1.00 G samples", "1.00 Gsamples")
+    # Costs follow the section's heading; equal amounts cost the same.
+    costs = [page.partition('<section id="cost">')[2].partition("</section>")[0] for page in pages]
+    assert costs[0] == costs[1]
+
+
 def test_observed_steps_stand_beside_predicted_ones(
     model: Path, tmp_path: Path, command: Run
 ) -> None:
@@ -70,6 +90,8 @@ def test_observed_steps_stand_beside_predicted_ones(
     [
         (("--against", "missing.db"), "there is no store 'missing.db'"),
         (("--on", "1x9:t4-g4dn"), "which has"),
+        (("--samples", "1e6", "--tokens", "1e6"), "give --samples or --tokens, not both"),
+        (("--tokens", "1e6"), "has no tokens to count"),
         (("--prices", "missing.csv"), "cannot read prices missing.csv"),
         (("-o", "/dev/null/report.html"), "/dev/null"),
     ],

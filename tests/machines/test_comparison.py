@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,10 +18,11 @@ from estimator.machines.catalogue import load_profile
 from estimator.machines.comparison import (
     compare_profiles,
     compare_several,
+    disturbed_groups,
     median_difference_ratio,
     only_in,
 )
-from estimator.machines.profile import LinkKind, MachineProfile
+from estimator.machines.profile import Interference, LinkKind, MachineProfile, Provenance
 
 
 def test_equal_profiles_differ_by_nothing(small_profile: MachineProfile) -> None:
@@ -113,3 +119,55 @@ def test_a_rate_that_is_half_takes_twice_as_long(small_profile: MachineProfile) 
         ("b", 2.0),
         ("c", 1.0),
     }
+
+
+BUSY = Interference(others_ratio=0.5)
+
+
+def test_a_comparison_says_which_profile_was_disturbed_and_what_that_touches(
+    small_profile: MachineProfile,
+) -> None:
+    told = replace(small_profile.links[0], provenance=Provenance(source="datasheet", at="2026"))
+    one, other = replace(small_profile, name="a", interference=BUSY, links=(told,)), small_profile
+    console = Console(width=1000, record=True, file=io.StringIO())
+    console.print(comparison_report(one, replace(other, name="b")))
+    lines = console.export_text().splitlines()
+    (said,) = [line for line in lines if "other programs used 50 % of the cores" in line]
+    # What shares a core for half of the time takes twice as long.
+    assert "'a' was measured while" in said
+    assert "may be off by 2.00 times" in said
+    # A rate of a datasheet and the size of the memory were not measured then.
+    groups = ("device", "host", "memory", "collective", "update", "kernels")
+    assert disturbed_groups(one) == groups
+    assert ", ".join(groups) in said
+
+
+def test_profiles_that_were_measured_in_quiet_are_not_spoken_of(
+    small_profile: MachineProfile,
+) -> None:
+    assert disturbed_groups(small_profile) == ()
+    assert disturbed_groups(replace(small_profile, interference=Interference())) == ()
+
+
+def test_the_exit_code_of_a_comparison_tells_whether_a_node_is_odd(
+    small_profile: MachineProfile, tmp_path: Path, command: Callable[..., Any]
+) -> None:
+    paths = [str(tmp_path / f"a{number}.json") for number in range(4)]
+    for path in paths[:3]:
+        small_profile.save(Path(path))
+    busy = replace(slower(small_profile, 2.0), interference=BUSY)
+    busy.save(Path(paths[3]))
+    even = command("profile", "compare", *paths[:3])
+    assert (even.code, "none is odd" in even.out) == (0, True)
+    odd = command("profile", "compare", *paths)
+    assert (odd.code, "is odd: kernels" in odd.out) == (1, True)
+    assert "other programs used 50 % of the cores" in " ".join(odd.out.split())
+    as_json = command("profile", "compare", *paths, "--json")
+    assert as_json.code == 1
+    disturbed = {row["machine"] for row in json.loads(as_json.out) if row["is_disturbed"]}
+    assert disturbed == {paths[3]}
+    two = command("profile", "compare", paths[0], paths[3], "--json")
+    assert two.code == 0, "of two none is the odd one"
+    (told,) = json.loads(two.out)["disturbed"]
+    assert told["relative_error"] == pytest.approx(math.log(2))
+    assert "kernels" in told["groups"]

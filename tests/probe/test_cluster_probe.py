@@ -366,8 +366,8 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
         ("no machine profile is called 'nobody'", ALONE, ["--base", "nobody"]),
         ("cannot stand in an allocation", ALONE, ["--name", "../up"]),
         ("is a folder", ALONE, ["--out", "."]),
-        ("0.5 is not from 1 to 1e+06; write one that is", ALONE, ["--budget", "0.5"]),
-        ("'soon' is no number; write one such as 1", ALONE, ["--budget", "soon"]),
+        ("'0.5' is not from 1.00 s to 278 h; write a time that is", ALONE, ["--budget", "0.5"]),
+        ("'soon' is not a duration; write a number and one of", ALONE, ["--budget", "soon"]),
         ("--pears", ALONE, ["--pears"]),
     ],
 )

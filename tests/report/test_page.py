@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 import shutil
 import subprocess
@@ -10,10 +11,13 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from estimator import estimate
+from estimator.advise.billing import hourly_usd
+from estimator.advise.offers import offers
 from estimator.advise.sweeps import sweep
 from estimator.errors import PriceError, StoreError
 from estimator.estimates import Estimate
@@ -24,6 +28,7 @@ from estimator.report import sections as all_sections
 from estimator.report.page import page, write_figures
 from estimator.report.timeline import tracks_of
 from estimator.timeline.spans import Span, Timeline
+from estimator.units import time_unit
 from tests.synthetic import perceptron
 
 pytest.importorskip("matplotlib")
@@ -76,6 +81,22 @@ def content(graph: OpGraph, answer: Estimate) -> str:
     # Names of operators have no spaces either.
     long = all_sections.Section(name="long", title="Long", sentences=(f"aten.{'long_' * 20}",))
     return page(HOSTILE, [*sections, long])
+
+
+@pytest.mark.parametrize(("strategy", "micro_batches"), [("ddp", 1), ("ddp", 3), ("fsdp", 10)])
+def test_pictures_of_the_timeline_and_of_memory_end_with_the_step(
+    graph: OpGraph, strategy: str, micro_batches: int
+) -> None:
+    answer = estimate(graph, "2x2:t4-g4dn", strategy=strategy, accumulation_steps=micro_batches)
+    timeline = all_sections.timeline_section(answer).figure.axes[0]
+    memory = all_sections.memory_section(answer).figure.axes[0]
+    unit_s, _ = time_unit(answer.step_time_s)
+    end = answer.step_time_s / unit_s
+    assert timeline.get_xlim()[1] == pytest.approx(end)
+    assert memory.get_xlim()[1] == pytest.approx(end)
+    # Of several micro-batches memory is that of the last one, which ends like the others.
+    begun = memory.get_xlim()[0] / end
+    assert begun == 0.0 if micro_batches == 1 else begun > 0.4
 
 
 def test_names_are_text_and_nothing_else(content: str) -> None:
@@ -139,17 +160,41 @@ def test_cost_counts_whole_instances(graph: OpGraph) -> None:
             Price(machine="t4-g4dn", instance_type="large", devices=4, usd_per_hour=3.0),
         ]
     )
-    assert all_sections.hourly_usd(Allocation.parse("1x1:t4-g4dn"), prices) == 1.0
-    assert all_sections.hourly_usd(Allocation.parse("2x2:t4-g4dn"), prices) == 6.0
+    assert hourly_usd(prices, Allocation.parse("1x1:t4-g4dn")) == 1.0
+    assert hourly_usd(prices, Allocation.parse("2x2:t4-g4dn")) == 6.0
     rows = sweep(["2x2:t4-g4dn"], lambda text: estimate(graph, text))
     section = all_sections.cost_section(rows, prices, samples=3600 * 1e4)
     answer = rows[0].answer
     assert answer is not None
     assert answer.samples_per_s
     assert section.table
-    # So many samples take 1e4 hours over samples/s.
+    # So many samples take 1e4 hours over samples/s, in whole seconds.
+    hours = math.ceil(3600 * 1e4 / answer.samples_per_s) / 3600
     assert section.table.rows[0][1] == "fits"
-    assert section.table.rows[0][4] == f"{6.0 * 1e4 / answer.samples_per_s:.2f}"
+    assert section.table.rows[0][4] == f"{6.0 * hours:.2f}"
+
+
+def test_a_report_and_a_plan_bill_the_least_time_that_is_sold(graph: OpGraph) -> None:
+    minute = Price(
+        machine="t4-g4dn",
+        instance_type="a",
+        devices=4,
+        usd_per_hour=36.0,
+        billed_s=10.0,
+        least_billed_s=60.0,
+    )
+    allocation, prices = "2x4:t4-g4dn", PriceList([minute])
+    rows = sweep([allocation], lambda text: estimate(graph, text))
+    rate = rows[0].answer.samples_per_s if rows[0].answer else None
+    assert rate
+    # Two instances at 0.01 USD a second: a second is paid as 60 s, 61 s as 70 s.
+    for duration_s, usd in ((1.0, 1.20), (61.0, 1.40)):
+        samples = duration_s * rate
+        table = all_sections.cost_section(rows, prices, samples=samples).table
+        assert table is not None
+        assert table.rows[0][4] == f"{usd:.2f}"
+        asked: dict[str, Any] = {"samples": samples, "prices": prices, "strategies": ("ddp",)}
+        assert offers(graph, [allocation], **asked).offers[0].usd == pytest.approx(usd)
 
 
 def test_a_machine_without_a_price_is_said(graph: OpGraph) -> None:
@@ -157,8 +202,8 @@ def test_a_machine_without_a_price_is_said(graph: OpGraph) -> None:
     section = all_sections.cost_section(rows, PriceList.load())
     assert section.table is None
     assert "no price of 'dgx-a100' is known" in section.sentences[0]
-    with pytest.raises(PriceError, match="is not rented"):
-        all_sections.hourly_usd(Allocation.parse("a1[0,1]"), PriceList.load())
+    with pytest.raises(PriceError, match="names a host, which has no price"):
+        hourly_usd(PriceList.load(), Allocation.parse("a1[0,1]"))
 
 
 def test_layouts_list_what_is_refused_with_its_reason(graph: OpGraph, answer: Estimate) -> None:

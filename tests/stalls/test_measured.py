@@ -6,20 +6,25 @@ stall is known to the last digit.
 
 from __future__ import annotations
 
+import io
+import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from estimator.cli.render_stalls import measured_report
 from estimator.errors import AllocationError, ModelError
 from estimator.probe.page_cache import evict, load, resident_ratio
 from estimator.stalls import measured as measured_module
 from estimator.stalls.devices import cores_of
-from estimator.stalls.measured import MeasuredStalls, TimedRun, measure_stalls
+from estimator.stalls.measured import MeasuredStalls, RunName, TimedRun, measure_stalls
 from estimator.stalls.predicted import Stall
-from estimator.stalls.runs import RunRecord, Script
+from estimator.stalls.runs import RunRecord, Script, place_of
 
 # One step computes 20 ms; a sample takes 1 ms of preparing, a cold file 30 ms, a byte 1 µs.
 TRAIN = """
@@ -124,6 +129,46 @@ def test_injected_stalls_of_every_kind_are_found_exactly(tmp_path: Path, data: P
     assert set(found.missing) == {"host"}
 
 
+# Like ssh: words are joined and read by a shell, in a home and an environment of its own. What was
+# asked for is kept; n2 has a slow wire.
+SSH = """#!/bin/sh
+host=$1
+shift
+echo "$host $*" >> {log}
+wire=1e-6
+[ $host = n2 ] && wire=5e-6
+cd {home} && exec env -i HOME={home} WIRE=$wire sh -c "$*"
+"""
+
+
+def test_ranks_of_nodes_behind_ssh_know_their_place_and_send_their_records_back(
+    tmp_path: Path, data: Path
+) -> None:
+    log, ssh, home = tmp_path / "log", tmp_path / "ssh", tmp_path / "home"
+    home.mkdir()
+    ssh.write_text(SSH.format(log=log, home=home))
+    ssh.chmod(0o755)
+    nodes = (f"{ssh} n1", f"{ssh} n2")
+    # No shell may read what a script is given.
+    arguments = [os.path.relpath(data), "$HOME a;b {c,d}"]
+    script = "import sys\nassert sys.argv[2] == '$HOME a;b {c,d}', sys.argv\n" + TRAIN
+    found = measured(tmp_path, script, devices=2, arguments=arguments, node_commands=nodes)
+    # 288 bytes at 5 µs a byte on the slower node, at 1 µs on one node.
+    assert found.stalls["network"].stall_s == pytest.approx(4 * 288e-6)
+    asked = {line.split()[0]: line.split()[1:] for line in log.read_text().splitlines()}
+    assert sorted(asked) == ["n1", "n2"]
+    for rank, host in enumerate(("n1", "n2")):
+        # Each node has one rank, its first.
+        place = {f"RANK={rank}", "WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1"}
+        assert place <= set(asked[host])
+
+
+def test_three_ranks_on_two_nodes_are_two_and_one() -> None:
+    # Of each rank: its node, its rank there, and how many ranks are there.
+    assert [place_of(rank, 3, nodes=2) for rank in range(3)] == [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
+    assert [place_of(rank, 3, nodes=1) for rank in range(3)] == [(0, 0, 3), (0, 1, 3), (0, 2, 3)]
+
+
 def test_batches_of_any_iterable_are_replaced_where_it_is_watched(tmp_path: Path) -> None:
     script = """
 import time
@@ -201,6 +246,41 @@ def test_rates_are_samples_over_the_steps_that_hold_them_back() -> None:
         missing={},
     )
     assert found.rates == pytest.approx({"G": 160.0, "P": 80.0, "F": 40.0})
+
+
+def test_measured_stalls_are_shares_of_the_run_they_lengthen_and_beside_it_of_a_node() -> None:
+    seconds: dict[RunName, float] = {"T0": 0.1, "T1": 0.2, "T3": 0.4, "T2": 0.5, "T5": 0.8}
+    found = MeasuredStalls(
+        script="train.py",
+        devices=2,
+        samples=8,
+        workers=0,
+        waited_s=0.0,
+        runs={name: TimedRun(step_s, 0.0, ()) for name, step_s in seconds.items()},
+        stalls={
+            name: Stall(stall_s=stall_s, low_s=stall_s, high_s=stall_s, ratio=ratio)
+            for name, stall_s, ratio in (
+                ("host", 0.04, 0.4),
+                ("prep", 0.2, 0.5),
+                ("fetch", 0.1, 0.2),
+                ("interconnect", 0.1, 0.5),
+                ("network", 0.6, 3.0),
+            )
+        },
+        missing={},
+    )
+    console = Console(width=110, record=True, file=io.StringIO())
+    console.print(measured_report(found))
+    lines = console.export_text().splitlines()
+    shares = {line.split()[0]: re.findall(r"[0-9.]+ %", line) for line in lines if " to " in line}
+    # The network's 0.6 s are 75 % of T5 and 300 % of T1.
+    assert shares == {
+        "host": ["40 %"],
+        "prep": ["50 %"],
+        "fetch": ["20 %"],
+        "interconnect": ["50 %", "50 %"],
+        "network": ["75 %", "300 %"],
+    }
 
 
 def test_the_host_stall_is_what_of_a_step_the_accelerator_does_not_work(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console, RenderableType
 
+from estimator.cli.render_stalls import predicted_report
 from estimator.engine import estimate_graph
 from estimator.errors import StrategyError
 from estimator.estimates import Estimate
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.stalls.predicted import predict_stalls
+from estimator.units import format_ratio
 from tests.synthetic import Machine, perceptron
 
 GRAPH = perceptron([512, 1024, 512], batch=64)
@@ -31,6 +36,12 @@ def asking(
         )
 
     return answer_of
+
+
+def printed(tables: RenderableType) -> str:
+    console = Console(width=110, record=True, file=io.StringIO())
+    console.print(tables)
+    return console.export_text()
 
 
 def step_s(text: str, profile: MachineProfile) -> float:
@@ -99,6 +110,20 @@ def test_two_small_nodes_are_measured_against_one_large_one() -> None:
     assert found.network.stall_s == pytest.approx(
         step_s("2x2:m", profile) - step_s("1x4:m", profile)
     )
+
+
+def test_shares_of_stalls_are_of_the_step_they_lengthen_and_beside_it_of_the_step_of_a_node() -> (
+    None
+):
+    profile = PLAIN.profile()
+    lines = printed(predicted_report(predict_stalls("3x2:m", asking(profile)))).splitlines()
+    device_s, node_s, all_s = (step_s(text, profile) for text in ("1x1:m", "1x2:m", "3x2:m"))
+    inside, across = (node_s - device_s) / node_s, (all_s - node_s) / node_s
+    shares = {line.split()[1]: re.findall(r"[-0-9.]+ %", line) for line in lines if ":m  " in line}
+    assert len(shares["host"]) == 1, "a node's step is not what one device waits in"
+    assert shares["interconnect"] == [format_ratio(inside)] * 2
+    assert shares["network"] == [format_ratio((all_s - node_s) / all_s), format_ratio(across)]
+    assert any("of its step" in line and "of a node's step" in line for line in lines)
 
 
 def test_a_strategy_that_a_node_cannot_divide_is_refused() -> None:
