@@ -123,7 +123,12 @@ def _class_assumptions(program: StepProgram, graph_too: bool) -> list[str]:
     batch = program.bound.batch
     if graph.is_summary:
         found.extend(summary_assumptions(program.bound, machine, program.strategy))
-    if graph.timings and batch != graph.batch:
+    if graph.timings and not graph.timings_on(machine.name):
+        found.append(
+            f"operators were timed on '{graph.timed_on}': on '{machine.name}' they take what its "
+            "own profile says"
+        )
+    elif graph.timings and batch != graph.batch:
         found.append(f"ops were timed at batch {graph.batch} and scaled to batch {batch}")
     found.extend(f"not probed: {part}" for part in machine.missing)
     return found

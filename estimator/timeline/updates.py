@@ -92,7 +92,7 @@ def update_cost(
         parameters=_float32_elements(trained, graph, stored_ratio),
         idle=trained.idle,
     )
-    timing = graph.timings.get(update_call(graph)) if graph.timed_on == profile.name else None
+    timing = graph.timings_on(profile.name).get(update_call(graph))
     if timing is not None and stored_ratio == 1:
         seconds = timing.seconds
     slowdown = slowdown_ratio(profile, "update", devices_busy, float(trained.size_bytes))
