@@ -92,6 +92,8 @@ class StepProgram:
     durations: Durations
     lanes: MicroBatches
     accumulate_s: float
+    merging: bool
+    micro_batches: int
 
     @property
     def peak_flops_per_s(self) -> float | None:
@@ -225,6 +227,8 @@ def _compile(asked: _Asked, exchanges: Exchanges | None) -> StepProgram:
         durations=durations,
         lanes=lanes,
         accumulate_s=accumulate,
+        merging=asked.merging,
+        micro_batches=accumulation_steps,
     )
 
 
@@ -270,7 +274,6 @@ def _memory(asked: _Asked, buckets: tuple[Bucket, ...]) -> ShardedMemory:
             merging=asked.merging,
             buckets=[Reduction(after=b.ready_after, size_bytes=b.size_bytes) for b in buckets],
             micro_batches=asked.accumulation_steps,
-            gradient_sync=strategy.gradient_sync,
             structure=structure_of(bound.graph, asked.cache),
         )
 
@@ -358,13 +361,7 @@ def _kernel_seconds(
         (asked.bound, asked.profile),
         lambda: kernel_groups(structure, durations.sources),
     )
-    spent_s = durations.device_s
-    count = len(groups.keys) + 1
-    seconds, errors_s = (
-        np.bincount(groups.of, weights=weights, minlength=count)[1:].tolist()
-        for weights in (spent_s, spent_s * durations.relative_errors)
-    )
-    return dict(zip(groups.keys, zip(seconds, errors_s, strict=True), strict=True))
+    return groups.seconds(durations.device_s, durations.relative_errors)
 
 
 def _variance(

@@ -53,7 +53,8 @@ class PipelinedStep:
     """The passes and transfers of a pipeline's step, and what its ranks do after their last pass.
 
     `costs` are those of the stages, `points` the modules at which they begin, `ranks` how many
-    ranks the mesh has; `is_ddp` where DDP reduces gradients among some of them.
+    ranks the mesh has; `is_ddp` where DDP reduces gradients among some of them. `fullest` is, of
+    the stages of the fullest rank, the one with most activations.
     """
 
     schedule: Schedule
@@ -63,6 +64,7 @@ class PipelinedStep:
     points: Sequence[str]
     ranks: int
     is_ddp: bool
+    fullest: StepPlan
 
     def assumptions(self) -> Iterator[str]:
         """What an answer takes for granted of stages, in sentences."""
@@ -171,7 +173,8 @@ def pipeline_answer(
     memories = [
         _memory(schedule, ranks, rank, micro_batches, stages, each_peak) for rank in range(ranks)
     ]
-    memory, used_ratio = max(memories, key=lambda each: each[1])
+    fullest, (memory, used_ratio) = max(enumerate(memories), key=lambda each: each[1][1])
+    widest = max(held[fullest], key=lambda number: each_peak[number].activations_bytes)
     found = StepAnswer(parts, slowest, answers[longest].communication)
     first = stages[0].plan
     step = PipelinedStep(
@@ -183,6 +186,7 @@ def pipeline_answer(
         ranks=first.mesh.placement.ranks,
         is_ddp=first.members.table.shape.strategy.kind == "ddp"
         and first.mesh.parallelism.replicas > 1,
+        fullest=stages[widest].plan,
     )
     return PipelineAnswer(found, stages[longest].plan, memory, used_ratio, step)
 
