@@ -112,6 +112,7 @@ def memory_of(answer: Estimate) -> MemoryReport:
             for bucket in program.buckets
         ],
         micro_batches=program.micro_batches,
+        threads=program.profile.devices[0].threads,
     )
     if answer.pipeline:
         curve = _with_other_stages(curve, answer.memory, program.memory.peak(plan.shards))

@@ -265,6 +265,7 @@ def _durations(asked: _Asked) -> Durations:
 
 def _memory(asked: _Asked, buckets: tuple[Bucket, ...]) -> ShardedMemory:
     bound, strategy = asked.bound, asked.strategy
+    threads = asked.profile.devices[0].threads
 
     def made() -> ShardedMemory:
         return step_memory(
@@ -274,10 +275,11 @@ def _memory(asked: _Asked, buckets: tuple[Bucket, ...]) -> ShardedMemory:
             merging=asked.merging,
             buckets=[Reduction(after=b.ready_after, size_bytes=b.size_bytes) for b in buckets],
             micro_batches=asked.accumulation_steps,
+            threads=threads,
             structure=structure_of(bound.graph, asked.cache),
         )
 
-    details = asked.merging, strategy, asked.accumulation_steps
+    details = asked.merging, strategy, asked.accumulation_steps, threads
     return asked.cache.get("memory", (bound,), made, *details)
 
 

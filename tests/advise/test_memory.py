@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 import estimator as est
 from estimator.advise.memory import memory_of
 from estimator.graph.op_graph import OpGraph
+from tests.conftest import make_small_profile
 from tests.graph.test_split_context import graph_of
 from tests.graph.test_split_experts import GRAPH as EXPERTS
 from tests.graph.test_stages import traced
@@ -42,3 +45,17 @@ def test_the_highest_level_is_the_peak_of_the_estimate(
     # Kinds that are divided over ranks are rounded up to whole bytes each, the peak once.
     assert curve.peak_bytes == pytest.approx(answer.peak_memory_bytes, abs=4)
     assert all((levels >= 0).all() for levels in curve.levels.values())
+
+
+def test_a_device_of_several_cores_holds_blocked_copies_of_what_a_convolution_reads() -> None:
+    layer = nn.Conv2d(24, 24, 1, bias=False)
+    graph = est.trace_model(layer, torch.ones(6, 24, 80, 80), optimizer="sgd")
+    one = make_small_profile()
+    two = replace(one, devices=tuple(replace(d, cores=(0, 1)) for d in one.devices))
+    found, more = (est.estimate(graph, "1x1:local", profile=each) for each in (one, two))
+    # One thread multiplies matrices as they are. Several go through oneDNN, which holds image,
+    # gradient and weight in blocks of 16 channels, of which the last is the weight's gradient.
+    image_bytes, weight_bytes = 6 * 24 * 80 * 80 * 4, 24 * 24 * 4
+    blocked_bytes = 2 * image_bytes * 32 // 24 + 32 * 32 * 4
+    assert more.peak_memory_bytes - found.peak_memory_bytes == blocked_bytes - weight_bytes
+    assert memory_of(more).curve.peak_bytes == more.peak_memory_bytes
