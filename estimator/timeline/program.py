@@ -247,9 +247,9 @@ def _update(
     update_s, launch_s = update_s + added.seconds, launch_s + added.fixed_s
     if graph.grad_scaler:
         update_s += unscale_s(trained, graph, *asked.machine)
-    elif (
-        both := None if sharding else update_lanes(trained, graph, profile, stored_ratio)
-    ) is not None:
+    elif not (sharding or strategy.offload) and (
+        both := update_lanes(trained, graph, profile, stored_ratio)
+    ):
         host_s, device_s = both
         lanes, update_s = lanes.looped(host_s + added.host_s, device_s + added.device_s)
     return lanes, update_s, launch_s, source
