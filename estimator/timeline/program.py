@@ -211,9 +211,7 @@ def _compile(asked: _Asked, exchanges: Exchanges | None) -> StepProgram:
         copies_s=copies_s,
         exchanges_s=exchanges_s,
         exchanged=asked.exchanged,
-        copy_back_s=0.0
-        if strategy.holds_gradients_in_buckets
-        else float(lane.bucket_copies_s.sum()),
+        copy_back_s=lane.copy_back_s,
         update_s=update_s,
         # A host that is ahead has issued the update already: then it is all the device's.
         update_launch_s=min(launch_s, update_s),
@@ -290,7 +288,7 @@ class _Lane:
     lanes: MicroBatches
     copies_s: float
     buckets: tuple[Bucket, ...]
-    bucket_copies_s: Array
+    copy_back_s: float
     segments_s: Array
 
 
@@ -318,7 +316,7 @@ def _bucketed_lane(asked: _Asked, durations: Durations) -> _Lane:
         ),
         copies_s=float(each_s.sum()) if asked.profile.host else 0.0,
         buckets=buckets,
-        bucket_copies_s=back_s,
+        copy_back_s=0.0 if strategy.holds_gradients_in_buckets else float(back_s.sum()),
         segments_s=np.zeros(0),
     )
 
@@ -348,7 +346,7 @@ def _sharded_lane(asked: _Asked, durations: Durations) -> _Lane:
         lanes=lanes,
         copies_s=float(copied_s),
         buckets=(),
-        bucket_copies_s=np.zeros(0),
+        copy_back_s=0.0,
         segments_s=segments_s,
     )
 
