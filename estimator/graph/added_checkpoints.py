@@ -151,12 +151,14 @@ class _Added:
             if number in self.copies:
                 numbers |= self.copies[number].values
         # A view of what was saved is one of what is made again, and so are its own views.
-        bases: dict[int | None, int | None] = {**numbers}
+        bases = dict(numbers)
         for value in op.inputs:
-            bases.setdefault(self._graph.values[value].base, self.values[value].base)
+            before, now = self._graph.values[value].base, self.values[value].base
+            if before is not None and now is not None and before != now:
+                bases[before] = now
         for value in op.outputs:
             base = self.values[value].base
-            if bases.get(base, base) != base:
+            if base in bases:
                 self.values[value] = replace(self.values[value], base=bases[base])
         if not numbers:
             return op
