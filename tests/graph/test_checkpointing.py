@@ -161,10 +161,14 @@ class Convolutions(nn.Sequential):
 WORDS, IMAGES = torch.zeros(4, 32, dtype=torch.long), torch.zeros(4, 3, 8, 8)
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    ("make", "batch"), [(Model, torch.zeros(ROWS, WIDTH)), (Encoder, WORDS), (Convolutions, IMAGES)]
+    ("make", "batch", "compiled", "target"),
+    [
+        (Model, torch.zeros(ROWS, WIDTH), False, "cuda"),
+        (Encoder, WORDS, False, "cpu"),
+        (Encoder, WORDS, True, "cuda"),
+        (Convolutions, IMAGES, False, "cpu"),
+    ],
 )
 def test_checkpoints_that_are_added_to_a_graph_run_again_what_traced_ones_do(
     make: type[nn.Module], batch: Tensor, compiled: bool, target: Any
