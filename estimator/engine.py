@@ -358,8 +358,8 @@ def _answered(
     spread = interval_ratio(error)
     even = batches[0] if batches and batches.count(batches[0]) == len(batches) else None
     global_batch = mesh.global_batch(batches) if batches is not None else None
-    of = None if batches is not None and even is None else slowest
-    mfu_ratio, hfu_ratio = utilization(plan, of, accumulation_steps, step_s)
+    lane = slowest.lane if asked.layout.pp > 1 else None
+    mfu_ratio, hfu_ratio = utilization(plan, lane, accumulation_steps, step_s)
     samples_per_s = global_batch / step_s if global_batch is not None else None
     tokens = graph.tokens_per_sample
     return Estimate(

@@ -22,7 +22,7 @@ from estimator.timeline.pipelines.answer import PipelinedStep
 from estimator.timeline.plan import StepAnswer, StepPlan
 from estimator.timeline.played import timeline_of
 from estimator.timeline.program import COPIES_ERROR, MEDIAN_TO_SIGMA
-from estimator.timeline.ranks import LaneCosts, RankKind
+from estimator.timeline.ranks import LaneCosts, at_peak_s
 from estimator.timeline.spans import Timeline
 from estimator.timeline.step import Breakdown
 from estimator.units import format_count, format_interval, format_ratio
@@ -341,29 +341,21 @@ def bottleneck_code(parts: Breakdown) -> Any:
 
 
 def utilization(
-    plan: StepPlan, slowest: RankKind | None, accumulation_steps: int, step_s: float
+    plan: StepPlan, pipelined: LaneCosts | None, accumulation_steps: int, step_s: float
 ) -> tuple[float, float] | tuple[None, None]:
-    """(MFU, HFU): flops of forward and backward over what the devices could do at their dense peak.
-
-    Of the slowest class of ranks, or of all together (None), as where their batches differ.
+    """(MFU, HFU): FLOPs of all ranks' forward and backward passes over the step and the sum of
+    their devices' dense peaks, whatever their batches; `pipelined` is the lane of a pipeline.
     """
-    if slowest is not None:
-        lane = slowest.lane
-        if math.isnan(lane.model_peak_s):
-            return None, None
-        per_s = accumulation_steps / step_s
-        return lane.model_peak_s * per_s, lane.hardware_peak_s * per_s
-    model = hardware = peak_flops_per_s = 0.0
-    for each in plan.ranks_by_kind:
-        ranks, program = len(each.ranks), each.program
-        peak = program.peak_flops_per_s
-        if not peak or not program.flops.model:
-            return None, None
-        model += ranks * program.flops.model
-        hardware += ranks * program.flops.hardware
-        peak_flops_per_s += ranks * peak
-    per_flop = accumulation_steps / (peak_flops_per_s * step_s)
-    return model * per_flop, hardware * per_flop
+    if pipelined is not None:
+        peak_s = pipelined.model_peak_s, pipelined.hardware_peak_s
+    else:
+        groups = zip(plan.placement.node_groups, plan.members.kind_of, strict=True)
+        ranks = [(plan.kinds[number], group.ranks) for group, number in groups]
+        peak_s = at_peak_s(ranks, ranks)
+    if math.isnan(peak_s[0]):
+        return None, None
+    per_s = accumulation_steps / step_s
+    return peak_s[0] * per_s, peak_s[1] * per_s
 
 
 def _bottleneck_link(answer: Estimate) -> str | None:

@@ -11,6 +11,7 @@ from estimator.advise.swap_search import Means, Planned, plan_within
 from estimator.engine import estimate_graph
 from estimator.errors import AllocationError, ProfileError, StrategyError, WorkloadError
 from estimator.estimates import NOT_FIT_MARGIN_RATIO, Estimate
+from estimator.graph.added_checkpoints import with_checkpoints
 from estimator.graph.op_graph import OpGraph
 from estimator.placement.allocation import Allocation
 
@@ -54,8 +55,8 @@ def remedies(graph: OpGraph, answer: Estimate, **more: Any) -> list[Remedy]:
 def quick_remedies(graph: OpGraph, answer: Estimate, **more: Any) -> list[Remedy]:
     """Those of `remedies` that need no plan of what to swap and to compute again."""
     more = {"loader": answer.loader, **more}
-    found = [*_smaller_batches(graph, answer, more), *_strategies(graph, answer, more)]
-    found += _more_devices(graph, answer, more)
+    found = [*_checkpoints(graph, answer, more), *_smaller_batches(graph, answer, more)]
+    found += [*_strategies(graph, answer, more), *_more_devices(graph, answer, more)]
     return sorted(found, key=lambda remedy: remedy.cost_ratio)
 
 
@@ -66,6 +67,17 @@ def _remedy(change: str, other: Estimate, answer: Estimate) -> Remedy:
         step_time_s=other.step_time_s,
         cost_ratio=other.ranks * other.step_time_s / (answer.ranks * answer.step_time_s) - 1,
     )
+
+
+def _checkpoints(graph: OpGraph, answer: Estimate, more: dict[str, Any]) -> Iterator[Remedy]:
+    """Every repeated block computed again in the backward pass, all else as it is."""
+    checkpointed = with_checkpoints(graph)
+    if checkpointed is None:
+        return
+    same = {"layout": answer.layout, **more}
+    other = _tried(checkpointed, answer, answer.allocation, answer.strategy, same)
+    if other is not None and other.fits == "yes":
+        yield _remedy("activation checkpointing of every block (--checkpoint full)", other, answer)
 
 
 def _smaller_batches(graph: OpGraph, answer: Estimate, more: dict[str, Any]) -> Iterator[Remedy]:

@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 
 from estimator.errors import WorkloadError
 from estimator.estimates import Estimate
+from estimator.graph.memory import PeakMemory
 from estimator.graph.memory_curve import (
     LiveTensor,
     MemoryCurve,
+    MemoryKind,
     by_module,
     live_tensors,
     tensors_of,
@@ -20,6 +22,7 @@ from estimator.graph.memory_curve import (
 from estimator.graph.memory_curve import memory_curve as curve_of
 from estimator.graph.op_graph import BoundGraph
 from estimator.graph.shard_play import Reduction
+from estimator.timeline.plan import StepPlan
 from estimator.timeline.played import op_times_s, played_step
 from estimator.timeline.ranks import RankKind
 
@@ -47,7 +50,7 @@ class MemoryReport:
 
         On the axis of the step's timeline, so that an op begins when the one before has ended.
         """
-        plan = self.answer.plan
+        plan = _fullest(self.answer)
         step = played_step(plan)
         number = next(place for place, each in enumerate(step.kinds) if each is self.kind)
         *_, (starts_s, ends_s) = op_times_s(plan, step, number)
@@ -72,7 +75,7 @@ class MemoryReport:
 
     @property
     def _op(self) -> Any:
-        ops = self.answer.plan.members.table.graph.ops
+        ops = self.bound.graph.ops
         place = self.curve.peak_at
         return ops[place] if place < len(ops) else None
 
@@ -106,7 +109,7 @@ def memory_of(answer: Estimate) -> MemoryReport:
 
     >>> # memory_of(est.estimate(graph, "1x1:rtx-2080-ti")).curve.peak_bytes
     """
-    plan = answer.plan
+    plan = _fullest(answer)
     if plan.members.table.graph.is_summary:
         raise WorkloadError(
             f"{answer.model} is a summary, whose tensors are not known; name the model itself"
@@ -117,14 +120,17 @@ def memory_of(answer: Estimate) -> MemoryReport:
         program.bound,
         optimizer=answer.optimizer,
         strategy=program.strategy,
-        merging=answer.ranks > 1,
+        merging=program.merging,
         shards=plan.shards,
         buckets=[
             Reduction(after=bucket.ready_after, size_bytes=bucket.size_bytes)
             for bucket in program.buckets
         ],
-        micro_batches=answer.accumulation_steps,
+        micro_batches=program.micro_batches,
+        threads=program.profile.devices[0].threads,
     )
+    if answer.pipeline:
+        curve = _with_other_stages(curve, answer.memory, program.memory.peak(plan.shards))
     return MemoryReport(
         answer=answer,
         bound=program.bound,
@@ -133,3 +139,36 @@ def memory_of(answer: Estimate) -> MemoryReport:
         every_tensor=tensors_of(program.bound),
         device_bytes=kind.device.usable_bytes,
     )
+
+
+def _fullest(answer: Estimate) -> StepPlan:
+    """The plan of the ranks that hold most: of a pipeline, those of one stage."""
+    return answer.pipeline.fullest if answer.pipeline else answer.plan
+
+
+def _with_other_stages(curve: MemoryCurve, rank: PeakMemory, own: PeakMemory) -> MemoryCurve:
+    """The curve of one stage with what its `rank` holds beside the stage's `own` peak.
+
+    That is the other stages it has, and the activations of micro-batches that wait for their
+    backward pass, which the rank's peak counts in the update too.
+    """
+    left_bytes = rank.total_bytes - own.total_bytes
+    beside: dict[MemoryKind, int] = {
+        "parameters": rank.parameters_bytes - own.parameters_bytes,
+        "optimizer state": rank.optimizer_state_bytes - own.optimizer_state_bytes,
+        "buffers and inputs": rank.buffers_bytes
+        + rank.inputs_bytes
+        - own.buffers_bytes
+        - own.inputs_bytes,
+        "activations": rank.activations_bytes - own.activations_bytes,
+        "communication buffers": rank.bucket_bytes - own.bucket_bytes,
+        "gradients": rank.gradients_bytes - own.gradients_bytes,
+    }
+    # Kinds have their peaks at different times: of the last ones no more is held than is left.
+    levels = dict(curve.levels)
+    for kind, size_bytes in beside.items():
+        taken_bytes = min(size_bytes, left_bytes)
+        left_bytes -= taken_bytes
+        levels[kind] = levels[kind] + taken_bytes
+    levels["temporaries"] = levels["temporaries"] + left_bytes
+    return MemoryCurve(levels=levels)

@@ -192,7 +192,8 @@ class _Builder:
         self.graph: OpGraph = program.bound.graph
         self.links = d2h, h2d
         self.structure = GraphStructure.of(self.graph)
-        self.sizes = StorageSizes.of(self.bound, self.structure, 1)
+        threads = program.profile.devices[0].threads
+        self.sizes = StorageSizes.of(self.bound, self.structure, threads)
         ends_s = program.lanes.ends_s(0)
         self.op_s = np.diff(ends_s, prepend=0.0)
         self.update_s = update_s

@@ -345,6 +345,8 @@ def _check_plain_fields(graph: Mapping[str, Any]) -> None:
     for name in ("timed_on", "checkpoint", "float8"):
         if graph[name] is not None:
             _text(graph[name])
+    if graph["timings"] and graph["timed_on"] is None:
+        raise ValueError("it has timings and does not name the machine that they are of")
     if graph["layout"] is not None:
         Layout.parse(graph["layout"])
     if graph["strategy"] is not None:

@@ -173,10 +173,7 @@ def _sharded_curve(
     updating = [-(-size // shards) for size in (step.trained_bytes, step.update_bytes)]
     saved, temporary = _activation_levels(structure, StorageSizes.of(bound, structure, threads))
     best: MemoryCurve | None = None
-    every = play_step(
-        step, buckets, micro_batches=micro_batches, gradient_sync=strategy.gradient_sync
-    )
-    for played in every:
+    for played in play_step(step, buckets, micro_batches=micro_batches):
         gradients = played.gradients - (-played.gradient_shards // shards)
         rows = played.gathered + played.buffers + gradients + step.activations
         places = _highest_instants(rows, step.ops)

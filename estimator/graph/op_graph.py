@@ -144,6 +144,10 @@ class OpGraph:
         """Whether the memory of activations is known; a summary may leave it out."""
         return not self.is_summary or self.values[self.ops[0].outputs[0]].spec.numel > 0
 
+    def timings_on(self, machine: str) -> Mapping[OpCall, OpTiming]:
+        """The calls that were measured on this machine: none of another one's."""
+        return self.timings if self.timed_on == machine else {}
+
     def at(self, batch: int | None = None) -> BoundGraph:
         """The graph's calls and shapes at a batch size (None: as traced); raises WorkloadError."""
         if batch is None or batch == self.batch:

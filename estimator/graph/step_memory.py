@@ -52,23 +52,21 @@ def step_memory(
     merging: bool,
     buckets: Sequence[Reduction] = (),
     micro_batches: int = 1,
-    gradient_sync: bool = True,
     threads: int = 1,
     structure: GraphStructure | None = None,
 ) -> ShardedMemory:
     """The peak memory of a rank's step, in steady state, by the number of shards.
 
-    `merging` says whether there are other ranks to merge gradients with, in these `buckets`. With
-    `gradient_sync` False a sharded step with several micro-batches reduces gradients
-    in the last one alone and holds them whole until then (`set_requires_gradient_sync(False)`).
+    `merging` says whether there are other ranks to merge gradients with, in these `buckets`.
+    Without the strategy's `gradient_sync` a sharded step with several micro-batches reduces
+    gradients in the last one alone and holds them whole until then.
     `threads` are those that one rank has on a CPU, `structure` that of the graph where it is at
     hand.
     """
     known = structure or GraphStructure.of(bound.graph)
     if holds_shards(strategy, merging=merging):
         step = ShardedStep(bound, known, optimizer, threads, strategy)
-        played = play_step(step, buckets, micro_batches=micro_batches, gradient_sync=gradient_sync)
-        return step.memory(played)
+        return step.memory(play_step(step, buckets, micro_batches=micro_batches))
     replicate = partial(
         peak_memory,
         bound,
@@ -103,10 +101,11 @@ def holds_shards(strategy: Strategy, *, merging: bool) -> bool:
 
 
 def play_step(
-    step: ShardedStep, buckets: Sequence[Reduction], *, micro_batches: int, gradient_sync: bool
+    step: ShardedStep, buckets: Sequence[Reduction], *, micro_batches: int
 ) -> list[Played]:
     """What each micro-batch that may have the peak holds beside activations, ZeRO-2 or FSDP."""
-    passes, strategy = _micro_batches(micro_batches, gradient_sync), step.strategy
+    strategy = step.strategy
+    passes = _micro_batches(micro_batches, strategy.gradient_sync)
     if strategy.kind == "zero2":
         ratio = step.dtypes.reduced_ratio
         sent = [Reduction(b.after, int(b.size_bytes * ratio), b.size_bytes) for b in buckets]

@@ -48,6 +48,11 @@ class Device:
                 )
 
     @property
+    def threads(self) -> int:
+        """How many threads compute its operators: one a core, none for an accelerator."""
+        return max(len(self.cores), 1) if self.kind == "cpu" else 0
+
+    @property
     def compute_capability(self) -> float | None:
         """NVIDIA's number for what a chip can do, such as 8.0; None where it is not known."""
         text = str(self.details.get("compute_capability", ""))

@@ -30,13 +30,14 @@ class PlacedColumns:
     """What `Placement` holds of one allocation, in arrays (node groups of a row, rows).
 
     `node_group` are indices into a `NodeGroupTable`, padded with −1 behind a row's last group;
-    `per_node` are the group's ranks on each of its nodes, `ranks_on_node` those of the whole row
-    there. `ranks` and `nodes` are per row. `repeating` are the rows with a node in several groups.
-    `invalid` marks rows that cannot be placed.
+    `per_node` are the group's ranks on each of its nodes, `group_ranks` on all, `ranks_on_node`
+    those of the whole row there. `ranks` and `nodes` are per row. `repeating` are the rows with a
+    node in several groups. `invalid` marks rows that cannot be placed.
     """
 
     node_group: Indices
     per_node: Indices
+    group_ranks: Indices
     ranks_on_node: Indices
     ranks: Indices
     nodes: Indices
@@ -151,11 +152,13 @@ def _on_machines(groups: _Groups, table: NodeGroupTable) -> PlacedColumns:
     indices = np.array([*table.indices(names), -1], dtype=np.intp)
     node_group = indices[groups.name]
     invalid = groups.invalid | (groups.is_host | (node_group == _UNKNOWN)).any(axis=0)
+    group_ranks = groups.nodes * groups.devices
     return PlacedColumns(
         node_group=np.maximum(node_group, -1),
         per_node=groups.devices,
+        group_ranks=group_ranks,
         ranks_on_node=groups.devices,
-        ranks=(groups.nodes * groups.devices).sum(axis=0),
+        ranks=group_ranks.sum(axis=0),
         nodes=groups.nodes.sum(axis=0),
         repeating=np.zeros(0, dtype=np.intp),
         invalid=invalid,
@@ -258,6 +261,7 @@ def _joined(node_group: Indices, per_node: Indices, invalid: Flags) -> PlacedCol
     return PlacedColumns(
         node_group=node_group,
         per_node=per_node,
+        group_ranks=per_node,
         ranks_on_node=ranks_on_node,
         ranks=per_node.sum(axis=0),
         nodes=nodes,

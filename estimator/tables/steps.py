@@ -99,7 +99,9 @@ class StepRows:
         shards, share = self._rules.shards(ranks), self._rules.update_share(ranks)
         slowest, lane_s = _first_largest(kind_of, kinds.length_s(kind_of, shards))
         last, _ = _first_largest(kind_of, after_s(kinds.update(kind_of), share, ratios))
-        lane = kinds.lane(slowest)
+        lane = _at_peak_together(
+            kinds.lane(slowest), kinds, kind_of, self.are_mixed(placed), placed
+        )
         several = ranks > 1
         waiting_s: Any = 0.0
         unknown, error = np.zeros_like(several), np.zeros(len(several))
@@ -210,6 +212,24 @@ class _Ready:
         elif self._ratio != 1.0:
             slack_s *= self._ratio
         return slack_s
+
+
+def _at_peak_together(
+    lane: LaneCosts, kinds: RankColumns, kind_of: Indices, mixed: Flags, placed: PlacedColumns
+) -> LaneCosts:
+    """The lanes with what the FLOPs take at the peak of all devices; see `ranks.at_peak_s`.
+
+    All ranks of a row compute as many FLOPs: their devices' peaks are as 1 over these times.
+    """
+    if not mixed.any():
+        return lane
+    ranks, found = placed.group_ranks[:, mixed], []
+    slowest = lane.model_peak_s, lane.hardware_peak_s
+    for seconds, each in zip(slowest, kinds.at_peak_s(kind_of[:, mixed]), strict=True):
+        together = seconds.copy()
+        together[mixed] = ranks.sum(axis=0) / (ranks / each).sum(axis=0)
+        found.append(together)
+    return lane._replace(model_peak_s=found[0], hardware_peak_s=found[1])
 
 
 def _first_largest(index: Indices, keys: Array) -> tuple[Indices, Array]:

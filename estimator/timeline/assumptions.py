@@ -120,13 +120,24 @@ def _class_assumptions(program: StepProgram, graph_too: bool) -> list[str]:
             f"{graph.optimizer} that reads them"
         )
     found.extend(recipe_assumptions(graph, program.strategy, machine.name))
-    batch = program.bound.batch
     if graph.is_summary:
         found.extend(summary_assumptions(program.bound, machine, program.strategy))
-    if graph.timings and batch != graph.batch:
-        found.append(f"ops were timed at batch {graph.batch} and scaled to batch {batch}")
+    if graph.timings:
+        found.extend(_timing_assumptions(program))
     found.extend(f"not probed: {part}" for part in machine.missing)
     return found
+
+
+def _timing_assumptions(program: StepProgram) -> Iterator[str]:
+    """What operators that were timed one by one stand for here."""
+    graph, machine, batch = program.bound.graph, program.profile.name, program.bound.batch
+    if not graph.timings_on(machine):
+        yield (
+            f"operators were timed on '{graph.timed_on}': on '{machine}' they take what its own "
+            "profile says"
+        )
+    elif batch != graph.batch:
+        yield f"ops were timed at batch {graph.batch} and scaled to batch {batch}"
 
 
 def _waiting_assumptions(program: StepProgram) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +13,7 @@ from estimator.errors import ProfileError
 from estimator.graph.costs import Features, features_of
 from estimator.graph.dataflow import Dataflow
 from estimator.graph.op_graph import BoundGraph, OpGraph
+from estimator.graph.ops import OpTiming
 from estimator.graph.structure import GraphStructure
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import is_known_by_datasheet, with_typical_costs
@@ -270,8 +271,8 @@ def _kernel_seconds(
     timed = _timed(graph, costs, fits, profile)
     seconds = _blend(timed, of, cold)
     errors = np.array([each.relative_error for each in timed])[of]
-    if graph.timings:
-        ratios, halves = _measured_ratios(structure, costs, timed, fits, cold)
+    if timings := graph.timings_on(profile.name):
+        ratios, halves = _measured_ratios(structure, costs, timings, timed, fits, cold)
         seconds, errors = seconds * ratios, errors * halves
     errors = np.where(is_view, 0.0, errors)
     sources = ["view" if view else timed[n].source for view, n in zip(is_view, of, strict=True)]
@@ -299,8 +300,9 @@ def _timed(
     """What each distinct call takes: as measured, as predicted, or as a copy of its bytes."""
     found = []
     predictions = fits.predict_each(costs.calls, costs.features)
+    timings = graph.timings_on(profile.name)
     for call, predicted, runs in zip(costs.calls, predictions, costs.runs, strict=True):
-        timing = graph.timings.get(call) if graph.timings else None
+        timing = timings.get(call) if timings else None
         if timing is not None:
             seconds = timing.seconds
             found.append(
@@ -335,6 +337,7 @@ def _as_copy(call: OpCall, fits: KernelFits | Roofline, profile: MachineProfile)
 def _measured_ratios(
     structure: GraphStructure,
     costs: CallCosts,
+    timings: Mapping[OpCall, OpTiming],
     timed: Sequence[Prediction],
     fits: KernelFits | Roofline,
     cold: Array,
@@ -347,13 +350,13 @@ def _measured_ratios(
         call = graph.ops[op].call
         fitted = None
         if (
-            call in graph.timings
-            and costs.calls[number] not in graph.timings
+            call in timings
+            and costs.calls[number] not in timings
             and timed[number].source not in ("assumed", "view")
         ):
             left[number] = _CARRIED_ERROR_RATIO
             fitted = fits.predict(call)
-        measured_s[number] = graph.timings[call].seconds if fitted else 1.0
+        measured_s[number] = timings[call].seconds if fitted else 1.0
         traced.append(fitted or Prediction(warm_s=1.0, cold_s=1.0, relative_error=0.0, source=""))
     of = structure.call_of
     return measured_s[of] / _blend(traced, of, cold), left[of]

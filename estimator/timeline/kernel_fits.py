@@ -231,9 +231,7 @@ class ProbedKernels:
     """
 
     def __init__(self, profile: MachineProfile) -> None:
-        device = profile.devices[0]
-        # No thread of the host works on an accelerator's operators.
-        self.threads = max(len(device.cores), 1) if device.kind == "cpu" else 0
+        self.threads = profile.devices[0].threads
         self.exact: dict[OpCall, tuple[float, float]] = {}
         self.exact_tf32: dict[OpCall, tuple[float, float]] = {}
         memory = profile.memory

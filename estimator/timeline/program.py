@@ -92,6 +92,8 @@ class StepProgram:
     durations: Durations
     lanes: MicroBatches
     accumulate_s: float
+    merging: bool
+    micro_batches: int
 
     @property
     def peak_flops_per_s(self) -> float | None:
@@ -209,9 +211,7 @@ def _compile(asked: _Asked, exchanges: Exchanges | None) -> StepProgram:
         copies_s=copies_s,
         exchanges_s=exchanges_s,
         exchanged=asked.exchanged,
-        copy_back_s=0.0
-        if strategy.holds_gradients_in_buckets
-        else float(lane.bucket_copies_s.sum()),
+        copy_back_s=lane.copy_back_s,
         update_s=update_s,
         # A host that is ahead has issued the update already: then it is all the device's.
         update_launch_s=min(launch_s, update_s),
@@ -225,6 +225,8 @@ def _compile(asked: _Asked, exchanges: Exchanges | None) -> StepProgram:
         durations=durations,
         lanes=lanes,
         accumulate_s=accumulate,
+        merging=asked.merging,
+        micro_batches=accumulation_steps,
     )
 
 
@@ -243,9 +245,9 @@ def _update(
     update_s, launch_s = update_s + added.seconds, launch_s + added.fixed_s
     if graph.grad_scaler:
         update_s += unscale_s(trained, graph, *asked.machine)
-    elif (
-        both := None if sharding else update_lanes(trained, graph, profile, stored_ratio)
-    ) is not None:
+    elif not (sharding or strategy.offload) and (
+        both := update_lanes(trained, graph, profile, stored_ratio)
+    ):
         host_s, device_s = both
         lanes, update_s = lanes.looped(host_s + added.host_s, device_s + added.device_s)
     return lanes, update_s, launch_s, source
@@ -261,6 +263,7 @@ def _durations(asked: _Asked) -> Durations:
 
 def _memory(asked: _Asked, buckets: tuple[Bucket, ...]) -> ShardedMemory:
     bound, strategy = asked.bound, asked.strategy
+    threads = asked.profile.devices[0].threads
 
     def made() -> ShardedMemory:
         return step_memory(
@@ -270,11 +273,11 @@ def _memory(asked: _Asked, buckets: tuple[Bucket, ...]) -> ShardedMemory:
             merging=asked.merging,
             buckets=[Reduction(after=b.ready_after, size_bytes=b.size_bytes) for b in buckets],
             micro_batches=asked.accumulation_steps,
-            gradient_sync=strategy.gradient_sync,
+            threads=threads,
             structure=structure_of(bound.graph, asked.cache),
         )
 
-    details = asked.merging, strategy, asked.accumulation_steps
+    details = asked.merging, strategy, asked.accumulation_steps, threads
     return asked.cache.get("memory", (bound,), made, *details)
 
 
@@ -285,7 +288,7 @@ class _Lane:
     lanes: MicroBatches
     copies_s: float
     buckets: tuple[Bucket, ...]
-    bucket_copies_s: Array
+    copy_back_s: float
     segments_s: Array
 
 
@@ -313,7 +316,7 @@ def _bucketed_lane(asked: _Asked, durations: Durations) -> _Lane:
         ),
         copies_s=float(each_s.sum()) if asked.profile.host else 0.0,
         buckets=buckets,
-        bucket_copies_s=back_s,
+        copy_back_s=0.0 if strategy.holds_gradients_in_buckets else float(back_s.sum()),
         segments_s=np.zeros(0),
     )
 
@@ -343,7 +346,7 @@ def _sharded_lane(asked: _Asked, durations: Durations) -> _Lane:
         lanes=lanes,
         copies_s=float(copied_s),
         buckets=(),
-        bucket_copies_s=np.zeros(0),
+        copy_back_s=0.0,
         segments_s=segments_s,
     )
 
@@ -358,13 +361,7 @@ def _kernel_seconds(
         (asked.bound, asked.profile),
         lambda: kernel_groups(structure, durations.sources),
     )
-    spent_s = durations.device_s
-    count = len(groups.keys) + 1
-    seconds, errors_s = (
-        np.bincount(groups.of, weights=weights, minlength=count)[1:].tolist()
-        for weights in (spent_s, spent_s * durations.relative_errors)
-    )
-    return dict(zip(groups.keys, zip(seconds, errors_s, strict=True), strict=True))
+    return groups.seconds(durations.device_s, durations.relative_errors)
 
 
 def _variance(

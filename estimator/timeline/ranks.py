@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -138,6 +138,21 @@ class RankKind:
             segments_s=program.segments_s * slow,
             input=costs,
         )
+
+
+def at_peak_s(
+    work: Iterable[tuple[RankKind, float]], devices: Iterable[tuple[RankKind, float]]
+) -> tuple[float, float]:
+    """(seconds of the model's FLOPs, of all), were the devices at their peak all together.
+
+    `work` says of how many ranks' micro-batches, `devices` of how many ranks; NaN if not known.
+    """
+    model = hardware = 0.0
+    for kind, times in work:
+        model += times * kind.program.flops.model
+        hardware += times * kind.program.flops.hardware
+    peak = sum([ranks * (kind.program.peak_flops_per_s or math.nan) for kind, ranks in devices])
+    return model / peak or math.nan, hardware / peak or math.nan
 
 
 class StepShape(NamedTuple):
@@ -280,6 +295,10 @@ class RankColumns:
     def lane(self, numbers: Indices) -> LaneCosts:
         """The compute of the kinds with these numbers."""
         return LaneCosts(*(column[numbers] for column in self._lane))
+
+    def at_peak_s(self, numbers: Indices) -> tuple[Array, Array]:
+        """(model, hardware): what a micro-batch of these kinds takes at its device's peak."""
+        return self._lane.model_peak_s[numbers], self._lane.hardware_peak_s[numbers]
 
     def length_s(self, numbers: Indices, shards: Any) -> Array:
         """The lanes' lengths of the kinds with these numbers."""

@@ -13,9 +13,9 @@ from estimator.machines.profile import MachineProfile
 from estimator.tensors import OpCall, TensorSpec
 from estimator.timeline.durations import kernel_fits
 from estimator.timeline.passes import FP32_PASS_BYTES, memory_bound_s
-from estimator.timeline.updates import Trained
+from estimator.timeline.updates import Trained, cost_of_update
 from estimator.workload import Strategy
-from estimator.workload.optimizers import MEASURED, MUON_PASSES
+from estimator.workload.optimizers import MEASURED, MUON_PASSES, RULES
 
 # torch/nn/utils/clip_grad.py: norms of all gradients (read), then a product in place (read, write).
 _CLIPPED_TENSORS = 3
@@ -23,6 +23,7 @@ _CLIPPED_TENSORS = 3
 _CLIP_OPS = 6
 # Gradients cast from half to fp32 and updated weights cast back: 2 + 4 and 4 + 2 bytes.
 _MASTER_BYTES = 12.0
+_FP32_BYTES = 4
 
 
 class Added(NamedTuple):
@@ -51,8 +52,12 @@ def added_to_update(
     if graph.clip_grad_norm:
         ratio = strategy.shard_dtypes(graph.precision).stored_ratio
         moved_bytes = _CLIPPED_TENSORS * trained.size_bytes * ratio
-        host_s = fixed_s = _clip_host_s(trained, graph, machine[0])
-        device_s = _moved_s(moved_bytes, *machine)
+        loops = strategy.offload or graph.target == "cpu"
+        host_s = fixed_s = _clip_host_s(trained, loops, machine[0])
+        if strategy.offload:
+            device_s = _moved_by_host_s(moved_bytes, graph, machine[0])
+        else:
+            device_s = _moved_s(moved_bytes, *machine)
         if strategy.kind == "zero1":
             # ZeroRedundancyOptimizer shards the update alone: every rank clips all gradients.
             fixed_s += device_s
@@ -107,11 +112,17 @@ def _moved_s(moved_bytes: float, profile: MachineProfile, devices_busy: int, cac
     return float(memory_bound_s(profile, "aten.add_.Tensor", [elements], devices_busy, cache)[0])
 
 
-def _clip_host_s(trained: Trained, graph: OpGraph, profile: MachineProfile) -> float:
+def _moved_by_host_s(moved_bytes: float, graph: OpGraph, profile: MachineProfile) -> float:
+    """At the rate of an update on the host, which is bound by memory too."""
+    element_s = cost_of_update(profile, graph.optimizer, "cpu").per_parameter_s
+    return moved_bytes * element_s / RULES[graph.optimizer].bytes_of(_FP32_BYTES)
+
+
+def _clip_host_s(trained: Trained, loops: bool, profile: MachineProfile) -> float:
     """On CPUs each gradient has a norm and a product of its own; on GPUs foreach has them all."""
     if profile.host is None:
         return 0.0
-    own = 2 * trained.tensors if graph.target == "cpu" else 2
+    own = 2 * trained.tensors if loops else 2
     return (_CLIP_OPS + own) * profile.host.bare_op_s
 
 

@@ -85,15 +85,16 @@ def update_cost(
     What is updated takes `stored_ratio` times the bytes of what the graph computes with, on a
     `kind` of device, None: on that of the graph.
     """
-    cost = cost_of_update(profile, graph.optimizer, kind or graph.target)
+    kind = kind or graph.target
+    cost = cost_of_update(profile, graph.optimizer, kind)
     tensors = _tensors(trained, graph)
     seconds = cost.update_time_s(
         tensors=tensors,
-        parameters=_float32_elements(trained, graph, stored_ratio),
+        parameters=_float32_elements(trained, graph, stored_ratio, kind),
         idle=trained.idle,
     )
-    timing = graph.timings.get(update_call(graph)) if graph.timed_on == profile.name else None
-    if timing is not None and stored_ratio == 1:
+    timing = graph.timings_on(profile.name).get(update_call(graph))
+    if timing is not None and stored_ratio == 1 and kind == graph.target:
         seconds = timing.seconds
     slowdown = slowdown_ratio(profile, "update", devices_busy, float(trained.size_bytes))
     fixed_s = cost.launch_s
@@ -136,18 +137,20 @@ def update_lanes(
         return None
     host_s = cost.launch_s + _tensors(trained, graph) * cost.per_tensor_s
     idle_s = trained.idle * cost.per_idle_parameter_s
-    elements = _float32_elements(trained, graph, stored_ratio)
+    elements = _float32_elements(trained, graph, stored_ratio, graph.target)
     return host_s, elements * cost.per_parameter_s + idle_s
 
 
-def _float32_elements(trained: Trained, graph: OpGraph, stored_ratio: int) -> float:
+def _float32_elements(
+    trained: Trained, graph: OpGraph, stored_ratio: int, kind: DeviceKind
+) -> float:
     """How many elements of the probe's float32 updates take as long.
 
     GPUs are bound by the bytes of an update; of other dtypes on CPUs nothing is known.
     """
     rule = RULES[graph.optimizer]
     item_bytes = float(_FP32_BYTES)
-    if graph.target == "cuda" and trained.elements:
+    if kind == "cuda" and trained.elements:
         item_bytes = trained.size_bytes * stored_ratio / trained.elements
     moved = rule.bytes_of(item_bytes) * trained.elements
     if graph.optimizer == "muon":

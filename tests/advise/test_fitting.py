@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-from estimator.advise.fitting import remedies
+import estimator as est
+from estimator.advise.fitting import Remedy, quick_remedies, remedies
 from estimator.engine import estimate_graph
+from estimator.estimates import Estimate
+from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
 from tests.advise.swap_problems import link
+from tests.graph.test_checkpointing import ROWS, WIDTH, Model
 from tests.synthetic import Machine, perceptron
 
 
@@ -52,6 +57,34 @@ def test_every_remedy_fits_and_the_cheapest_comes_first() -> None:
     devices = int(wider.change.split(":")[0].removeprefix("1x"))
     assert wider.cost_ratio == pytest.approx(devices * wider.step_time_s / answer.step_time_s - 1)
     assert found.index(smaller) < found.index(wider)
+
+
+def test_activation_checkpointing_is_a_remedy_worked_out_for_the_step() -> None:
+    plain, full = (
+        est.trace_model(Model(), torch.zeros(ROWS, WIDTH), checkpoint=form)
+        for form in (None, "full")
+    )
+
+    def answered(graph: OpGraph, memory_bytes: int) -> Estimate:
+        return estimate_graph(graph, "1x1:synthetic", profile=machine(memory_bytes))
+
+    # Of a device that has room for the step with checkpoints, and not for that without.
+    memory_bytes = int(answered(full, 8 << 30).peak_memory_bytes / 0.88)
+    answer, checkpointed = answered(plain, memory_bytes), answered(full, memory_bytes)
+    assert (answer.fits, checkpointed.fits) == ("no", "yes")
+
+    def offered(graph: OpGraph) -> list[Remedy]:
+        found = quick_remedies(graph, answered(graph, memory_bytes), profile=machine(memory_bytes))
+        return [remedy for remedy in found if "checkpointing" in remedy.change]
+
+    (found,) = offered(plain)
+    assert found.peak_bytes == checkpointed.peak_memory_bytes
+    assert found.step_time_s == pytest.approx(checkpointed.step_time_s, rel=0.01)
+    more_s = found.step_time_s - answer.step_time_s
+    assert found.cost_ratio == pytest.approx(more_s / answer.step_time_s)
+    # What has checkpoints already is not offered them, and what no block of has parts neither.
+    assert not offered(full)
+    assert not offered(perceptron([256] * 8, batch=4096))
 
 
 def test_a_wider_allocation_fills_nodes_before_it_takes_more() -> None:

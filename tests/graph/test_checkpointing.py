@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import estimator as est
+from estimator.engine import estimate_graph
 from estimator.errors import ModelError, TraceError
+from estimator.graph.added_checkpoints import with_checkpoints
 from estimator.graph.memory import peak_memory
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.structure import GraphStructure
 from estimator.workload import Strategy
+from tests.conftest import make_small_profile
 
 WIDTH, ROWS, BLOCKS = 64, 512, 4
 
@@ -124,6 +127,89 @@ def test_a_saved_graph_knows_its_recipe(tmp_path: Path) -> None:
     again = OpGraph.load(tmp_path / "graph")
     assert (again.checkpoint, again.clip_grad_norm) == ("selective:2", True)
     assert again.mode == "fp32, gradients clipped, checkpoint selective:2"
+
+
+class Encoder(nn.Module):
+    """Attention and dropout in repeated blocks, an embedding before and a head behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(100, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 128, batch_first=True) for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Convolutions(nn.Sequential):
+    """Blocks whose batch norm writes to its buffers."""
+
+    def __init__(self) -> None:
+        blocks = [
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+            for _ in range(3)
+        ]
+        super().__init__(nn.Conv2d(3, 8, 3), *blocks, nn.Flatten(), nn.Linear(8 * 36, 10))
+
+
+WORDS, IMAGES = torch.zeros(4, 32, dtype=torch.long), torch.zeros(4, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "compiled", "target"),
+    [
+        (Model, torch.zeros(ROWS, WIDTH), False, "cuda"),
+        (Encoder, WORDS, False, "cpu"),
+        (Encoder, WORDS, True, "cuda"),
+        (Convolutions, IMAGES, False, "cpu"),
+    ],
+)
+def test_checkpoints_that_are_added_to_a_graph_run_again_what_traced_ones_do(
+    make: type[nn.Module], batch: Tensor, compiled: bool, target: Any
+) -> None:
+    plain, full = (
+        est.trace_model(make(), batch, checkpoint=form, target=target, compiled=compiled)
+        for form in (None, "full")
+    )
+    added = with_checkpoints(plain)
+    assert added is not None
+    assert repeated(added) == repeated(full)
+    assert (len(added.ops), added.checkpoint) == (len(full.ops), "full")
+    peaks = [
+        peak_memory(graph.at(), optimizer="adamw", strategy=Strategy(), ranks=1).total_bytes
+        for graph in (added, full, plain)
+    ]
+    # A second run under autograd holds some small values for an op longer.
+    assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
+    assert peaks[1] < peaks[2]
+    machine = {"cpu": make_small_profile(), "cuda": None}[target]
+    names = {"cpu": "1x1:local", "cuda": "1x1:h100-sxm"}
+    times = [
+        estimate_graph(graph, names[target], profile=machine).step_time_s for graph in (added, full)
+    ]
+    # Modules without an operator of their own are not known to be called again.
+    assert times[0] == pytest.approx(times[1], rel=0.02)
+    assert with_checkpoints(full) is None
+
+
+def test_views_of_what_a_checkpoint_makes_again_keep_nothing_of_the_first_run() -> None:
+    plain = est.trace_model(Encoder(), WORDS)
+    added = with_checkpoints(plain)
+    assert added is not None
+    structure = GraphStructure.of(added)
+    sizes = structure.storage_bytes(added.at())
+    last = sum(op.phase == "forward" for op in added.ops)
+    kept = (structure.born >= 0) & (structure.born < last) & (structure.dies > last)
+    modules = Counter(added.ops[index].module for index in structure.born[kept & (sizes > 1024)])
+    # The inputs of three blocks, and what the head and the loss read.
+    inside = {path for path in modules if path.startswith("layers.") and "norm2" not in path}
+    assert not inside
 
 
 class Scaled(nn.Module):

@@ -34,9 +34,14 @@ from tests.timeline.test_sharding import profile as machine
 BLOCK = 512
 
 
-def memory(bound: BoundGraph, kind: StrategyKind, optimizer: str = "sgd", **more: object):  # type: ignore[no-untyped-def]
-    knobs = {"servers": 1} if kind == "ps" else {}
-    strategy = Strategy(kind=kind, **knobs)
+def memory(  # type: ignore[no-untyped-def]
+    bound: BoundGraph,
+    kind: StrategyKind,
+    optimizer: str = "sgd",
+    gradient_sync: bool = True,
+    **more: object,
+):
+    strategy = Strategy(kind=kind, servers=int(kind == "ps"), gradient_sync=gradient_sync)
     return step_memory(bound, optimizer=optimizer, strategy=strategy, merging=True, **more)  # type: ignore[arg-type]
 
 
@@ -386,10 +391,9 @@ def test_the_peak_of_a_real_step_whose_shards_are_of_another_dtype(
     found = step_memory(
         graph.at(),
         optimizer="sgd-momentum",
-        strategy=Strategy(kind="fsdp", param="bf16", reduce=reduce),
+        strategy=Strategy(kind="fsdp", param="bf16", reduce=reduce, gradient_sync=sync),
         merging=True,
         micro_batches=micro_batches,
-        gradient_sync=sync,
     )
     model = Model(2048, False)
     policy = MixedPrecisionPolicy(

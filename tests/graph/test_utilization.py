@@ -147,6 +147,40 @@ def test_mfu_is_proportional_to_the_rate_of_samples_and_hfu_tells_of_checkpoints
     assert table.hfu_ratio[0] == pytest.approx(two.hfu_ratio)
 
 
+@pytest.mark.parametrize("batch", [512, (512, 512), (640, 128), (512, 511)])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_mfu_is_all_flops_over_the_peaks_of_all_devices_whatever_the_batch(
+    batch: int | tuple[int, int], steps: int
+) -> None:
+    model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
+    graph = trace_graph(model, torch.randn(64, 1024), target="cuda", precision="bf16")
+    asked = {"batch_per_gpu": batch, "accumulation_steps": steps}
+    found = estimate(graph, "1x1:h100-sxm+1x3:a100-sxm-80gb", **asked)  # type: ignore[arg-type]
+    first, others = (batch, batch) if isinstance(batch, int) else batch
+    samples = steps * (first + 3 * others)
+    # Through two weights forward, their gradients, and that of what lies between; dense peaks in
+    # bf16 of the datasheets.
+    flops = 5 * 2 * samples * 1024 * 1024
+    seconds = flops / (989.4e12 + 3 * 312e12)
+    assert found.mfu_ratio == pytest.approx(seconds / found.step_time_s)
+    assert found.hfu_ratio == found.mfu_ratio
+    if isinstance(batch, int):
+        table = estimate_many(graph, [str(found.allocation)] * 2, **asked)  # type: ignore[arg-type]
+        assert table.mfu_ratio == pytest.approx([found.mfu_ratio] * 2, rel=1e-9)
+
+
+def test_mfu_of_a_pipeline_is_over_the_peaks_of_all_its_devices_too() -> None:
+    layers = [nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU()) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    graph = trace_graph(model, torch.randn(64, 1024), target="cuda", precision="bf16")
+    asked = {"layout": "pp=2", "batch_per_gpu": 64, "accumulation_steps": 4}
+    found = estimate(graph, "1x1:h100-sxm+1x1:a100-sxm-80gb", **asked)  # type: ignore[arg-type]
+    # All products but the gradient of the input.
+    flops = 4 * 64 * (4 * 3 - 1) * 2 * 1024 * 1024
+    seconds = flops / (989.4e12 + 312e12)
+    assert found.mfu_ratio == pytest.approx(seconds / found.step_time_s)
+
+
 def test_a_file_written_before_repeated_work_was_told_apart_still_does(tmp_path: Path) -> None:
     path, graph = tmp_path / "blocks.graph", blocks(False)
     graph.save(path)

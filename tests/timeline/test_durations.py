@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 import estimator as est
 from estimator.cache import Cache
 from estimator.engine import estimate_graph
+from estimator.estimates import Estimate
+from estimator.graph.fusion import compile_graph
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import OpTiming
 from estimator.graph.optimizer_memory import update_call
@@ -187,6 +190,54 @@ def test_an_update_that_was_timed_takes_its_time_on_that_machine() -> None:
     assert update_s(timed, profile) == pytest.approx(0.25)
     other = replace(profile, name="other")
     assert update_s(timed, other) == pytest.approx(update_s(graph, profile))
+
+
+def timed_graph() -> OpGraph:
+    """The step of a perceptron, each of whose calls took a second on the synthetic machine."""
+    graph = perceptron([64] * 3, batch=4)
+    calls = dict.fromkeys([op.call for op in graph.ops], OpTiming(seconds=1.0))
+    return replace(graph, timings=calls, timed_on="synthetic")
+
+
+@pytest.mark.parametrize(
+    "of", [lambda graph: graph, lambda graph: compile_graph(graph, "compiled")]
+)
+def test_calls_that_were_timed_on_one_machine_are_not_measured_on_another(
+    of: Callable[[OpGraph], OpGraph],
+) -> None:
+    timed = of(timed_graph())
+    untimed = replace(timed, timings={}, timed_on=None)
+    here = Machine().profile()
+    other = replace(here, name="other")
+
+    def answer(graph: OpGraph, machine: MachineProfile, batch: int) -> Estimate:
+        name = f"1x1:{machine.name}"
+        return estimate_graph(graph, name, profile=machine, batch_per_gpu=batch)
+
+    # Some of the calls of a compiled step are those that were timed.
+    assert answer(timed, here, 4).step_time_s > 1
+    for batch in (4, 8):
+        there, plain = answer(timed, other, batch), answer(untimed, other, batch)
+        assert there.step_time_s == plain.step_time_s
+        assert there.provenance == plain.provenance
+        (said,) = set(there.assumptions) - set(plain.assumptions)
+        assert "timed on 'synthetic'" in said
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
+def test_a_part_of_a_timed_graph_has_no_timings_of_another_machine_either(layout: str) -> None:
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)])
+    graph = est.trace_model(layers, torch.ones(4, 64), target="cuda")
+    calls = dict.fromkeys([op.call for op in graph.ops], OpTiming(seconds=1.0))
+    timed = replace(graph, timings=calls, timed_on="timed")
+    other = load_profile("h100-sxm")
+
+    def step_s(asked: OpGraph, machine: MachineProfile) -> float:
+        name = f"1x2:{machine.name}"
+        return estimate_graph(asked, name, profile=machine, layout=layout).step_time_s
+
+    assert step_s(timed, replace(other, name="timed")) > 1
+    assert step_s(timed, other) == step_s(graph, other)
 
 
 def test_a_gpus_host_looks_up_algorithms_of_convolutions_and_batch_norms() -> None:

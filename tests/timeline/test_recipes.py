@@ -12,6 +12,8 @@ from estimator.cache import Cache
 from estimator.engine import estimate_graph
 from estimator.errors import ProfileError, StrategyError
 from estimator.estimates import Estimate
+from estimator.graph.ops import OpTiming
+from estimator.graph.optimizer_memory import update_call
 from estimator.machines.profile import MachineProfile
 from estimator.placement.process_groups import ProcessGroup
 from estimator.tables.table import estimate_many
@@ -207,6 +209,50 @@ def test_offloaded_shards_are_updated_by_the_host_and_leave_the_device() -> None
     assert any("on the host" in text for text in found.assumptions)
     with pytest.raises(ProfileError, match="no h2d link"):
         answer("fsdp:offload")
+
+
+# Of a rank alone: 80 bytes an element at 0.8 of 51 GB/s, 50 µs for the step, 10 µs a tensor.
+_HOST_UPDATE_S = 80 * ELEMENTS / (0.8 * 51e9) + 5e-5 + 4 * 1e-5
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-loop"])
+def test_a_single_ranks_offloaded_update_takes_the_hosts_time(optimizer: str) -> None:
+    graph = replace(GPU_BLOCKS, optimizer=optimizer)
+    found = estimate_graph(graph, "1x1:h100-sxm", strategy="fsdp:offload")
+    assert found.breakdown.update_s == pytest.approx(_HOST_UPDATE_S, rel=0.02)
+    assert found.timeline.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
+
+
+def test_an_update_that_was_timed_on_the_gpu_is_not_that_of_offloaded_shards() -> None:
+    timing = OpTiming(seconds=1e-5)
+    timed = replace(GPU_BLOCKS, timings={update_call(GPU_BLOCKS): timing}, timed_on="h100-sxm")
+    found = estimate_graph(timed, "1x1:h100-sxm", strategy="fsdp:offload")
+    assert found.breakdown.update_s == pytest.approx(_HOST_UPDATE_S, rel=0.02)
+
+
+def test_offloaded_parameters_in_half_are_updated_as_the_host_was_timed() -> None:
+    # Half the bytes are half the time of a GPU; of other dtypes on CPUs nothing is known.
+    parameters = [
+        replace(each, spec=replace(each.spec, dtype="bfloat16")) for each in GPU_BLOCKS.parameters
+    ]
+    half = replace(GPU_BLOCKS, parameters=tuple(parameters))
+    found = estimate_graph(half, "1x1:h100-sxm", strategy="fsdp:offload")
+    assert found.breakdown.update_s == pytest.approx(_HOST_UPDATE_S, rel=0.02)
+
+
+def test_offloaded_gradients_are_clipped_at_the_hosts_rate() -> None:
+    plain, clipped = (
+        estimate_graph(
+            replace(GPU_BLOCKS, clip_grad_norm=clips), "1x1:h100-sxm", strategy="fsdp:offload"
+        )
+        for clips in (False, True)
+    )
+    host = plain.plan.kinds[0].program.profile.host
+    assert host is not None
+    # Three times 4 bytes an element; each of four gradients has a norm and a product of its own.
+    expected_s = 12 * ELEMENTS / (0.8 * 51e9) + (6 + 2 * 4) * host.bare_op_s
+    more_s = clipped.breakdown.update_s - plain.breakdown.update_s
+    assert more_s == pytest.approx(expected_s, rel=0.02)
 
 
 def test_a_single_rank_copies_all_of_what_it_keeps_on_the_host() -> None:

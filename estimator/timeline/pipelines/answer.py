@@ -22,7 +22,7 @@ from estimator.timeline.overlaps import NO_OVERLAP
 from estimator.timeline.pipelines.periods import last_ends_s
 from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks
 from estimator.timeline.plan import StepAnswer, StepPlan, answer_of
-from estimator.timeline.ranks import LaneCosts, RankKind
+from estimator.timeline.ranks import LaneCosts, RankKind, at_peak_s
 from estimator.timeline.simulation import simulate
 from estimator.timeline.spans import LANES, Label, SpanColumns, Timeline
 from estimator.timeline.step import Breakdown
@@ -53,7 +53,8 @@ class PipelinedStep:
     """The passes and transfers of a pipeline's step, and what its ranks do after their last pass.
 
     `costs` are those of the stages, `points` the modules at which they begin, `ranks` how many
-    ranks the mesh has; `is_ddp` where DDP reduces gradients among some of them.
+    ranks the mesh has; `is_ddp` where DDP reduces gradients among some of them. `fullest` is, of
+    the stages of the fullest rank, the one with most activations.
     """
 
     schedule: Schedule
@@ -63,6 +64,7 @@ class PipelinedStep:
     points: Sequence[str]
     ranks: int
     is_ddp: bool
+    fullest: StepPlan
 
     def assumptions(self) -> Iterator[str]:
         """What an answer takes for granted of stages, in sentences."""
@@ -163,15 +165,14 @@ def pipeline_answer(
     )
     longest = max(held[last], key=lambda number: answers[number].slowest.lane.lane_s)
     own = [answers[n].slowest.lane for n in held[last]]
-    share = passes / (micro_batches * ranks)
-    slowest = _with_lanes(
-        answers[longest].slowest, own, passes, [each.slowest.lane for each in answers], share
-    )
+    at_peak = _at_peak_s(held, passes / micro_batches, stages)
+    slowest = _with_lanes(answers[longest].slowest, own, passes, at_peak)
     each_peak = [peaks[id(each.plan)] for each in stages]
     memories = [
         _memory(schedule, ranks, rank, micro_batches, stages, each_peak) for rank in range(ranks)
     ]
-    memory, used_ratio = max(memories, key=lambda each: each[1])
+    fullest, (memory, used_ratio) = max(enumerate(memories), key=lambda each: each[1][1])
+    widest = max(held[fullest], key=lambda number: each_peak[number].activations_bytes)
     found = StepAnswer(parts, slowest, answers[longest].communication)
     first = stages[0].plan
     step = PipelinedStep(
@@ -183,6 +184,7 @@ def pipeline_answer(
         ranks=first.mesh.placement.ranks,
         is_ddp=first.members.table.shape.strategy.kind == "ddp"
         and first.mesh.parallelism.replicas > 1,
+        fullest=stages[widest].plan,
     )
     return PipelineAnswer(found, stages[longest].plan, memory, used_ratio, step)
 
@@ -241,26 +243,49 @@ def _parts(
     return Breakdown(**{**total, "idle_s": max(step_s - busy_s, 0.0)})
 
 
+def _at_peak_s(
+    held: Sequence[Sequence[int]], passes_ratio: float, stages: Sequence[StagePlan]
+) -> tuple[float, float]:
+    """Seconds of a micro-batch's FLOPs at the peak of all devices; see `ranks.at_peak_s`.
+
+    A stage computes this ratio of a step's micro-batches.
+    """
+    work: list[tuple[RankKind, float]] = []
+    devices: list[tuple[RankKind, float]] = []
+    for rank, numbers in enumerate(held):
+        for number in numbers:
+            own = _ranks_of(stages[number].plan, rank, len(held))
+            work += [(kind, ranks * passes_ratio) for kind, ranks in own]
+        devices += own
+    return at_peak_s(work, devices)
+
+
+def _ranks_of(plan: StepPlan, rank: int, count: int) -> list[tuple[RankKind, int]]:
+    """How many ranks of each kind are one pipeline rank of so many."""
+    each = plan.placement.ranks // count
+    found, first = [], 0
+    for group, number in zip(plan.placement.node_groups, plan.members.kind_of, strict=True):
+        end = first + group.ranks
+        own = min(end, (rank + 1) * each) - max(first, rank * each)
+        if own > 0:
+            found.append((plan.kinds[number], own))
+        first = end
+    return found
+
+
 def _with_lanes(
-    longest: RankKind,
-    own: Sequence[LaneCosts],
-    passes: int,
-    stages: Sequence[LaneCosts],
-    share: float,
+    longest: RankKind, own: Sequence[LaneCosts], passes: int, at_peak: tuple[float, float]
 ) -> RankKind:
     """The longest stage's rank with the lanes of all its stages and passes together.
 
-    What it computes in one micro-batch is the mean over ranks: of each stage this `share`.
+    What it computes in one micro-batch at its peak is the mean over ranks, `at_peak`.
     """
     sums = {
         name: passes * sum(getattr(lane, name) for lane in own)
         for name in LaneCosts._fields
         if name.endswith("_s")
     }
-    sums |= {
-        name: share * sum(getattr(lane, name) for lane in stages)
-        for name in ("model_peak_s", "hardware_peak_s")
-    }
+    sums |= zip(("model_peak_s", "hardware_peak_s"), at_peak, strict=True)
     variance = sum(lane.kernels_variance_s2 for lane in own) * passes**2
     return replace(longest, lane=longest.lane._replace(**sums, kernels_variance_s2=variance))
 
