@@ -275,11 +275,22 @@ def test_no_file_is_read_by_its_path(
     profile = (store / "machines" / "local.json").read_text()
     (tmp_path / "here.json").write_text(profile)
     (tmp_path / "here").write_text(profile)
+    (tmp_path / "t4-g4dn@").mkdir()
+    (tmp_path / "t4-g4dn@here.json").write_text(profile)
     for name in ("here.json", "here"):
         found = client.post("/estimate", json={"graph": graph, "on": f"1x1:{name}"})
         assert "there is no machine" in refusal(found, 422)
         timed = {"machine": name, "step_times": [[4, 0.4]], "parameter_bytes": 4000, "tensors": 2}
         assert "there is no machine" in refusal(client.post("/graphs", json=timed), 422)
+    # What follows @ limits a machine; it is no path either.
+    for name in ("t4-g4dn@here.json", "t4-g4dn@/../here.json", "t4-g4dn@500W/../../here.json"):
+        found = client.post("/plan", json={"graph": graph, "machines": [name], "samples": 1e9})
+        assert "limit '" in refusal(found, 422)
+        timed = {"machine": name, "step_times": [[4, 0.4]], "parameter_bytes": 4000, "tensors": 2}
+        assert "limit '" in refusal(client.post("/graphs", json=timed), 422)
+        for path, on in (("/estimate", f"1x1:{name}"), ("/estimate_many", [f"1x1:{name}"])):
+            found = client.post(path, json={"graph": graph, "on": on})
+            assert found.status_code == 422 or found.json()["step_time_s"] == [None], found.text
 
 
 @pytest.mark.parametrize("kind", [KeyError, ZeroDivisionError, OverflowError, RecursionError])
