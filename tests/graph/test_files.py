@@ -189,6 +189,17 @@ def test_a_batch_at_which_a_tensor_would_be_less_than_empty_is_refused(tmp_path:
         graph.at(8)
 
 
+def test_views_of_each_other_are_refused(saved: Path) -> None:
+    def ring(data: Any) -> None:
+        for number in range(3):
+            data["values"][number][3] = (number + 1) % 3
+
+    rewrite(saved, ring)
+    graph = OpGraph.load(saved)
+    with pytest.raises(WorkloadError, match="views of each other"):
+        estimate(replace(graph, target="cuda"), "1x1:t4-g4dn")
+
+
 # What was altered
 
 ASKED: tuple[dict[str, Any], ...] = (
