@@ -200,6 +200,13 @@ def test_views_of_each_other_are_refused(saved: Path) -> None:
         estimate(replace(graph, target="cuda"), "1x1:t4-g4dn")
 
 
+def test_a_graph_without_parameters_has_nothing_to_shard() -> None:
+    job = {"tensor_bytes": [4096, 400], "ready_ratios": [0.3, 1.0], "flops_per_sample": 1e9}
+    graph = replace(OpGraph.from_summary(name="job", target="cuda", **job), parameters=())
+    answers = [estimate(graph, "1x4:t4-g4dn", strategy=each) for each in ("fsdp", "ddp")]
+    assert [answer.breakdown.communication_exposed_s for answer in answers] == [0.0, 0.0]
+
+
 # What was altered
 
 ASKED: tuple[dict[str, Any], ...] = (
