@@ -36,6 +36,36 @@ def damaged_values(values: Any, chance: random.Random) -> str:
     return text.replace(f'"{_LONG_NUMBER}"', "9" * 5000)
 
 
+def altered_values(values: Any, chance: random.Random) -> str:
+    """A JSON text of the values with one to three of them in another's place, or a little off."""
+    copied = json.loads(json.dumps(values))
+    for _ in range(chance.choice((1, 1, 2, 3))):
+        # As often in each part: most values stand in the longest list.
+        part = chance.choice([key for key in copied if copied[key]])
+        whole = chance.random() < 0.2 or not isinstance(copied[part], dict | list)
+        inside = [] if whole else list(_places(copied[part]))
+        container, key = chance.choice(inside) if inside else (copied, part)
+        value = container[key]
+        others = [held[k] for held, k in _places(copied) if type(held[k]) is type(value)]
+        container[key] = json.loads(json.dumps(chance.choice((*_near(value), *others[:1], None))))
+        if others and chance.random() < 0.5:
+            container[key] = json.loads(json.dumps(chance.choice(others)))
+    return json.dumps(copied)
+
+
+def _near(value: Any) -> tuple[Any, ...]:
+    """Values of the same kind, and some of another."""
+    if isinstance(value, bool) or value is None:
+        return (not value, 0, 1, "x", 1.5)
+    if isinstance(value, int):
+        return (value + 1, value - 1, 2 * value, 0, 1, -1, 10**9, 2**31, 2**62, float(value))
+    if isinstance(value, float):
+        return (0.0, -value, 1e308, 5e-324, 1, {"f": "nan"}, {"f": "inf"})
+    if isinstance(value, list):
+        return (value[:-1], value[1:], value[::-1], [*value, *value[-1:]], [])
+    return ("", "x", 1, [], {})
+
+
 def _places(values: Any) -> list[tuple[Any, Any]]:
     """(container, key) of every value that stands in another, at every depth."""
     found: list[tuple[Any, Any]] = []

@@ -33,6 +33,8 @@ ITEM_BYTES = {
 }
 # torch counts elements in 64 bits; its tensors have at most 64 dimensions.
 MOST_EXTENT, MOST_DIMENSIONS = 2**63 - 1, 64
+# So that bytes fit into 64 bits too.
+MOST_ELEMENTS = 2**58
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +166,8 @@ def decode_tree(data: Any) -> Any:
             raise ValueError("the type of a tensor's elements is no text")
         if strides is not None and len(strides) != len(spec.shape):
             raise ValueError("a tensor has not as many strides as dimensions")
-        if spec.numel > MOST_EXTENT:
-            raise ValueError("a tensor has more than 2^63 elements")
+        if spec.numel > MOST_ELEMENTS:
+            raise ValueError("a tensor has more than 2^58 elements")
         return spec
     if isinstance(data, list):
         return tuple([decode_tree(item) for item in data])

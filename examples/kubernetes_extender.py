@@ -34,6 +34,7 @@ from typing import Any
 
 import estimator as est
 from estimator.errors import GraphFileError
+from estimator.files import parse_json
 from estimator.schedulers import volcano
 from estimator.schedulers.admission import admitted
 from estimator.schedulers.kubernetes import filtered, prioritized
@@ -46,6 +47,8 @@ VERBS = {
     "/admit": admitted,
 }
 MOST_BYTES = 64 << 20
+# What a message of another form than Kubernetes' raises.
+UNLIKE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def server(folder: Path, port: int) -> ThreadingHTTPServer:
@@ -60,16 +63,23 @@ def server(folder: Path, port: int) -> ThreadingHTTPServer:
         return graphs[name]
 
     class Handler(BaseHTTPRequestHandler):
+        # Of each read: who announces more than is sent does not hold a thread for ever.
+        timeout = 30.0
+
         def do_POST(self) -> None:
-            size = int(self.headers.get("Content-Length", 0))
-            if self.path not in VERBS or not 0 < size <= MOST_BYTES:
-                self.send_error(404 if size else 411)
+            announced = self.headers.get("Content-Length", "")
+            if self.path not in VERBS:
+                self.send_error(404)
+                return
+            if not re.fullmatch("[0-9]{1,9}", announced) or not 0 < int(announced) <= MOST_BYTES:
+                self.send_error(413 if re.fullmatch("[1-9][0-9]*", announced) else 411)
                 return
             try:
-                answer: Any = VERBS[self.path](json.loads(self.rfile.read(size)), graph_of)
+                asked = parse_json(self.rfile.read(int(announced)))
+                answer: Any = VERBS[self.path](asked, graph_of)
                 status = 200
-            except (ValueError, TypeError, AttributeError) as error:
-                # Also est.EstimatorError: the extender protocol has a place for it.
+            except (est.EstimatorError, *UNLIKE) as error:
+                # The extender protocol has a place for it.
                 answer, status = {"error": str(error)}, 200 if self.path == "/filter" else 400
             content = json.dumps(answer).encode()
             self.send_response(status)

@@ -16,7 +16,7 @@ from estimator.advise.spot import Spot
 from estimator.coefficients import Calibration
 from estimator.errors import AllocationError, WorkloadError
 from estimator.graph.op_graph import OpGraph
-from estimator.machines.catalogue import load_profile
+from estimator.machines.catalogue import named_profile
 from estimator.machines.prices import PriceList
 from estimator.placement.allocation import Allocation
 from estimator.tables import EstimateTable, estimate_many
@@ -80,7 +80,7 @@ def allocations_of(
             f"at most {max_nodes} nodes are asked for; give a number from 1 to {_MOST_NODES}"
         )
     for machine in dict.fromkeys(machines):
-        whole = len(load_profile(machine).devices)
+        whole = len(named_profile(machine).devices)
         powers = {1 << power for power in range(whole.bit_length())}
         for devices in sorted(powers | {whole}):
             yield f"1x{devices}:{machine}"
@@ -90,7 +90,7 @@ def allocations_of(
     for one, other in combinations(dict.fromkeys(machines), 2) if mixed else ():
         for power in range((max_nodes // 2).bit_length()):
             of_each = (
-                f"{1 << power}x{len(load_profile(name).devices)}:{name}" for name in (one, other)
+                f"{1 << power}x{len(named_profile(name).devices)}:{name}" for name in (one, other)
             )
             yield "+".join(of_each)
 

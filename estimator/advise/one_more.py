@@ -11,7 +11,7 @@ from estimator.engine import estimate_graph
 from estimator.errors import AllocationError, quoted
 from estimator.estimates import Estimate
 from estimator.graph.op_graph import OpGraph
-from estimator.machines.catalogue import load_profile
+from estimator.machines.catalogue import named_profile
 from estimator.placement.allocation import Allocation, DeviceGroup
 from estimator.workload import check_count
 
@@ -72,7 +72,9 @@ def next_gpu(
 
 def _with_one_more(held: Allocation, machines: Sequence[str]) -> Iterator[Allocation]:
     last = held.groups[-1]
-    if last.machine is not None and last.devices_per_node < len(load_profile(last.machine).devices):
+    if last.machine is not None and last.devices_per_node < len(
+        named_profile(last.machine).devices
+    ):
         one, others = replace(last, nodes=1, devices_per_node=last.devices_per_node + 1), last.nodes
         before = (replace(last, nodes=others - 1),) if others > 1 else ()
         yield Allocation((*held.groups[:-1], *before, one))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import click
 
 from estimator.cli.console import remark
-from estimator.errors import ModelError
+from estimator.errors import ModelError, quoted
 from estimator.probe.option_types import Count
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -28,12 +29,16 @@ def serve(host: str, port: int, names: tuple[str, ...], workers: int, store: Pat
     """Answer estimates over HTTP to who has the token in ESTIMATOR_TOKEN.
 
     Graphs are uploaded once and named by the hash of their content; nothing is traced or read by
-    path here. /openapi.json describes all that can be asked; / is a page for a browser.
+    path here. /openapi.json describes all that can be asked; / is a page for a browser, which logs
+    in with the token at /login.
     """
     uvicorn = _uvicorn()
     from estimator.serve.guard import HOSTS, STORE, TOKEN, check_token
 
     check_token(os.environ.get(TOKEN))
+    port = _free_port(host, port)
+    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    remark(f"listening on {where}; log in at {where}/login with the token in {TOKEN}")
     if host not in _LOOPBACK:
         remark(f"listening on {host}: put TLS before it, since the token is sent with each request")
     os.environ[HOSTS] = ",".join((host, *names))
@@ -49,13 +54,30 @@ def serve(host: str, port: int, names: tuple[str, ...], workers: int, store: Pat
             port=port,
             workers=workers,
             loop="estimator.serve.listening:SharingLoop" if workers > 1 else "auto",
+            http="estimator.serve.listening:Connection",
+            ws="none",
             access_log=False,
             log_level="warning",
             server_header=False,
             timeout_keep_alive=30,
             limit_concurrency=512,
-            h11_max_incomplete_event_size=64 << 10,
         )
+
+
+def _free_port(host: str, port: int) -> int:
+    """The port to listen on, one that is free for 0; uvicorn would end with a raw error."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind((host, port))
+            found: int = free.getsockname()[1]
+            return found
+    except OSError as error:
+        raise click.ClickException(
+            f"cannot listen on {quoted(host)}, port {port} ({error.strerror}); choose another "
+            "with --host or --port"
+        ) from None
 
 
 def _uvicorn() -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from estimator.errors import AllocationError
-from estimator.machines.catalogue import load_profile
+from estimator.machines.catalogue import named_profile
 from estimator.placement.allocation import Allocation
 from estimator.placement.topology import Cluster
 
@@ -105,7 +105,7 @@ class Nodes:
                     f"'{group}' names a host; describe a cluster by machine types, as in "
                     "64x8:dgx-a100"
                 )
-            known = len(load_profile(group.machine).devices)
+            known = len(named_profile(group.machine).devices)
             if group.devices_per_node > known:
                 raise AllocationError(
                     f"'{group}' asks for {group.devices_per_node} devices a node, and "

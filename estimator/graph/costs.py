@@ -8,9 +8,9 @@ kernels fused by a compiler is in `fused_calls`, that of parts of a step known b
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from estimator.errors import WorkloadError, printable
 from estimator.graph import (
     cost_families,
     cost_indexing,
@@ -20,12 +20,14 @@ from estimator.graph import (
     step_parts,
 )
 from estimator.graph.cost_kernels import is_channels_last, matmul_layout
-from estimator.graph.cost_registry import Family, cost_of, formula_of
+from estimator.graph.cost_registry import Family, Formula, cost_of, formula_of
 from estimator.graph.ops import OpCost
 from estimator.tensors import OpCall, TensorSpec
 
 __all__ = ["Family", "Features", "cost_of", "family_of", "features_of", "op_cost"]
 
+# Training the largest models takes some 1e26 flops in all; squares of it are floats still.
+_MOST_WORK = 1e30
 # Importing these registers their formulas.
 FORMULAS = (cost_kernels, cost_families, cost_indexing, cost_pooling, fused_calls, step_parts)
 
@@ -67,21 +69,6 @@ def family_of(target: str) -> Family:
     return "other" if formula is None else formula.family
 
 
-def check_cost(call: OpCall) -> None:
-    """Raise ValueError where a call that comes from a file is none that its formula can read."""
-    try:
-        found = features_of(call)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"[:80]
-        raise ValueError(
-            f"the arguments of {call.target[:60]} are none of its own ({reason})"
-        ) from None
-    if found is not None and not all(
-        0 <= value < math.inf for value in (found.cost.flops, found.cost.moved_bytes, *found.dims)
-    ):
-        raise ValueError(f"the work of {call.target[:60]} is not a number from 0 on")
-
-
 def op_cost(call: OpCall) -> OpCost | None:
     """The least work of a call; None if its operator has no formula, never zero for that.
 
@@ -95,10 +82,32 @@ def op_cost(call: OpCall) -> OpCost | None:
 
 
 def features_of(call: OpCall) -> Features | None:
-    """The features of a call; None if its operator has no formula."""
+    """The features of a call; None if its operator has no formula.
+
+    Raises WorkloadError for a call that its formula cannot read: one of a file, or at a batch far
+    from those traced.
+    """
     formula = formula_of(call.target)
     if formula is None:
         return None
+    try:
+        found = _features(call, formula)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = printable(f"{type(error).__name__}: {error}")
+        raise WorkloadError(
+            f"the arguments of {printable(call.target)} are none of its own ({reason}); trace the "
+            "model again"
+        ) from error
+    work = (found.cost.flops, found.cost.moved_bytes, *found.dims)
+    if not all(0 <= value <= _MOST_WORK for value in work):
+        raise WorkloadError(
+            f"the work of {printable(call.target)} is no number from 0 to {_MOST_WORK:g}; trace "
+            "the model again"
+        )
+    return found
+
+
+def _features(call: OpCall, formula: Formula) -> Features:
     run, whole = innermost_run(call)
     contiguous = run >= whole
     if formula.family == "matmul" and "backward" not in call.target:

@@ -114,8 +114,10 @@ class _Products:
     def _made_by(self, index: int) -> int | None:
         """The product whose result a collective sends, if it is one's."""
         made = self.maker.get(self.ops[index].inputs[0])
-        while made is not None and self.ops[made].is_view:
-            made = self.maker.get(self.ops[made].inputs[0])
+        while made is not None and (op := self.ops[made]).is_view:
+            # A file may say that an operator reads what it makes.
+            before = self.maker.get(op.inputs[0]) if op.inputs else None
+            made = before if before is not None and before < made else None
         is_product = made is not None and made in self.of_module.get(self.ops[made].module, [])
         return made if is_product else None
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 from estimator.errors import GraphFileError, cause, quoted
 from estimator.files import parse_json, read_file, unpack
-from estimator.graph.costs import check_cost
+from estimator.graph.costs import features_of
 from estimator.graph.fused_calls import FUSED, FusedKernel
 from estimator.graph.ops import (
     Execution,
@@ -26,7 +28,7 @@ from estimator.graph.ops import (
 from estimator.graph.repeated import with_repeated
 from estimator.graph.step_parts import STEP_PART, StepPart
 from estimator.machines.files import write_bytes_atomically
-from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree, tensor_leaves
+from estimator.tensors import OpCall, TensorSpec, decode_tree, encode_tree
 from estimator.units import MIB
 from estimator.workload.layout import Layout
 from estimator.workload.optimizers import check_optimizer
@@ -38,6 +40,9 @@ VERSION = 1
 # Llama-70B, 18,800 operators, takes 3 MiB unpacked; far more than that is not one of ours.
 MOST_BYTES = 64 * MIB
 _GZIP_MAGIC = b"\x1f\x8b"
+# The name is among the first fields, and has at most so many characters.
+_HEAD_BYTES, _MOST_NAME = 4 << 10, 500
+_NAME = re.compile(rb'"name":\s*("(?:[^"\\]|\\.)*")')
 _PLAIN_FIELDS = (
     "name",
     "target",
@@ -67,7 +72,7 @@ _LATER_FIELDS: dict[str, str | bool | int | None] = {
 _DAMAGE = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 # More of one thing than any model has: they bound what an estimate of a graph takes.
 _MOST_BATCH, _MOST_BYTES_HELD, _MOST_COUNT = 10**9, 10**18, 10**9
-_LONGEST_S = 1e9
+_LONGEST_S, _MOST_NOISE = 1e9, 100.0
 
 
 def is_saved_graph(path: str | os.PathLike[str]) -> bool:
@@ -79,6 +84,17 @@ def is_saved_graph(path: str | os.PathLike[str]) -> bool:
             return stream.read(2) == _GZIP_MAGIC
     except (OSError, ValueError):
         return False
+
+
+def saved_name(path: str | os.PathLike[str]) -> str:
+    """The name in the head of a saved graph, where `write_graph` puts it; else that of the file."""
+    try:
+        with gzip.open(path) as stream:
+            found = _NAME.search(stream.read(_HEAD_BYTES))
+        name = json.loads(found[1]) if found else ""
+    except (OSError, EOFError, zlib.error, ValueError):
+        name = ""
+    return name if name and name.isprintable() else Path(path).stem
 
 
 def write_graph(graph: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -274,6 +290,8 @@ def _text(value: Any) -> str:
 
 def _check_alike(one: Any, two: Any) -> None:
     """Raise ValueError where a call or an argument at two batch sizes differs in more than size."""
+    if one is two or one == two:
+        return
     if isinstance(one, OpCall) and isinstance(two, OpCall):
         if one.target != two.target or len(one.keywords) != len(two.keywords):
             raise ValueError(f"{one.target[:60]} is another operator at the second batch")
@@ -282,11 +300,15 @@ def _check_alike(one: Any, two: Any) -> None:
     elif isinstance(one, TensorSpec) and isinstance(two, TensorSpec):
         if len(one.shape) != len(two.shape) or (one.strides is None) != (two.strides is None):
             raise ValueError("a tensor has other dimensions at the second batch")
+        if one.dtype != two.dtype:
+            raise ValueError("a tensor has elements of another type at the second batch")
     elif isinstance(one, tuple) and isinstance(two, tuple):
         for first, second in zip(one, two, strict=True):
             _check_alike(first, second)
     elif type(one) is not type(two):
         raise ValueError("an argument is of another kind at the second batch")
+    elif not isinstance(one, int | float) or isinstance(one, bool):
+        raise ValueError("an argument that is no number differs at the second batch")
 
 
 def _index(value: Any, size: int, *, optional: bool = False) -> int | None:
@@ -315,17 +337,15 @@ def _one_of(kinds: Any, found: Any) -> Any:
 
 
 def _checked_spec(spec: Any) -> TensorSpec:
-    if not isinstance(spec, TensorSpec) or any(size < 0 for size in spec.shape):
-        raise ValueError("a tensor has no shape or a negative one")
-    if spec.strides is not None and len(spec.strides) != len(spec.shape):
-        raise ValueError("a tensor has not as many strides as dimensions")
+    if not isinstance(spec, TensorSpec):
+        raise ValueError("a tensor has no shape")
     return spec
 
 
 def _checked_call(call: OpCall) -> OpCall:
-    for spec in tensor_leaves((call.arguments, call.outputs)):
-        _checked_spec(spec)
-    check_cost(call)
+    if "." not in call.target:
+        raise ValueError(f"{quoted(call.target)} is the name of no operator")
+    features_of(call)
     if call.target == STEP_PART:
         StepPart.of(call)
     elif call.target.startswith(FUSED):
@@ -334,19 +354,20 @@ def _checked_call(call: OpCall) -> OpCall:
 
 
 def _timing(seconds: Any, spread: Any) -> OpTiming:
-    if not (0 <= float(seconds) <= _LONGEST_S and 0 <= float(spread) <= _LONGEST_S):
-        raise ValueError(f"an operator takes {quoted(seconds)} seconds")
+    if not (0 <= float(seconds) <= _LONGEST_S and 0 <= float(spread) <= _MOST_NOISE):
+        raise ValueError(f"an operator takes {quoted(seconds)} s with a noise of {quoted(spread)}")
     return OpTiming(seconds=float(seconds), noise_ratio=float(spread))
 
 
 def _check_plain_fields(graph: Mapping[str, Any]) -> None:
-    for name in ("name", "target", "precision", "optimizer"):
-        _text(graph[name])
-    for name in ("timed_on", "checkpoint", "float8"):
-        if graph[name] is not None:
+    required = ("name", "target", "precision", "optimizer")
+    for name in (*required, "timed_on", "checkpoint", "float8"):
+        if graph[name] is not None or name in required:
             _text(graph[name])
     if graph["timings"] and graph["timed_on"] is None:
         raise ValueError("it has timings and does not name the machine that they are of")
+    if len(graph["name"]) > _MOST_NAME:
+        raise ValueError(f"its name has more than {_MOST_NAME} characters")
     if graph["layout"] is not None:
         Layout.parse(graph["layout"])
     if graph["strategy"] is not None:

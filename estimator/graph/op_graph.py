@@ -18,7 +18,7 @@ from estimator.graph.files import read_graph, write_graph
 from estimator.graph.ops import Execution, GraphInput, Op, OpTiming, Parameter, Value
 from estimator.graph.summary import WorkloadSummary, summary_fields
 from estimator.machines.profile import DeviceKind, MachineProfile
-from estimator.tensors import OpCall, TensorSpec
+from estimator.tensors import MOST_ELEMENTS, OpCall, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +272,13 @@ class _Line:
             return one
         if isinstance(one, TensorSpec):
             strides = None if one.strides is None else self.tree(one.strides, two.strides)
-            return TensorSpec(self.tree(one.shape, two.shape), one.dtype, strides)
+            spec = TensorSpec(self.tree(one.shape, two.shape), one.dtype, strides)
+            if min(spec.shape, default=0) < 0 or spec.numel > MOST_ELEMENTS:
+                raise WorkloadError(
+                    f"a tensor of {one.shape} at batch {self.first} would be one of {spec.shape} "
+                    f"at batch {self.wanted}; ask for another batch"
+                )
+            return spec
         if isinstance(one, tuple):
             return tuple(self.tree(a, b) for a, b in zip(one, two, strict=True))
         if isinstance(one, int) and not isinstance(one, bool):

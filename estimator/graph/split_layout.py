@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from estimator.errors import StrategyError
+from estimator.errors import EstimatorError, StrategyError, printable
 from estimator.graph.float8 import with_float8
 from estimator.graph.fusion import compile_graph
 from estimator.graph.op_graph import OpGraph
@@ -59,7 +59,23 @@ def agreed_strategy(graph: OpGraph, strategy: str | Strategy) -> Strategy:
 
 
 def split_by_layout(graph: OpGraph, layout: Layout, plan: Plan | None = None) -> OpGraph:
-    """The graph of one rank of a layout; raises StrategyError."""
+    """The graph of one rank of a layout.
+
+    Raises StrategyError, also where rules cannot read the operators of a graph that was saved.
+    """
+    try:
+        return _split(graph, layout, plan)
+    except EstimatorError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = printable(f"{type(error).__name__}: {error}")
+        raise StrategyError(
+            f"the operators of {graph.name} are none that can be divided by '{layout}' ({reason}); "
+            "trace the model again"
+        ) from error
+
+
+def _split(graph: OpGraph, layout: Layout, plan: Plan | None) -> OpGraph:
     if graph.layout is not None:
         agreed_layout(graph, layout)
         return graph
@@ -98,5 +114,5 @@ def _compiled(graph: OpGraph, axis: str, layout: Layout, plan: Plan | None) -> O
             "divides; trace it again"
         )
     eager = replace(eager, name=graph.name, optimizer=graph.optimizer)
-    made = compile_graph(split_by_layout(eager, layout, plan), graph.execution)
+    made = compile_graph(_split(eager, layout, plan), graph.execution)
     return made if graph.float8 is None else with_float8(made, graph.float8)

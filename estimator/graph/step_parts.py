@@ -46,9 +46,13 @@ class StepLine:
     peak_flops_per_s: float | None
 
     def __post_init__(self) -> None:
-        for value in (self.fixed_s, self.per_sample_s, self.relative_error):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"a step line has {value!r} where a number from 0 up must be")
+        # Nobody waits for longer steps; an interval is e to the power of its error.
+        most = {"fixed_s": 1e9, "per_sample_s": 1e9, "relative_error": 100.0}
+        for name, value in most.items():
+            if not 0 <= getattr(self, name) <= value:
+                raise ValueError(f"{name} of a step line is no number from 0 to {value:g}")
+        if self.peak_flops_per_s is not None and not 0 < self.peak_flops_per_s <= 1e30:
+            raise ValueError(f"a device with a peak of {self.peak_flops_per_s!r} FLOP/s is none")
         if not 1 <= self.low_batch <= self.high_batch:
             raise ValueError(f"step times are from {self.low_batch} to {self.high_batch} samples")
 
@@ -105,6 +109,10 @@ class StepPart:
     batch: int
     line: StepLine
     flops_per_sample: float | None
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.share_ratio <= 1 and self.batch >= 1):
+            raise ValueError(f"{self.share_ratio!r} of a step of {self.batch!r} samples is no part")
 
     def call(self, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> OpCall:
         """The part as a call that reads and writes these tensors."""

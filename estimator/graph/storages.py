@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator.errors import WorkloadError
 from estimator.graph.dataflow import KINDS, Dataflow, Flags, Indices
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import Op, gives_views
@@ -125,11 +126,14 @@ def _bases(flow: Dataflow, is_view: Flags) -> Indices:
 
 
 def _owners(base: Indices) -> Indices:
-    """The end of each chain of bases."""
+    """The end of each chain of bases; raises WorkloadError for a ring, which has none."""
     found = np.where(base < 0, np.arange(len(base)), base)
-    while not np.array_equal(further := found[found], found):
+    # Each round goes twice as far.
+    for _ in range(len(base).bit_length() + 1):
+        if np.array_equal(further := found[found], found):
+            return found
         found = further
-    return found
+    raise WorkloadError("tensors of the graph are views of each other; trace the model again")
 
 
 def _with_sums(graph: OpGraph, flow: Dataflow, base: Indices, keeps_base: Flags) -> Indices:
@@ -155,6 +159,8 @@ def _with_sums(graph: OpGraph, flow: Dataflow, base: Indices, keeps_base: Flags)
             continue
         old, total = owner_of(op.inputs[0]), op.outputs[0]
         unshared = last_read[old] == index and owner_of(op.inputs[1]) != old
+        # A file may say that a sum is one of its terms.
+        unshared = unshared and old != total
         if graph.values[old].kind == "activation" and unshared and old not in held:
             base[total] = merged[total] = old
             last_read[old] = max(index, int(last_read[total]))

@@ -16,7 +16,7 @@ from typing import Any
 from estimator.errors import WorkloadError, quoted
 from estimator.graph.ops import Op, Parameter, Phase, Value, ValueKind
 from estimator.graph.step_parts import StepLine, StepPart, fit_step_line, known_peak
-from estimator.machines.catalogue import load_profile
+from estimator.machines.catalogue import named_profile
 from estimator.machines.profile import DeviceKind, MachineProfile
 from estimator.tensors import ITEM_BYTES, OpCall, TensorSpec
 from estimator.workload.optimizers import check_optimizer
@@ -238,7 +238,7 @@ def summary_fields(
     """
     line = None
     if summary.step_times:
-        profile = profile or load_profile(summary.machine or "local")
+        profile = profile or named_profile(summary.machine or "local")
         peak = known_peak(profile.devices[0], summary.precision)
         line = fit_step_line(summary.step_times, peak_flops_per_s=peak)
         target = target or profile.kind

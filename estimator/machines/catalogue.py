@@ -22,7 +22,7 @@ _MOST_LOADED = 256
 # What was asked for a moment ago, and until when its file is not looked at again: a scheduler's
 # questions come by the thousand. What this process writes is seen at once.
 _FRESH_S = 0.02
-_fresh: dict[tuple[str, str | None, int], tuple[float, MachineProfile]] = {}
+_fresh: dict[tuple[str, bool, str | None, int], tuple[float, MachineProfile]] = {}
 _reading = threading.Lock()
 _MOST_NAMED = 5
 
@@ -61,14 +61,27 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> MachineProfile:
             f"a machine is loaded by name or path, found {quoted(name_or_path)}; write one such as "
             "h100-sxm"
         )
-    text, now = os.fspath(name_or_path), time.monotonic()
-    key = text, os.environ.get("ESTIMATOR_HOME"), files.written
+    text = os.fspath(name_or_path)
+    return _profile(text, is_path=os.sep in text or text.endswith(".json"))
+
+
+def named_profile(name: str) -> MachineProfile:
+    """Load a profile by machine name alone, with a limit or without, as `load_profile` does.
+
+    Names that come from elsewhere, in an allocation or over the network, are no paths. Raises
+    UnknownMachineError, ProfileError.
+    """
+    return _profile(name, is_path=False)
+
+
+def _profile(text: str, *, is_path: bool) -> MachineProfile:
+    now = time.monotonic()
+    key = text, is_path, os.environ.get("ESTIMATOR_HOME"), files.written
     fresh = _fresh.get(key)
     if fresh is not None and now < fresh[0]:
         return fresh[1]
-    is_path = os.sep in text or text.endswith(".json")
     name, limit = (text, None) if is_path else split_limit(text)
-    path, state = _find_profile(name)
+    path, state = _find_profile(name, is_path=is_path)
     profile = _read_once(path, state, limit)
     if len(_fresh) >= _MOST_LOADED:
         _fresh.clear()
@@ -97,7 +110,7 @@ def _read_once(path: str, state: _FileState | None, limit: str | None) -> Machin
         return profile
 
 
-def _find_profile(text: str) -> tuple[str, _FileState | None]:
+def _find_profile(text: str, *, is_path: bool) -> tuple[str, _FileState | None]:
     """(path, state) of a profile's file; the state is None where there is no such file."""
     if os.sep not in text:
         for folder in _folder_names():
@@ -105,7 +118,7 @@ def _find_profile(text: str) -> tuple[str, _FileState | None]:
             state = _file_state(path)
             if state is not None:
                 return path, state
-    if text.endswith(".json") or os.sep in text:
+    if is_path:
         return text, _file_state(text)
     if text.startswith("local"):
         store = home()

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from estimator.errors import PriceError, UnknownMachineError, quoted
 from estimator.files import read_text
-from estimator.machines.catalogue import known_machines, load_profile
+from estimator.machines.catalogue import known_machines, named_profile
 from estimator.machines.files import shipped_data
+from estimator.machines.limits import split_limit
 
 _MOST_USD_PER_HOUR = 1e6
 _MOST_S = 1e6
@@ -89,7 +90,7 @@ class PriceList:
 
         A limit in the machine's name (``h100-sxm@500W``) has no price of its own.
         """
-        known = self._of.get(machine.partition("@")[0], ())
+        known = self._of.get(split_limit(machine)[0], ())
         enough = [p for p in known if p.devices >= devices and p.rate(spot=spot) is not None]
         if not enough:
             raise PriceError(_no_price(machine, spot))
@@ -143,7 +144,7 @@ def _read(path: str | os.PathLike[str], *, is_own: bool = False) -> Iterator[Pri
 
 def _check_known(machine: str, where: str) -> None:
     try:
-        load_profile(machine)
+        named_profile(machine)
     except UnknownMachineError as error:
         raise PriceError(f"{where}: {error}") from None
 
@@ -152,7 +153,7 @@ def _machines_by_instance() -> dict[str, str]:
     """Machine types of SkyPilot's own files, which name instances only."""
     found = {}
     for name in known_machines():
-        instance = load_profile(name).hardware.get("instance_type")
+        instance = named_profile(name).hardware.get("instance_type")
         if isinstance(instance, str):
             found[instance] = name
     return found
@@ -181,7 +182,7 @@ def _price(machine: str, row: Mapping[str, str | None], where: str) -> Price:
     return Price(
         machine=machine,
         instance_type=row.get("InstanceType") or machine,
-        devices=int(devices or len(load_profile(machine).devices)),
+        devices=int(devices or len(named_profile(machine).devices)),
         usd_per_hour=number("Price", _MOST_USD_PER_HOUR),
         spot_usd_per_hour=number("SpotPrice", _MOST_USD_PER_HOUR),
         billed_s=number("BilledS", _MOST_S) or 1.0,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from estimator.cache import Cache
 from estimator.errors import AllocationError, ProfileError, TopologyError, quoted
-from estimator.machines.catalogue import load_profile
+from estimator.machines.catalogue import named_profile
 from estimator.machines.profile import MachineProfile
 from estimator.machines.typical import achieved_latency_s
 from estimator.placement.allocation import Allocation, DeviceGroup
@@ -161,7 +161,7 @@ def _on_machines(
         if number is None:
             number = numbers[name, devices] = len(kinds)
             if name not in machines:
-                machine = profile or load_profile(_machine_name(group))
+                machine = profile or named_profile(_machine_name(group))
                 machines[name] = _nodes_of(machine, locality, cache)
             loads = machines[name]
             if devices > loads.most:
@@ -353,7 +353,7 @@ def node_group_of(
     known = {} if known is None else known
     machine = profile or known.get(node.machine)
     if machine is None:
-        machine = known[node.machine] = load_profile(node.machine)
+        machine = known[node.machine] = named_profile(node.machine)
     if max(devices) >= len(machine.devices):
         unknown = next(index for index in devices if index >= len(machine.devices))
         raise AllocationError(

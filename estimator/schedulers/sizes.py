@@ -8,7 +8,7 @@ from typing import Any
 from estimator.errors import WorkloadError
 from estimator.estimates import Estimate
 from estimator.graph.op_graph import OpGraph
-from estimator.machines.catalogue import load_profile
+from estimator.machines.catalogue import named_profile
 from estimator.tables import estimate_many
 
 # The usual target when a network is sized (Goyal et al. 2017 report about 90 %).
@@ -47,7 +47,7 @@ def sizes(
     Linear is the throughput per node of the fewest. `asked` goes to `estimate_many`, as `strategy`
     and `calibration` do. Raises WorkloadError where it fits on no number of nodes.
     """
-    each = devices or len(load_profile(machine).devices)
+    each = devices or len(named_profile(machine).devices)
     nodes = range(1, max_nodes + 1)
     table = estimate_many(graph, [f"{count}x{each}:{machine}" for count in nodes], **asked)
     fitting = [row for row in range(len(table)) if table.answered[row] and table.fits_code[row]]

@@ -30,7 +30,7 @@ from estimator.serve.questions import (
 )
 
 ARROW = "application/vnd.apache.arrow.stream"
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "testserver")
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _PROBLEM = {"model": Problem, "content": {"application/problem+json": {}}}
 _REFUSALS: dict[int | str, dict[str, Any]] = dict.fromkeys(
     (400, 401, 404, 408, 413, 421, 422, 503), _PROBLEM
@@ -168,9 +168,16 @@ def _add_problems(app: FastAPI) -> None:
 
 def problem(status: int, code: str, detail: str, headers: dict[str, str] | None = None) -> Response:
     """A refusal as RFC 9457 has it."""
-    titles = {401: "Unauthorized", 404: "Not found", 413: "Too large", 500: "Failed"}
+    titles = {
+        303: "See other",
+        401: "Unauthorized",
+        404: "Not found",
+        413: "Too large",
+        500: "Failed",
+    }
     found = Problem(title=titles.get(status, "Refused"), status=status, detail=detail, code=code)
-    more = dict(headers or {}) | ({"WWW-Authenticate": "Bearer"} if status == 401 else {})
+    own = {303: {"Location": "/login"}, 401: {"WWW-Authenticate": "Bearer"}}
+    more = dict(headers or {}) | own.get(status, {})
     return Response(
         orjson.dumps(found.model_dump()),
         status_code=status,

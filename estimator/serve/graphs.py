@@ -10,6 +10,7 @@ from pathlib import Path
 
 from estimator.errors import GraphFileError, WorkloadError
 from estimator.files import parse_json
+from estimator.graph.files import saved_name
 from estimator.graph.op_graph import OpGraph, summary_graph
 from estimator.graph.summary_files import summary_from
 from estimator.machines.files import write_bytes_atomically
@@ -60,6 +61,10 @@ class Graphs:
         graph = OpGraph.load(path)
         self._keep(name, graph)
         return graph
+
+    def titles(self, most: int) -> list[tuple[str, str]]:
+        """(hash, name) of the latest graphs; of each file the head is read alone."""
+        return [(name, saved_name(self._path(name))) for name in self.names()[:most]]
 
     def names(self) -> list[str]:
         """The hashes of all graphs, the latest first."""

@@ -26,6 +26,8 @@ COOKIE = "estimator_session"
 LEAST_TOKEN = 16
 # Of a body: a saved graph of Llama-70B takes less than a tenth of the first.
 MOST_GRAPH_BYTES, MOST_BODY_BYTES = 32 << 20, 16 << 20
+# Of who has not shown the token: a form that holds one.
+MOST_LOGIN_BYTES = 4 << 10
 _BODY_S = 20.0
 _HOST = re.compile(r"([A-Za-z0-9.\-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _SESSION_S = 12 * 3600.0
@@ -81,8 +83,12 @@ class Guard:
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         refused = self._refused(scope["path"], scope["method"], headers)
+        if sum(name.lower() == b"host" for name, _ in scope["headers"]) > 1:
+            refused = 400, "TwoHosts", "the request names two hosts; send one header 'Host'"
         if refused is None:
             most = MOST_GRAPH_BYTES if scope["path"] == "/graphs" else MOST_BODY_BYTES
+            if not self._has_token(headers):
+                most = MOST_LOGIN_BYTES
             body, refused = await _read(headers, receive, most)
             if refused is None:
                 await self.app(scope, _replayed(body, receive), send)
@@ -101,6 +107,8 @@ class Guard:
         is_page = path in _PAGES and method in ("GET", "HEAD")
         if is_page and is_session(self.token, _cookie(headers)):
             return None
+        if is_page and b"text/html" in headers.get(b"accept", b""):
+            return 303, "NoSession", "log in at /login"
         return 401, "NoToken", f"send the header 'Authorization: Bearer TOKEN' with {TOKEN}"
 
     def _has_token(self, headers: dict[bytes, bytes]) -> bool:

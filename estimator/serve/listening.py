@@ -1,4 +1,4 @@
-"""Accept connections so that workers that share a listening socket hold about as many each."""
+"""Accept connections: about as many for each worker, and none whose requests never begin."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import socket
 from collections.abc import Callable
 from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 try:
     from uvloop import Loop as _Loop
@@ -19,6 +21,8 @@ except ImportError:  # Windows has none
 _WAIT_S_EACH, _LONGEST_WAIT_S = 0.5e-3, 10e-3
 # Where no descriptor is left.
 _RETRY_S = 1.0
+# Of a request line and headers: a browser's take a few KiB, and come in one packet or two.
+_MOST_HEAD_BYTES, _HEAD_S = 64 << 10, 10.0
 
 
 class SharingLoop(_Loop):
@@ -90,3 +94,54 @@ class _Listener:
 
     async def wait_closed(self) -> None:
         """Nothing is left to wait for once it is closed."""
+
+
+class Connection(HttpToolsProtocol):
+    """One client's connection, closed where the head of its next request is too long or too slow.
+
+    uvicorn bounds neither where httptools parses, and its own wait ends with the first byte.
+    """
+
+    _late: asyncio.TimerHandle | None = None
+    _head_bytes = 0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_head(_HEAD_S)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._late is None:  # what came may be of a body
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > _MOST_HEAD_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large")
+
+    def on_headers_complete(self) -> None:
+        self._forget_wait()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:  # no other request waits already
+            self._await_head(self.timeout_keep_alive + _HEAD_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_wait()
+        super().connection_lost(exc)
+
+    def _await_head(self, wait_s: float) -> None:
+        self._forget_wait()
+        self._late = self.loop.call_later(wait_s, self._refuse, b"408 Request Timeout")
+
+    def _forget_wait(self) -> None:
+        self._head_bytes = 0
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _refuse(self, status: bytes) -> None:
+        if not self.transport.is_closing():
+            head = b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+            self.transport.write(head)
+            self.transport.close()

@@ -65,12 +65,6 @@ def add_pages(app: FastAPI, answers: Answers, token: str) -> None:
 
 
 def _front(answers: Answers, graph: str, on: str, strategy: str) -> Response:
-    graphs = []
-    for name in answers.graphs.names()[:_MOST_GRAPHS]:
-        try:
-            graphs.append((name, answers.graphs.get(name).name))
-        except EstimatorError:
-            continue
     title, sections, refusal = _TITLE, list[Section](), ""
     if graph and on:
         try:
@@ -82,7 +76,7 @@ def _front(answers: Answers, graph: str, on: str, strategy: str) -> Response:
         title=title,
         sections=sections,
         refusal=refusal,
-        graphs=graphs,
+        graphs=answers.graphs.titles(_MOST_GRAPHS),
         machines=[each["name"] for each in answers.machines()],
         asked={"graph": graph, "on": on, "strategy": strategy or "ddp"},
     )

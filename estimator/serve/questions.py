@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from estimator.errors import AllocationError
 from estimator.machines.catalogue import known_machines
+from estimator.machines.limits import split_limit
 from estimator.placement.allocation import Allocation
 
 MOST_ROWS = 200_000
@@ -148,7 +149,7 @@ class Problem(BaseModel):
 def known(text: str) -> str:
     """An allocation text whose machines all have profiles; raises AllocationError.
 
-    A profile can also be loaded by a path: over the network nobody names one.
+    Where a machine is named, by an allocation or alone, a path stands for no profile.
     """
     for group in Allocation.parse(text).groups:
         check_machine(group.machine)
@@ -159,7 +160,7 @@ def check_machine(name: str | None) -> None:
     """Raise AllocationError for what is not the name of a machine."""
     if name is None:
         raise AllocationError("hosts need a cluster file; name machine types, as in 2x8:h100-sxm")
-    if name.partition("@")[0] not in _names(round(time.monotonic() / _FRESH_S)):
+    if split_limit(name)[0] not in _names(round(time.monotonic() / _FRESH_S)):
         raise AllocationError(f"there is no machine {name[:80]!r}; GET /machines lists those known")
 
 

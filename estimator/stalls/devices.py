@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from estimator.errors import AllocationError, UnknownMachineError
-from estimator.machines.catalogue import load_profile
+from estimator.machines.catalogue import named_profile
 from estimator.placement.allocation import Allocation
 
 
@@ -23,7 +23,7 @@ def cores_of(text: str) -> tuple[tuple[int, ...], ...]:
         )
     wanted = group.devices_per_node
     try:
-        devices = load_profile(group.machine or "local").devices
+        devices = named_profile(group.machine or "local").devices
     except UnknownMachineError:
         return _shared_evenly(wanted, text)
     if wanted > len(devices):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.errors import EstimatorError
-from estimator.machines.catalogue import load_profile
+from estimator.machines.catalogue import named_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
 from estimator.placement.columns import AllocationColumns
@@ -95,11 +95,11 @@ class KnownRows:
         self.columns, self._place = columns, place
         if question.profile is None:
             for machine in _machines(question, (text for text in added if text in place)):
-                self._machines.setdefault(machine, load_profile(machine))
+                self._machines.setdefault(machine, named_profile(machine))
 
     def _forget_if_changed(self, question: Question) -> None:
         try:
-            if all(load_profile(name) is each for name, each in self._machines.items()):
+            if all(named_profile(name) is each for name, each in self._machines.items()):
                 return
         except EstimatorError:  # its file is gone or damaged
             pass

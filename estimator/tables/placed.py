@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from estimator.errors import EstimatorError
-from estimator.machines.catalogue import load_profile
+from estimator.machines.catalogue import named_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import MOST_RANKS
 from estimator.placement.columns import HOST_MARK, AllocationColumns
@@ -87,7 +87,7 @@ class NodeGroupTable:
         if self.cluster is not None:
             node_group = node_group_of(name, (0,), self.cluster, self.profile)
             return node_group, network_in_cluster(node_group.profile, self.cluster, name)
-        machine = self.profile or load_profile(name)
+        machine = self.profile or named_profile(name)
         return NodeGroup(profile=machine, nodes=1, per_node=1), network_of(machine)
 
 

@@ -52,6 +52,8 @@ UNALIGNED_RATIO = 0.4
 # How sharply a roofline's or a power limit's two regimes meet.
 _SHARPNESS = 4.0
 _POWER_SHARPNESS = 6.0
+# Of a product without elements no share of its seconds can be taken.
+_LEAST_S = 1e-15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +132,7 @@ def matmul_seconds(
     half_tile = np.where(tensor, model.tensor_half_tile, model.vector_half_tile)
     long_inner = np.where(_column(chip.has_old_tlb), model.old_tlb_long_inner, model.long_inner)
     rate = _column(chip.flops_per_s) * share * _column(sustained_ratio(model, chip))
-    rate = rate / (1.0 + long_inner * np.maximum(0.0, np.log(k / _LONG_INNER)))
+    rate = rate / (1.0 + long_inner * np.maximum(0.0, np.log(np.maximum(k, 1.0) / _LONG_INNER)))
     rate = rate * np.where(np.logical_and(_column(unaligned), tensor), UNALIGNED_RATIO, 1.0)
 
     tiles = count * np.ceil(m / _TILE_ROWS) * np.ceil(n / _TILE_COLUMNS) * _TILE_PIECES
@@ -151,7 +153,7 @@ def _column(values: ArrayLike) -> Array:
 
 def _longer(compute_s: Array, memory_s: Array) -> Array:
     """The longer of two, a little more where they are equal: a soft roofline."""
-    longest = np.maximum(compute_s, memory_s)
+    longest = np.maximum(np.maximum(compute_s, memory_s), _LEAST_S)
     shortest = np.minimum(compute_s, memory_s)
     return np.asarray(longest * (1.0 + (shortest / longest) ** _SHARPNESS) ** (1.0 / _SHARPNESS))
 

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
+import random
+import tempfile
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hostile_values import altered_values
+from hypothesis import given, settings
+from hypothesis import strategies as some
 from torch import nn
 
-from estimator.errors import GraphFileError, StoreError
+from estimator.advise.memory import memory_of
+from estimator.api import estimate, trace_model
+from estimator.calibrate.observed import ObservedWorkload
+from estimator.errors import EstimatorError, GraphFileError, StoreError, WorkloadError
 from estimator.graph.files import is_saved_graph
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import OpTiming
 from estimator.graph.trace import trace_graph
+from estimator.tensors import OpCall, TensorSpec
+from tests.synthetic import in_blocks, perceptron
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +139,134 @@ def test_a_folder_that_is_a_file_is_named(graph: OpGraph, tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="file"):
         graph.save(tmp_path / "file" / "small.graph")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda call: call["arguments"].__setitem__(1, "none"),
+        lambda call: call["arguments"].__setitem__(1, True),
+        lambda call: call["keywords"].update(reduction="sum"),
+        lambda call: call["outputs"][0].update(d="float16"),
+    ],
+    ids=["text", "flag", "keyword", "type"],
+)
+def test_what_is_no_number_is_the_same_at_both_batches(
+    change: Any, tmp_path: Path, graph: OpGraph
+) -> None:
+    path = tmp_path / "altered.graph"
+    spec = TensorSpec((2, 4))
+    call = OpCall("aten.gelu.default", (spec, "tanh", 2), (("reduction", "mean"),), (spec,))
+    op = replace(graph.ops[0], call=call, other_call=call, inputs=(0,), outputs=(1,))
+    replace(graph, ops=(op,), parameters=(), timings={}).save(path)
+
+    def alter(data: Any) -> None:
+        data["calls"].append(json.loads(json.dumps(data["calls"][0])))
+        change(data["calls"][1])
+        data["ops"][0][2] = 1
+
+    rewrite(path, alter)
+    with pytest.raises(GraphFileError, match="at the second batch"):
+        OpGraph.load(path)
+
+
+def test_a_batch_at_which_a_tensor_would_be_less_than_empty_is_refused(tmp_path: Path) -> None:
+    # 8 elements at batch 2 and 4 at batch 4 are none at batch 6 and -4 at batch 8.
+    shrinking = nn.Linear(4, 4)
+    path = tmp_path / "shrinking.graph"
+    trace_graph(shrinking, torch.randn(2, 4)).save(path)
+
+    def alter(data: Any) -> None:
+        first = len(data["specs"])
+        data["specs"] += [{"t": [8], "d": "float32"}, {"t": [4], "d": "float32"}]
+        data["values"].append([first, first + 1, "activation", None])
+
+    rewrite(path, alter)
+    graph = OpGraph.load(path)
+    assert graph.at(6).specs[-1].shape == (0,)
+    with pytest.raises(WorkloadError, match=r"would be one of \(-4,\) at batch 8"):
+        graph.at(8)
+
+
+def test_views_of_each_other_are_refused(saved: Path) -> None:
+    def ring(data: Any) -> None:
+        for number in range(3):
+            data["values"][number][3] = (number + 1) % 3
+
+    rewrite(saved, ring)
+    graph = OpGraph.load(saved)
+    with pytest.raises(WorkloadError, match="views of each other"):
+        estimate(replace(graph, target="cuda"), "1x1:t4-g4dn")
+
+
+def test_a_graph_without_parameters_has_nothing_to_shard() -> None:
+    job = {"tensor_bytes": [4096, 400], "ready_ratios": [0.3, 1.0], "flops_per_sample": 1e9}
+    graph = replace(OpGraph.from_summary(name="job", target="cuda", **job), parameters=())
+    answers = [estimate(graph, "1x4:t4-g4dn", strategy=each) for each in ("fsdp", "ddp")]
+    assert [answer.breakdown.communication_exposed_s for answer in answers] == [0.0, 0.0]
+
+
+# What was altered
+
+ASKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"batch_per_gpu": 5},
+    {"strategy": "fsdp"},
+    {"strategy": "zero1", "accumulation_steps": 2},
+    {"layout": "pp=2,dp=*", "accumulation_steps": 4},
+    *({"layout": f"{axis}=2,dp=*"} for axis in ("tp", "cp", "ep")),
+)
+
+
+@lru_cache(maxsize=1)
+def kinds() -> dict[str, Any]:
+    """The fields of saved graphs of each kind: divided, compiled, of experts, from step times."""
+    from tests.graph import test_parallelised_modules, test_split_context, test_split_experts
+
+    ids = torch.randint(0, 64, (2, 16))
+    small = test_split_context.Model()
+    known: dict[str, Any] = {"parameter_bytes": 4000, "tensors": 10, "flops_per_sample": 1e9}
+    timed = {"machine": "t4-g4dn", "step_times": [[8, 0.4], [16, 0.7]]}
+    graphs = {
+        "ddp": replace(in_blocks(perceptron([64] * 4, batch=8)), target="cuda"),
+        "experts": replace(test_split_experts.GRAPH, target="cuda"),
+        "compiled": trace_model(small, ids, compiled=True, target="cuda", precision="bf16-amp"),
+        "tp": test_parallelised_modules.traced(2),
+        "summary": OpGraph.from_summary(name="job", target="cuda", **known, **timed),
+    }
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, graph in graphs.items():
+            graph.save(Path(folder) / kind)
+            found[kind] = json.loads(gzip.decompress((Path(folder) / kind).read_bytes()))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "experts", "compiled", "tp", "summary"])
+def test_an_altered_graph_is_refused_or_answers_what_it_is_asked(
+    kind: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("altered") / "altered.graph"
+    monkeypatch.setenv("ESTIMATOR_HOME", str(path.parent))
+    examples = int(os.environ.get("ESTIMATOR_FUZZ", "200")) // 5
+
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(seed=some.integers(0, 2**32))
+    def check(seed: int) -> None:
+        chance = random.Random(seed)
+        path.write_bytes(gzip.compress(altered_values(kinds()[kind], chance).encode(), 1))
+        try:
+            graph = OpGraph.load(path)
+        except GraphFileError:
+            return
+        # Raise nothing else: of a graph without operators, say, nothing is observed.
+        with contextlib.suppress(EstimatorError):
+            ObservedWorkload.of(graph)
+        for asked in (ASKED[0], chance.choice(ASKED[1:])):
+            with contextlib.suppress(EstimatorError):
+                answer = estimate(graph, "1x4:t4-g4dn", **asked)
+                json.dumps(answer.to_dict())
+                memory_of(answer).to_dict()
+
+    check()

@@ -6,6 +6,7 @@ import base64
 import inspect
 import json
 import math
+import socket
 import threading
 import urllib.request
 from dataclasses import replace
@@ -313,7 +314,10 @@ def test_names_cannot_leave_their_line_of_a_script(graph: OpGraph) -> None:
 
 
 def test_the_example_answers_schedulers_over_http(
-    graph: OpGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    graph: OpGraph,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     example = __import__("kubernetes_extender")
@@ -341,6 +345,25 @@ def test_the_example_answers_schedulers_over_http(
         assert ask("/admit", review(annotations))["response"]["allowed"] is True
         outside = ask("/filter", call(node("a", "t4-g4dn"), graph="../net"))
         assert "letters, digits" in outside["failedNodes"]["a"]
+
+        def status(length: str, content: bytes) -> int:
+            with socket.create_connection(running.server_address, timeout=10) as line:
+                head = f"POST /prioritize HTTP/1.1\r\nContent-Length: {length}\r\n\r\n"
+                line.sendall(head.encode() + content)
+                line.shutdown(socket.SHUT_WR)
+                return int(line.makefile("rb").readline().split()[1])
+
+        assert [status(text, b"") for text in ("many", "-1", "0", "9" * 5000)] == [411] * 3 + [413]
+        deep = b"[" * 100_000
+        for content in (
+            deep,
+            b"[]",
+            b"7",
+            b'{"nodes": 7}',
+            b'{"pod": {}, "nodes": {"items": [7]}}',
+        ):
+            assert status(str(len(content)), content) == 400
+        assert capfd.readouterr().err == "", "no traceback"
     finally:
         running.shutdown()
         running.server_close()

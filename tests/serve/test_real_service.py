@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -42,7 +43,9 @@ def service(port: int, home: Path, *, workers: int = 2) -> Iterator[subprocess.P
     }
     words = ("serve", "--port", str(port), "--workers", str(workers))
     command = [sys.executable, "-m", "estimator.cli.main", *words]
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    home.mkdir(exist_ok=True)
+    with (home / "stderr").open("wb") as stderr:
+        process = subprocess.Popen(command, env=environment, stderr=stderr, start_new_session=True)
     try:
         deadline = time.monotonic() + 60
         while ask(port, "GET", "/health")[0] != 200:
@@ -70,12 +73,37 @@ def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, bytes
         connection.close()
 
 
-@pytest.fixture
-def port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         number: int = free.getsockname()[1]
         return number
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+    """(port, home) of a service that several tests ask."""
+    port, home = free_port(), tmp_path_factory.mktemp("service")
+    with service(port, home, workers=1):
+        yield port, home
+
+
+def said_to(port: int, content: bytes) -> bytes:
+    """All that comes back for these bytes, until the other side closes."""
+    said = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as line:
+        # The other side may close before all is sent, and then what it said can be lost.
+        with contextlib.suppress(ConnectionError):
+            line.sendall(content)
+        with contextlib.suppress(ConnectionError):
+            while part := line.recv(1 << 16):
+                said += part
+    return said
 
 
 @pytest.fixture
@@ -133,6 +161,41 @@ def test_without_a_token_it_does_not_start(command: Callable[..., Any]) -> None:
     assert "ESTIMATOR_TOKEN must hold a secret" in command("serve").sentence
 
 
+def test_it_says_where_it_listens_and_where_to_log_in_but_not_its_token(
+    running: tuple[int, Path],
+) -> None:
+    port, home = running
+    said = (home / "stderr").read_text()
+    assert f"http://127.0.0.1:{port}/login with the token in ESTIMATOR_TOKEN" in said
+    assert TOKEN not in said
+
+
+def test_a_port_that_is_taken_is_one_sentence(
+    running: tuple[int, Path], command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESTIMATOR_TOKEN", TOKEN)
+    answer = command("serve", "--port", running[0])
+    assert answer.code == 2
+    assert "Address already in use); choose another with --host or --port" in answer.sentence
+
+
+def test_a_request_of_two_hosts_is_refused(running: tuple[int, Path]) -> None:
+    two = b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\nConnection: close\r\n\r\n"
+    said = said_to(running[0], two)
+    assert said.startswith(b"HTTP/1.1 400")
+    assert b"send one header 'Host'" in said
+
+
+def test_headers_of_20_megabytes_are_not_read(running: tuple[int, Path]) -> None:
+    port, _ = running
+    begun = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: "
+    # An answer in time means that the end of the headers was not waited for.
+    for length in (20 << 20, 200 << 10):
+        said = said_to(port, begun + b"x" * length)
+        assert not said or said.startswith(b"HTTP/1.1 431 ")
+    assert ask(port, "GET", "/health")[0] == 200
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_person_logs_in_and_sees_an_answer_without_errors_other_hosts_or_scrolling_sideways(
     port: int, tmp_path: Path, saved: bytes, width: int
@@ -173,7 +236,7 @@ def test_ten_thousand_odd_requests_get_no_5xx(tmp_path: Path, store: Path) -> No
 
     app = create_app(token=TOKEN, store=tmp_path / "seen.db", graphs=tmp_path / "graphs")
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
-    client = TestClient(app, headers=headers, raise_server_exceptions=False)
+    client = TestClient(app, "http://localhost", headers=headers, raise_server_exceptions=False)
     replace(in_blocks(perceptron([64] * 9)), target="cuda").save(tmp_path / "deep.graph")
     content = (tmp_path / "deep.graph").read_bytes()
     graph = client.post("/graphs", content=content).json()["graph"]

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TOKEN = "a-secret-of-the-tests"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 NAME = "<b>net</b> & co"
+LOCAL = "http://localhost:8321"
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def saved(tmp_path: Path) -> Path:
 @pytest.fixture
 def client(tmp_path: Path, store: Path) -> TestClient:
     app = create_app(token=TOKEN, store=tmp_path / "seen.db", graphs=tmp_path / "graphs")
-    return TestClient(app, headers=BEARER, raise_server_exceptions=False)
+    return TestClient(app, LOCAL, headers=BEARER, raise_server_exceptions=False)
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ def test_another_worker_finds_the_graph_on_disk(
 ) -> None:
     other = create_app(token=TOKEN, store=tmp_path / "seen.db", graphs=tmp_path / "graphs")
     asked = {"graph": graph, "on": "1x1:t4-g4dn"}
-    found = TestClient(other, headers=BEARER).post("/estimate", json=asked)
+    found = TestClient(other, LOCAL, headers=BEARER).post("/estimate", json=asked)
     assert found.json() == client.post("/estimate", json=asked).json()
 
 
@@ -202,7 +203,7 @@ def test_without_the_token_only_health_is_open(
 
 
 def test_other_host_names_are_refused(client: TestClient) -> None:
-    for host in ("evil.example", "localhost.evil.example", "", "localhost:1:2"):
+    for host in ("evil.example", "localhost.evil.example", "", "localhost:1:2", "testserver"):
         found = client.get("/health", headers={"Host": host})
         assert "another host name" in refusal(found, 421)
     assert client.get("/health", headers={"Host": "localhost:8321"}).status_code == 200
@@ -224,6 +225,20 @@ def test_bodies_that_are_too_large_are_refused(
             yield b" " * 100
 
     assert "at most 1000 bytes" in refusal(client.post("/estimate", content=unannounced()), 413)
+
+
+@pytest.mark.parametrize("path", ["/login", "/health"])
+def test_without_the_token_no_more_is_read_than_a_login_takes(
+    client: TestClient, path: str
+) -> None:
+    del client.headers["Authorization"]
+
+    def unannounced() -> Any:
+        yield from [b" " * (1 << 20)] * 15
+
+    for content in (b" " * 5000, unannounced()):
+        found = client.post(path, content=content)
+        assert "at most 4096 bytes" in refusal(found, 413)
 
 
 def test_a_graph_that_unpacks_to_gigabytes_is_refused(client: TestClient) -> None:
@@ -275,11 +290,22 @@ def test_no_file_is_read_by_its_path(
     profile = (store / "machines" / "local.json").read_text()
     (tmp_path / "here.json").write_text(profile)
     (tmp_path / "here").write_text(profile)
+    (tmp_path / "t4-g4dn@").mkdir()
+    (tmp_path / "t4-g4dn@here.json").write_text(profile)
     for name in ("here.json", "here"):
         found = client.post("/estimate", json={"graph": graph, "on": f"1x1:{name}"})
         assert "there is no machine" in refusal(found, 422)
         timed = {"machine": name, "step_times": [[4, 0.4]], "parameter_bytes": 4000, "tensors": 2}
         assert "there is no machine" in refusal(client.post("/graphs", json=timed), 422)
+    # What follows @ limits a machine; it is no path either.
+    for name in ("t4-g4dn@here.json", "t4-g4dn@/../here.json", "t4-g4dn@500W/../../here.json"):
+        found = client.post("/plan", json={"graph": graph, "machines": [name], "samples": 1e9})
+        assert "limit '" in refusal(found, 422)
+        timed = {"machine": name, "step_times": [[4, 0.4]], "parameter_bytes": 4000, "tensors": 2}
+        assert "limit '" in refusal(client.post("/graphs", json=timed), 422)
+        for path, on in (("/estimate", f"1x1:{name}"), ("/estimate_many", [f"1x1:{name}"])):
+            found = client.post(path, json={"graph": graph, "on": on})
+            assert found.status_code == 422 or found.json()["step_time_s"] == [None], found.text
 
 
 @pytest.mark.parametrize("kind", [KeyError, ZeroDivisionError, OverflowError, RecursionError])
@@ -319,6 +345,29 @@ def test_the_page_needs_a_login_and_shows_an_answer_with_names_escaped(
     # A session changes nothing and asks nothing but pages.
     assert client.post("/estimate", json=asked).status_code == 401
     assert client.get("/machines").status_code == 401
+
+
+def test_a_browser_without_a_session_is_led_to_the_login(client: TestClient) -> None:
+    del client.headers["Authorization"]
+    browser = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    found = client.get("/", headers=browser, follow_redirects=False)
+    assert (found.status_code, found.headers["location"]) == (303, "/login")
+    assert 'name="token"' in client.get("/", headers=browser).text
+    assert "Bearer TOKEN" in refusal(client.get("/", headers={"Accept": "application/json"}), 401)
+    # Of the page alone: what else a browser asks for is refused.
+    assert client.get("/graphs", headers=browser).status_code == 401
+
+
+def test_the_page_lists_graphs_without_reading_them(
+    client: TestClient, graph: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "graphs" / f"{'0' * 64}.graph").write_bytes(b"cut off")
+    other = create_app(token=TOKEN, store=tmp_path / "seen.db", graphs=tmp_path / "graphs")
+    monkeypatch.setattr(OpGraph, "load", None)
+    page = TestClient(other, LOCAL, headers=BEARER).get("/")
+    assert page.status_code == 200
+    assert f"&lt;b&gt;net&lt;/b&gt; &amp; co ({graph[:8]})" in page.text
+    assert "(00000000)" in page.text
 
 
 def test_a_fault_behind_the_page_is_not_said_to_be_a_wrong_question(

@@ -188,7 +188,8 @@ class ShardedNetwork(Network):
         # Of one class of ranks that compute beside their collectives both are played at once.
         if not overlap.is_free and not any(map(np.ndim, (ratio, *costs[0][:1], *ranks.segments_s))):
             rows = UnitCosts(*(np.outer(each_s, (1.0, ratio)) for each_s in costs))
-            return tuple(self._micro_batch_s(ranks, rows, overlap, reducing=True).tolist())
+            both_s = self._micro_batch_s(ranks, rows, overlap, reducing=True)
+            return tuple(np.broadcast_to(both_s, 2).tolist())  # a number where nothing is sharded
         slower = UnitCosts(*(_of_rows(each_s, ratio) * ratio for each_s in costs))
         return tuple(
             self._micro_batch_s(ranks, each, overlap, reducing=True) for each in (costs, slower)
