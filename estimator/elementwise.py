@@ -179,7 +179,9 @@ def expected_maximum(count: float, /) -> float: ...
 @overload
 def expected_maximum(count: NDArray[Any], /) -> Array: ...
 def expected_maximum(count: Any, /) -> Any:
-    """Expected largest of `count` (a whole number) standard normal draws, 0 of one (Blom 1958 approximation).
+    """Expected largest of `count` standard normal draws, 0 of one (Blom 1958 approximation).
+
+    Counts are whole: fractions are cut off.
 
     >>> expected_maximum(1)
     0.0

@@ -33,8 +33,8 @@ class Costs:
 
     A job that has run before spends `restart_s` on its devices before it trains again. It keeps a
     checkpoint when a policy takes its devices, else one every `checkpoint_s` of training (0: at
-    all times); a failed node loses what came after the last. Each node fails after `node_mtbf_s` of its time on average
-    (None: never) and is back `repair_s` later.
+    all times); a failed node loses what came after the last. Each node fails after `node_mtbf_s` of
+    its time on average (None: never) and is back `repair_s` later.
     """
 
     restart_s: float = 30.0

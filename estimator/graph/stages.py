@@ -171,7 +171,7 @@ def _begin(graph: OpGraph, flow: Dataflow, point: str) -> int:
 
 
 def _sent(flow: Dataflow, owner: Indices, stages: int) -> list[tuple[int, ...]]:
-    """What each stage sends to the next one: what a later one reads of it and depends on weights."""
+    """What each stage sends to the next one: what later ones read and depends on weights."""
     reads = flow.is_forward[flow.touched_by] & ~flow.is_made
     values = flow.touched[reads]
     last = np.full(len(flow.maker), -1, dtype=np.intp)
