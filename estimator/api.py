@@ -43,7 +43,7 @@ def trace_model(
     model: nn.Module,
     batch: Any = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
-    optimizer: str | Optimizer = "adamw",
+    optimizer: str | Optimizer | None = None,
     precision: str = "fp32",
     target: DeviceKind = "cpu",
     measure: bool = False,
@@ -65,10 +65,12 @@ def trace_model(
     `loss` is called with (output, batch), or with (output, targets) where the batch holds what
     ``forward()`` does not take, and defaults to the model's ``training_step(batch, batch_idx)``,
     else ``output.loss``, else the mean of the floating outputs; of a list of models it is
-    step(models, batch). With `measure`, the distinct ops of the step are timed on this machine,
-    that of `profile`, and kept in the user's store.
+    step(models, batch), which returns losses, or calls backward() and its optimizers' step().
+    With `measure`, the distinct ops of the step are timed on this machine, that of `profile`, and
+    kept in the user's store.
 
-    The optimizer is one of torch.optim or its name. The step is eager unless `compiled`: as
+    The optimizer is one of torch.optim or its name, by default what the step calls or
+    ``configure_optimizers()`` gives, else "adamw". The step is eager unless `compiled`: as
     `torch.compile` fuses it, in each repeated block alone ("blocks"), or replayed as CUDA graphs
     ("cuda-graphs"); by default as `model` is. `channels_last` lays images and filters out so,
     `grad_scaler` adds a ``torch.amp.GradScaler``, `clip_grad_norm` ``clip_grad_norm_``.

@@ -52,7 +52,13 @@ class Stage:
 
 
 def split_points(graph: OpGraph) -> tuple[str, ...]:
-    """The repeated blocks at which a pipeline may begin a stage, in the order of the model."""
+    """The repeated blocks at which a pipeline may begin a stage, in the order of the model.
+
+    There are none where a step goes forward again after a backward pass.
+    """
+    phases = [op.phase for op in graph.ops]
+    if "backward" in phases and "forward" in phases[phases.index("backward") :]:
+        return ()
     modules = dict.fromkeys([op.module for op in graph.ops if op.phase == "forward"])
     return tuple(path for path in dict.fromkeys(map(unit_path, modules)) if path)
 
