@@ -6,8 +6,8 @@ Modules are told by their methods: nothing of Lightning is imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +99,77 @@ class _Silent:
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class _StandIn:
+    """What a module asks its trainer in a step; `parameter_of` is as in `standing_in`."""
+
+    configured: Configured
+    parameter_of: Callable[[Tensor], Tensor]
+    frozen: list[Tensor] = field(default_factory=list)
+
+    def toggle(self, optimizer: Optimizer) -> None:
+        """Freeze what other optimizers update."""
+        own = {id(each) for each in self._held(optimizer)}
+        for each in (each for other in self.configured.optimizers for each in self._held(other)):
+            if id(each) not in own and each.requires_grad:
+                each.requires_grad_(False)
+                self.frozen.append(each)
+
+    def untoggle(self, *_optimizer: Optimizer) -> None:
+        while self.frozen:
+            self.frozen.pop().requires_grad_(True)
+
+    def clip(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if gradient_clip_val:
+            by_value = gradient_clip_algorithm == "value"
+            clip = clip_grad_value_ if by_value else clip_grad_norm_
+            clip(self._held(optimizer), gradient_clip_val)
+
+    def _held(self, optimizer: Optimizer) -> list[Tensor]:
+        return [self.parameter_of(p) for group in optimizer.param_groups for p in group["params"]]
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What a module finds in itself instead of the methods and properties of its class."""
+        trainer = _trainer(self.configured)
+        return {
+            **dict.fromkeys(("_trainer", "trainer"), trainer),
+            "logger": trainer.logger,
+            **dict.fromkeys(("current_epoch", "global_step"), 0),
+            "optimizers": lambda *_args, **_options: _one_or_all(self.configured.optimizers),
+            "lr_schedulers": lambda: _one_or_all(self.configured.schedulers),
+            "manual_backward": lambda loss, *args, **options: loss.backward(*args, **options),
+            "toggle_optimizer": self.toggle,
+            "untoggle_optimizer": self.untoggle,
+            "clip_gradients": self.clip,
+            **dict.fromkeys(("log", "log_dict", "print"), _nothing),
+        }
+
+
+def _nothing(*_args: Any, **_options: Any) -> None: ...
+
+
+def _trainer(configured: Configured) -> SimpleNamespace:
+    logger = _Silent()
+    return SimpleNamespace(
+        logger=logger,
+        loggers=[logger],
+        optimizers=list(configured.optimizers),
+        **dict.fromkeys(("max_steps", "estimated_stepping_batches"), _STEPS),
+        num_training_batches=_STEPS,
+        **dict.fromkeys(("max_epochs", "accumulate_grad_batches", "world_size"), 1),
+        **dict.fromkeys(("current_epoch", "global_step", "global_rank", "local_rank"), 0),
+        is_global_zero=True,
+        is_last_batch=False,
+        training=True,
+    )
+
+
 @contextmanager
 def standing_in(
     model: nn.Module, configured: Configured, parameter_of: Callable[[Tensor], Tensor]
@@ -107,83 +178,19 @@ def standing_in(
 
     `parameter_of` gives what stands in the place of a parameter that an optimizer holds.
     """
-    frozen: list[Tensor] = []
-
-    def toggle(optimizer: Optimizer) -> None:
-        own = {id(each) for each in _held(optimizer)}
-        others = [each for other in configured.optimizers for each in _held(other)]
-        for each in others:
-            if id(each) not in own and each.requires_grad:
-                each.requires_grad_(False)
-                frozen.append(each)
-
-    def untoggle(*_optimizer: Optimizer) -> None:
-        while frozen:
-            frozen.pop().requires_grad_(True)
-
-    def _held(optimizer: Optimizer) -> list[Tensor]:
-        return [parameter_of(p) for group in optimizer.param_groups for p in group["params"]]
-
-    def clip(
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        if gradient_clip_val:
-            by_value = gradient_clip_algorithm == "value"
-            (clip_grad_value_ if by_value else clip_grad_norm_)(_held(optimizer), gradient_clip_val)
-
-    def back(loss: Tensor, *args: Any, **options: Any) -> None:
-        loss.backward(*args, **options)  # type: ignore[no-untyped-call]
-
-    def nothing(*_args: Any, **_options: Any) -> None: ...
-
-    logger = _Silent()
-    trainer = SimpleNamespace(
-        logger=logger,
-        loggers=[logger],
-        optimizers=list(configured.optimizers),
-        current_epoch=0,
-        global_step=0,
-        max_epochs=1,
-        max_steps=_STEPS,
-        estimated_stepping_batches=_STEPS,
-        num_training_batches=_STEPS,
-        accumulate_grad_batches=1,
-        world_size=1,
-        global_rank=0,
-        local_rank=0,
-        is_global_zero=True,
-        is_last_batch=False,
-        training=True,
-    )
-    stand_ins: dict[str, Any] = {
-        **dict.fromkeys(("_trainer", "trainer"), trainer),
-        "logger": logger,
-        **dict.fromkeys(("current_epoch", "global_step"), 0),
-        "optimizers": lambda *_args, **_options: _one_or_all(configured.optimizers),
-        "lr_schedulers": lambda: _one_or_all(configured.schedulers),
-        "manual_backward": back,
-        "toggle_optimizer": toggle,
-        "untoggle_optimizer": untoggle,
-        "clip_gradients": clip,
-        "log": nothing,
-        "log_dict": nothing,
-        "print": nothing,
-    }
-    own = vars(model)
-    before = {name: own[name] for name in stand_ins if name in own}
+    stand_in = _StandIn(configured, parameter_of)
+    attributes, own = stand_in.attributes, vars(model)
     # Properties of Lightning's class go before what is set here, and read `_trainer`.
     for name, _ in model.named_children():
-        stand_ins.pop(name, None)
-    own.update(stand_ins)
+        attributes.pop(name, None)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
     try:
         yield
     finally:
-        untoggle()
-        for name in stand_ins:
-            with suppress(KeyError):
-                del own[name]
+        stand_in.untoggle()
+        for name in attributes:
+            own.pop(name, None)
         own.update(before)
 
 

@@ -35,7 +35,7 @@ from estimator.graph.fake_tensors import (
 )
 from estimator.graph.join import JoinedRuns, join_runs
 from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import GraphInput
+from estimator.graph.ops import GraphInput, Parameter
 from estimator.graph.packed_sequences import packed_as_padded
 from estimator.graph.phases import SUMMED, Phases
 from estimator.graph.record import Recorder
@@ -75,14 +75,12 @@ def trace_graph(
     gives the operators that eager training dispatches, at every batch size. `batch` is a tensor, a
     tuple (``model(*batch)``) or a mapping (``model(**batch)``), or a DataLoader or Dataset that
     gives one; `loss(output, batch)` defaults to the model's ``training_step(batch, batch_idx)``,
-    else ``output.loss``, else the mean of the floating outputs; a step that calls backward() and
-    its optimizers' step() itself is traced as it does. The optimizer defaults to those that the
-    step or ``configure_optimizers()`` has, else "adamw". What forward() does not take of a
-    batch, such as the targets of ``(inputs, targets)``, is what ``loss(output, targets)`` gets. A
-    sample is one index of dimension 0 (`batch_dim`: of that one) of the inputs that share the
-    commonest size there. `channels_last` lays parameters and inputs of four dimensions out as
-    ``.to(memory_format=torch.channels_last)`` does. The model is left as it was. Raises ModelError,
-    TraceError.
+    else ``output.loss``, else the mean of the floating outputs; a step may call backward() itself.
+    The optimizer is by default what that or ``configure_optimizers()`` has, else "adamw". What
+    forward() does not take of a batch, such as the targets of ``(inputs, targets)``, is what
+    ``loss(output, targets)`` gets. A sample is one index of dimension 0 (`batch_dim`: of that one)
+    of the inputs that share the commonest size there. `channels_last` lays parameters and inputs of
+    four dimensions out so. The model is left as it was. Raises ModelError, TraceError.
 
     >>> graph = trace_graph(nn.Linear(3, 2), torch.randn(4, 3))
     >>> graph.batch, [parameter.name for parameter in graph.parameters]
@@ -153,18 +151,11 @@ def _graph(
 
     `unusual` names the type of parameters that no precision stands for.
     """
-    parameters = joined.parameters(first.recorded.ready())
-    updates = first.recorded.updates
-    recorded = first.recorded.assumptions
-    if not recorded and optimizer is None and tracer.call.configured is not None:
-        updates = tracer.call.configured.updates(tracer.model)
-        recorded = tuple(updates.assumptions)
-    if updates.counts:
-        optimizer, parameters = updates.of(parameters, optimizer)
+    optimizer, parameters, recorded = _updated(tracer, first, joined, optimizer)
     assumptions = [
         *tracer.assumptions,
         *tracer.call.assumptions,
-        *(recorded or ((SUMMED,) if isinstance(tracer.model, Phases) else ())),
+        *recorded,
         *first.recorder.constants.assumptions,
     ]
     if unusual:
@@ -177,7 +168,7 @@ def _graph(
         name=tracer.name,
         target=tracer.target,
         precision=tracer.precision,
-        optimizer=optimizer or DEFAULT_OPTIMIZER,
+        optimizer=optimizer,
         batch=samples,
         # A fixed batch keeps its size as `batch`, but has no second one to draw a line through.
         other_batch=None if samples is None or fixed_because is not None else 2 * samples,
@@ -199,6 +190,23 @@ def _graph(
         ep_plan=expert_styles_of_config(tracer.model),
     )
     return graph if tracer.division is None else tracer.division.marked(graph)
+
+
+def _updated(
+    tracer: _Tracer, first: _Run, joined: JoinedRuns, optimizer: str | None
+) -> tuple[str, tuple[Parameter, ...], tuple[str, ...]]:
+    """(the optimizer, the parameters with what updates them, what is assumed of that)."""
+    updates, assumptions = first.recorded.updates, first.recorded.assumptions
+    configured = tracer.call.configured
+    if not assumptions and isinstance(tracer.model, Phases):
+        assumptions = (SUMMED,)
+    elif not assumptions and optimizer is None and configured is not None:
+        updates = configured.updates(tracer.model)
+        assumptions = tuple(updates.assumptions)
+    parameters = joined.parameters(first.recorded.ready())
+    if updates.counts:
+        optimizer, parameters = updates.of(parameters, optimizer)
+    return optimizer or DEFAULT_OPTIMIZER, parameters, assumptions
 
 
 def _check_model(model: Any, target: str, name: str) -> None:
