@@ -73,10 +73,9 @@ def trace_model(
     `model` is): fused by `torch.compile`, in each repeated block alone ("blocks"), or replayed as
     CUDA graphs ("cuda-graphs"). `channels_last` lays images and filters out so, `grad_scaler` adds
     a ``torch.amp.GradScaler``, `clip_grad_norm` ``clip_grad_norm_``. `checkpoint` computes repeated
-    blocks again in the backward pass: "full", "selective:2" (every second one) or "selective:op"
-    (all but attention and every other matmul). `float8` has the linear layers of a compiled model
-    in float8, scaled as torchao does: "tensorwise" or "rowwise". Raises ModelError, TraceError,
-    ProbeError.
+    blocks again in the backward pass: "full", "selective:2" or "selective:op" (all but attention
+    and every other matmul). `float8` has the linear layers of a compiled model in float8, scaled as
+    torchao does: "tensorwise" or "rowwise". Raises ModelError, TraceError, ProbeError.
     """
     from estimator.graph.checkpointing import checkpointed
     from estimator.graph.trace import trace_graph
