@@ -44,7 +44,7 @@ def trace_model(
     model: nn.Module,
     batch: Any = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
-    optimizer: str | Optimizer = "adamw",
+    optimizer: str | Optimizer | None = None,
     precision: str = "fp32",
     target: DeviceKind = "cpu",
     measure: bool = False,
@@ -66,17 +66,17 @@ def trace_model(
     `loss` is called with (output, batch), or with (output, targets) where the batch holds what
     ``forward()`` does not take, and defaults to the model's ``training_step(batch, batch_idx)``,
     else ``output.loss``, else the mean of the floating outputs; of a list of models it is
-    step(models, batch). With `measure`, the distinct ops of the step are timed on this machine,
-    that of `profile`, and kept in the user's store.
+    step(models, batch), which may call backward(). With `measure`, the distinct ops of the step are
+    timed on this machine, that of `profile`, and kept in the user's store.
 
-    The optimizer is one of torch.optim or its name. The step is eager unless `compiled`: as
-    `torch.compile` fuses it, in each repeated block alone ("blocks"), or replayed as CUDA graphs
-    ("cuda-graphs"); by default as `model` is. `channels_last` lays images and filters out so,
-    `grad_scaler` adds a ``torch.amp.GradScaler``, `clip_grad_norm` ``clip_grad_norm_``.
-    `checkpoint` computes repeated blocks again in the backward pass: "full", "selective:2" (every
-    second one) or "selective:op" (all but attention and every other matmul). `float8` has the
-    linear layers of a compiled model in float8, scaled as torchao does: "tensorwise" or "rowwise".
-    Raises ModelError, TraceError, ProbeError.
+    The optimizer is one of torch.optim or its name, by default what the step or
+    ``configure_optimizers()`` has, else "adamw". The step is eager unless `compiled` (by default as
+    `model` is): fused by `torch.compile`, in each repeated block alone ("blocks"), or replayed as
+    CUDA graphs ("cuda-graphs"). `channels_last` lays images and filters out so, `grad_scaler` adds
+    a ``torch.amp.GradScaler``, `clip_grad_norm` ``clip_grad_norm_``. `checkpoint` computes repeated
+    blocks again in the backward pass: "full", "selective:2" or "selective:op" (all but attention
+    and every other matmul). `float8` has the linear layers of a compiled model in float8, scaled as
+    torchao does: "tensorwise" or "rowwise". Raises ModelError, TraceError, ProbeError.
     """
     from estimator.graph.checkpointing import checkpointed
     from estimator.graph.trace import trace_graph

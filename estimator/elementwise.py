@@ -32,7 +32,7 @@ def maximum(first: Array, second: Values, /) -> Array: ...
 @overload
 def maximum(first: Values, second: Array, /) -> Array: ...
 def maximum(first: Any, second: Any, /) -> Any:
-    """The larger of two, element by element.
+    """The larger of two, element by element, NaN where one is no number.
 
     >>> maximum(1.0, 2.0)
     2.0
@@ -41,7 +41,8 @@ def maximum(first: Any, second: Any, /) -> Any:
     """
     if type(first) is ndarray or type(second) is ndarray:
         return np.maximum(first, second)
-    return first if first >= second else second
+    # Only what is no number differs from itself; comparisons with it are false.
+    return first if first >= second or first != first else second
 
 
 @overload
@@ -51,10 +52,10 @@ def minimum(first: Array, second: Values, /) -> Array: ...
 @overload
 def minimum(first: Values, second: Array, /) -> Array: ...
 def minimum(first: Any, second: Any, /) -> Any:
-    """The smaller of two, element by element."""
+    """The smaller of two, element by element, NaN where one is no number."""
     if type(first) is ndarray or type(second) is ndarray:
         return np.minimum(first, second)
-    return first if first <= second else second
+    return first if first <= second or first != first else second
 
 
 @overload
@@ -94,8 +95,14 @@ def exp(value: float, /) -> float: ...
 @overload
 def exp(value: Array, /) -> Array: ...
 def exp(value: Any, /) -> Any:
-    """e to the power of `value`."""
-    return np.exp(value) if type(value) is ndarray else math.exp(value)
+    """e to the power of `value`, inf where no float holds it."""
+    if type(value) is ndarray:
+        with np.errstate(over="ignore"):
+            return np.exp(value)
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 @overload
@@ -103,15 +110,18 @@ def log(value: float, /) -> float: ...
 @overload
 def log(value: Array, /) -> Array: ...
 def log(value: Any, /) -> Any:
-    """The natural logarithm, -inf of 0.
+    """The natural logarithm, -inf of 0, NaN below.
 
     >>> log(0.0)
     -inf
     """
     if type(value) is ndarray:
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):
             return np.log(value)
-    return math.log(value) if value else -math.inf
+    try:
+        return math.log(value)
+    except ValueError:
+        return -math.inf if value == 0 else math.nan
 
 
 @overload
@@ -119,8 +129,14 @@ def log1p(value: float, /) -> float: ...
 @overload
 def log1p(value: Array, /) -> Array: ...
 def log1p(value: Any, /) -> Any:
-    """The natural logarithm of 1 + `value`."""
-    return np.log1p(value) if type(value) is ndarray else math.log1p(value)
+    """The natural logarithm of 1 + `value`, -inf of -1, NaN below."""
+    if type(value) is ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.log1p(value)
+    try:
+        return math.log1p(value)
+    except ValueError:
+        return -math.inf if value == -1 else math.nan
 
 
 @overload
@@ -128,8 +144,14 @@ def sqrt(value: float, /) -> float: ...
 @overload
 def sqrt(value: Array, /) -> Array: ...
 def sqrt(value: Any, /) -> Any:
-    """The square root."""
-    return np.sqrt(value) if type(value) is ndarray else math.sqrt(value)
+    """The square root, NaN below 0."""
+    if type(value) is ndarray:
+        with np.errstate(invalid="ignore"):
+            return np.sqrt(value)
+    try:
+        return math.sqrt(value)
+    except ValueError:
+        return math.nan
 
 
 @overload
@@ -146,9 +168,9 @@ def logaddexp(first: Any, second: Any, /) -> Any:
     """
     if type(first) is ndarray or type(second) is ndarray:
         return np.logaddexp(first, second)
+    if first == second:  # infinite ones, too, whose difference is no number
+        return first + _LOG_2
     larger, smaller = (first, second) if first >= second else (second, first)
-    if smaller == -math.inf:
-        return larger
     return larger + math.log1p(math.exp(smaller - larger))
 
 
@@ -158,6 +180,8 @@ def expected_maximum(count: float, /) -> float: ...
 def expected_maximum(count: NDArray[Any], /) -> Array: ...
 def expected_maximum(count: Any, /) -> Any:
     """Expected largest of `count` standard normal draws, 0 of one (Blom 1958 approximation).
+
+    Counts are whole: fractions are cut off.
 
     >>> expected_maximum(1)
     0.0
@@ -173,9 +197,10 @@ def expected_maximum(count: Any, /) -> Any:
         present = np.flatnonzero(np.bincount(whole.ravel()))
         known[present] = [_largest_of(number) for number in present.tolist()]
         return known[whole]
-    return _largest_of(count)
+    return _largest_of(int(count))
 
 
+_LOG_2 = math.log(2.0)
 # Blom, Statistical Estimates and Transformed Beta-Variables, 1958: quantile (n − a) / (n + 1 − 2a).
 _BLOM = 0.375
 # Counts of which all are worked out together, in some milliseconds.
@@ -188,7 +213,7 @@ def _tabled() -> Array:
 
 
 @lru_cache(maxsize=1 << 16)
-def _largest_of(count: float) -> float:
+def _largest_of(count: int) -> float:
     return _STANDARD_NORMAL.inv_cdf((count - _BLOM) / (count + 1 - 2 * _BLOM)) if count > 1 else 0.0
 
 

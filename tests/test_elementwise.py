@@ -117,3 +117,40 @@ def test_the_expected_maximum_of_every_row_is_that_of_its_count() -> None:
     assert expected_maximum(counts).tolist() == expected
     assert expected_maximum(counts.astype(float)).tolist() == expected
     assert expected_maximum(np.zeros(0, dtype=int)).tolist() == []
+
+
+ANY = st.floats(allow_nan=True, allow_infinity=True)
+
+
+def alike(alone: float, row: Any) -> None:
+    assert isinstance(alone, float)
+    assert row.tolist() == pytest.approx([alone], rel=1e-12, abs=1e-300, nan_ok=True)
+
+
+@given(value=ANY)
+@pytest.mark.parametrize("function", [function for function, _, _ in ONE])
+def test_a_function_of_one_says_the_same_of_any_float_and_of_an_array(
+    function: Callable[..., Any], value: float
+) -> None:
+    alike(function(value), function(np.array([value])))
+
+
+@given(first=ANY, second=ANY)
+@pytest.mark.parametrize("function", [maximum, minimum, logaddexp])
+def test_a_function_of_two_says_the_same_of_any_floats_and_of_arrays(
+    function: Callable[..., Any], first: float, second: float
+) -> None:
+    with np.errstate(all="ignore"):
+        alike(function(first, second), function(np.array([first]), np.array([second])))
+
+
+@pytest.mark.parametrize("function", [maximum, minimum, logaddexp])
+@pytest.mark.parametrize("other", [1.0, math.inf, -math.inf, math.nan])
+def test_what_is_no_number_stays_so(function: Callable[..., Any], other: float) -> None:
+    assert math.isnan(function(math.nan, other))
+    assert math.isnan(function(other, math.nan))
+
+
+@given(count=st.floats(0.0, 1e6))
+def test_counts_are_whole_alone_as_in_an_array(count: float) -> None:
+    alike(expected_maximum(count), expected_maximum(np.array([count])))

@@ -48,7 +48,8 @@ class EstimatorCallback(Callback):
                 self.training.begin(
                     pl_module,
                     batch,
-                    optimizer=trainer.optimizers[0],
+                    # Several are told by the step, which calls them itself.
+                    optimizer=trainer.optimizers[0] if len(trainer.optimizers) == 1 else None,
                     precision=precision_of(pl_module, mixed),
                     clip_grad_norm=bool(trainer.gradient_clip_val),
                     ranks=int(trainer.world_size),

@@ -183,7 +183,8 @@ def training_options(command: Command, *, batch: Any = None) -> Command:
         click.option(
             "--optimizer",
             callback=_optimizer,
-            help=f"{', '.join(OPTIMIZERS)}, or as torch.optim writes it; default adamw.",
+            help=f"{', '.join(OPTIMIZERS)}, or as torch.optim writes it; by default what the step "
+            "or configure_optimizers() has, else adamw.",
         ),
         click.option("--seq-len", type=positive, help="Tokens per sample, where the model asks."),
         click.option("--accumulation", type=positive, help="Micro-batches per step; default 1."),

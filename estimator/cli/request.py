@@ -102,7 +102,7 @@ class Request:
             model,
             batch,
             loss=loss,
-            optimizer=self.optimizer or "adamw",
+            optimizer=self.optimizer,
             precision=self.precision or Strategy.parse(self.strategy).param or "fp32",
             target=target or machines[0].kind,
             measure=self.measure,

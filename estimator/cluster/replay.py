@@ -32,9 +32,9 @@ class Costs:
     """What starting again costs, and what fails.
 
     A job that has run before spends `restart_s` on its devices before it trains again. It keeps a
-    checkpoint when a policy takes its devices, else one every `checkpoint_s` of training; a failed
-    node loses what came after the last. Each node fails after `node_mtbf_s` of its time on average
-    (None: never) and is back `repair_s` later.
+    checkpoint when a policy takes its devices, else one every `checkpoint_s` of training (0: at
+    all times); a failed node loses what came after the last. Each node fails after `node_mtbf_s` of
+    its time on average (None: never) and is back `repair_s` later.
     """
 
     restart_s: float = 30.0
@@ -361,7 +361,8 @@ class Replay:
         held, waiting = self._running[name], self._waiting[name]
         held.process.interrupt()
         trained_s = held.trained_s(self._env.now)
-        lost_s = 0.0 if planned else trained_s % self.costs.checkpoint_s
+        every_s = self.costs.checkpoint_s
+        lost_s = 0.0 if planned or not every_s else trained_s % every_s
         samples = min(held.samples(trained_s - lost_s), waiting.remaining_samples)
         self._keep_segment(name, samples, held.samples(lost_s))
         waiting.remaining_samples -= samples

@@ -6,7 +6,7 @@ import csv
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -122,5 +122,6 @@ _FORMS: tuple[tuple[frozenset[str], Callable[[Row], TracedJob]], ...] = (
 
 
 def _seconds(text: str) -> float:
-    """A time stamp such as ``2017-10-09 10:33:15``, in seconds."""
-    return datetime.fromisoformat(text).timestamp()
+    """A time stamp such as ``2017-10-09 10:33:15``, of UTC unless it says otherwise, in seconds."""
+    found = datetime.fromisoformat(text)
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()

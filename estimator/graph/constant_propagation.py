@@ -69,6 +69,8 @@ class Constants:
         self._random_steps = 0
         self._held: dict[int, Constant] = {}
         self.assumptions: dict[str, None] = {}
+        # Whether what is read from now on is read to be written down, as losses after backward().
+        self.reads_are_logs = False
 
     def of(self, tensor: Tensor) -> Constant | None:
         """What is known of a tensor, None if nothing is."""

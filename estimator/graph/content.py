@@ -28,7 +28,9 @@ def job_content(graph: OpGraph) -> JobContent:
     for op in graph.ops:
         digest.update(f"{op.phase}{lines.call(op.call, op.other_call)}".encode())
     for parameter in graph.parameters:
-        digest.update(f"{parameter.spec.shape}{parameter.spec.dtype}".encode())
+        own = (parameter.optimizer, parameter.updates)
+        text = f"{parameter.spec.shape}{parameter.spec.dtype}{own if own != (None, 1) else ''}"
+        digest.update(text.encode())
     counts = Counter(op.call.target for op in graph.ops if not op.is_view)
     total = max(sum(counts.values()), 1)
     return JobContent(

@@ -42,7 +42,7 @@ def matmul_dims(call: OpCall) -> tuple[float, ...]:
     """(batch, m, n, k) of a matmul (batch, m, k) x (batch, k, n)."""
     left, right = factors(call)
     name = call.target.split(".")[1]
-    if name == "linear":
+    if name in ("linear", "mkldnn_linear"):
         return (
             1.0,
             left.numel / left.shape[-1],
@@ -105,7 +105,7 @@ def _orientation(spec: TensorSpec) -> str:
     return "t" if rows == 1 and columns != 1 and spec.shape[-1] > 1 else "n"
 
 
-@cost_of("aten.linear_backward", family="matmul")
+@cost_of("aten.linear_backward", "aten.mkldnn_linear_backward", family="matmul")
 def _linear_backward(call: OpCall) -> OpCost:
     gradient, weight = call.arguments[1], call.arguments[2]
     wanted = sum(bool(flag) for flag in argument(call, 3, "output_mask", (True, True))[:2])

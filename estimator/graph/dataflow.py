@@ -25,7 +25,8 @@ class Dataflow:
     `touched` are the values that ops read and then make, op by op, `held` those that they hold.
     `place` of an op is its place in the forward pass; of the backward pass, that of the forward
     op to whose stage it belongs, wherever stages begin. `first_place` has that of the first op of
-    each module. `trained` are the values of the forward pass that have a gradient.
+    each module. `from_weights` are the parameters, frozen ones too, and what the forward pass makes
+    of them: stages pass it on, and make masks and positions again.
     """
 
     touched: Indices
@@ -42,7 +43,7 @@ class Dataflow:
     module_of: Indices
     place: Indices
     first_place: dict[str, int]
-    trained: Flags
+    from_weights: Flags
 
     @classmethod
     def of(cls, graph: OpGraph) -> Dataflow:
@@ -60,12 +61,12 @@ class Dataflow:
         codes = {kind: code for code, kind in enumerate(KINDS)}
         is_forward = np.array([op.phase == "forward" for op in ops], dtype=np.bool_)
         kind = _array(codes[value.kind] for value in values)
-        trained = _trained(graph)
+        from_weights = _from_weights(graph)
         maker = np.full(len(values), -1, dtype=np.intp)
         # Of several the first one: the last that is written here.
         maker[touched[is_made][::-1]] = touched_by[is_made][::-1]
         modules = tuple(numbers)
-        tells = trained & (kind == codes["activation"])
+        tells = from_weights & (kind == codes["activation"])
         return cls(
             touched=touched,
             touched_by=touched_by,
@@ -84,7 +85,7 @@ class Dataflow:
             module_of=module_of,
             place=_places(is_forward, touched, touched_by, is_made, module_of, tells),
             first_place=_first_places(modules, module_of[is_forward]),
-            trained=trained,
+            from_weights=from_weights,
         )
 
 
@@ -133,15 +134,9 @@ def _first_places(modules: tuple[str, ...], forward: Indices) -> dict[str, int]:
     return found
 
 
-def _trained(graph: OpGraph) -> Flags:
-    """Values of the forward pass that have a gradient."""
-    trained = {parameter.spec for parameter in graph.parameters if parameter.gradient is not None}
+def _from_weights(graph: OpGraph) -> Flags:
     values = graph.values
-    found = {
-        index
-        for index, value in enumerate(values)
-        if value.kind == "parameter" and value.spec in trained
-    }
+    found = {index for index, value in enumerate(values) if value.kind == "parameter"}
     for op in graph.ops:
         if op.phase == "forward" and not found.isdisjoint(op.inputs):
             found.update(v for v in op.outputs if "float" in values[v].spec.dtype)

@@ -19,6 +19,7 @@ aten = torch.ops.aten
 # How many elements these return is how many a mask holds.
 _SELECTIONS = frozenset({aten.index.Tensor, aten.masked_select.default, aten.nonzero.default})
 _HALF = "masks that the model computes from activations select every second element"
+_LOGGED = "losses that the step reads, as with .item(), are read as 1"
 _UNLIKE = "activations that the model compares as a whole are unlike"
 
 
@@ -67,8 +68,12 @@ def _real(leaf: Any, func: Any, constants: Constants, module: str) -> Any:
         shape = tuple(leaf.shape)
         constants.assume(leaf, lambda: _every_second(shape), _HALF)
         value = constants.read(leaf)
+    is_read = func is aten._local_scalar_dense.default
+    if value is None and is_read and constants.reads_are_logs and leaf.is_floating_point():
+        shape = tuple(leaf.shape)
+        constants.assume(leaf, lambda: torch.ones(shape), _LOGGED)
+        value = constants.read(leaf)
     if value is None:
-        is_read = func is aten._local_scalar_dense.default
         change = (
             "leave out what reads it, such as .item(), float() or an if"
             if is_read

@@ -21,11 +21,15 @@ _CONTAINERS = (dict, OrderedDict, list, set, deque)
 
 @dataclass(slots=True)
 class FakeTensors:
-    """The fakes in place of a model's tensors, tied ones once, with the names they go by."""
+    """The fakes in place of a model's tensors, tied ones once, with the names they go by.
+
+    `made` has them by the id of the real tensor.
+    """
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     real_buffers: dict[str, Tensor] = field(default_factory=dict)
+    made: dict[int, Tensor] = field(default_factory=dict)
 
 
 @contextmanager
@@ -74,8 +78,8 @@ def put_fake_tensors(
 
     References to them that modules keep elsewhere (RNNs keep flat lists) are replaced as well.
     """
-    made: dict[int, Tensor] = {}
     found = FakeTensors()
+    made = found.made
 
     def fake_of(name: str, real: Tensor, *, is_parameter: bool) -> Tensor:
         fake = made.get(id(real))

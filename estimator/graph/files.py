@@ -39,6 +39,8 @@ FORMAT = "estimator-graph"
 VERSION = 1
 # Llama-70B, 18,800 operators, takes 3 MiB unpacked; far more than that is not one of ours.
 MOST_BYTES = 64 * MIB
+# Of a parameter in a step: more than any optimizer is called.
+_MOST_UPDATES = 1_000_000
 _GZIP_MAGIC = b"\x1f\x8b"
 # The name is among the first fields, and has at most so many characters.
 _HEAD_BYTES, _MOST_NAME = 4 << 10, 500
@@ -180,7 +182,10 @@ def _encode(graph: Mapping[str, Any]) -> dict[str, Any]:
     ]
     values = [[specs.add(v.spec), specs.add(v.other_spec), v.kind, v.base] for v in graph["values"]]
     parameters = [
-        [p.name, specs.add(p.spec), p.gradient, p.ready_after, int(p.is_dtensor)]
+        [
+            *(p.name, specs.add(p.spec), p.gradient, p.ready_after),
+            *(int(p.is_dtensor), p.optimizer, p.updates),
+        ]
         for p in graph["parameters"]
     ]
     timings = [[calls.add(c), t.seconds, t.noise_ratio] for c, t in graph["timings"].items()]
@@ -237,14 +242,7 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
         "ops": ops,
         "values": values,
         "parameters": tuple(
-            Parameter(
-                name=_text(name),
-                spec=_at(specs, spec),
-                gradient=_index(gradient, len(values), optional=True),
-                ready_after=_index(ready_after, len(ops), optional=True),
-                is_dtensor=any(later),
-            )
-            for name, spec, gradient, ready_after, *later in data["parameters"]
+            _decode_parameter(row, specs, len(values), len(ops)) for row in data["parameters"]
         ),
         "inputs": tuple(
             GraphInput(name=_text(name), value=_required(value, len(values)), low=low, high=high)
@@ -257,6 +255,24 @@ def _decode(data: Mapping[str, Any]) -> dict[str, Any]:
     _check_plain_fields(graph)
     eager = data.get("eager")
     return graph | {"eager": None if eager is None else _decode({**eager, "eager": None})}
+
+
+def _decode_parameter(row: Any, specs: list[TensorSpec], values: int, ops: int) -> Parameter:
+    name, spec, gradient, ready_after, *later = row
+    # Files of earlier versions end sooner.
+    missing: list[Any] = [False, None, 1]
+    is_dtensor, optimizer, updates = later + missing[len(later) :]
+    if type(updates) is not int or not 0 <= updates <= _MOST_UPDATES:
+        raise ValueError(f"{quoted(updates)} is no number of updates in a step")
+    return Parameter(
+        name=_text(name),
+        spec=_at(specs, spec),
+        gradient=_index(gradient, values, optional=True),
+        ready_after=_index(ready_after, ops, optional=True),
+        is_dtensor=bool(is_dtensor),
+        optimizer=None if optimizer is None else check_optimizer(_text(optimizer)),
+        updates=updates,
+    )
 
 
 def _decode_op(row: Any, calls: list[OpCall], values: int) -> Op:

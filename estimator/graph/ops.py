@@ -114,7 +114,8 @@ class Parameter:
 
     `ready_after` is the index in `OpGraph.ops` of the op after which its gradient is final;
     `gradient` is the value that holds it (None: it gets no gradient). Of one that `is_dtensor` a
-    rank keeps its part in a DTensor. Of experts that are divided, the ranks that FSDP shards other
+    rank keeps its part in a DTensor. A step updates it `updates` times, with `optimizer` where that
+    is not the graph's own. Of experts that are divided, the ranks that FSDP shards other
     weights over hold `expert_parts` unlike parts (0: it is no such weight); its gradient is reduced
     among the ranks with the same experts.
     """
@@ -125,6 +126,8 @@ class Parameter:
     ready_after: int | None
     is_dtensor: bool = False
     expert_parts: int = 0
+    optimizer: str | None = None
+    updates: int = 1
 
     @property
     def is_expert(self) -> bool:

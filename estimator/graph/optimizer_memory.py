@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from estimator.graph.op_graph import OpGraph
@@ -56,6 +57,33 @@ def optimizer_memory(
     Megatron-LM, BF16_Optimizer of DeepSpeed).
     """
     name = check_optimizer(optimizer)
+    trained = [parameter for parameter in graph.parameters if parameter.gradient is not None]
+    if name == graph.optimizer and any(p.optimizer or not p.updates for p in trained):
+        # Optimizers update one after the other; what none updates has no state.
+        by: dict[str, list[Parameter]] = {}
+        for each in trained:
+            if each.updates:
+                by.setdefault(each.optimizer or name, []).append(each)
+        options = {"stored_ratio": stored_ratio, "master_ratio": master_ratio, "sharded": sharded}
+        held = [
+            optimizer_memory(
+                replace(
+                    graph,
+                    optimizer=own,
+                    parameters=tuple([replace(p, optimizer=None) for p in some]),
+                ),
+                own,
+                **options,  # type: ignore[arg-type]
+            )
+            for own, some in by.items()
+        ]
+        return OptimizerMemory(
+            state_bytes=sum(one.state_bytes for one in held),
+            **{
+                field: max((getattr(one, field) for one in held), default=0)
+                for field in OptimizerMemory._fields[1:]
+            },
+        )
     tensors = trained_tensors(graph, stored_ratio * master_ratio, sharded=sharded)
     masters = [tensor.size_bytes if master_ratio > 1 else 0 for tensor in tensors]
     states = [
@@ -63,13 +91,13 @@ def optimizer_memory(
         for tensor, master in zip(tensors, masters, strict=True)
     ]
     foreach = graph.target == "cuda" and RULES[name].form != "loop"
-    each = [temporaries_bytes(name, [tensor], foreach=foreach)[0] for tensor in tensors]
+    each_bytes = [temporaries_bytes(name, [tensor], foreach=foreach)[0] for tensor in tensors]
     together, single = temporaries_bytes(name, tensors, foreach=foreach)
     return OptimizerMemory(
         state_bytes=sum(states),
         largest_state_bytes=max(states, default=0),
         together_bytes=together + sum(masters),
-        largest_together_bytes=max(map(sum, zip(each, masters, strict=True)), default=0),
+        largest_together_bytes=max(map(sum, zip(each_bytes, masters, strict=True)), default=0),
         single_bytes=single,
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from estimator.errors import ModelError, quoted
 
 Step = Callable[[Any, Any], Any]
-ASSUMPTION = (
+SUMMED = (
     "the losses of a step's phases are traced as one sum: all forward passes, then one backward "
     "pass, whose gradients are reduced and applied once"
 )
@@ -28,16 +28,20 @@ class Phases(nn.Module):
             self.models = nn.ModuleList(models)
         self._step = step
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The sum of the losses of a step."""
-        losses = self._step(self.models, batch)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """What the step returns: its losses, or whatever it likes where it trains by itself."""
+        return self._step(self.models, batch)
+
+    @staticmethod
+    def sum_of(losses: Any) -> Tensor:
+        """The sum of the losses that a step returned; raises ModelError."""
         if isinstance(losses, Mapping):
             losses = tuple(losses.values())
         found = losses if isinstance(losses, (tuple, list)) else (losses,)
         if not found or not all(isinstance(loss, Tensor) for loss in found):
             raise ModelError(
-                f"step(models, batch) returned {quoted(losses)}; return its loss, or one for each "
-                "phase"
+                f"step(models, batch) returned {quoted(losses)} and called no backward(); return "
+                "its loss, or one for each phase"
             )
         total: Tensor = sum(loss.mean() for loss in found)
         return total
@@ -53,6 +57,6 @@ def as_phases(model: Any, loss: Any) -> tuple[Any, Any]:
     if not callable(loss) or isinstance(loss, nn.Module):
         raise ModelError(
             f"{len(several)} models are trained together by a function; return (models, batch, "
-            "step), where step(models, batch) returns the losses"
+            "step), where step(models, batch) returns the losses, or calls backward() itself"
         )
     return Phases(model, loss), None

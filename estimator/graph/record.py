@@ -30,6 +30,8 @@ aten = torch.ops.aten
 
 # Fake tensors are asked for their device more often than operators run.
 _DEVICE = torch.ops.prim.device.default
+# Queries of fake tensors, and the ranges that optimizers mark for a profiler.
+_NOT_RUN = frozenset({"prim", "profiler"})
 # What a dispatch mode sees but a step does not run: autograd's shallow copies come past a mode as
 # `detach` (c10/core/TensorImpl.cpp, shallow_copy_and_detach_core), literals as `lift_fresh`.
 _SAME_TENSOR = frozenset(
@@ -230,7 +232,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if not isinstance(func, OpOverload) or func.namespace == "prim":
+        if not isinstance(func, OpOverload) or func.namespace in _NOT_RUN:
             return func(*args, **kwargs)
         if func in _SAME_TENSOR:
             return self._pass_through(func, args, kwargs)

@@ -1,9 +1,9 @@
 """Cut a traced graph into the stages of a pipeline: one graph for each, and what passes between.
 
 A stage is a run of the forward pass from the beginning of a module on, and the part of the backward
-pass that belongs to it. What a later stage needs of an earlier one and has a gradient is sent from
-stage to stage; what has none (masks, positions) every stage computes for itself, as the models of
-torch.distributed.pipelining do.
+pass that belongs to it. What a later stage needs of an earlier one and depends on weights, frozen
+ones too, is sent from stage to stage; what does not (masks, positions) every stage computes for
+itself, as the models of torch.distributed.pipelining do.
 """
 
 from __future__ import annotations
@@ -52,7 +52,13 @@ class Stage:
 
 
 def split_points(graph: OpGraph) -> tuple[str, ...]:
-    """The repeated blocks at which a pipeline may begin a stage, in the order of the model."""
+    """The repeated blocks at which a pipeline may begin a stage, in the order of the model.
+
+    There are none where a step goes forward again after a backward pass.
+    """
+    phases = [op.phase for op in graph.ops]
+    if "backward" in phases and "forward" in phases[phases.index("backward") :]:
+        return ()
     modules = dict.fromkeys([op.module for op in graph.ops if op.phase == "forward"])
     return tuple(path for path in dict.fromkeys(map(unit_path, modules)) if path)
 
@@ -171,12 +177,12 @@ def _begin(graph: OpGraph, flow: Dataflow, point: str) -> int:
 
 
 def _sent(flow: Dataflow, owner: Indices, stages: int) -> list[tuple[int, ...]]:
-    """What each stage sends to the next one: what a later one reads of it and has a gradient."""
+    """What each stage sends to the next one: what later ones read and depends on weights."""
     reads = flow.is_forward[flow.touched_by] & ~flow.is_made
     values = flow.touched[reads]
     last = np.full(len(flow.maker), -1, dtype=np.intp)
     last[values] = owner[flow.touched_by[reads]]
-    passes = flow.trained & (flow.maker >= 0) & (owner[flow.maker] < last)
+    passes = flow.from_weights & (flow.maker >= 0) & (owner[flow.maker] < last)
     sent: list[list[int]] = [[] for _ in range(stages)]
     for value in dict.fromkeys(values[passes[values]].tolist()):
         for stage in range(int(owner[flow.maker[value]]), int(last[value])):
@@ -185,7 +191,7 @@ def _sent(flow: Dataflow, owner: Indices, stages: int) -> list[tuple[int, ...]]:
 
 
 class _Lent(NamedTuple):
-    """By forward op: the ops that make what it reads and what has no gradient."""
+    """By forward op: the ops that make what it reads and what depends on no weight."""
 
     makers: dict[int, list[int]]
     readers: Indices
@@ -194,14 +200,14 @@ class _Lent(NamedTuple):
     def of(cls, flow: Dataflow) -> _Lent:
         made_by = flow.maker[flow.touched]
         lends = flow.is_forward[flow.touched_by] & ~flow.is_made & (made_by >= 0)
-        lends &= ~flow.trained[flow.touched]
+        lends &= ~flow.from_weights[flow.touched]
         makers: dict[int, list[int]] = {}
         for reader, maker in zip(flow.touched_by[lends], made_by[lends], strict=True):
             makers.setdefault(int(reader), []).append(int(maker))
         return cls(makers, np.array(list(makers), dtype=np.intp))
 
     def with_lent(self, is_own: Flags) -> Indices:
-        """The ops of a stage, those of earlier ones that it repeats for want of a gradient too."""
+        """The ops of a stage, those of earlier ones that it repeats, without weights, too."""
         inside = is_own.copy()
         waiting = self.readers[is_own[self.readers]].tolist()
         while waiting:

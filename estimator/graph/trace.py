@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import platform
 import reprlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.autograd.graph import _engine_run_backward
 
 from estimator.errors import EstimatorError, ModelError, TraceError
 from estimator.graph.batches import (
@@ -36,9 +35,11 @@ from estimator.graph.fake_tensors import (
 )
 from estimator.graph.join import JoinedRuns, join_runs
 from estimator.graph.op_graph import OpGraph
-from estimator.graph.ops import GraphInput
+from estimator.graph.ops import GraphInput, Parameter
 from estimator.graph.packed_sequences import packed_as_padded
+from estimator.graph.phases import SUMMED, Phases
 from estimator.graph.record import Recorder
+from estimator.graph.recorded_updates import DEFAULT_OPTIMIZER, RecordedStep
 from estimator.graph.split_plan import expert_styles_of_config, styles_of_config
 from estimator.graph.training_call import Loss, TrainingCall
 from estimator.graph.user_code import UserCode
@@ -61,7 +62,7 @@ def trace_graph(
     batch: Any,
     *,
     loss: Loss | None = None,
-    optimizer: str | torch.optim.Optimizer = "adamw",
+    optimizer: str | torch.optim.Optimizer | None = None,
     precision: str = "fp32",
     target: DeviceKind = "cpu",
     channels_last: bool = False,
@@ -74,18 +75,18 @@ def trace_graph(
     gives the operators that eager training dispatches, at every batch size. `batch` is a tensor, a
     tuple (``model(*batch)``) or a mapping (``model(**batch)``), or a DataLoader or Dataset that
     gives one; `loss(output, batch)` defaults to the model's ``training_step(batch, batch_idx)``,
-    else ``output.loss``, else the mean of the floating outputs. What forward() does not take of a
-    batch, such as the targets of ``(inputs, targets)``, is what ``loss(output, targets)`` gets. A
-    sample is one index of dimension 0 (`batch_dim`: of that one) of the inputs that share the
-    commonest size there. `channels_last` lays parameters and inputs of four dimensions out as
-    ``.to(memory_format=torch.channels_last)`` does. The model is left as it was. Raises ModelError,
-    TraceError.
+    else ``output.loss``, else the mean of the floating outputs; a step may call backward() itself.
+    The optimizer is by default what that or ``configure_optimizers()`` has, else "adamw". What
+    forward() does not take of a batch, such as the targets of ``(inputs, targets)``, is what
+    ``loss(output, targets)`` gets. A sample is one index of dimension 0 (`batch_dim`: of that one)
+    of the inputs that share the commonest size there. `channels_last` lays parameters and inputs of
+    four dimensions out so. The model is left as it was. Raises ModelError, TraceError.
 
     >>> graph = trace_graph(nn.Linear(3, 2), torch.randn(4, 3))
     >>> graph.batch, [parameter.name for parameter in graph.parameters]
     (4, ['bias', 'weight'])
     """
-    optimizer = check_optimizer(optimizer)
+    asked = None if optimizer is None else check_optimizer(optimizer)
     check_precision(precision)
     _check_model(model, target, name := name or type(model).__name__)
     call = TrainingCall.of(model, batch, loss)
@@ -110,7 +111,7 @@ def trace_graph(
         tracer,
         first,
         joined,
-        optimizer=optimizer,
+        optimizer=asked,
         samples=samples,
         tokens=tokens_per_sample(batch, samples),
         fixed_because=fixed_because or joined.difference,
@@ -140,7 +141,7 @@ def _graph(
     first: _Run,
     joined: JoinedRuns,
     *,
-    optimizer: str,
+    optimizer: str | None,
     samples: int | None,
     tokens: int | None,
     fixed_because: str | None,
@@ -150,9 +151,11 @@ def _graph(
 
     `unusual` names the type of parameters that no precision stands for.
     """
+    optimizer, parameters, recorded = _updated(tracer, first, joined, optimizer)
     assumptions = [
         *tracer.assumptions,
         *tracer.call.assumptions,
+        *recorded,
         *first.recorder.constants.assumptions,
     ]
     if unusual:
@@ -173,7 +176,7 @@ def _graph(
         channels_last=tracer.channels_last,
         ops=joined.ops,
         values=joined.values,
-        parameters=joined.parameters(first.ready),
+        parameters=parameters,
         frozen_parameter_bytes=first.frozen_bytes,
         buffer_bytes=first.buffer_bytes,
         buffers=len(first.fakes.buffers),
@@ -187,6 +190,23 @@ def _graph(
         ep_plan=expert_styles_of_config(tracer.model),
     )
     return graph if tracer.division is None else tracer.division.marked(graph)
+
+
+def _updated(
+    tracer: _Tracer, first: _Run, joined: JoinedRuns, optimizer: str | None
+) -> tuple[str, tuple[Parameter, ...], tuple[str, ...]]:
+    """(the optimizer, the parameters with what updates them, what is assumed of that)."""
+    updates, assumptions = first.recorded.updates, first.recorded.assumptions
+    configured = tracer.call.configured
+    if not assumptions and isinstance(tracer.model, Phases):
+        assumptions = (SUMMED,)
+    elif not assumptions and optimizer is None and configured is not None:
+        updates = configured.updates(tracer.model)
+        assumptions = tuple(updates.assumptions)
+    parameters = joined.parameters(first.recorded.ready())
+    if updates.counts:
+        optimizer, parameters = updates.of(parameters, optimizer)
+    return optimizer or DEFAULT_OPTIMIZER, parameters, assumptions
 
 
 def _check_model(model: Any, target: str, name: str) -> None:
@@ -222,9 +242,8 @@ def _held_precision(model: nn.Module, precision: str) -> tuple[str, str | None]:
 class _Run:
     recorder: Recorder
     fakes: FakeTensors
-    inputs: tuple[GraphInput, ...]
-    # Name, recorded value of the gradient, index of the op after which it is final.
-    ready: tuple[tuple[str, int, int | None, int | None], ...] = ()
+    recorded: RecordedStep
+    inputs: tuple[GraphInput, ...] = ()
 
     @property
     def frozen_bytes(self) -> int:
@@ -270,13 +289,11 @@ class _Tracer:
             fakes = put_fake_tensors(
                 self.model, dtype=dtype, device="cpu", channels_last=self.channels_last
             )
-            run = _Run(recorder, fakes, ())
+            run = _Run(recorder, fakes, RecordedStep(recorder, fakes))
             self._place_model(run)
             fake_batch = self._place_batch(run, batch, dtype)
-            gradients = _GradientOrder(run)
-            with gradients.watching(), watched_calls(recorder), torch.enable_grad():
-                self._step(recorder, fake_batch)
-            run.ready = gradients.ready()
+            with run.recorded.watching(), watched_calls(recorder), torch.enable_grad():
+                self._step(run, fake_batch)
         return run
 
     def run_at_twice(
@@ -321,7 +338,8 @@ class _Tracer:
         run.inputs = tuple(inputs)
         return fake_batch
 
-    def _step(self, recorder: Recorder, batch: Any) -> None:
+    def _step(self, run: _Run, batch: Any) -> None:
+        recorder, recorded = run.recorder, run.recorded
         user_code = UserCode(
             f"{self.name} cannot run on this batch",
             advice=self.call.advice,
@@ -329,8 +347,9 @@ class _Tracer:
         )
         functions = CudaFunctions if self.target == "cuda" else EagerFunctions
         with recorder, functions(recorder.constants), user_code:
-            with self._autocast():
-                value = self.call.run(self.model, batch)
+            value = self._loss(recorded, batch)
+            if recorded.backwards:
+                return
             if not isinstance(value, Tensor) or value.numel() != 1:
                 found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise ModelError(f"the loss of {self.name} must be one number, found {found}")
@@ -338,13 +357,13 @@ class _Tracer:
                 raise ModelError(
                     f"the loss of {self.name} does not depend on any trainable parameter"
                 )
-            recorder.phase = "backward"
-            # As torch.autograd.backward does, but below its override for function modes: what a
-            # checkpoint computes again in backward must meet the same functions as before.
-            seed = torch.ones_like(value, memory_format=torch.preserve_format)
-            _engine_run_backward(
-                (value,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+            recorded.run_backward((value,))
+
+    def _loss(self, recorded: RecordedStep, batch: Any) -> Any:
+        """The loss of the step, None of one that has called backward() itself."""
+        with self._autocast():
+            found = self.call.called(self.model, batch, recorded.fake_of)
+            return None if recorded.backwards else self.call.loss_of(self.model, found, batch)
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:
@@ -354,44 +373,3 @@ class _Tracer:
             return
         with torch.autocast("cpu", dtype=dtype):
             yield
-
-
-class _GradientOrder:
-    """Notes, as DDP's hooks do, when each parameter's gradient is complete."""
-
-    def __init__(self, run: _Run) -> None:
-        self._run = run
-        self._done: dict[str, tuple[int | None, int]] = {}
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for name, parameter in self._run.fakes.parameters.items():
-                if parameter.requires_grad:
-                    handle = parameter.register_post_accumulate_grad_hook(self._hook(name))
-                    stack.callback(handle.remove)
-            yield
-
-    def _hook(self, name: str) -> Callable[[Tensor], None]:
-        recorder = self._run.recorder
-
-        def note(parameter: Tensor) -> None:
-            value = recorder.gradient_of(name, parameter)
-            self._done.pop(name, None)
-            self._done[name] = (value, len(recorder.ops) - 1)
-
-        return note
-
-    def ready(self) -> tuple[tuple[str, int, int | None, int | None], ...]:
-        """Trainable parameters in order of readiness; those without a gradient come last."""
-        recorder, parameters = self._run.recorder, self._run.fakes.parameters
-        found: list[tuple[str, int, int | None, int | None]] = []
-        for name, (value, op) in self._done.items():
-            index = recorder.index_of(parameters[name])
-            assert index is not None
-            found.append((name, index, value, op))
-        for name, parameter in parameters.items():
-            index = recorder.index_of(parameter)
-            if parameter.requires_grad and name not in self._done and index is not None:
-                found.append((name, index, None, None))
-        return tuple(found)

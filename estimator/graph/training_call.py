@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from estimator.errors import ModelError, quoted
 from estimator.graph.fake_tensors import map_tensors
-from estimator.graph.phases import ASSUMPTION, Phases
+from estimator.graph.lightning_modules import Configured, standing_in
+from estimator.graph.phases import Phases
 from estimator.graph.user_code import UserCode
 
 # A function of (output, targets) or of the output alone, or a step of (model, batch).
@@ -34,7 +36,7 @@ class TrainingCall:
     parts, of a mapping those named in `target_names`, go to the loss and not to the model.
     `as_one` says that forward() takes all of its inputs as one argument, `by_step` that the loss is
     a ``step(model, batch)``, which calls the model itself. `assumptions` say how the batch was
-    read, where it could be read in several ways.
+    read, where it could be read in several ways, `configured` which optimizers a training step has.
     """
 
     batch: Any
@@ -44,6 +46,7 @@ class TrainingCall:
     by_training_step: bool = False
     by_step: bool = False
     as_one: bool = False
+    configured: Configured | None = None
     assumptions: tuple[str, ...] = ()
 
     @classmethod
@@ -66,10 +69,13 @@ class TrainingCall:
                 f"nn.CrossEntropyLoss(), found {quoted(loss)}; give one"
             )
         if loss is None:
-            if isinstance(model, Phases):
-                assumptions += (ASSUMPTION,)
             if callable(getattr(model, "training_step", None)):
-                return cls(batch=batch, by_training_step=True, assumptions=assumptions)
+                return cls(
+                    batch=batch,
+                    by_training_step=True,
+                    configured=Configured.of(model),
+                    assumptions=assumptions,
+                )
             as_one = _is_one_argument(model, batch)
             return cls(batch=batch, as_one=as_one, assumptions=assumptions)
         if _is_step(loss):
@@ -112,8 +118,8 @@ class TrainingCall:
             )
         if self.by_training_step:
             return (
-                "let training_step(batch, batch_idx) return its loss without a trainer, or return "
-                "(models, batch, step), where step(models, batch) returns the losses"
+                "let training_step(batch, batch_idx) run without a trainer, or return (models, "
+                "batch, step), where step(models, batch) returns the losses or trains by itself"
             )
         if isinstance(self.loss, nn.Module) and len(self.target_names) > 1:
             names = ", ".join(quoted(name) for name in self.target_names)
@@ -122,7 +128,7 @@ class TrainingCall:
                 "only its targets in the batch, or give a function of (output, targets)"
             )
         if self.by_step:
-            return "let step(model, batch) return its loss, without backward() and optimizer.step()"
+            return "let step(model, batch) return its loss, or call backward() itself"
         if self.loss is not None and not isinstance(self.loss, nn.Module):
             return f"{check}; a function that calls the model itself names it: step(model, batch)"
         if self.loss is not None or isinstance(self.batch, Tensor):
@@ -134,9 +140,40 @@ class TrainingCall:
 
     def run(self, model: Any, batch: Any) -> Any:
         """The loss of a model, or of one that wraps it, on a batch of this form."""
+        return self.loss_of(model, self.called(model, batch), batch)
+
+    def called(
+        self,
+        model: Any,
+        batch: Any,
+        parameter_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
+    ) -> Any:
+        """What the model returns on a batch, or the step that calls it.
+
+        `parameter_of` gives what stands in the place of a parameter that optimizers hold.
+        """
         if self.by_step and self.loss is not None:
-            return _step_loss(self.loss(model, batch))
-        output = self._output(model, batch)
+            return self.loss(model, batch)
+        if self.configured is None:
+            return self._output(model, batch)
+        with standing_in(model, self.configured, parameter_of):
+            return self._output(model, batch)
+
+    def trained(self, model: Any, batch: Any) -> tuple[Any, bool]:
+        """What was `called` returns, and whether it called an optimizer's step() itself."""
+        steps: list[Any] = []
+        handle = register_optimizer_step_post_hook(lambda optimizer, *_: steps.append(optimizer))
+        try:
+            return self.called(model, batch), bool(steps)
+        finally:
+            handle.remove()
+
+    def loss_of(self, model: Any, output: Any, batch: Any) -> Any:
+        """The loss of what was `called` on a batch."""
+        if self.by_step:
+            return _step_loss(output)
+        if isinstance(model, Phases):
+            return model.sum_of(output)
         if self.loss is None:
             return loss_of(output)
         if not _binds(self.loss, output, batch):
@@ -152,7 +189,8 @@ class TrainingCall:
     def _output(self, model: Any, batch: Any) -> Any:
         """What the model returns; of a training step, its loss."""
         if self.by_training_step:
-            return model.training_step(batch, 0)
+            step = model.training_step
+            return step(batch, 0) if _binds(step, batch, 0) else step(batch)
         if self.as_one:
             return model(batch[0] if self.targets else batch)
         if isinstance(batch, Mapping):

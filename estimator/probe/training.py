@@ -216,6 +216,7 @@ class Training:
         self.autocast_dtype = _AUTOCAST.get(arguments["precision"])
         self.unused_parameters = 0
         self.merges_gradients = True
+        self.trains_itself = False
         self.marks: list[tuple[str, Any]] = []
         model, batch, loss, _ = load_model(
             arguments["model"], batch=arguments["batch"], seq_len=arguments["seq_len"]
@@ -270,7 +271,8 @@ class Training:
             last = number == self.accumulation_steps - 1
             with self._merging(self.merges_gradients and (last or self.merges_each)):
                 self._micro_batch()
-        self.optimizer.step()
+        if not self.trains_itself:
+            self.optimizer.step()
         self.mark("update")
 
     def _merging(self, merges: bool) -> contextlib.AbstractContextManager[Any]:
@@ -284,7 +286,10 @@ class Training:
 
     def _micro_batch(self) -> None:
         with self._autocast():
-            loss = self.call.run(self.model, self.batch)
+            found, self.trains_itself = self.call.trained(self.model, self.batch)
+            if self.trains_itself:
+                return
+            loss = self.call.loss_of(self.model, found, self.batch)
         if self.accumulation_steps > 1:
             loss = loss / self.accumulation_steps
         self.mark("forward")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from estimator.cache import Cache
 from estimator.errors import ProfileError
 from estimator.graph.op_graph import BoundGraph, OpGraph
+from estimator.graph.ops import Parameter
 from estimator.graph.optimizer_memory import trained_tensors, update_call
 from estimator.machines.profile import DeviceKind, MachineProfile, Provenance, UpdateCost
 from estimator.timeline.caches import Eviction
@@ -31,8 +33,9 @@ class Trained:
 
     `words` are their bytes in units of 4. `idle` are elements of embedding tables in rows that a
     batch of uniformly drawn indices never picks. `dtensors` are the bytes of each DTensor of layers
-    that ranks divide. `matrices` are those that Muon would update: sizes
-    and how many have them.
+    that ranks divide. `matrices` are those that Muon would update: sizes and how many have them.
+    `parts` are what each optimizer updates, as often as it does so in a step; there are none where
+    the graph's own one updates everything once.
     """
 
     tensors: int
@@ -42,11 +45,23 @@ class Trained:
     idle: float
     dtensors: tuple[int, ...] = ()
     matrices: tuple[tuple[tuple[int, int], int], ...] = ()
+    parts: tuple[tuple[str, Trained], ...] = ()
 
     @classmethod
     def of(cls, bound: BoundGraph, *, sharded: bool = False) -> Trained:
         """Those of a rank or, `sharded`, of all ranks that hold shards of one model together."""
         own = [p for p in bound.graph.parameters if p.gradient is not None]
+        whole = cls._of(bound, own, sharded=sharded)
+        if all(p.optimizer is None and p.updates == 1 for p in own):
+            return whole
+        by: dict[str, list[Parameter]] = {}
+        for each in own:
+            by.setdefault(each.optimizer or bound.graph.optimizer, []).extend(each.updates * [each])
+        parts = [(name, cls._of(bound, some, sharded=sharded)) for name, some in by.items() if some]
+        return replace(whole, parts=tuple(parts))
+
+    @classmethod
+    def _of(cls, bound: BoundGraph, own: Sequence[Parameter], *, sharded: bool) -> Trained:
         parts = [p.sharded_parts if sharded else 1 for p in own]
         sizes = [p.spec.nbytes * count for p, count in zip(own, parts, strict=True)]
         return cls(
@@ -54,7 +69,7 @@ class Trained:
             elements=sum(p.spec.numel * count for p, count in zip(own, parts, strict=True)),
             size_bytes=sum(sizes),
             words=sum(size // 4 for size in sizes),
-            idle=_idle_parameters(bound),
+            idle=_idle_parameters(bound, own),
             dtensors=tuple([p.spec.nbytes for p in own if p.is_dtensor]),
             matrices=_matrices(bound.graph, sharded=sharded),
         )
@@ -85,6 +100,17 @@ def update_cost(
     What is updated takes `stored_ratio` times the bytes of what the graph computes with, on a
     `kind` of device, None: on that of the graph.
     """
+    if trained.parts:
+        each = [
+            update_cost(
+                part,
+                replace(graph, optimizer=name, timings={}),
+                *(profile, devices_busy, sharding, stored_ratio, kind),
+            )
+            for name, part in trained.parts
+        ]
+        source = max(each, key=lambda cost: cost[0])[2]
+        return sum(cost[0] for cost in each), sum(cost[1] for cost in each), source
     kind = kind or graph.target
     cost = cost_of_update(profile, graph.optimizer, kind)
     tensors = _tensors(trained, graph)
@@ -131,6 +157,8 @@ def update_lanes(
 
     They are where they were measured, and where a GPU's host loops over the tensors.
     """
+    if trained.parts:
+        return None
     cost = cost_of_update(profile, graph.optimizer, graph.target)
     loops = cost.form == "loop" and graph.target == "cuda"
     if graph.is_summary or not (cost.lanes or loops):
@@ -174,10 +202,10 @@ def _matrices(graph: OpGraph, *, sharded: bool) -> tuple[tuple[tuple[int, int], 
     return tuple(((shape[0], shape[1]), count) for shape, count in sizes.items())
 
 
-def _idle_parameters(bound: BoundGraph) -> float:
+def _idle_parameters(bound: BoundGraph, parameters: Sequence[Parameter]) -> float:
     made_by = {value: index for index, op in enumerate(bound.graph.ops) for value in op.outputs}
     idle = 0.0
-    for parameter in bound.graph.parameters:
+    for parameter in parameters:
         if parameter.gradient not in made_by:
             continue
         call = bound.calls[made_by[parameter.gradient]]

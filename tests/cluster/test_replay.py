@@ -118,6 +118,14 @@ def test_a_failed_node_costs_what_came_after_the_last_checkpoint() -> None:
         assert segment.lost_samples == pytest.approx(trained % 100)
 
 
+def test_nothing_is_lost_where_checkpoints_are_kept_at_all_times() -> None:
+    costs = Costs(restart_s=0, checkpoint_s=0, node_mtbf_s=1000, repair_s=10)
+    ran = played([job("a", 0, 8000, 1)], load_policy("fifo"), nodes=cluster(1, 1), costs=costs)
+    segments = ran["a"].segments
+    assert len(segments) > 1
+    assert [segment.lost_samples for segment in segments] == [0.0] * len(segments)
+
+
 @pytest.mark.parametrize(
     ("grants", "said"),
     [

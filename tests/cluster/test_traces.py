@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,29 @@ def test_a_trace_is_read(tmp_path: Path, name: str, text: str, jobs: list[Traced
     path = tmp_path / name
     path.write_text(text)
     assert read_trace(path) == jobs
+
+
+# Clocks there went forward that morning: 02:00 became 03:00.
+HELIOS_IN_SPRING = """job_id,gpu_num,submit_time,duration
+1,1,2020-03-08 01:30:00,10
+2,1,2020-03-08 03:30:00,10
+3,1,2020-03-08T04:00:00+00:00,10
+"""
+
+
+@pytest.mark.parametrize("zone", ["America/Los_Angeles", "Asia/Shanghai", "UTC"])
+def test_time_stamps_mean_the_same_in_every_time_zone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zone: str
+) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(HELIOS_IN_SPRING)
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", zone)
+        time.tzset()
+        arrivals_s = [job.arrival_s for job in read_trace(path)]
+    time.tzset()
+    # Two hours and two and a half, as the stamps say.
+    assert arrivals_s == [0.0, 7200.0, 9000.0]
 
 
 @pytest.mark.parametrize(

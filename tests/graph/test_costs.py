@@ -416,3 +416,19 @@ def test_a_power_of_one_is_a_copy() -> None:
         for exponent in (1, 1.0, 2)
     ]
     assert [cost.flops for cost in costs if cost is not None] == [10, 10, 20]
+
+
+def test_a_linear_layer_of_mkldnn_multiplies_by_the_transpose_of_its_weight() -> None:
+    # 2 · 3 rows of 5 numbers become rows of 7: 2 · 6 · 5 · 7 FLOPs; the weight is (7, 5).
+    rows, weight, out = spec(2, 3, 5), spec(7, 5), spec(2, 3, 7)
+    call = OpCall("aten.mkldnn_linear.default", (rows, weight, None), (), (out,))
+    assert op_cost(call).flops == 2 * 6 * 5 * 7
+    assert features_of(call).dims == (1.0, 6.0, 7.0, 5.0)
+    # Backward computes as much for the gradient of each of its factors.
+    back = OpCall(
+        "aten.mkldnn_linear_backward.default",
+        (rows, out, weight, (True, True, False)),
+        (),
+        (rows, weight),
+    )
+    assert op_cost(back).flops == 2 * 2 * 6 * 5 * 7

@@ -173,3 +173,30 @@ def test_stages_that_compute_the_same_have_the_same_graph() -> None:
     assert set(second.parameters) == {"layers.1.weight", "layers.1.bias"}
     assert set(third.parameters) == {"layers.2.weight", "layers.2.bias"}
     assert third.point == "layers.2"
+
+
+class FrozenTrunk(nn.Module):
+    """Frozen blocks of a shape of their own under blocks that are trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, hidden, bias=False), nn.Linear(hidden, 16, bias=False))
+            for hidden in (width, width, 24, 24)
+        )
+        self.layers[:2].requires_grad_(False)
+
+    def forward(self, state: Tensor) -> Tensor:
+        for layer in self.layers:
+            state = torch.relu(layer(state))
+        return state.mean()
+
+
+@pytest.mark.parametrize("width", [24, 32], ids=["as those that are trained", "another shape"])
+def test_what_frozen_blocks_make_is_passed_on_whatever_their_shapes(width: int) -> None:
+    graph = trace_model(FrozenTrunk(width), torch.randn(8, 16))
+    first, second = stage_graphs(graph, ["layers.2"])
+    # 8 rows of 16 fp32 numbers go on; no stage computes the blocks of another one again.
+    assert first.sent_bytes(graph.at()) == 8 * 16 * 4
+    assert set(first.ops) & set(second.ops) == set()
+    assert {op.module.split(".")[1] for op in second.graph.ops if op.module} == {"2", "3"}

@@ -184,16 +184,6 @@ def test_a_step_of_one_model_calls_it_itself(step: Any) -> None:
     assert graph.parameter_count == 4 * 3 + 3
 
 
-def test_a_step_that_trains_by_itself_says_what_to_leave_out() -> None:
-    def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        loss: Tensor = compute_loss(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    with pytest.raises(TraceError, match=r"without backward\(\) and optimizer.step\(\)"):
-        trace_graph(Strict(), (X, Y), loss=step)
-
-
 def test_a_function_that_calls_the_model_under_another_name_says_how_to_name_it() -> None:
     with pytest.raises(TraceError, match=r"that calls the model itself names it: step\(model, ba"):
         trace_graph(Strict(), X, loss=lambda mine, batch: mine.forward(batch).sum())

@@ -15,7 +15,7 @@ from estimator.api import estimate, trace_model
 from estimator.errors import ModelError, TraceError
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.packed_sequences import ASSUMPTION as PADDED
-from estimator.graph.phases import ASSUMPTION as SUMMED
+from estimator.graph.phases import SUMMED
 from tests.synthetic import Machine
 
 PROFILE = Machine(devices=2).profile()
