@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,35 @@ def test_a_wrong_job_file_is_one_sentence_also_beside_models(jobs: Path, command
     found = command("replay", str(jobs), "--on", CLUSTER, "--policy", "fifo", "--model", "none")
     assert (found.code, found.out) == (2, "")
     assert len(found.err.splitlines()) == 1
+
+
+EVIL = """
+from pathlib import Path
+import torch
+
+Path(__file__).with_name("ran").touch()
+
+def f(batch=8):
+    return torch.nn.Linear(64, 64), torch.randn(batch, 64)
+"""
+
+
+@pytest.mark.parametrize("model", ["evil.py:f", "evil:f", "./evil.py:f"])
+def test_a_file_of_jobs_runs_no_code_unless_it_is_let(
+    model: str, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.py").write_text(EVIL)
+    entry = {"name": "j", "arrival_s": 0, "model": model, "samples": 1e5, "devices": 1}
+    (tmp_path / "jobs.json").write_text(json.dumps({"jobs": [entry]}))
+    words = ("replay", "jobs.json", "--on", CLUSTER, "--policy", "fifo")
+    refused = command(*words).sentence
+    assert f"'{model}' is no saved graph, summary or hf: type" in refused
+    assert "--allow-code" in refused
+    assert not (tmp_path / "ran").exists()
+    assert command(*words, "--allow-code").code == 0
+    assert (tmp_path / "ran").exists()
+    monkeypatch.delitem(sys.modules, "evil", raising=False)
 
 
 def test_a_job_that_ends_within_the_digits_of_its_arrival_is_replayed(
