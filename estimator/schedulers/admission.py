@@ -15,6 +15,7 @@ from estimator.errors import EstimatorError, WorkloadError
 from estimator.graph.op_graph import OpGraph
 from estimator.schedulers.kubernetes import DEVICES, GRAPH, MACHINE
 from estimator.schedulers.sizes import WANTED_RATIO, sizes
+from estimator.units import parse_whole
 
 MOST_NODES = "throughput-estimator/max-nodes"
 WANTED = "throughput-estimator/efficiency"
@@ -75,10 +76,10 @@ def _patch(job: Mapping[str, Any], graph_of: Callable[[str], OpGraph]) -> list[d
 
 
 def _number(content: Mapping[str, Any], name: str, default: Any, *, most: int) -> int:
-    text = str(content.get(name, default))
-    if not (text.isascii() and text.isdigit() and len(text) < 8 and int(text) <= most):
-        raise WorkloadError(f"{name} is a whole number up to {most}, found {text[:40]!r}")
-    return int(text)
+    try:
+        return parse_whole(str(content.get(name, default)), most=most)
+    except ValueError as error:
+        raise WorkloadError(f"{name}: {error}") from None
 
 
 def _ratio(value: Any) -> float:

@@ -132,7 +132,7 @@ def test_a_trace_takes_the_models_given(jobs: Path, tmp_path: Path, command: Run
         (["--checkpoint", "nan"], "nan is not from 1 to 1e+09; write one that is"),
         # A node is repaired for an hour.
         (["--node-mtbf", "3"], "3 is not from 3600 to 1e+18; write one that is"),
-        (["--seed", "-1"], "-1 is not from 0 to 1e+15; write one that is"),
+        (["--seed", "-1"], "'-1' is not from 0 to 1e+15; write one that is"),
         (["--on", "a1[0]"], "describe a cluster by machine types"),
         (["--on", "1x9:gtx-1080-roce"], "gtx-1080-roce has 4"),
         (["--on", "1x2:gtx-1080-roce", "--policy", "fifo"], "jobs waiting on an empty cluster"),
