@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from estimator.cluster.experiment import drawn_run_s, job_of_run_time
-from estimator.cluster.jobs import Job
+from estimator.cluster.jobs import Job, check_names
 from estimator.cluster.nodes import Nodes
 from estimator.cluster.speeds import EngineSpeeds
 from estimator.cluster.traces import TracedJob
@@ -72,6 +72,7 @@ def jobs_of_trace(
     are drawn as in the experiment. Rows that ask for more than the cluster has are refused with
     WorkloadError.
     """
+    check_names(row.name for row in rows)
     rng, machine = np.random.default_rng(seed), nodes.machines[0]
     speeds = EngineSpeeds(nodes.cluster)
     jobs = []
