@@ -71,7 +71,7 @@ def parse_knobs(text: str) -> dict[str, str]:
         name, equals, value = part.partition("=")
         name = name.strip()
         if equals and not value.strip():
-            raise ValueError(f"{quoted(part)} has no value; write {name[:40]}=VALUE")
+            raise ValueError(f"{quoted(part)} has no value; write one after the =")
         if name in found:
             raise ValueError(f"{quoted(name)} stands twice; write it once")
         found[name] = value.strip()

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.errors import ObservationError
+from estimator.errors import ObservationError, quoted
 from estimator.files import read_csv
 
 Array = NDArray[np.float64]
@@ -269,7 +269,7 @@ def _strategy(parallelism: str) -> str:
     if _SHARDED.fullmatch(text):
         # The degree of sharding follows from the placement.
         return re.sub(r"^fsdp\d+", "fsdp", text, flags=re.IGNORECASE)
-    raise ObservationError(f"its parallelism '{text[:40]}' is not known to be data parallel")
+    raise ObservationError(f"its parallelism {quoted(text)} is not known to be data parallel")
 
 
 def _node_sizes(row: Row, assumed: Counter[str]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from estimator.errors import EstimatorError, WorkloadError
+from estimator.errors import EstimatorError, WorkloadError, quoted
 from estimator.graph.op_graph import OpGraph
 from estimator.schedulers.kubernetes import DEVICES, GRAPH, MACHINE
 from estimator.schedulers.sizes import WANTED_RATIO, sizes
@@ -88,5 +88,5 @@ def _ratio(value: Any) -> float:
     except (TypeError, ValueError):
         ratio = 0.0
     if not 0 < ratio <= 1:
-        raise WorkloadError(f"{WANTED} is a ratio above 0 and up to 1, found {str(value)[:40]!r}")
+        raise WorkloadError(f"{WANTED} is a ratio above 0 and up to 1, found {quoted(value)}")
     return ratio
