@@ -34,6 +34,14 @@ def read_file(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> 
 
     Named pipes and devices never end, or never begin.
     """
+    content = read_start(path, most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes // MIB} MiB")
+    return content
+
+
+def read_start(path: str | os.PathLike[str], size: int) -> bytes:
+    """The first bytes of a regular file, or as many as it has; raises OSError."""
     try:
         # Opening a named pipe would wait for its writer.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -45,11 +53,9 @@ def read_file(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> 
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "it is no regular file")
-        content = stream.read(most_bytes + 1)
+        content: bytes | None = stream.read(size)
     if content is None:  # a log of the kernel looks regular, and has nothing yet
         raise OSError(errno.EINVAL, "it is no regular file")
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {most_bytes // MIB} MiB")
     return content
 
 

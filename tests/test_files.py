@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from estimator.files import parse_json, read_csv, read_file, read_text, write_file
+from estimator.graph.files import is_saved_graph
 
 
 def names(folder: Path) -> set[str]:
@@ -167,6 +168,7 @@ def test_what_looks_regular_and_has_nothing_yet_is_not_waited_for(
     monkeypatch.setattr(os, "fdopen", lambda handle, _: Waiting(io.FileIO(handle)))
     with pytest.raises(OSError, match="no regular file"):
         read_file(tmp_path / "log")
+    assert not is_saved_graph(tmp_path / "log")
 
 
 def test_text_is_utf8_with_or_without_a_mark(tmp_path: Path) -> None:
