@@ -50,7 +50,7 @@ def layout(chance: random.Random) -> HostileInput:
     parts = chance.choices(LAYOUTS, k=chance.randrange(1, 5))
     if chance.random() < 0.5:
         axis = chance.choice(("tp", "cp", "ep", "pp", "dp", "imbalance", "tp=2,tp"))
-        parts.insert(0, f"{axis}={chance.choice((*NUMBERS, '0' * 5000, '02', '4'))}")
+        parts.insert(0, f"{axis}={chance.choice((*NUMBERS, '0' * 8 + '1' * 5000, '02', '4'))}")
     words = ["estimate", "net.graph", "--on", chance.choice(NETWORKS), "--layout", ",".join(parts)]
     files = {"net.graph": graph_file(graph_values())}
     if chance.random() < 0.4:

@@ -268,7 +268,7 @@ def test_tp_of_one_is_data_parallel() -> None:
         ("tp=2,tp=2", "'tp' stands twice; write it once"),
         ("tp=2,sp,sp", "'sp' stands twice; write it once"),
         ("ep=2,imbalance=1,imbalance=2", "'imbalance' stands twice; write it once"),
-        ("tp=" + "0" * 5000, "is none of tp, cp, ep, pp, dp with a number from 1"),
+        ("tp=" + "0" * 8 + "1" * 5000, "is none of tp, cp, ep, pp, dp with a number from 1"),
         ("tp=²", "is none of tp, cp, ep, pp, dp with a number from 1"),
         ("pp=2,schedule=interleaved:" + "9" * 5000, "is no pipeline schedule"),
     ],
