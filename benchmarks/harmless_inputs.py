@@ -92,6 +92,11 @@ TRACES = (
     "job_name,plan_gpu,inst_num,start_time,end_time\na,50,2,100.0,900.0\nb,200,1,150,1000\n",
     "name,time,application,num_replicas,batch_size\ncifar10-1,10,cifar10,2,128\nbert-2,60,bert,1,8\n",
 )
+PRICES = (
+    "Machine,AcceleratorCount,Price,SpotPrice,BilledS,LeastBilledS,Region,At,Source\n"
+    "local,2,1.5,0.5,60,0,here,2026-01-01,me\nlocal,1,1,,,,,,\n"
+)
+SINFO = "debug|30:00|2|gpu:t4:4\ncpu|infinite|64|(null)\nlong|7-00:00:00|16|gpu:t4:4(S:0-1)\n"
 # Commands that do what they are asked, one of each sort.
 HARMLESS = (
     "estimate model.py:mlp --on 1x2:local",
@@ -103,6 +108,11 @@ HARMLESS = (
     "calibrate observe steps.jsonl --store seen.db",
     "calibrate show --store seen.db",
     "replay jobs.json --on 2x2:local --policy gavel",
+    "estimate net.graph --on 2x2:local --layout pp=2,schedule=gpipe --accumulation 4",
+    "estimate net.graph --on 1x2:local --layout tp=2",
+    "plan net.graph --machines local --samples 1e9 --max-nodes 1 --prices prices.csv",
+    "slurm job.json --on 1x2:local --samples 1000 --sinfo sinfo.txt",
+    "report net.graph --on 1x2:local --out out.html",
     "--help",
 )
 
@@ -139,6 +149,8 @@ def harmless_files() -> dict[str, bytes]:
         "net.graph": graph_file(graph_values()),
         "jobs.json": json.dumps({"jobs": [REPLAYED]}).encode(),
         "steps.jsonl": steps.encode(),
+        "prices.csv": PRICES.encode(),
+        "sinfo.txt": SINFO.encode(),
     }
 
 

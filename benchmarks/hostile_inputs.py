@@ -36,10 +36,15 @@ SAMPLES = Path(__file__).parents[1] / "tests" / "probe" / "imports" / "samples"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostileInput:
-    """A command line, the files it finds in its folder, and what differs in its environment."""
+    """A command line, what it finds in its folder, and what differs in its environment.
+
+    Beside `files` these are named `pipes` that nobody writes to, and `links` to other places.
+    """
 
     words: tuple[str, ...]
     files: dict[str, bytes] = field(default_factory=dict)
+    pipes: tuple[str, ...] = ()
+    links: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -67,7 +72,7 @@ KNOBS = (
     ),
 )
 LOADER = {
-    **{"sample": "150kB", "prep": "8ms", "workers": "4", "prefetch": "2", "cached": "0.5"},
+    **{"sample": "150kB", "prep": "8ms", "workers": "4", "pinned": "no", "cached": "0.5"},
     **{"stored": "100kB", "cpu": "0.9", "take": "1ms", "disk": "500MB/s", "cores": "2"},
 }
 POLICIES = ("fifo", "max-min", "srtf", "afs", "optimus", "tiresias", "gavel", "pollux", "ones")
@@ -79,11 +84,13 @@ OPTIONS = (
 NUMBERS = (
     *("0", "-1", "1", "8", "1e3", "1e30", "nan", "inf", "-inf", "²", "٣", "0x10", "1_000", " 4"),
     *("9" * 30, "9" * 5000, "1" + "0" * 18, "2.5", "", "1e400", "--", "999999999"),
+    *("x" * 3000, "two words " * 500),
 )
 PIECES = (
     *("1", "2", "x", ":", "local", "+", "[", "]", ",", "0", "-", "h100-sxm", "a1", "²", "٣", " "),
     *("9" * 12, "9" * 5000, "\x1b[31m", "é", "..", "/", "1x1:local", "1x2:local", "bucket="),
     *("25MiB", "ddp", "fsdp", "ps", "zero1", "shard=", "link=", "async", "first=", "10Gbit/s"),
+    *("x" * 3000, "two words " * 500),
 )
 
 

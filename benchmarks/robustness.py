@@ -22,21 +22,27 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
 import torch
 from harmless_inputs import HARMLESS, harmless_files, whole_profile
-from hostile_inputs import KINDS, HostileInput
+from hostile_files import KINDS as KINDS_OF_FILES
+from hostile_inputs import KINDS as KINDS_OF_WORDS
+from hostile_inputs import HostileInput
 
 from estimator.cli.main import main as command_line
 
+KINDS = {**KINDS_OF_WORDS, **KINDS_OF_FILES}
+# Of a sentence on stderr, however long what it quotes is.
+MOST_SAID = 1050
 MOST_CPU_S, MOST_RSS_BYTES = 5.0, 1 << 30
 # A child that sleeps uses no CPU: the wall clock ends it.
 MOST_WALL_S = 60.0
 # Files that a command was told to write.
-WRITTEN = ("out.json", "out.db", "out.svg", "new.json")
+WRITTEN = ("out.json", "out.db", "out.svg", "out.html", "new.json")
 # What SQLite keeps there until the process ends, which a forked child does at once.
 _BESIDE_A_STORE = ("-wal", "-shm")
 CODES = (0, 1, 2)
@@ -88,12 +94,21 @@ def _run_harmless() -> None:
                 command_line(words.split())
 
 
+@lru_cache(maxsize=1)
+def _profile_text() -> str:
+    return json.dumps(whole_profile().to_dict())
+
+
 def _run(kind: str, number: int, made: HostileInput, place: Path) -> Outcome:
     machines = place / "store" / "machines"
     machines.mkdir(parents=True)
-    whole_profile().save(machines / "local.json")
+    (machines / "local.json").write_text(_profile_text())
     for name, content in made.files.items():
         (place / name).write_bytes(content)
+    for name in made.pipes:
+        os.mkfifo(place / name)
+    for name, target in made.links.items():
+        (place / name).symlink_to(target)
     before = _contents(place, made.words)
     out, err = place.with_suffix(".out"), place.with_suffix(".err")
     sys.stdout.flush()
@@ -171,7 +186,10 @@ def _contents(folder: Path, words: tuple[str, ...]) -> dict[str, tuple[int, byte
     return {
         str(path.relative_to(folder)): (path.stat().st_mode, path.read_bytes())
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in written and not path.name.endswith(_BESIDE_A_STORE)
+        if path.is_file()
+        and not path.is_symlink()
+        and path.name not in written
+        and not path.name.endswith(_BESIDE_A_STORE)
     }
 
 
@@ -198,6 +216,8 @@ def _broken_words(made: HostileInput, code: int, printed: str, said: str) -> str
             return "not one sentence on stderr"
         if printed:
             return "a refusal printed on stdout"
+        if max(map(len, lines)) > MOST_SAID:
+            return "a sentence repeats more than is read"
     elif "--json" in made.words:
         try:
             json.loads(printed)

@@ -21,12 +21,21 @@ EstimatorError
 
 from __future__ import annotations
 
+import re
+
 # An error quotes so much of what it found; the rest is cut.
 MOST_QUOTED = 100
+# Of what an error repeats as it is, such as a path; and of a whole error.
+_MOST_REPEATED, _MOST_SAID = 200, 1000
+# Letters before a quote make an apostrophe of it.
+_LONG = re.compile(rf"(?<!\w)'[^']{{{_MOST_REPEATED},}}'(?!\w)|\S{{{_MOST_REPEATED},}}")
 
 
 class EstimatorError(Exception):
     """Root of every error that the package raises on purpose."""
+
+    def __str__(self) -> str:
+        return sentence(super().__str__())
 
 
 class ProfileError(EstimatorError, ValueError):
@@ -129,6 +138,36 @@ def printable(text: str) -> str:
     >>> printable("a\\x1b[31mb")
     'a\\\\x1b[31mb'
     """
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    text = spelt_out(text[: MOST_QUOTED + 1])
     return text if len(text) <= MOST_QUOTED else f"{text[:MOST_QUOTED]}..."
+
+
+def spelt_out(text: str, *, lines: bool = False) -> str:
+    """A text whose control characters are spelt out, but for the ends of its `lines` and tabs.
+
+    >>> spelt_out("a\\x1b[31mb\\n", lines=True)
+    'a\\\\x1b[31mb\\n'
+    """
+    if text.isprintable():
+        return text
+    kept = "\n\t" if lines else ""
+    return "".join(
+        c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def sentence(text: str) -> str:
+    """What is said to people: printable, in one line, and of long inputs both ends.
+
+    >>> sentence("no file " + "x" * 1000 + ".json")
+    'no file xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx.json'
+    """
+    if not text.isprintable():
+        text = spelt_out(" ".join(text.split()))
+    if len(text) < _MOST_REPEATED:
+        return text
+    return _ends(_LONG.sub(lambda found: _ends(found[0], 80), text), _MOST_SAID)
+
+
+def _ends(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"

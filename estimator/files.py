@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import gzip
 import io
@@ -12,6 +13,8 @@ import secrets
 import stat
 import time
 import zlib
+from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from estimator.units import MIB
 # No file of ours or of other tools that people name is as large.
 MOST_BYTES = 64 * MIB
 # A value of a JSON file takes some 100 bytes once read, and as few as 2 in the file.
-MOST_ITEMS = 4_000_000
+MOST_ITEMS = 5_000_000
 _PARTIAL = ".partial"
 # A write takes seconds; what is older was left by a process that was killed.
 _ABANDONED_S = 3600.0
@@ -31,6 +34,14 @@ def read_file(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> 
 
     Named pipes and devices never end, or never begin.
     """
+    content = read_start(path, most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes // MIB} MiB")
+    return content
+
+
+def read_start(path: str | os.PathLike[str], size: int) -> bytes:
+    """The first bytes of a regular file, or as many as it has; raises OSError."""
     try:
         # Opening a named pipe would wait for its writer.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -42,9 +53,9 @@ def read_file(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> 
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "it is no regular file")
-        content = stream.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {most_bytes // MIB} MiB")
+        content: bytes | None = stream.read(size)
+    if content is None:  # a log of the kernel looks regular, and has nothing yet
+        raise OSError(errno.EINVAL, "it is no regular file")
     return content
 
 
@@ -54,6 +65,29 @@ def read_text(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> 
         return read_file(path, most_bytes=most_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise OSError(errno.EILSEQ, f"it is no UTF-8 text at byte {error.start}") from None
+
+
+def read_csv(
+    path: str | os.PathLike[str], *, most_rows: int, most_bytes: int = MOST_BYTES
+) -> Iterator[list[str]]:
+    """The cells of each row, the header first; raises OSError and ValueError.
+
+    Cells are separated by commas, semicolons or tabs, whichever the header has most of.
+    """
+    # Read line by line: text and rows together would take many times the bytes of the file.
+    content = io.BytesIO(read_file(path, most_bytes=most_bytes))
+    stream = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
+    try:
+        header = stream.readline()
+        delimiter = max(",;\t", key=header.count)
+        rows = csv.reader(chain([header], stream), delimiter=delimiter)
+        yield from islice(rows, most_rows + 1)
+        if next(rows, None) is not None:
+            raise ValueError(f"more than {most_rows} rows")
+    except UnicodeDecodeError:
+        raise OSError(errno.EILSEQ, "it is no UTF-8 text") from None
+    except csv.Error as error:
+        raise ValueError(str(error)) from None
 
 
 def unpack(content: bytes, *, most_bytes: int = MOST_BYTES) -> bytes:
@@ -78,7 +112,8 @@ def parse_json(content: str | bytes, *, most_items: int = MOST_ITEMS) -> Any:
     """
     if isinstance(content, bytes):
         content = content.decode("utf-8-sig")
-    items = content.count(",") + content.count("[") + content.count("{")
+    # Names of objects take as much as their values.
+    items = sum(map(content.count, ",:[{"))
     if items > most_items:
         raise ValueError(f"more than {most_items} values")
     try:
@@ -122,7 +157,9 @@ def write_file(path: Path, content: bytes) -> None:
 
 def _is_written_through(path: Path) -> bool:
     # What /dev/stdout leads to is open already: another file in its place would not be seen.
-    if path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",)):
+    # Shared memory alone is a folder of files there.
+    top = path.parts[1:3] if path.is_absolute() else ()
+    if top[:1] in (("dev",), ("proc",)) and top != ("dev", "shm"):
         return True
     try:
         return not stat.S_ISREG(path.stat().st_mode)

@@ -30,6 +30,52 @@ _SIZE_FACTORS = {
 # Digits enough for any quantity, and few enough that it stays finite.
 _NUMBER = r"([0-9]{1,24}(?:\.[0-9]{1,24})?)"
 _SIZE_PATTERN = re.compile(rf"\s*{_NUMBER}\s*([A-Za-z]*)\s*")
+# As many digits as a whole number that people write has; Python itself reads at most 4,300.
+_MOST_DIGITS = 18
+
+
+def parse_whole(text: str, *, least: int = 0, most: int = 10**15) -> int:
+    """Read a whole number of ASCII digits from `least` to `most`; raises ValueError.
+
+    >>> parse_whole("25")
+    25
+    """
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal()):
+        raise ValueError(f"{quoted(text)} is no whole number; write one such as {max(least, 4)}")
+    if len(text) > _MOST_DIGITS or not least <= int(text) <= most:
+        raise ValueError(f"{quoted(text)} is not from {least} to {most:g}; write one that is")
+    return int(text)
+
+
+def parse_number(text: str) -> float:
+    """Read a number, also an infinite one; raises ValueError.
+
+    >>> parse_number("0.5")
+    0.5
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{quoted(text)} is no number; write one such as 0.5") from None
+
+
+def parse_knobs(text: str) -> dict[str, str]:
+    """Read ``view,bucket=5MiB``, each name once; a name alone has no value. Raises ValueError.
+
+    >>> parse_knobs("view, bucket=5MiB")
+    {'view': '', 'bucket': '5MiB'}
+    """
+    found: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = part.partition("=")
+        name = name.strip()
+        if equals and not value.strip():
+            raise ValueError(f"{quoted(part)} has no value; write one after the =")
+        if name in found:
+            raise ValueError(f"{quoted(name)} stands twice; write it once")
+        found[name] = value.strip()
+    return found
 
 
 def parse_size_bytes(text: str) -> int:

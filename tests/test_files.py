@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import threading
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from estimator.files import read_file, read_text, write_file
+from estimator.files import parse_json, read_csv, read_file, read_text, write_file
+from estimator.graph.files import is_saved_graph
 
 
 def names(folder: Path) -> set[str]:
@@ -75,6 +78,13 @@ def test_a_file_that_may_not_be_written_stays(tmp_path: Path) -> None:
     with pytest.raises(PermissionError):
         write_file(path, b"new")
     assert path.read_bytes() == b"old"
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs Linux's shared memory")
+def test_shared_memory_holds_files_as_any_folder_does() -> None:
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        write_file(Path(folder) / "new", b"yes")
+        assert read_file(Path(folder) / "new") == b"yes"
 
 
 def test_a_device_is_written_to_and_stays_a_device(tmp_path: Path) -> None:
@@ -146,9 +156,44 @@ def test_only_regular_files_up_to_a_size_are_read(tmp_path: Path) -> None:
     assert read_file(tmp_path / "large", most_bytes=1001) == b"x" * 1001
 
 
+def test_what_looks_regular_and_has_nothing_yet_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As the kernel's log in /proc/kmsg is, once it was read.
+    class Waiting(io.BufferedReader):
+        def read(self, size: int | None = -1, /) -> bytes:
+            return None  # type: ignore[return-value]
+
+    (tmp_path / "log").touch()
+    monkeypatch.setattr(os, "fdopen", lambda handle, _: Waiting(io.FileIO(handle)))
+    with pytest.raises(OSError, match="no regular file"):
+        read_file(tmp_path / "log")
+    assert not is_saved_graph(tmp_path / "log")
+
+
 def test_text_is_utf8_with_or_without_a_mark(tmp_path: Path) -> None:
     (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfyes")
     (tmp_path / "latin").write_bytes(b"ab\xe9")
     assert read_text(tmp_path / "marked") == "yes"
     with pytest.raises(OSError, match="no UTF-8 text at byte 2"):
         read_text(tmp_path / "latin")
+
+
+def test_rows_are_read_one_by_one_up_to_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_bytes(b"\xef\xbb\xbfa;b\r\n1;'x'\n\n2;\"y;\n z\"\n")
+    assert list(read_csv(path, most_rows=4)) == [["a", "b"], ["1", "'x'"], [], ["2", "y;\n z"]]
+    with pytest.raises(ValueError, match="more than 2 rows"):
+        list(read_csv(path, most_rows=2))
+    path.write_text("a,b\n1," + "x" * 200_000)
+    with pytest.raises(ValueError, match="field larger than field limit"):
+        list(read_csv(path, most_rows=4))
+    path.write_bytes(b"a,b\n1,\xff")
+    with pytest.raises(OSError, match="no UTF-8 text"):
+        list(read_csv(path, most_rows=4))
+
+
+def test_names_of_values_count_as_the_values_do() -> None:
+    assert parse_json('{"a": 1, "b": [2]}', most_items=5) == {"a": 1, "b": [2]}
+    with pytest.raises(ValueError, match="more than 4 values"):
+        parse_json('{"a": 1, "b": [2]}', most_items=4)

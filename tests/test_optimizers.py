@@ -168,3 +168,8 @@ def test_temporaries_are_of_all_parameters_or_of_one_at_a_time() -> None:
     # vector's root by AdamW.
     own = 4 * 1024 * 512 + 2 * 2 * 1024 * 512 + 2 * 2 * 512 * 512
     assert temporaries_bytes("muon", both, foreach=True) == (4000, own)
+
+
+def test_an_option_of_an_optimizer_is_written_once() -> None:
+    with pytest.raises(StrategyError, match="an optimizer's fused stands twice; write it once"):
+        check_optimizer("AdamW(lr=1e-3, fused=True, fused=False)")

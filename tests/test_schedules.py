@@ -122,7 +122,19 @@ def test_a_v_ends_on_the_rank_it_began_on() -> None:
     assert schedule.stages_of(1, 3) == (1, 4)
 
 
-@pytest.mark.parametrize("text", ["2f2b", "interleaved", "interleaved:1", "zb:2", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2f2b",
+        "interleaved",
+        "interleaved:1",
+        "zb:2",
+        "",
+        "interleaved:٣",
+        "interleaved:²",
+        "interleaved:" + "9" * 5000,
+    ],
+)
 def test_what_is_no_schedule_is_refused(text: str) -> None:
     with pytest.raises(StrategyError, match=r"is no pipeline schedule; write one of gpipe, 1f1b"):
         Schedule.parse(text)

@@ -12,7 +12,9 @@ from estimator.units import (
     format_count,
     format_ratio,
     format_seconds,
+    parse_knobs,
     parse_size_bytes,
+    parse_whole,
 )
 
 
@@ -75,3 +77,24 @@ def test_memory_is_printed_in_binary_and_bandwidth_in_decimal_units() -> None:
 
 def test_a_ratio_is_printed_as_a_percentage() -> None:
     assert [format_ratio(ratio) for ratio in (0.0612, 0.5, 1.0)] == ["6.1 %", "50 %", "100 %"]
+
+
+@pytest.mark.parametrize("text", ["", "²", "٣", "--1", "+1", "1.0", "1_000", " 1", "0x1", "one"])
+def test_a_whole_number_is_ascii_digits_alone(text: str) -> None:
+    with pytest.raises(ValueError, match="is no whole number; write one such as 4"):
+        parse_whole(text)
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "0" * 5000, "17", "0", "-1", "-0"])
+def test_a_whole_number_stays_within_its_bounds(text: str) -> None:
+    with pytest.raises(ValueError, match="is not from 1 to 16; write one that is") as refused:
+        parse_whole(text, least=1, most=16)
+    assert len(str(refused.value)) < 200
+
+
+def test_a_knob_has_one_value() -> None:
+    assert parse_knobs(" view, bucket = 5MiB,,") == {"view": "", "bucket": "5MiB"}
+    with pytest.raises(ValueError, match="'bucket' stands twice; write it once"):
+        parse_knobs("bucket=1MiB,view,bucket=2MiB")
+    with pytest.raises(ValueError, match="'bucket=' has no value; write one after the ="):
+        parse_knobs("bucket=")

@@ -70,7 +70,8 @@ def test_the_first_bucket_is_1_mib_by_default_and_the_cap_under_an_explicit_cap(
 @pytest.mark.parametrize(
     "text",
     ["", "fsdp9", "DDP", "ddp:bucket", "ddp:bucket=", "ddp:bucket=-1MiB", "ddp:bucket=0",
-     "ddp:first=x", "ddp:views", "ddp:view=1", "ddp:bucket=5MiB;view", "ddp,view"],
+     "ddp:first=x", "ddp:views", "ddp:view=1", "ddp:bucket=5MiB;view", "ddp,view",
+     "ddp:bucket=1MiB,bucket=2MiB", "ddp:view,view", "ps:2,3", "fsdp:shard=٣"],
 )  # fmt: skip
 def test_what_is_no_strategy_is_refused(text: str) -> None:
     with pytest.raises(StrategyError):

@@ -6,8 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from estimator.errors import AllocationError, EstimatorError, StrategyError, WorkloadError
+from estimator.errors import (
+    AllocationError,
+    EstimatorError,
+    StrategyError,
+    WorkloadError,
+    quoted,
+)
 from estimator.estimates import Estimate
+from estimator.units import parse_whole
+from estimator.workload.strategy import MOST_BATCH
 
 _SHOWN = (
     *("global_batch", "step_time_s", "low_s", "high_s", "samples_per_s"),
@@ -44,11 +52,17 @@ def read_batches(text: str) -> tuple[int, ...]:
     >>> read_batches("6..40"), read_batches("8,3")
     ((6, 12, 24, 40), (3, 8))
     """
-    if ".." not in text:
-        return tuple(sorted({int(each) for each in text.split(",")}))
-    low, high = map(int, text.split(".."))
-    if not 0 < low <= high:
-        raise AllocationError(f"'{text}' counts from {low} to {high}; write a range such as 1..64")
+    low_text, dots, high_text = text.partition("..")
+    try:
+        if not dots:
+            each = (parse_whole(part.strip(), most=MOST_BATCH) for part in text.split(","))
+            return tuple(sorted(set(each)))
+        low = parse_whole(low_text.strip(), least=1, most=MOST_BATCH)
+        high = parse_whole(high_text.strip(), least=low, most=MOST_BATCH)
+    except ValueError as error:
+        raise AllocationError(
+            f"{quoted(text)} are no batches ({error}); write one, or such as 1..64 or 8,12,16"
+        ) from None
     found = [low]
     while found[-1] < high:
         found.append(min(2 * found[-1], high))

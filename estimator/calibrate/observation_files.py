@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from estimator.calibrate.observed import Observation, ObservedWorkload
-from estimator.calibrate.tables import ALIASES, Row, measured_step, read_rows
+from estimator.calibrate.tables import ALIASES, MOST_ROWS, Row, measured_step, read_rows
 from estimator.errors import EstimatorError, ObservationError, quoted
 from estimator.files import parse_json, read_text
 from estimator.placement.allocation import Allocation
@@ -84,12 +84,16 @@ def _rows(file: Path) -> Iterable[tuple[int, Row | str]]:
         rows = list(_json_rows(read_text(file)))
     except OSError as error:
         raise ObservationError(f"cannot read {file} ({error.strerror}); check the file") from None
+    except ValueError as error:
+        raise ObservationError(f"{file} is no table ({error}); cut it in parts") from None
     if not rows:
         raise ObservationError(f"{file} holds no row; write one JSON object for each observation")
     return rows
 
 
 def _json_rows(text: str) -> Iterator[tuple[int, Row | str]]:
+    if text.count("\n") > MOST_ROWS:
+        raise ValueError(f"more than {MOST_ROWS} rows")
     # Not splitlines: JSON may hold other characters that end a line to Python.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():

@@ -174,7 +174,7 @@ def _check_text(name: str, value: Any) -> None:
             "give it a name"
         )
     if not value.isprintable():
-        raise ObservationError(f"{name} {value[:40]!r} has unprintable characters; leave them out")
+        raise ObservationError(f"{name} {quoted(value)} has unprintable characters; leave them out")
 
 
 def _layout(text: str | None, ranks: int, strategy: str) -> str | None:

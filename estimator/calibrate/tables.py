@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import os
 import re
@@ -12,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Generic, Protocol, TextIO, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from estimator.errors import ObservationError
-from estimator.files import read_text
+from estimator.errors import ObservationError, quoted
+from estimator.files import read_csv
 
 Array = NDArray[np.float64]
 Row = Mapping[str, str]
@@ -34,14 +32,15 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 # Words in the notes of rows that their author did not measure or does not trust.
 _UNSOUND = re.compile(r"\b(suspect|derived|inferred)\b", re.IGNORECASE)
-_PLACEMENT = re.compile(r"\d{1,7}(\+\d{1,7})*")
-_SHARES = re.compile(r"([a-z]+)\s*=?\s*(\d{1,9})", re.IGNORECASE)
+_PLACEMENT = re.compile(r"[0-9]{1,7}(\+[0-9]{1,7})*")
+_SHARES = re.compile(r"([a-z]+)\s*=?\s*([0-9]{1,9})", re.IGNORECASE)
 _SHARDED = re.compile(r"(fsdp|hsdp|zero[-_ ]?[123])\b.*|fsdp\d+", re.IGNORECASE)
 _DATA_PARALLEL = {"", "single", "ddp", "dp", "data", "data parallel", "horovod", "none"}
 _OTHER_DEGREES = ("tp", "pp", "cp", "ep")
 # Units in which global batch / throughput is the time of a step.
 _SAMPLES_PER_S = {"samples/s", "images/s", "sequences/s", "examples/s"}
 _STEPS_PER_S = {"steps/s", "iterations/s", "it/s"}
+MOST_ROWS = 200_000
 # Numbers beyond these are taken for typing errors.
 SHORTEST_S, LONGEST_S = 1e-6, 1e6
 MOST_GPUS, LARGEST_BATCH = 10**6, 1e9
@@ -169,24 +168,24 @@ def read_rows(path: str | os.PathLike[str]) -> list[tuple[int, Row]]:
     """
     file = Path(path)
     try:
-        rows = list(_cells(file, io.StringIO(read_text(file), newline="")))
+        rows = list(_cells(file, read_csv(file, most_rows=MOST_ROWS)))
     except OSError as error:
         raise ObservationError(f"cannot read {file} ({error.strerror}); check the file") from None
-    except csv.Error as error:
+    except ValueError as error:
+        if isinstance(error, ObservationError):
+            raise
         raise ObservationError(f"{file} is no table ({error}); check the file") from None
     if not rows:
         raise ObservationError(f"{file} holds no row; give a header and one row for each step time")
     return rows
 
 
-def _cells(file: Path, stream: TextIO) -> Iterator[tuple[int, Row]]:
-    header = stream.readline()
-    delimiter = max(",;\t", key=header.count)
-    names = [name.strip().lower() for name in next(csv.reader([header], delimiter=delimiter), [])]
+def _cells(file: Path, rows: Iterator[list[str]]) -> Iterator[tuple[int, Row]]:
+    names = [name.strip().lower() for name in next(rows, [])]
     twice = [name for name, count in Counter(filter(None, names)).items() if count > 1]
     if twice:
         raise ObservationError(f"{file} has two columns '{twice[0]}'; give each its own name")
-    for number, cells in enumerate(csv.reader(stream, delimiter=delimiter), start=2):
+    for number, cells in enumerate(rows, start=2):
         if any(cell.strip() for cell in cells):
             yield number, {name: text.strip() for name, text in zip(names, cells) if text.strip()}
 
@@ -270,7 +269,7 @@ def _strategy(parallelism: str) -> str:
     if _SHARDED.fullmatch(text):
         # The degree of sharding follows from the placement.
         return re.sub(r"^fsdp\d+", "fsdp", text, flags=re.IGNORECASE)
-    raise ObservationError(f"its parallelism '{text[:40]}' is not known to be data parallel")
+    raise ObservationError(f"its parallelism {quoted(text)} is not known to be data parallel")
 
 
 def _node_sizes(row: Row, assumed: Counter[str]) -> tuple[int, ...]:

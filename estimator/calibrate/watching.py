@@ -15,6 +15,7 @@ from estimator.calibrate.observations import ObservationStore
 from estimator.calibrate.observed import Observation, ObservedWorkload
 from estimator.calibrate.windows import WARMUP_STEPS, Window, Windows
 from estimator.errors import StoreError
+from estimator.units import parse_whole
 
 if TYPE_CHECKING:
     from estimator.graph.op_graph import OpGraph
@@ -200,5 +201,7 @@ def own_rank() -> int:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
-    rank = os.environ.get("RANK", "0")
-    return int(rank) if rank.isdigit() else 0
+    try:
+        return parse_whole(os.environ.get("RANK", "0"))
+    except ValueError:
+        return 0

@@ -14,6 +14,7 @@ from estimator.cli.console import (
     print_json,
     print_json_list,
     print_tables,
+    print_text,
     printing_to_stderr,
     progress,
     remark,
@@ -167,7 +168,7 @@ def observe(files: tuple[Path, ...], place: Path | None, as_json: bool) -> None:
         return
     for path, table in tables.items():
         known = len(table.observations) - new[path]
-        click.echo(
+        print_text(
             f"{path}: {new[path]} new observations, {known} known before, "
             f"{len(table.refused)} rows refused"
         )
@@ -247,7 +248,7 @@ def show(place: Path | None, as_json: bool) -> None:
         )
         return
     if not found.jobs and not found.outliers:
-        click.echo(f"no step was observed yet in {store.path}; see 'estimator calibrate observe'")
+        print_text(f"no step was observed yet in {store.path}; see 'estimator calibrate observe'")
         return
     from estimator.cli.render_observed import review_report
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress
 from estimator.cli.options import (
+    OF_LAYOUTS,
     counting_told_drifts,
     on_option,
     told_slowdowns,
@@ -28,7 +30,7 @@ TOLERATED_UNMEASURED_RATIO = 0.1
 
 
 @click.command()
-@workload_options
+@partial(workload_options, without=(*OF_LAYOUTS, "loader"))
 @click.option(
     "--on", required=True, multiple=True, metavar="ALLOCATION", help="Such as 1x2:local; repeat."
 )

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from estimator.errors import sentence, spelt_out
+from estimator.units import parse_whole
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -21,23 +24,31 @@ ANSWER_IS_NO, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 WIDTH_OF_FILES = 110
 # What a person waits for without wondering.
 _MOMENT_S = 1.0
-# Of an error that quotes a long path or a long name.
-_MOST_SAID = 1000
 
 
 def print_tables(tables: RenderableType) -> None:
     """Print for a terminal in its width and colours, else as plain lines."""
     from rich.console import Console
+    from rich.segment import Segments
 
     is_file = not sys.stdout.isatty()
     width = WIDTH_OF_FILES if is_file else None
     console = Console(width=width, markup=False, highlight=False, emoji=False)
+    # Escapes that a cell holds are spelt out before rich adds those of its colours.
+    pieces = [
+        piece._replace(text=spelt_out(piece.text, lines=True)) for piece in console.render(tables)
+    ]
     with console.capture() as printed:
-        console.print(tables)
+        console.print(Segments(pieces))
     text = printed.get()
     if is_file:
-        text = "\n".join(shown(line.rstrip()) for line in text.splitlines()) + "\n"
+        text = "\n".join(line.rstrip() for line in text.split("\n"))
     click.echo(text, nl=False, color=not is_file)
+
+
+def print_text(text: str, *, err: bool = False) -> None:
+    """Print lines as they are, what would move a terminal's cursor spelt out."""
+    click.echo(spelt_out(text, lines=True).removesuffix("\n"), err=err)
 
 
 @contextlib.contextmanager
@@ -60,8 +71,9 @@ def printing_to_stderr() -> Iterator[None]:
 def forget_odd_sizes() -> None:
     """Drop sizes of the terminal that rich would fail to read."""
     for name in ("COLUMNS", "LINES"):
-        size = os.environ.get(name, "1")
-        if not (size.isascii() and size.isdecimal() and 0 < int(size[:6]) < 100_000):
+        try:
+            parse_whole(os.environ.get(name, "1"), least=1, most=99_999)
+        except ValueError:
             del os.environ[name]
 
 
@@ -71,13 +83,13 @@ def progress(label: str) -> Iterator[Callable[[str, float], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(label, total=1.0)
+        task = bar.add_task(spelt_out(label), total=1.0)
 
         def report(what: str, done_ratio: float) -> None:
-            bar.update(task, description=f"{label}: {what}", completed=done_ratio)
+            bar.update(task, description=spelt_out(f"{label}: {what}"), completed=done_ratio)
 
         yield report
 
@@ -91,7 +103,7 @@ def waiting(label: str) -> Iterator[None]:
     from rich.console import Console
     from rich.text import Text
 
-    status = Console(stderr=True).status(Text(label))
+    status = Console(stderr=True).status(Text(spelt_out(label)))
     begin = threading.Timer(_MOMENT_S, status.start)
     begin.start()
     try:
@@ -118,12 +130,4 @@ def print_json_list(about: Mapping[str, Any], name: str, items: Iterable[Any]) -
 
 def remark(message: str) -> None:
     """Say one line to the person on stderr."""
-    line = shown(" ".join(message.split()))
-    click.echo(f"estimator: {line[:_MOST_SAID]}", err=True)
-
-
-def shown(text: str) -> str:
-    """A line as a terminal may get it: what would move its cursor is spelt out."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    click.echo(f"estimator: {sentence(' '.join(message.split()))}", err=True)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, remark
+from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, print_text, remark
 from estimator.cli.options import (
+    OF_STEPS,
     Batches,
     check_amounts,
     counting_told_drifts,
     on_option,
+    refuse_given,
     told_slowdowns,
     traced,
     workload_options,
@@ -130,7 +133,7 @@ def _sweep_options(command: Any) -> Any:
     help="The kind of devices it is for; default cuda.",
     default="cuda",
 )
-@workload_options
+@partial(workload_options, without=(*OF_STEPS, "cluster", "network"))
 def trace(out: Path, target: DeviceKind, **options: Any) -> None:
     """Trace MODEL once and save its graph, which stands for MODEL in every other command.
 
@@ -163,7 +166,10 @@ def trace(out: Path, target: DeviceKind, **options: Any) -> None:
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated base units.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
 @click.option("--strategies", help="Compare these instead, as in 'ddp zero1 ps:2,async'.")
+@click.pass_context
 def sweep(
+    context: click.Context,
+    /,
     patterns: tuple[str, ...],
     batches: tuple[int, ...] | None,
     as_json: bool,
@@ -185,6 +191,8 @@ def sweep(
 
     if as_json and as_csv:
         raise click.UsageError("give --json or --csv, not both")
+    if strategies is not None:
+        refuse_given(context, ("strategy",), "is one of those that --strategies lists")
     several = batches if batches and len(batches) > 1 else None
     request = Request(**options, batch=batches[0] if batches else None)
     if several and (strategies is not None or picture is not None):
@@ -212,7 +220,7 @@ def sweep(
     if as_json:
         print_json([row.to_dict() for row in rows])
     elif as_csv:
-        click.echo(sweep_csv(rows), nl=False)
+        print_text(sweep_csv(rows))
     else:
         from estimator.cli.render import sweep_report
 
@@ -241,7 +249,7 @@ def _compare_batches(
     if as_json:
         print_json([row.to_dict() for row in rows])
     elif as_csv:
-        click.echo(sweep_csv(rows), nl=False)
+        print_text(sweep_csv(rows))
     else:
         from estimator.cli.render import batches_report
 
@@ -266,7 +274,7 @@ def _compare_strategies(
     if as_json:
         print_json([row.to_dict() for row in rows])
     elif as_csv:
-        click.echo(sweep_csv(rows), nl=False)
+        print_text(sweep_csv(rows))
     else:
         from estimator.cli.render import strategies_report
 

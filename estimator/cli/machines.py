@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress, remark
+from estimator.cli.console import (
+    ANSWER_IS_NO,
+    print_json,
+    print_tables,
+    print_text,
+    progress,
+    remark,
+)
 from estimator.errors import ProbeError, ProfileError, UnknownMachineError
 from estimator.probe.option_types import Count, Duration
 from estimator.units import format_ratio
@@ -97,12 +104,12 @@ def probe(
     if as_json:
         print_json(profile.to_dict())
     else:
-        click.echo(f"{path}: {len(profile.devices)} x {profile.devices[0].name}")
+        print_text(f"{path}: {len(profile.devices)} x {profile.devices[0].name}")
 
 
 def _say_what_is_missing(profile: MachineProfile) -> None:
     if profile.missing:
-        click.echo(f"not measured: {'; '.join(profile.missing)}", err=True)
+        print_text(f"not measured: {'; '.join(profile.missing)}", err=True)
     if profile.interference is not None and profile.interference.matters:
         remark(f"{profile.interference} meanwhile: intervals are wider for it, 'check' fails")
     if profile.is_cut:
@@ -148,8 +155,8 @@ def _print_launch(
         own = choose_devices(read_cpu(), kind=None if on_gpus else "cpu")
         devices, on_gpus = len(own), own[0].kind == "cuda"
         kind = "GPUs" if on_gpus else "CPU devices"
-        click.echo(f"nodes with {devices} {kind}, as this one; else say --devices", err=True)
-    click.echo(launch_text(launch, nodes=nodes, devices=devices, on_gpus=on_gpus, options=options))
+        print_text(f"nodes with {devices} {kind}, as this one; else say --devices", err=True)
+    print_text(launch_text(launch, nodes=nodes, devices=devices, on_gpus=on_gpus, options=options))
 
 
 @click.group("profile")
@@ -179,7 +186,7 @@ def list_machines(as_json: bool) -> None:
         return
     print_tables(machines_report(machines, store=home()))
     if not any(path.is_relative_to(home()) for path, _ in machines.values()):
-        click.echo("none of them was measured here; run 'estimator probe' to measure this machine")
+        print_text("none of them was measured here; run 'estimator probe' to measure this machine")
 
 
 def _listed(name: str, path: Path, profile: MachineProfile | None) -> dict[str, Any]:
@@ -338,10 +345,10 @@ def import_profile(
     if found.cluster is not None:
         text = cluster_toml(found.cluster)
         if out is None:
-            click.echo(text, nl=False)
+            print_text(text)
             return
         write_text_atomically(out, text)
-        click.echo(f"{out}: {len(found.cluster.nodes)} nodes of '{name or 'local'}'")
+        print_text(f"{out}: {len(found.cluster.nodes)} nodes of '{name or 'local'}'")
         return
     if (into is None) == (name is None):
         raise click.UsageError("say --into NAME to add to a profile, or --name NAME for a new one")
@@ -357,7 +364,7 @@ def import_profile(
         profile = profile_of_imports(found, name=name or "")
         default = home() / "machines" / f"{name}.json"
     profile.save(out or default)
-    click.echo(f"{out or default}: {', '.join(dict.fromkeys(found.formats))}")
+    print_text(f"{out or default}: {', '.join(dict.fromkeys(found.formats))}")
 
 
 @profiles.command()
@@ -377,4 +384,4 @@ def merge(names: tuple[str, ...], out: Path) -> None:
     places = (str(Path(name).absolute()) if Path(name).is_file() else name for name in names)
     profile = merge_profiles([load_profile(place) for place in places])
     profile.save(out)
-    click.echo(f"{out}: {len(names)} profiles of {profile.devices[0].name}")
+    print_text(f"{out}: {len(names)} profiles of {profile.devices[0].name}")

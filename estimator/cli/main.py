@@ -15,7 +15,13 @@ import click
 
 from estimator.cli.calibrate import calibrate
 from estimator.cli.check import check, validate
-from estimator.cli.console import INTERRUPTED, WRONG_INPUT, forget_odd_sizes, remark
+from estimator.cli.console import (
+    INTERRUPTED,
+    WRONG_INPUT,
+    forget_odd_sizes,
+    print_text,
+    remark,
+)
 from estimator.cli.estimate import estimate, sweep, trace
 from estimator.cli.machines import probe, profiles
 from estimator.cli.memory import memory
@@ -61,7 +67,7 @@ def _run(arguments: Sequence[str] | None) -> int | None:
             f"the input leads to what cannot be computed ({reason}); correct its numbers"
         )
     except (click.Abort, KeyboardInterrupt):
-        click.echo("estimator: interrupted", err=True)
+        print_text("estimator: interrupted", err=True)
         code = INTERRUPTED
     return code
 
@@ -106,7 +112,7 @@ def commands(context: click.Context) -> None:
     Exit codes: 0 done, 1 the answer is no, 2 wrong input.
     """
     if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+        print_text(context.get_help())
 
 
 for command in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@workload_options
+@partial(workload_options, without=("loader",))
 @on_option
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
 @click.option(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from estimator.cli.console import printing_to_stderr, progress, remark, waiting
 from estimator.cli.request import Request
-from estimator.errors import quoted
 from estimator.probe.option_types import Count
 from estimator.workload.optimizers import OPTIMIZERS, check_optimizer
 from estimator.workload.precision import PRECISIONS
@@ -31,9 +30,6 @@ _LEAST_SLOWDOWN_RATIO = 1.2
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-_BATCHES = re.compile(r"[0-9]{1,9}((,[0-9]{1,9})*|\.\.[0-9]{1,9})")
-
-
 class Batches(click.ParamType[tuple[int, ...]]):
     """Batches per device: one, a list, or a range that doubles."""
 
@@ -45,11 +41,9 @@ class Batches(click.ParamType[tuple[int, ...]]):
         """The batches that a text says; fails for any other text."""
         if isinstance(value, tuple):
             return value
-        if not _BATCHES.fullmatch(value.strip()):
-            self.fail(f"{quoted(value)} are no batches; write one, or such as 1..64 or 8,12,16")
         from estimator.advise.batch_sweep import read_batches
 
-        return read_batches(value.strip())
+        return read_batches(value)
 
 
 def _cluster(context: click.Context, option: click.Parameter, path: str | None) -> Cluster | None:
@@ -124,9 +118,24 @@ _SURROUNDINGS = (
 )
 
 
-def workload_options(command: Command, *, batch: Any = None) -> Command:
+# What a step is part of, where a command asks of the model alone or trains it as it is.
+OF_LAYOUTS = ("layout", "tp_plan")
+OF_STEPS = (*OF_LAYOUTS, "accumulation", "global_batch", "loader", "calibration")
+
+
+def workload_options(
+    command: Command, *, batch: Any = None, without: Sequence[str] = ()
+) -> Command:
     """Give a command MODEL and the options that make a Request; `batch` may be another option."""
-    return training_options(click.argument("model")(command), batch=batch)
+    return training_options(click.argument("model")(command), batch=batch, without=without)
+
+
+def refuse_given(context: click.Context, names: Iterable[str], why: str) -> None:
+    """Raise UsageError for options that a command does not heed this time."""
+    for name in names:
+        if context.get_parameter_source(name) not in (None, ParameterSource.DEFAULT):
+            option = next(each for each in context.command.params if each.name == name)
+            raise click.UsageError(f"{option.opts[-1]} {why}; leave it out")
 
 
 # How the model itself is run, beside its precision and optimizer.
@@ -158,8 +167,10 @@ _RECIPE_OPTIONS = (
 )
 
 
-def training_options(command: Command, *, batch: Any = None) -> Command:
-    """Give a command the options that make a Request of a MODEL."""
+def training_options(
+    command: Command, *, batch: Any = None, without: Sequence[str] = ()
+) -> Command:
+    """Give a command the options that make a Request of a MODEL, `without` those it ignores."""
     positive = Count()
     for option in (
         click.option("--measure", is_flag=True, help="Time this model's own operators first."),
@@ -196,6 +207,8 @@ def training_options(command: Command, *, batch: Any = None) -> Command:
         batch or click.option("--batch", type=positive, help="Samples per device and micro-batch."),
     ):
         command = option(command)
+    listed = vars(command)["__click_params__"]
+    listed[:] = [each for each in listed if each.name not in without]
     return command
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,10 @@ import click
 from click.core import ParameterSource
 
 from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress, remark
-from estimator.cli.options import traced, training_options
+from estimator.cli.options import OF_LAYOUTS, refuse_given, traced, training_options
 from estimator.cli.request import Request
 from estimator.probe.option_types import Amount, Count, Duration
+from estimator.units import parse_knobs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,11 +24,13 @@ if TYPE_CHECKING:
     from estimator.graph.op_graph import OpGraph
     from estimator.machines.prices import PriceList
 
-# What is chosen here, or belongs to a step that is not, and to machines that somebody has.
-_CHOSEN = ("layout", "tp_plan", "accumulation", "loader")
+# What is chosen here, or belongs to a step that is not.
+_CHOSEN = (*OF_LAYOUTS, "accumulation", "loader")
 # Beside a model as it is, where its activation checkpoints are left open.
 _CHECKPOINTS = ("full", "selective:op")
-_NOT_RENTED = (*_CHOSEN, "cluster", "network")
+# Of machines that somebody has.
+_NOT_RENTED = ("cluster", "network")
+_REVOKED = ("checkpoint_time", "restart")
 _RENT = (
     *(
         "max_nodes",
@@ -39,7 +43,7 @@ _RENT = (
         "prices",
         "spot",
     ),
-    *("revoked_every", "checkpoint_time", "restart"),
+    *("revoked_every", *_REVOKED),
 )
 
 
@@ -52,13 +56,12 @@ class DurationByMachine(Duration):
         """Its seconds, by machine where machines are named; fails for any other text."""
         if "=" not in str(value):
             return super().convert(value, param, context)
-        found: dict[str, float] = {}
-        for part in str(value).split(","):
-            machine, _, text = part.partition("=")
-            if machine.strip() in found:
-                self.fail(f"'{value}' has two times of '{machine.strip()}'; write one")
-            found[machine.strip()] = super().convert(text, param, context)
-        return found
+        try:
+            times = parse_knobs(str(value))
+        except ValueError as error:
+            self.fail(str(error))
+        convert = super().convert
+        return {machine: convert(text, param, context) for machine, text in times.items()}
 
 
 def _prices(context: click.Context, option: click.Parameter, path: str | None) -> PriceList:
@@ -100,7 +103,7 @@ def rent_options(command: Any) -> Any:
 
 @click.command()
 @click.argument("model")
-@training_options
+@partial(training_options, without=_CHOSEN)
 @rent_options
 @click.option("--on", metavar="ALLOCATION", help="What there is: ranks its layouts.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
@@ -130,17 +133,11 @@ def plan(
         raise click.UsageError(
             "give --on with what there is, or --machines to choose from, one of them"
         )
-    _check_left_out(options, _CHOSEN if machines is None else _NOT_RENTED)
     rent = {name: options.pop(name) for name in _RENT}
+    _check_heeded(context, options, rent, is_rented=on is None)
     if context.get_parameter_source("strategy") is not ParameterSource.DEFAULT:
         rent["strategies"] = options["strategy"]
     if on is not None:
-        for name in ("picture", *_RENT):
-            given = context.get_parameter_source(name) is not ParameterSource.DEFAULT
-            if given and name != "strategies":
-                raise click.UsageError(
-                    f"--{name.replace('_', '-')} is of machines to rent; leave it out beside --on"
-                )
         _rank_layouts(Request(**options), on, rent["strategies"], as_json)
         return
     if picture is not None:
@@ -167,11 +164,26 @@ def plan(
         raise click.exceptions.Exit(ANSWER_IS_NO)
 
 
-def _check_left_out(options: Mapping[str, Any], names: Sequence[str]) -> None:
-    for name in names:
-        if options[name] is not None:
-            chosen = "layouts" if name in _CHOSEN else "machines"
-            raise click.UsageError(f"a plan chooses {chosen}; leave out --{name.replace('_', '-')}")
+def _check_heeded(
+    context: click.Context,
+    options: Mapping[str, Any],
+    rent: Mapping[str, Any],
+    *,
+    is_rented: bool,
+) -> None:
+    """Raise UsageError for what is given beside that with which it says nothing."""
+    if rent["strategies"] is not None:
+        refuse_given(context, ("strategy",), "is one of those that --strategies lists")
+    if not is_rented:
+        of_rent = [name for name in ("picture", *_RENT) if name != "strategies"]
+        refuse_given(context, of_rent, "is of machines to rent, found --on")
+        refuse_given(context, ("batch",), "is chosen with the layout, from --global-batch")
+        return
+    refuse_given(context, _NOT_RENTED, "is of machines that somebody has, found --machines")
+    if options["global_batch"] is not None:
+        refuse_given(context, ("batch",), "is what ranks take where no --global-batch is given")
+    if rent["revoked_every"] is None:
+        refuse_given(context, _REVOKED, "is of machines that are revoked, as --revoked-every says")
 
 
 def _rank_layouts(request: Request, on: str, strategies: str | None, as_json: bool) -> None:

@@ -70,6 +70,7 @@ BELIEFS = ("engine", "calibrated", "perfect")
     type=Duration(3600.0, counts_seconds=True),
     help="Nodes fail so often, such as 8w.",
 )
+@click.option("--allow-code", is_flag=True, help="Run functions that JOBS names as models.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw it, as .png or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 def replay(
@@ -84,6 +85,7 @@ def replay(
     restart: float,
     checkpoint: float,
     node_mtbf: float | None,
+    allow_code: bool,
     picture: Path | None,
     as_json: bool,
 ) -> None:
@@ -91,6 +93,7 @@ def replay(
 
     JOBS is a file {"jobs": [{"name", "arrival_s", "model", "samples", "devices", ...}]}, or a trace
     in the form of Philly, Helios, Alibaba PAI or Pollux, whose jobs take a model of --model each.
+    The model of a job is a saved graph, a summary or an hf: type.
     Jobs advance at the engine's speeds times hidden factors (computing 12 %, network 25 %, each
     allocation 5 %); policies see the engine's own, or those corrected by what was observed.
     """
@@ -107,7 +110,7 @@ def replay(
     nodes = Nodes.parse(on, cluster=cluster)
     with printing_to_stderr():
         chosen = {policy: load_policy(policy) for policy in policies}
-    jobs = _jobs(jobs_path, nodes, models, seed)
+    jobs = _jobs(jobs_path, nodes, models, seed, allow_code=allow_code)
     costs = Costs(restart_s=restart, checkpoint_s=checkpoint, node_mtbf_s=node_mtbf)
     true = TrueSpeeds(jobs, seed, cluster=cluster)
     ran = {
@@ -157,14 +160,20 @@ def _played(
         return replaying.run()
 
 
-def _jobs(path: Path, nodes: Nodes, models: tuple[str, ...], seed: int) -> list[Job]:
+def _jobs(
+    path: Path, nodes: Nodes, models: tuple[str, ...], seed: int, *, allow_code: bool
+) -> list[Job]:
     from estimator.cluster.job_files import is_job_file, jobs_of_trace, read_jobs
     from estimator.cluster.traces import read_trace
 
     where = f"1x1:{nodes.machines[0]}"
     if is_job_file(path):
         with waiting("tracing models"), printing_to_stderr():
-            found = read_jobs(path, lambda model: Request(model=model).graph((where,)))
+            found = read_jobs(
+                path,
+                lambda model: Request(model=model).graph((where,)),
+                allow_code=allow_code,
+            )
         if models:
             remark("--model is for traces; each job of this file names its own")
         return found

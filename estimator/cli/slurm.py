@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 
-from estimator.cli.console import print_json, remark
+from estimator.cli.console import print_json, print_text, remark
 from estimator.cli.options import on_option, traced, workload_options
 from estimator.cli.request import Request
 from estimator.probe.option_types import Amount
+from estimator.units import MIB
 
 
 @click.command()
@@ -52,7 +53,7 @@ def slurm(
         raise click.UsageError("give --samples or --tokens, from which the time limit follows")
     try:
         words = shlex.split(command)
-        partitions = None if sinfo is None else read_sinfo(read_text(sinfo))
+        partitions = None if sinfo is None else read_sinfo(read_text(sinfo, most_bytes=MIB))
     except OSError as error:
         raise ImportedFileError(f"cannot read {sinfo} ({error.strerror}); check --sinfo") from None
     except ValueError as error:
@@ -75,4 +76,4 @@ def slurm(
         return
     if answer.fits == "no":
         remark(f"{answer.model} does not fit into the memory of {answer.allocation}")
-    click.echo(script, nl=False)
+    print_text(script)

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from estimator.cli.console import print_json, print_tables, progress
-from estimator.cli.options import on_option, traced, training_options
+from estimator.cli.options import on_option, refuse_given, traced, training_options
 from estimator.cli.request import Request
 from estimator.probe.option_types import Count, Duration
 
 if TYPE_CHECKING:
     from estimator.estimates import Estimate
     from estimator.placement.allocation import Allocation
+
+
+_OF_RUNS = ("steps", "warmup", "repeats", "timeout", "data", "nodes", "address")
 
 
 @click.command()
@@ -58,7 +61,10 @@ if TYPE_CHECKING:
 @click.option("--address", default="127.0.0.1", help="Of the first --node, for the second.")
 @click.option("--json", "as_json", is_flag=True, help="Print base units, unrounded.")
 @click.argument("model", nargs=-1, metavar="MODEL | -- ARGS")
+@click.pass_context
 def stalls(
+    context: click.Context,
+    /,
     on: str,
     against: str | None,
     script: Path | None,
@@ -81,8 +87,10 @@ def stalls(
     measured on this machine; what follows -- goes to the script.
     """
     if script is None:
+        refuse_given(context, _OF_RUNS, "is of a script that --run runs")
         _predict(on, against, model, as_json, options)
         return
+    refuse_given(context, ("against", *options), "is of a MODEL to predict, found --run")
     if steps < warmup + 2:
         raise click.UsageError(f"--steps {steps} leaves too few after --warmup {warmup}; give more")
     from estimator.cli.render_stalls import measured_report

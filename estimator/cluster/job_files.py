@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 
 from estimator.cluster.experiment import drawn_run_s, job_of_run_time
-from estimator.cluster.jobs import Job
+from estimator.cluster.jobs import Job, check_names
 from estimator.cluster.nodes import Nodes
 from estimator.cluster.speeds import EngineSpeeds
 from estimator.cluster.traces import TracedJob
 from estimator.errors import WorkloadError, quoted
 from estimator.files import parse_json, read_text
+from estimator.graph.files import is_saved_graph
 from estimator.graph.op_graph import OpGraph
+from estimator.graph.summary_files import is_summary_file
 
 _NUMBERS = {
     *("arrival_s", "samples", "devices", "global_batch", "most_devices", "most_batch_per_gpu"),
@@ -30,10 +32,13 @@ def is_job_file(path: Path) -> bool:
     return isinstance(_read_json(path), dict) if path.suffix == ".json" else False
 
 
-def read_jobs(path: Path, graph_of: Callable[[str], OpGraph]) -> list[Job]:
+def read_jobs(
+    path: Path, graph_of: Callable[[str], OpGraph], *, allow_code: bool = False
+) -> list[Job]:
     """The jobs of a file ``{"jobs": [{"name", "arrival_s", "model", "samples", "devices", …}]}``.
 
-    Other keys are those of `Job`; `model` is a MODEL text, which `graph_of` traces once each. The
+    Other keys are those of `Job`; `model` is a MODEL text, which `graph_of` traces once each: a
+    saved graph, a summary or an ``hf:`` type, with `allow_code` also a function, which is run. The
     global batch is by default the model's own on every device asked for. Raises WorkloadError.
     """
     content = _read_json(path)
@@ -45,6 +50,8 @@ def read_jobs(path: Path, graph_of: Callable[[str], OpGraph]) -> list[Job]:
     for number, entry in enumerate(entries):
         model = _checked_entry(entry, number, path)
         if model not in graphs:
+            if not allow_code:
+                _check_no_code(model, f"{path}, job {number}")
             graphs[model] = graph_of(model)
         graph = graphs[model]
         known = {key: value for key, value in entry.items() if key != "model"}
@@ -65,6 +72,7 @@ def jobs_of_trace(
     are drawn as in the experiment. Rows that ask for more than the cluster has are refused with
     WorkloadError.
     """
+    check_names(row.name for row in rows)
     rng, machine = np.random.default_rng(seed), nodes.machines[0]
     speeds = EngineSpeeds(nodes.cluster)
     jobs = []
@@ -107,6 +115,15 @@ def _read_json(path: Path) -> Any:
         raise WorkloadError(f"cannot read {path} ({error.strerror}); check the path") from None
     except ValueError as error:
         raise WorkloadError(f"{path} is damaged ({error}); correct it") from None
+
+
+def _check_no_code(model: str, where: str) -> None:
+    if not (model.startswith("hf:") or is_saved_graph(model) or is_summary_file(model)):
+        raise WorkloadError(
+            f"{where}: model {quoted(model)} is no saved graph, summary or hf: type, and a file is "
+            "not let run code; name a graph that 'estimator trace' saved, or trust the file with "
+            "--allow-code"
+        )
 
 
 def _checked_entry(entry: Any, number: int, path: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from estimator.errors import WorkloadError, quoted
@@ -93,10 +93,10 @@ class Job:
         return -(-per_rank // micro_batches), micro_batches
 
 
-def check_names(jobs: Sequence[Job]) -> None:
+def check_names(names: Iterable[str]) -> None:
     """Raise WorkloadError where two jobs have one name."""
     seen: set[str] = set()
-    for job in jobs:
-        if job.name in seen:
-            raise WorkloadError(f"job '{job.name}' is listed twice; give each job its own name")
-        seen.add(job.name)
+    for name in names:
+        if name in seen:
+            raise WorkloadError(f"job {quoted(name)} is listed twice; give each job its own name")
+        seen.add(name)

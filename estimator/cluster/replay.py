@@ -118,7 +118,7 @@ class Replay:
         seed: int = 0,
         report: Report | None = None,
     ) -> None:
-        check_names(jobs)
+        check_names(job.name for job in jobs)
         self.jobs = sorted(jobs, key=lambda job: job.arrival_s)
         self.nodes, self.policy = nodes, policy
         self.true, self.believed = true, believed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -11,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from estimator.errors import WorkloadError, cause
-from estimator.files import parse_json, read_text
+from estimator.files import parse_json, read_csv, read_text
 
 Row = Mapping[str, str]
+# More than a replay plays in a day.
+_MOST_JOBS = 500_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +37,13 @@ def read_trace(path: Path) -> list[TracedJob]:
     are left out. Raises WorkloadError.
     """
     try:
-        text = read_text(path)
+        is_philly = path.suffix == ".json"
+        found = list(_philly(parse_json(read_text(path))) if is_philly else _csv(path))
     except OSError as error:
         raise WorkloadError(
             f"cannot read the trace {path} ({error.strerror}); check the path"
         ) from None
-    try:
-        found = list(_philly(parse_json(text)) if path.suffix == ".json" else _csv(text))
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, csv.Error) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise WorkloadError(
             f"{path} is no trace that is known ({cause(error)}); give Philly's JSON or a "
             "CSV of Helios, Alibaba PAI or Pollux"
@@ -72,17 +72,18 @@ def _philly(entries: Any) -> Iterable[TracedJob]:
         )
 
 
-def _csv(text: str) -> Iterable[TracedJob]:
-    rows = list(csv.DictReader(text.splitlines()))
-    columns = set(rows[0]) if rows else set()
+def _csv(path: Path) -> Iterable[TracedJob]:
+    lines = read_csv(path, most_rows=_MOST_JOBS)
+    names = next(lines, [])
     for needed, read in _FORMS:
-        if needed <= columns:
-            return [read(row) for row in rows if _is_complete(row, needed)]
-    raise ValueError(f"its columns are {', '.join(sorted(columns)) or 'none'}")
+        if needed <= set(names):
+            rows = (dict(zip(names, cells, strict=False)) for cells in lines)
+            return (read(row) for row in rows if _is_complete(row, needed))
+    raise ValueError(f"its columns are {', '.join(sorted(names)) or 'none'}")
 
 
 def _is_complete(row: Row, needed: frozenset[str]) -> bool:
-    return all(row[column] not in (None, "", "None") for column in needed)
+    return all(row.get(column) not in (None, "", "None") for column in needed)
 
 
 def _helios(row: Row) -> TracedJob:

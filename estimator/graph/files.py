@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from estimator.errors import GraphFileError, cause, quoted
-from estimator.files import parse_json, read_file, unpack
+from estimator.files import parse_json, read_file, read_start, unpack
 from estimator.graph.costs import features_of
 from estimator.graph.fused_calls import FUSED, FusedKernel
 from estimator.graph.ops import (
@@ -80,11 +80,8 @@ _LONGEST_S, _MOST_NOISE = 1e9, 100.0
 def is_saved_graph(path: str | os.PathLike[str]) -> bool:
     """Whether a path is an existing file that begins as a saved graph does."""
     try:
-        if not os.path.isfile(path):  # opening a named pipe would wait
-            return False
-        with open(path, "rb") as stream:
-            return stream.read(2) == _GZIP_MAGIC
-    except (OSError, ValueError):
+        return read_start(path, len(_GZIP_MAGIC)) == _GZIP_MAGIC
+    except OSError:
         return False
 
 

@@ -6,7 +6,6 @@ A plan names a style for patterns of module names, as ``parallelize_module`` of 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from estimator.errors import StrategyError, quoted
+from estimator.errors import StrategyError, cause, quoted
+from estimator.files import parse_json, read_text
+from estimator.units import MIB
 
 # "column" divides the output features of a linear layer or an embedding, "row" its input features;
 # "vocabulary" divides the rows of an embedding, "sequence" the tokens that a module works on;
@@ -173,11 +174,11 @@ def read_plan(given: Mapping[str, Any] | str | os.PathLike[str]) -> Plan:
         return Plan.of(given)
     path = Path(given)
     try:
-        styles = json.loads(path.read_text(encoding="utf-8"))
+        styles = parse_json(read_text(path, most_bytes=MIB))
     except (OSError, ValueError) as error:
         raise StrategyError(
-            f"tensor-parallel plan {quoted(str(path))} cannot be read ({error}); give a JSON file "
-            'such as {"layers.*.q_proj": "colwise"}'
+            f"tensor-parallel plan {quoted(str(path))} cannot be read ({cause(error)}); give a "
+            'JSON file such as {"layers.*.q_proj": "colwise"}'
         ) from None
     return Plan.of(styles, source=f"the plan of {path.name}")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from estimator.errors import ModelError
+from estimator.errors import ModelError, quoted
 from estimator.graph.model_functions import Loaded, suggestion
 from estimator.graph.transformers_batches import make_batch
 from estimator.graph.transformers_repairs import (
@@ -29,6 +29,7 @@ from estimator.graph.transformers_settings import (
 )
 from estimator.graph.user_code import UserCode
 from estimator.graph.without_weights import WithoutWeights
+from estimator.units import parse_knobs
 
 # The head taken where the text names none: the first of these that the type has. Names are those of
 # transformers' classes AutoModelFor...; a TASK is one of them, in any case and hyphenation.
@@ -145,18 +146,21 @@ def _transformers() -> Any:
 
 
 def _parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
-    named, *settings = text.removeprefix("hf:").split(",")
+    named, _, settings = text.removeprefix("hf:").partition(",")
     kind, _, task = named.partition(":")
     overrides: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or not key.strip():
+    try:
+        knobs = parse_knobs(settings)
+    except ValueError as error:
+        raise ModelError(f"{quoted(text)}: {error}") from None
+    for key, value in knobs.items():
+        if not key or not value:
             raise ModelError(
-                f"'{setting}' in '{text}' is no setting; write key=value, as in "
+                f"{quoted(key)} in {quoted(text)} is no setting; write key=value, as in "
                 "hf:llama,hidden_size=2048"
             )
-        overrides[key.strip()] = _literal(value.strip())
-        check_size(kind, key.strip(), overrides[key.strip()])
+        overrides[key] = _literal(value)
+        check_size(kind, key, overrides[key])
     return kind.strip(), task.strip() or None, overrides
 
 

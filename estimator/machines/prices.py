@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from estimator.errors import PriceError, UnknownMachineError, quoted
-from estimator.files import read_text
+from estimator.files import read_csv
 from estimator.machines.catalogue import known_machines, named_profile
 from estimator.machines.files import shipped_data
 from estimator.machines.limits import split_limit
 
 _MOST_USD_PER_HOUR = 1e6
 _MOST_S = 1e6
+# Every instance type of every zone of a cloud is some ten thousand.
+_MOST_ROWS = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,30 +115,33 @@ def _read(path: str | os.PathLike[str], *, is_own: bool = False) -> Iterator[Pri
     Of a user's own file every machine is looked up: a slip in its name is told.
     """
     try:
-        text = read_text(path)
-    except OSError as error:
-        raise PriceError(f"cannot read prices {path} ({error.strerror}); check --prices") from None
-    rows = csv.DictReader(io.StringIO(text))
-    columns = set(rows.fieldnames or ())
-    if not ({"Machine", "InstanceType"} & columns and {"Price", "SpotPrice"} & columns):
-        raise PriceError(
-            f"{path} has no prices of machines; begin it with the columns "
-            "Machine,AcceleratorCount,Price"
-        )
-    machine_of = {} if "Machine" in columns else _machines_by_instance()
-    try:
-        for number, row in enumerate(rows, start=2):
-            if None in row or None in row.values():
+        rows = read_csv(path, most_rows=_MOST_ROWS)
+        columns = next(rows, [])
+        if not ({"Machine", "InstanceType"} & {*columns} and {"Price", "SpotPrice"} & {*columns}):
+            raise PriceError(
+                f"{path} has no prices of machines; begin it with the columns "
+                "Machine,AcceleratorCount,Price"
+            )
+        machine_of = {} if "Machine" in columns else _machines_by_instance()
+        for number, cells in enumerate(rows, start=2):
+            if not cells:
+                continue
+            if len(cells) != len(columns):
                 raise PriceError(
                     f"{path}, line {number} has other cells than the {len(columns)} columns named "
                     "in the first line; write one cell for each"
                 )
+            row = dict(zip(columns, cells, strict=True))
             machine = row.get("Machine") or machine_of.get(row.get("InstanceType") or "")
             if machine is not None:
                 if is_own:
                     _check_known(machine, f"{path}, line {number}")
                 yield _price(machine, row, f"{path}, line {number}")
-    except csv.Error as error:
+    except OSError as error:
+        raise PriceError(f"cannot read prices {path} ({error.strerror}); check --prices") from None
+    except ValueError as error:
+        if isinstance(error, PriceError):
+            raise
         raise PriceError(f"{path} is no CSV ({error}); write one price a line") from None
 
 
@@ -159,7 +162,7 @@ def _machines_by_instance() -> dict[str, str]:
     return found
 
 
-def _price(machine: str, row: Mapping[str, str | None], where: str) -> Price:
+def _price(machine: str, row: Mapping[str, str], where: str) -> Price:
     def number(column: str, most: float) -> float | None:
         text = row.get(column)
         if not text:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from estimator.errors import AllocationError, quoted
 from estimator.placement.columns import AllocationColumns
 
-_RANGE = r"\d+(?:\.\.\d+)?"
+_RANGE = r"[0-9]+(?:\.\.[0-9]+)?"
 _COUNTS = rf"({_RANGE}(?:,{_RANGE})*)"
 _PATTERN = re.compile(rf"{_COUNTS}x{_COUNTS}:([A-Za-z0-9][\w.\-]*(?:@[\w.]+)?)")
 # Of one range; rows are counted in 64 bits.

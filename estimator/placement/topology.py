@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from estimator.errors import TopologyError, printable, quoted
 from estimator.files import read_text
-from estimator.units import MIB, parse_bandwidth_bytes_per_s
+from estimator.units import MIB, parse_bandwidth_bytes_per_s, parse_whole
 
 Transport = Literal["tcp", "roce", "infiniband"]
 
@@ -30,6 +30,7 @@ PAYLOAD_RATIOS: dict[Transport, float] = {
 _RANGE = re.compile(r"\[([\d,\-]+)\]")
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
 MOST_NODES = 1 << 20
+_MOST_NUMBER = 9_999_999
 # Fat trees have three or four.
 MOST_LEVELS = 32
 # A line for each of some ten thousand nodes, where host lists say the same in one.
@@ -293,16 +294,16 @@ def _ranges(text: str, pattern: str) -> Iterator[tuple[int, int, int]]:
     """(first, last, digits) of every part of what stands in brackets."""
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        if not _is_count(first) or (dash and not _is_count(last)):
-            raise TopologyError(f"{quoted(pattern)} is no host list; write a[1-4] or a[1,3]")
-        end = int(last) if dash else int(first)
-        if end < int(first):
-            raise TopologyError(f"{quoted(pattern)} counts from {first} to {end}; write a[1-4]")
-        yield int(first), end, len(first)
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= 7
+        try:
+            begin = parse_whole(first, most=_MOST_NUMBER)
+            end = parse_whole(last, most=_MOST_NUMBER) if dash else begin
+        except ValueError:
+            raise TopologyError(
+                f"{quoted(pattern)} is no host list; write a[1-4] or a[1,3]"
+            ) from None
+        if end < begin:
+            raise TopologyError(f"{quoted(pattern)} counts from {begin} to {end}; write a[1-4]")
+        yield begin, end, len(first)
 
 
 def _numbers(parts: list[tuple[int, int, int]]) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from estimator.errors import EstimatorError, ProbeError
+from estimator.errors import EstimatorError, ProbeError, sentence, spelt_out
 from estimator.machines.catalogue import load_profile
 from estimator.machines.files import check_writable, home
 from estimator.machines.profile import MachineProfile, check_machine_name
@@ -72,7 +72,7 @@ def probe(
     if place.rank != 0:
         # Rank 0 knows the reason; a failing code would have the launcher stop all other ranks.
         if reason := run_worker(place, host=socket.gethostname(), versions=versions()):
-            click.echo(f"estimator: {reason}", err=True)
+            _tell(f"estimator: {reason}")
         return
     request = ClusterRequest(
         name=name,
@@ -117,7 +117,7 @@ def _lead(place: Place, request: ClusterRequest, path: Path) -> MachineProfile:
     for host, profile in found.others.items():
         beside = path.with_name(f"{path.stem}-{host}.json")
         profile.save(beside)
-        click.echo(f"node {host} is another machine, described in {beside}", err=True)
+        _tell(f"node {host} is another machine, described in {beside}")
     return found.profile
 
 
@@ -146,15 +146,15 @@ class _Progress:
         """Say how far it is: on a terminal all the time, in a file once per part."""
         line = f"{100 * done_ratio:3.0f} % {part}"
         if self._on_terminal and line != self._line:
-            click.echo(f"\r{line:60}", nl=False, err=True)
+            click.echo(f"\r{spelt_out(line):60}", nl=False, err=True)
         elif not self._on_terminal and part != self._part:
-            click.echo(line, err=True)
+            _tell(line)
         self._part, self._line = part, line
 
-    def say(self, sentence: str) -> None:
+    def say(self, words: str) -> None:
         """A sentence on a line of its own."""
-        start = "\n" if self._on_terminal else ""
-        click.echo(f"{start}estimator: {sentence}", err=True)
+        self.end()
+        _tell(f"estimator: {words}")
 
     def end(self) -> None:
         """Leave the line of the progress."""
@@ -162,14 +162,19 @@ class _Progress:
             click.echo(err=True)
 
 
+def _tell(text: str) -> None:
+    """A line on stderr; names that other ranks sent move no cursor."""
+    click.echo(sentence(text), err=True)
+
+
 def run() -> int:
     """Run the command; its exit code. Wrong input ends with one sentence on stderr and code 2."""
     try:
         return int(probe.main(prog_name="python -m estimator.probe", standalone_mode=False) or 0)
     except click.ClickException as error:
-        click.echo(f"estimator: {error.format_message()}", err=True)
+        _tell(f"estimator: {error.format_message()}")
     except EstimatorError as error:
-        click.echo(f"estimator: {error}", err=True)
+        _tell(f"estimator: {error}")
     except (click.Abort, KeyboardInterrupt):
         click.echo("estimator: interrupted", err=True)
         return INTERRUPTED

@@ -14,6 +14,7 @@ from typing import Literal
 from estimator.errors import ProbeError, TopologyError, cause
 from estimator.placement.topology import expand_hosts
 from estimator.probe.launch_secret import FILE_VARIABLE, VARIABLE, given_secret
+from estimator.units import parse_whole
 
 Launcher = Literal["torchrun", "slurm", "openmpi", "pmi"]
 
@@ -203,9 +204,10 @@ def _optional_number(environment: Mapping[str, str], *names: str) -> int | None:
     for name in names:
         text = environment.get(name)
         if text is not None:
-            if not text.isdigit():
-                raise ProbeError(f"{name} is '{text}', not a number; unset it or correct it")
-            return int(text)
+            try:
+                return parse_whole(text)
+            except ValueError as error:
+                raise ProbeError(f"{name}: {error}, or unset it") from None
     return None
 
 

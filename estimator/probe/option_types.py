@@ -8,10 +8,7 @@ from typing import Any
 import click
 
 from estimator.errors import quoted
-from estimator.units import format_seconds, parse_seconds
-
-# As many digits as any number that is asked for has; Python reads no more than 4,300.
-_MOST_DIGITS = 30
+from estimator.units import format_seconds, parse_number, parse_seconds, parse_whole
 
 
 class Count(click.ParamType[int]):
@@ -26,13 +23,10 @@ class Count(click.ParamType[int]):
         self, value: Any, param: click.Parameter | None, context: click.Context | None
     ) -> int:
         """The number that a text says; fails for any other text."""
-        text = str(value).strip()
-        digits = text.removeprefix("-")
-        if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MOST_DIGITS):
-            self.fail(f"{quoted(text)} is no whole number; write one such as {self.least}")
-        if not self.least <= int(text) <= self.most:
-            self.fail(f"{text} is not from {self.least} to {self.most:g}; write one that is")
-        return int(text)
+        try:
+            return parse_whole(str(value).strip(), least=self.least, most=self.most)
+        except ValueError as error:
+            self.fail(str(error))
 
 
 class Amount(click.ParamType[float]):
@@ -48,9 +42,9 @@ class Amount(click.ParamType[float]):
     ) -> float:
         """The number that a text says; fails for any other text."""
         try:
-            number = float(value)
-        except ValueError:
-            self.fail(f"{quoted(value)} is no number; write one such as {self.least:g}")
+            number = parse_number(str(value))
+        except ValueError as error:
+            self.fail(str(error))
         if not self.least <= number <= self.most:
             self.fail(f"{number:g} is not from {self.least:g} to {self.most:g}; write one that is")
         return number
@@ -85,5 +79,5 @@ class Duration(click.ParamType[float]):
     def _seconds(self, text: str) -> float:
         if self.counts_seconds:
             with contextlib.suppress(ValueError):
-                return float(text)
+                return parse_number(text)
         return parse_seconds(text)

@@ -11,10 +11,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from estimator.errors import EstimatorError, WorkloadError
+from estimator.errors import EstimatorError, WorkloadError, quoted
 from estimator.graph.op_graph import OpGraph
 from estimator.schedulers.kubernetes import DEVICES, GRAPH, MACHINE
 from estimator.schedulers.sizes import WANTED_RATIO, sizes
+from estimator.units import parse_whole
 
 MOST_NODES = "throughput-estimator/max-nodes"
 WANTED = "throughput-estimator/efficiency"
@@ -75,10 +76,10 @@ def _patch(job: Mapping[str, Any], graph_of: Callable[[str], OpGraph]) -> list[d
 
 
 def _number(content: Mapping[str, Any], name: str, default: Any, *, most: int) -> int:
-    text = str(content.get(name, default))
-    if not (text.isascii() and text.isdigit() and len(text) < 8 and int(text) <= most):
-        raise WorkloadError(f"{name} is a whole number up to {most}, found {text[:40]!r}")
-    return int(text)
+    try:
+        return parse_whole(str(content.get(name, default)), most=most)
+    except ValueError as error:
+        raise WorkloadError(f"{name}: {error}") from None
 
 
 def _ratio(value: Any) -> float:
@@ -87,5 +88,5 @@ def _ratio(value: Any) -> float:
     except (TypeError, ValueError):
         ratio = 0.0
     if not 0 < ratio <= 1:
-        raise WorkloadError(f"{WANTED} is a ratio above 0 and up to 1, found {str(value)[:40]!r}")
+        raise WorkloadError(f"{WANTED} is a ratio above 0 and up to 1, found {quoted(value)}")
     return ratio

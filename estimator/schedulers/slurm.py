@@ -8,12 +8,17 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from estimator.errors import AllocationError, ImportedFileError
+from estimator.errors import AllocationError, ImportedFileError, quoted
 from estimator.estimates import Estimate
+from estimator.units import parse_whole
 
 # What `sinfo` is asked for, so that its text can be read: man sinfo, -o.
 SINFO_FORMAT = "%R|%l|%D|%G"
-_GPUS = re.compile(r"gpu:(?:([\w.\-]+):)?([0-9]{1,4})")
+# Beyond letters and digits Slurm's names have these (src/common/read_config.c takes any word); one
+# that begins with a dash would be an option of sbatch.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+\-]{0,127}")
+_MOST_NODES = 10**6
+_GPUS = re.compile(r"gpu:(?:([A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}):)?([0-9]{1,4})")
 _TIME = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,3}):([0-9]{2})(?::([0-9]{2}))?")
 
 
@@ -37,16 +42,26 @@ def read_sinfo(text: str) -> list[Partition]:
     found = []
     for line in filter(None, map(str.strip, text.splitlines())):
         parts = line.split("|")
-        if len(parts) != 4 or not parts[2].isdigit():
+        if len(parts) != 4:
             raise ImportedFileError(
-                f"{line[:60]!r} is no line of sinfo -h -o '{SINFO_FORMAT}'; write the file with it"
+                f"{quoted(line)} is no line of sinfo -h -o '{SINFO_FORMAT}'; write the file with it"
             )
-        gpus = _GPUS.search(parts[3])
+        name, limit, nodes, resources = parts
+        gpus = _GPUS.search(resources)
+        if not _NAME.fullmatch(name):
+            raise ImportedFileError(
+                f"{quoted(name)} is no name of a partition, which has letters, digits and _ . + -; "
+                "correct the output of sinfo"
+            )
+        try:
+            count = parse_whole(nodes, most=_MOST_NODES)
+        except ValueError as error:
+            raise ImportedFileError(f"nodes of partition '{name}': {error}") from None
         found.append(
             Partition(
-                name=parts[0],
-                limit_s=_limit_s(parts[1]),
-                nodes=int(parts[2]),
+                name=name,
+                limit_s=_limit_s(limit),
+                nodes=count,
                 gpu=(gpus[1] or "") if gpus else "",
                 gpus=int(gpus[2]) if gpus else 0,
             )
@@ -59,7 +74,7 @@ def _limit_s(text: str) -> float:
         return math.inf
     match = _TIME.fullmatch(text)
     if match is None:
-        raise ImportedFileError(f"{text[:40]!r} is no time limit of Slurm, such as 1-00:00:00")
+        raise ImportedFileError(f"{quoted(text)} is no time limit of Slurm, such as 1-00:00:00")
     days, first, second, third = (int(part or 0) for part in match.groups())
     # Two numbers are minutes and seconds, three begin with hours.
     if match[4] is None and match[1] is None:

@@ -102,7 +102,6 @@ def _measured(loader: DataLoader[Any], batches: int) -> Loader:
         prep_s=wall_s / samples,
         cpu_ratio=min(cpu_s / wall_s, 1.0),
         workers=workers,
-        prefetch=loader.prefetch_factor or 2,
         pinned=loader.pin_memory,
         take_s=take_s,
         relative_error=0.05,

@@ -1,8 +1,9 @@
 """Say what a loader adds to a step: its own work on the rank's cores, and waiting for batches.
 
-Workers make batches in turn, each whole ones, and may be `prefetch` ahead. In the long run a step
-takes the longest of three periods: the rank's own work; a worker's time for a batch over the number
-of workers; the time of the disk that all ranks of a node share, and of the cores that workers have.
+Workers make batches in turn, each whole ones, and may be some ahead. In the long run a step takes
+the longest of three periods, however many they are: the rank's own work; a worker's time for a
+batch over the number of workers; the time of the disk that all ranks of a node share, and of the
+cores that workers have.
 A core that works for a worker of a CPU rank does not compute meanwhile, as with gloo's collectives.
 `tests/timeline/test_inputs.py` plays the queue by events, to the same period.
 """

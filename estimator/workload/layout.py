@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from estimator.errors import StrategyError, quoted
+from estimator.units import parse_knobs, parse_whole
 from estimator.workload.schedules import DEFAULT_SCHEDULE, Schedule
 from estimator.workload.strategy import Parallelism, Strategy
 
 _AXES = ("tp", "cp", "ep", "pp", "dp")
+_FLAGS = ("sp", "vocab", "megatron", "ring", "all-reduce")
 _MOST_RANKS = 10**7
 _MOST_IMBALANCE = 1e4
 
@@ -148,36 +151,28 @@ DATA_PARALLEL = Layout()
 @lru_cache(maxsize=4096)
 def _read(text: str) -> Layout:
     sizes: dict[str, int | None] = {}
-    flags = dict.fromkeys(("sp", "vocab", "megatron", "ring", "all-reduce"), False)
     schedule: Schedule | None = None
     cut: tuple[str, ...] = ()
     imbalance = 1.0
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = part.partition("=")
-        if name in flags and not equals:
-            flags[name] = True
-            continue
-        if name == "imbalance" and imbalance == 1.0:
-            imbalance = _imbalance(text, value)
-            continue
-        if name == "schedule" and schedule is None:
-            schedule = Schedule.parse(value)
-            continue
-        if name == "cut" and value and not cut:
-            cut = tuple(module.strip() for module in value.split("+"))
-            continue
-        if name not in _AXES or name in sizes or not _is_size(value):
-            raise StrategyError(
-                f"layout {quoted(text)}: {quoted(part)} is none of {', '.join(_AXES)} with a "
-                "number from 1 (one may be *), sp, vocab, megatron, ring, all-reduce, "
-                "imbalance=1.2, schedule=1f1b or cut=MODULE+MODULE, each once; write tp=2,dp=*"
-            )
-        sizes[name] = None if value == "*" else int(value)
-    free = [name for name, size in sizes.items() if size is None]
-    if free not in ([], ["dp"]):
-        raise StrategyError(
-            f"layout {quoted(text)}: only dp may be *, found {', '.join(free)}; give a number"
-        )
+    try:
+        knobs = parse_knobs(text)
+        flags = {name for name in _FLAGS if knobs.get(name) == ""}
+        for name, value in knobs.items():
+            if name in flags:
+                continue
+            if name == "imbalance":
+                imbalance = _imbalance(value)
+            elif name == "schedule":
+                schedule = Schedule.parse(value)
+            elif name == "cut" and value:
+                cut = tuple(module.strip() for module in value.split("+"))
+            else:
+                sizes[name] = _size(name, value)
+        free = [name for name, size in sizes.items() if size is None]
+        if free not in ([], ["dp"]):
+            raise ValueError(f"only dp may be *, found {', '.join(free)}; give a number")
+    except ValueError as error:
+        raise StrategyError(f"layout {quoted(text)}: {error}") from None
     tp, cp, ep, pp = (sizes.get(name) or 1 for name in ("tp", "cp", "ep", "pp"))
     found = Layout(
         tp=tp,
@@ -187,11 +182,11 @@ def _read(text: str) -> Layout:
         pp=pp,
         schedule=schedule or DEFAULT_SCHEDULE,
         dp=sizes.get("dp"),
-        sequence=flags["sp"],
-        vocabulary=flags["vocab"],
-        megatron=flags["megatron"],
-        ring=flags["ring"],
-        sums_experts=flags["all-reduce"],
+        sequence="sp" in flags,
+        vocabulary="vocab" in flags,
+        megatron="megatron" in flags,
+        ring="ring" in flags,
+        sums_experts="all-reduce" in flags,
         cut=cut,
     )
     if why := _reason_against(found, has_schedule=schedule is not None):
@@ -228,20 +223,29 @@ def _reason_against(layout: Layout, *, has_schedule: bool) -> str:
     return next((why for why, holds in reasons.items() if holds), "")
 
 
-def _imbalance(text: str, value: str) -> float:
+def _imbalance(value: str) -> float:
     try:
         found = float(value)
     except ValueError:
         found = math.nan
     if not 1.0 <= found <= _MOST_IMBALANCE:
-        raise StrategyError(
-            f"layout {quoted(text)}: imbalance is the tokens of the busiest rank over the "
-            f"mean, from 1 to {_MOST_IMBALANCE:g}, found {quoted(value)}"
+        raise ValueError(
+            "imbalance is the tokens of the busiest rank over the mean, from 1 to "
+            f"{_MOST_IMBALANCE:g}, found {quoted(value)}"
         )
     return found
 
 
-def _is_size(value: str) -> bool:
-    if value == "*":
-        return True
-    return value.isascii() and value.isdigit() and 1 <= int(value[:9]) <= _MOST_RANKS
+def _size(name: str, value: str) -> int | None:
+    """Ranks along an axis, None for ``*``; raises ValueError."""
+    if name in _AXES:
+        if value == "*":
+            return None
+        with suppress(ValueError):
+            return parse_whole(value, least=1, most=_MOST_RANKS)
+    found = f"{name}={value}" if value else name
+    raise ValueError(
+        f"{quoted(found)} is none of {', '.join(_AXES)} with a number from 1 (one may be *), "
+        f"{', '.join(_FLAGS)}, imbalance=1.2, schedule=1f1b or cut=MODULE+MODULE, each once; "
+        "write tp=2,dp=*"
+    )

@@ -7,7 +7,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from estimator.errors import WorkloadError, quoted
-from estimator.units import parse_bandwidth_bytes_per_s, parse_seconds, parse_size_bytes
+from estimator.units import (
+    parse_bandwidth_bytes_per_s,
+    parse_knobs,
+    parse_number,
+    parse_seconds,
+    parse_size_bytes,
+    parse_whole,
+)
 
 MOST_WORKERS = 4096
 
@@ -17,8 +24,8 @@ class Loader:
     """One rank's loader, as ``torch.utils.data.DataLoader`` works; seconds and bytes of a sample.
 
     A worker reads `stored_bytes` (None: `sample_bytes`) of a sample, then prepares it for `prep_s`,
-    in which a core works `cpu_ratio` of the time; `workers` make whole batches, each up to
-    `prefetch` ahead, and 0 workers is the training process itself. `sample_bytes` reach the device.
+    in which a core works `cpu_ratio` of the time; `workers` make whole batches ahead of the step,
+    and 0 workers is the training process itself. `sample_bytes` reach the device.
     A share `cached_ratio` of the samples is in the page cache, read at `cache_bytes_per_s`; the
     rest comes from a disk that gives all ranks of a node `disk_bytes_per_s` together. None: what
     the machine's probe measured; where it did not, reading is part of `prep_s`. A sample has also
@@ -34,7 +41,6 @@ class Loader:
     sample_bytes: float = 0.0
     prep_s: float = 0.0
     workers: int = 0
-    prefetch: int = 2
     cached_ratio: float = 1.0
     stored_bytes: float | None = None
     cpu_ratio: float = 1.0
@@ -82,7 +88,7 @@ class Loader:
     def parse(cls, text: str | Loader) -> Loader:
         """Read ``sample=150kB,prep=8ms,workers=4``; raises WorkloadError.
 
-        Further: prefetch=, cached=0.35, disk=500MB/s, cache=5GB/s, stored=, cpu=, take=, cores=,
+        Further: cached=0.35, disk=500MB/s, cache=5GB/s, stored=, cpu=, take=, cores=,
         pixels=190e3, tokens=1024, pinned=no.
 
         >>> Loader.parse("sample=150kB,prep=8ms,workers=4").prep_s
@@ -96,20 +102,20 @@ class Loader:
                 "write one or leave it out"
             )
         found: dict[str, Any] = {}
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            name, _, value = part.partition("=")
-            if name not in _PARTS:
-                raise WorkloadError(
-                    f"a loader has no {quoted(part)}; its parts are {', '.join(_PARTS)}, as in "
-                    "sample=150kB,prep=8ms,workers=4"
-                )
-            field, read = _PARTS[name]
-            if field in found:
-                raise WorkloadError(f"loader {quoted(text)} has {name} twice; write it once")
-            try:
-                found[field] = read(value)
-            except ValueError as error:
-                raise WorkloadError(f"loader {quoted(text)}: {name}: {error}") from None
+        try:
+            for name, value in parse_knobs(text).items():
+                if name not in _PARTS:
+                    raise ValueError(
+                        f"it has no {quoted(name)}; its parts are {', '.join(_PARTS)}, as in "
+                        "sample=150kB,prep=8ms,workers=4"
+                    )
+                field, read = _PARTS[name]
+                try:
+                    found[field] = read(value)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
+        except ValueError as error:
+            raise WorkloadError(f"loader {quoted(text)}: {error}") from None
         return cls(**found)
 
     def with_workers(self, workers: int) -> Loader:
@@ -120,39 +126,25 @@ class Loader:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-def _whole(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise ValueError(f"{quoted(text)} is no whole number; write one such as 4")
-    return int(text)
-
-
 def _yes(text: str) -> bool:
     if text not in ("yes", "no"):
         raise ValueError(f"{quoted(text)} is neither yes nor no; write one of them")
     return text == "yes"
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{quoted(text)} is no number; write one such as 0.5") from None
-
-
 _PARTS: dict[str, tuple[str, Any]] = {
     "sample": ("sample_bytes", parse_size_bytes),
     "prep": ("prep_s", parse_seconds),
-    "workers": ("workers", _whole),
-    "prefetch": ("prefetch", _whole),
-    "cached": ("cached_ratio", _number),
+    "workers": ("workers", parse_whole),
+    "cached": ("cached_ratio", parse_number),
     "stored": ("stored_bytes", parse_size_bytes),
-    "cpu": ("cpu_ratio", _number),
+    "cpu": ("cpu_ratio", parse_number),
     "take": ("take_s", parse_seconds),
     "disk": ("disk_bytes_per_s", parse_bandwidth_bytes_per_s),
     "cache": ("cache_bytes_per_s", parse_bandwidth_bytes_per_s),
-    "cores": ("cores", _whole),
-    "pixels": ("jpeg_pixels", _number),
-    "tokens": ("tokens", _number),
+    "cores": ("cores", parse_whole),
+    "pixels": ("jpeg_pixels", parse_number),
+    "tokens": ("tokens", parse_number),
     "pinned": ("pinned", _yes),
 }
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -161,7 +153,6 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("prep_s", 0, 1e6),
     ("take_s", 0, 1e6),
     ("workers", 0, MOST_WORKERS),
-    ("prefetch", 1, MOST_WORKERS),
     ("jpeg_pixels", 0, 1e12),
     ("tokens", 0, 1e12),
     ("cached_ratio", 0, 1),

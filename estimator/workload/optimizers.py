@@ -171,7 +171,7 @@ def check_optimizer(optimizer: Any) -> str:
     if isinstance(found, str):
         name, bracket, written = found.lower().removeprefix("torch.optim.").partition("(")
         if bracket:
-            groups = [{option: _IS_SET.get(to, True) for option, to in _OPTION.findall(written)}]
+            groups = [_options(written)]
     name = _ALIASES.get(name, name)
     if name == "sgd" and any(group.get("momentum") for group in groups or ()):
         name = "sgd-momentum"
@@ -184,6 +184,16 @@ def check_optimizer(optimizer: Any) -> str:
             f"optimizer {quoted(found)} is unknown; choose one of {', '.join(OPTIMIZERS)}"
         )
     return name
+
+
+def _options(written: str) -> dict[str, bool | None]:
+    """Which of an optimizer's options its text sets, each once; raises StrategyError."""
+    found: dict[str, bool | None] = {}
+    for option, to in _OPTION.findall(written):
+        if option in found:
+            raise StrategyError(f"an optimizer's {option} stands twice; write it once")
+        found[option] = _IS_SET.get(to, True)
+    return found
 
 
 def is_muon_matrix(tensor: OptimizedTensor) -> bool:

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from estimator.errors import StrategyError, quoted
+from estimator.units import parse_whole
 
 # A backward pass whole, or the gradients of its inputs and of its weights apart.
 Pass = Literal["forward", "backward", "input", "weight"]
@@ -34,6 +36,8 @@ class Action(NamedTuple):
 
 
 Order = tuple[Action, ...]
+# More stages of a rank than any model has blocks.
+_MOST_VIRTUAL = 10**4
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,9 @@ class Schedule:
             return cls(name)
         if name in _V_SHAPED + _TWO_WAY and not virtual:
             return cls(name, 2)
-        if name == "interleaved" and virtual.isdecimal() and int(virtual) > 1:
-            return cls(name, int(virtual))
+        if name == "interleaved":
+            with suppress(ValueError):
+                return cls(name, parse_whole(virtual, least=2, most=_MOST_VIRTUAL))
         raise StrategyError(
             f"{quoted(text)} is no pipeline schedule; write one of "
             f"{', '.join(_ONE_STAGE + _V_SHAPED + _TWO_WAY)} or interleaved:2 (stages of a rank)"

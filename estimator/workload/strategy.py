@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, get_args
 
 from estimator.errors import StrategyError, WorkloadError, quoted
-from estimator.units import MIB, parse_bandwidth_bytes_per_s, parse_size_bytes
+from estimator.units import (
+    MIB,
+    parse_bandwidth_bytes_per_s,
+    parse_knobs,
+    parse_size_bytes,
+    parse_whole,
+)
 from estimator.workload.precision import PARAMETER_BYTES, parameter_dtype
 
 # torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.hpp (torch 2.13):
@@ -265,61 +272,54 @@ def _read(text: str) -> Strategy:
             "in ddp:bucket=5MiB,view"
         )
     options: dict[str, object] = {"kind": kind}
-    for knob in filter(None, (part.strip() for part in knobs.split(","))):
-        try:
-            options |= _read_knob(kind, knob)
-        except ValueError as error:
-            raise StrategyError(f"strategy {quoted(text)}: {error}") from None
     try:
+        for knob, value in parse_knobs(knobs).items():
+            field, found = _read_knob(kind, knob, value)
+            if field in options:
+                raise ValueError(f"{quoted(knob)} says again what stands before it; leave one out")
+            options[field] = found
         return Strategy(**options)  # type: ignore[arg-type]
-    except StrategyError as error:
+    except ValueError as error:
         raise StrategyError(f"strategy {quoted(text)}: {error}") from None
 
 
-def _read_knob(kind: str, knob: str) -> dict[str, object]:
-    name, _, value = knob.partition("=")
-    buckets = kind in _BUCKETED
-    if buckets and name == "bucket":
-        return {"bucket_cap_bytes": parse_size_bytes(value)}
-    if buckets and name == "first":
-        return {"first_bucket_bytes": parse_size_bytes(value)}
-    if kind in ("ddp", "zero1") and knob == "view":
-        return {"gradient_as_bucket_view": True}
-    if buckets and knob == "unbucketed":
-        return {"bucketed": False}
-    if (
-        kind == "fsdp"
-        and name == "shard"
-        and value.isascii()
-        and value.isdigit()
-        and len(value) < 7
-    ):
-        return {"shard": int(value)}
-    if kind == "fsdp" and knob == "no_sync":
-        return {"gradient_sync": False}
-    if kind == "fsdp" and knob == "offload":
-        return {"offload": True}
-    if kind == "fsdp" and knob == "no_reshard":
-        return {"reshard_after_forward": False}
-    if (kind == "fsdp" and name == "param") or (kind != "ps" and name == "reduce"):
-        return {name: value}
-    if kind not in ("fsdp", "ps") and knob == "master":
-        return {"master": True}
-    if kind == "ps" and knob == "async":
-        return {"asynchronous": True}
-    if kind == "ps" and name == "link":
-        return {"server_bytes_per_s": parse_bandwidth_bytes_per_s(value)}
-    if kind == "ps" and knob.isascii() and knob.isdigit() and len(knob) < 7:
-        return {"servers": int(knob)}
-    known = {
-        "ddp": "bucket=, first=, view, unbucketed, reduce= a dtype, master",
-        "zero1": "bucket=, first=, view, unbucketed, reduce= a dtype, master",
-        "distributed-optimizer": "bucket=, first=, unbucketed, reduce= a dtype, master",
-        "zero2": "bucket=, first=, unbucketed, reduce= a dtype, master",
-        "fsdp": "shard= a number of ranks, no_sync, no_reshard, offload, param=, reduce= a dtype",
-        "ps": "a number of servers, async, link=, bucket=, first=, unbucketed",
-    }[kind]
-    raise ValueError(f"{quoted(knob)} is no knob of {kind}; its knobs are {known}")
+_MOST_RANKS = 999_999
+_NOT_PS = tuple(kind for kind in _KINDS if kind != "ps")
+# The field that a knob sets, the strategies that have it, and how its value is read.
+_VALUES: dict[str, tuple[str, Sequence[str], Callable[[str], object]]] = {
+    "bucket": ("bucket_cap_bytes", _BUCKETED, parse_size_bytes),
+    "first": ("first_bucket_bytes", _BUCKETED, parse_size_bytes),
+    "shard": ("shard", ("fsdp",), partial(parse_whole, most=_MOST_RANKS)),
+    "param": ("param", ("fsdp",), str),
+    "reduce": ("reduce", _NOT_PS, str),
+    "link": ("server_bytes_per_s", ("ps",), parse_bandwidth_bytes_per_s),
+}
+_FLAGS: dict[str, tuple[str, Sequence[str], bool]] = {
+    "view": ("gradient_as_bucket_view", ("ddp", "zero1"), True),
+    "unbucketed": ("bucketed", _BUCKETED, False),
+    "no_sync": ("gradient_sync", ("fsdp",), False),
+    "no_reshard": ("reshard_after_forward", ("fsdp",), False),
+    "offload": ("offload", ("fsdp",), True),
+    "master": ("master", tuple(kind for kind in _NOT_PS if kind != "fsdp"), True),
+    "async": ("asynchronous", ("ps",), True),
+}
+
+
+def _read_knob(kind: str, name: str, value: str) -> tuple[str, object]:
+    """The field that a knob sets, and to what; raises ValueError."""
+    if name in _FLAGS and not value and kind in _FLAGS[name][1]:
+        field, _, flag = _FLAGS[name]
+        return field, flag
+    if name in _VALUES and kind in _VALUES[name][1]:
+        field, _, read = _VALUES[name]
+        return field, read(value)
+    if kind == "ps" and name[:1].isdigit() and not value:
+        return "servers", parse_whole(name, most=_MOST_RANKS)
+    known = [f"{each}=" for each, (_, kinds, _) in _VALUES.items() if kind in kinds]
+    known += [each for each, (_, kinds, _) in _FLAGS.items() if kind in kinds]
+    known = ["a number of servers", *known] if kind == "ps" else known
+    found = f"{name}={value}" if value else name
+    raise ValueError(f"{quoted(found)} is no knob of {kind}; its knobs are {', '.join(known)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,12 +111,22 @@ def test_machines_on_which_nothing_fits_are_named_and_told_by_the_exit_code(
         ),
         (
             ("--machines", "t4-g4dn", "--spot", "--revoked-every", "t4-g4dn=1h,t4-g4dn=2h"),
-            "has two times of 't4-g4dn'",
+            "'t4-g4dn' stands twice; write it once",
         ),
-        (("--machines", "t4-g4dn", "--network", "10Gbit/s"), "leave out --network"),
+        (("--machines", "t4-g4dn", "--network", "10Gbit/s"), "--network is of machines that some"),
+        (("--machines", "t4-g4dn", "--restart", "5min"), "--restart is of machines that are rev"),
+        (
+            ("--machines", "t4-g4dn", "--global-batch", "8", "--batch", "7"),
+            "--batch is what ranks take where no --global-batch is given; leave it out",
+        ),
+        (
+            ("--machines", "t4-g4dn", "--strategies", "ddp", "--strategy", "fsdp"),
+            "--strategy is one of those that --strategies lists; leave it out",
+        ),
         (("--machines", "t4-g4dn", "--deadline", "soon"), "is not a duration"),
         (("--machines", ","), "--machines names none"),
-        (("--machines", "t4-g4dn", "--layout", "tp=2"), "leave out --layout"),
+        (("--machines", "t4-g4dn", "--loader", "prep=1ms"), "No such option '--loader'"),
+        (("--machines", "t4-g4dn", "--layout", "tp=2"), "No such option '--layout'"),
         (("--machines", "t4-g4dn", "--on", "1x4:t4-g4dn"), "one of them"),
         ((), "give --on with what there is, or --machines to choose from"),
         (("--on", "1x4:t4-g4dn", "--global-batch", "8"), "--samples is of machines to rent"),
@@ -128,6 +138,12 @@ def test_wrong_input_is_one_sentence(
 ) -> None:
     found = command("plan", model, "--samples", "1e9", *words)
     assert said in found.sentence
+
+
+def test_a_batch_beside_layouts_that_choose_it_is_refused(model: Path, command: Run) -> None:
+    words = ("--on", "1x4:t4-g4dn", "--global-batch", 64, "--batch", 7)
+    said = "--batch is chosen with the layout, from --global-batch; leave it out"
+    assert said in command("plan", model, *words).sentence
 
 
 def test_layouts_of_an_allocation_are_ranked(model: Path, command: Run) -> None:

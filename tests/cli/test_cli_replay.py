@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +73,35 @@ def test_a_wrong_job_file_is_one_sentence_also_beside_models(jobs: Path, command
     assert len(found.err.splitlines()) == 1
 
 
+EVIL = """
+from pathlib import Path
+import torch
+
+Path(__file__).with_name("ran").touch()
+
+def f(batch=8):
+    return torch.nn.Linear(64, 64), torch.randn(batch, 64)
+"""
+
+
+@pytest.mark.parametrize("model", ["evil.py:f", "evil:f", "./evil.py:f"])
+def test_a_file_of_jobs_runs_no_code_unless_it_is_let(
+    model: str, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.py").write_text(EVIL)
+    entry = {"name": "j", "arrival_s": 0, "model": model, "samples": 1e5, "devices": 1}
+    (tmp_path / "jobs.json").write_text(json.dumps({"jobs": [entry]}))
+    words = ("replay", "jobs.json", "--on", CLUSTER, "--policy", "fifo")
+    refused = command(*words).sentence
+    assert f"'{model}' is no saved graph, summary or hf: type" in refused
+    assert "--allow-code" in refused
+    assert not (tmp_path / "ran").exists()
+    assert command(*words, "--allow-code").code == 0
+    assert (tmp_path / "ran").exists()
+    monkeypatch.delitem(sys.modules, "evil", raising=False)
+
+
 def test_a_job_that_ends_within_the_digits_of_its_arrival_is_replayed(
     jobs: Path, command: Run
 ) -> None:
@@ -102,7 +132,7 @@ def test_a_trace_takes_the_models_given(jobs: Path, tmp_path: Path, command: Run
         (["--checkpoint", "nan"], "'nan' is not from 1.00 s to 278000 h; write a time that is"),
         # A node is repaired for an hour.
         (["--node-mtbf", "3"], "'3' is not from 60.0 min to 278000000 h; write a time that is"),
-        (["--seed", "-1"], "-1 is not from 0 to 1e+15; write one that is"),
+        (["--seed", "-1"], "'-1' is not from 0 to 1e+15; write one that is"),
         (["--on", "a1[0]"], "describe a cluster by machine types"),
         (["--on", "1x9:gtx-1080-roce"], "gtx-1080-roce has 4"),
         (["--on", "1x2:gtx-1080-roce", "--policy", "fifo"], "jobs waiting on an empty cluster"),

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from rich.table import Table
+from rich.text import Text
 
 from estimator.cli import console
+from estimator.errors import WorkloadError, sentence
 
 
 class Terminal(io.StringIO):
@@ -35,3 +40,57 @@ def test_a_terminal_is_told_what_takes_time(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_file_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "_MOMENT_S", 0.0)
     assert said_while_waiting(io.StringIO(), monkeypatch) == ""
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J[red]\r\x9b"
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_what_a_file_holds_moves_no_cursor(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", stream)
+    table = Table("name")
+    table.add_row(Text(HOSTILE, style="bold"))
+    console.print_tables(table)
+    console.print_text(f"a\t{HOSTILE}\nb")
+    printed = stream.getvalue()
+    assert "\\x1b]0;owned\\x07\\x1b[2J[red]" in printed
+    assert "\nb\n" in printed
+    # What is left are the colours that rich gives a terminal.
+    left = re.sub(r"\x1b\[[0-9;]*m", "", printed) if stream.isatty() else printed
+    assert all(c.isprintable() or c in "\n\t" for c in left)
+
+
+def test_what_is_under_way_moves_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_MOMENT_S", 0.0)
+    stream = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stream)
+    with console.progress(HOSTILE) as report:
+        report("[/nothing]", 0.5)
+    console.remark(HOSTILE)
+    assert "\x07" not in stream.getvalue()
+    assert "\x1b]" not in stream.getvalue()
+    assert "[/nothing]" in stream.getvalue()
+
+
+def test_all_that_commands_print_goes_through_one_place() -> None:
+    for path in Path(console.__file__).parent.glob("*.py"):
+        printing = re.search(
+            r"click\.s?echo|(?<![\w.])print\(|std(out|err)\.write", path.read_text()
+        )
+        assert printing is None or path.name == "console.py", path
+
+
+def test_a_sentence_has_both_ends_of_what_is_long() -> None:
+    said = sentence(f"cannot read /tmp/{'a/' * 3000}b.json ({'x ' * 3000}); check the path")
+    assert len(said) <= 1003
+    assert said.startswith("cannot read /tmp/a/a")
+    assert said.endswith("; check the path")
+    assert "a/b.json (x x" in said
+    said = str(WorkloadError(f"'{'two words ' * 400}' is no model; write one's name"))
+    assert len(said) < 130
+    assert said.endswith("two words ' is no model; write one's name")
+    assert str(WorkloadError("one\x1b[31m\ntwo")) == "one\\x1b[31m two"

@@ -216,7 +216,7 @@ def test_jobs_are_written_and_read_again(tmp_path: Path) -> None:
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps(job_entries(jobs, {graph.name: "m.py:f"})))
     assert is_job_file(path)
-    (again,) = read_jobs(path, {"m.py:f": graph}.__getitem__)
+    (again,) = read_jobs(path, {"m.py:f": graph}.__getitem__, allow_code=True)
     (job,) = jobs
     for name in ("name", "arrival_s", "samples", "devices", "global_batch", "graph"):
         assert getattr(again, name) == getattr(job, name)
@@ -248,4 +248,4 @@ def test_a_wrong_job_is_refused_in_a_sentence(
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps({"jobs": [ENTRY | change]}))
     with pytest.raises(WorkloadError, match=said):
-        read_jobs(path, lambda model: perceptron([8, 8]))
+        read_jobs(path, lambda model: perceptron([8, 8]), allow_code=True)

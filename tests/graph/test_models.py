@@ -102,6 +102,7 @@ def test_a_function_that_is_no_model_is_refused_in_one_sentence(
         ("hf:gpt2:translation", "has no task 'translation'; it has CausalLM"),
         ("hf:llama,hiden_size=8", "did you mean hidden_size"),
         ("hf:llama,hidden_size", "is no setting"),
+        ("hf:llama,hidden_size=64,hidden_size=128", "'hidden_size' stands twice; write it once"),
         ("hf:llama,hidden_size=many", "configuration of 'llama' fails"),
         ("hf:meta-llama/Llama-2-7b-hf", "save its config.json .* and write hf:PATH/config.json"),
         ("hf:gone/config.json", "cannot be read: No such file"),

@@ -258,7 +258,7 @@ def test_jobs_of_others_pass_as_they_are(graph: OpGraph) -> None:
         ({kubernetes.GRAPH: "net"}, "no annotation throughput-estimator/machine"),
         (
             {kubernetes.GRAPH: "net", kubernetes.MACHINE: "t4-g4dn", admission.MOST_NODES: "many"},
-            "whole number up to 4096",
+            "'many' is no whole number",
         ),
         (
             {kubernetes.GRAPH: "net", kubernetes.MACHINE: "t4-g4dn", admission.WANTED: "2"},
@@ -284,6 +284,25 @@ def test_partitions_are_read_as_sinfo_writes_them() -> None:
     assert (long.limit_s, long.gpus) == (7 * 86400.0, 4)
     with pytest.raises(ImportedFileError, match="no line of sinfo"):
         slurm.read_sinfo("PARTITION AVAIL TIMELIMIT")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("gpu --uid=0 --export=ALL,LD_PRELOAD=x|infinite|9|gpu:t4:4", "is no name of a partition"),
+        ("-w|infinite|9|gpu:t4:4", "is no name of a partition"),
+        ("\x1b[31mgpu|infinite|9|gpu:t4:4", "is no name of a partition"),
+        ("|infinite|9|gpu:t4:4", "is no name of a partition"),
+        ("gpu|infinite|²|gpu:t4:4", "'²' is no whole number"),
+        ("gpu|infinite|" + "9" * 5000 + "|gpu:t4:4", "is not from 0 to 1e"),
+        ("gpu|\x1b[2J|9|gpu:t4:4", "is no time limit of Slurm"),
+    ],
+)
+def test_a_line_that_sinfo_cannot_have_written_is_refused(line: str, said: str) -> None:
+    with pytest.raises(ImportedFileError, match=said) as refused:
+        slurm.read_sinfo(line)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 300
 
 
 def test_the_first_partition_that_takes_a_job_is_taken() -> None:

@@ -60,7 +60,7 @@ SECONDS = st.integers(1, 12).map(float)
     prep_s=SECONDS,
     step_s=SECONDS,
 )
-def test_a_queue_of_workers_played_by_events_has_the_period_of_the_closed_form(
+def test_a_queue_of_workers_has_the_period_of_the_closed_form_whatever_is_prefetched(
     workers: int, prefetch: int, disk_s: float, prep_s: float, step_s: float
 ) -> None:
     loader = Loader(
@@ -70,7 +70,6 @@ def test_a_queue_of_workers_played_by_events_has_the_period_of_the_closed_form(
         prep_s=prep_s,
         cpu_ratio=0.0,
         workers=workers,
-        prefetch=prefetch,
     )
     costs = input_costs(loader, PROFILE, samples=1, batches=1, ranks_per_node=1)
     expected = step_s + costs.stall_s(step_s)
@@ -191,10 +190,11 @@ def test_columns_with_a_loader_equal_their_estimates() -> None:
     [
         ("workers=9999", "workers is from 0 to 4096, found 9999"),
         ("prep=8", "'8' is not a duration"),
-        ("speed=3", "a loader has no 'speed=3'"),
+        ("prefetch=2", "it has no 'prefetch'; its parts are sample, prep"),
+        ("speed=3", "it has no 'speed'"),
         ("cached=nan", "cached_ratio is from 0 to 1"),
         ("workers=two", "workers: "),
-        ("sample=1kB,sample=2kB", "has sample twice"),
+        ("sample=1kB,sample=2kB", "'sample' stands twice; write it once"),
         (" ", "a loader is text such as"),
     ],
 )

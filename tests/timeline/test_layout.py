@@ -265,7 +265,12 @@ def test_tp_of_one_is_data_parallel() -> None:
         ("ring", "keys and values of cp ranks go around a ring"),
         ("sp", "sp and vocab divide what tp ranks share"),
         ("megatron", "megatron is how tp and pp ranks exchange"),
-        ("tp=2,tp=2", "each once"),
+        ("tp=2,tp=2", "'tp' stands twice; write it once"),
+        ("tp=2,sp,sp", "'sp' stands twice; write it once"),
+        ("ep=2,imbalance=1,imbalance=2", "'imbalance' stands twice; write it once"),
+        ("tp=" + "0" * 8 + "1" * 5000, "is none of tp, cp, ep, pp, dp with a number from 1"),
+        ("tp=²", "is none of tp, cp, ep, pp, dp with a number from 1"),
+        ("pp=2,schedule=interleaved:" + "9" * 5000, "is no pipeline schedule"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(layout: str, sentence: str) -> None:

@@ -22,7 +22,7 @@ BANNER = re.compile(r"^#\s*nThread\s", re.M)
 _MOST_RANKS = 1 << 20
 _RANK = re.compile(
     r"^#\s+Rank\s+(\d+)(?:\s+Group\s+(\d+))?\s+Pid\s+\d+ on\s+(\S+) device\s+(\d+) "
-    r"\[[^\]]*\] (.+?)\s*$",
+    r"\[[^\]]*\] (.+)$",
     re.M,
 )
 _HEADER = re.compile(r"^#\s+size\s+count\s+type\s.*$", re.M)
@@ -98,7 +98,7 @@ def _printed_ranks(run: str) -> list[_Rank]:
             "the nccl-tests output does not list every rank ('# Rank 0 ...'); give the whole output"
         )
     ordered = sorted(lines, key=lambda line: int(line[1]))
-    return [_Rank(line[3], int(line[4]), line[5]) for line in ordered]
+    return [_Rank(line[3], int(line[4]), line[5].strip()) for line in ordered]
 
 
 def _reported_ranks(config: Mapping[str, Any]) -> list[_Rank]:

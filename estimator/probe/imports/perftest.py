@@ -14,7 +14,9 @@ from estimator.probe.imports.findings import Imported, imported
 
 FORMAT = "perftest"
 TITLE = re.compile(
-    r"^\s*(RDMA_Write|RDMA_Read|Send)\s+(Post List )?(Bidirectional )?(BW|Latency) Test\s*$", re.M
+    r"^[^\S\n]*(RDMA_Write|RDMA_Read|Send)\s+(Post List )?(Bidirectional )?(BW|Latency) Test"
+    r"[^\S\n]*$",
+    re.M,
 )
 _LINK_TYPE = re.compile(r"Link type\s*:\s*(\w+)")
 _KINDS: dict[str, LinkKind] = {"IB": "infiniband", "Ethernet": "roce"}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 # Colours and underlines (ECMA-48, control sequences): nvidia-smi underlines its header.
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # What `srun -l` and `mpirun --tag-output` put before each line: "0: ", "[1,0]<stdout>:".
-_LABEL = re.compile(r"^\s*(\d+: ?|\[[^\]\n]+\]<std(?:out|err)>: ?)", re.M)
+_LABEL = re.compile(r"^[^\S\n]*(\d+: ?|\[[^\]\n]+\]<std(?:out|err)>: ?)", re.M)
 
 
 def printed(text: str, formats: Sequence[re.Pattern[str]]) -> str:
@@ -18,19 +18,18 @@ def printed(text: str, formats: Sequence[re.Pattern[str]]) -> str:
     lines without a label, as the launcher's own, remain in their place.
     """
     text = _ESCAPE.sub("", text)
-    labels = dict.fromkeys(match[1] for match in _LABEL.finditer(text))
-    for label in labels:
-        lines = [_line(line, label) for line in text.splitlines()]
-        own = "\n".join(line for line in lines if line is not None)
+    lines = [(_LABEL.match(line), line) for line in text.splitlines()]
+    of_task: dict[str, list[str]] = {}
+    for label, line in lines:
+        if label is not None:
+            # Its last space may be the first of what was printed, or missing before an empty line.
+            of_task.setdefault(label[1].rstrip(), []).append(line[label.end() :])
+    for task, printed_by_task in of_task.items():
+        own = "\n".join(printed_by_task)
         if any(known.search(own) for known in formats):
-            return own
+            return "\n".join(
+                line if label is None else line[label.end() :]
+                for label, line in lines
+                if label is None or label[1].rstrip() == task
+            )
     return text
-
-
-def _line(line: str, label: str) -> str | None:
-    """A line of the task, or of none; None for that of another task."""
-    match = _LABEL.match(line)
-    if match is None:
-        return line
-    # The label's last space may be the first of what was printed, or missing before an empty line.
-    return line[match.end() :] if match[1].rstrip() == label.rstrip() else None

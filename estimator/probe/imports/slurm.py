@@ -16,8 +16,8 @@ from estimator.placement.topology import MOST_NODES, Cluster, Node, Switch, expa
 from estimator.probe.imports.findings import Imported
 
 CONF_FORMAT, YAML_FORMAT = "Slurm topology.conf", "Slurm topology.yaml"
-CONF_LINE = re.compile(r"^\s*(SwitchName|BlockName|RingName)\s*=\s*\S+", re.M | re.I)
-YAML_LINE = re.compile(r"^\s*-\s+topology:\s*\S+", re.M)
+CONF_LINE = re.compile(r"^[^\S\n]*(SwitchName|BlockName|RingName)\s*=\s*\S+", re.M | re.I)
+YAML_LINE = re.compile(r"^[^\S\n]*-\s+topology:\s*\S+", re.M)
 _YES = ("true", "yes", "on", "y")
 # A list of topologies, each with a tree, its switches, their entries.
 _MOST_LEVELS = 16

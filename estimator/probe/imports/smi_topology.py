@@ -8,7 +8,7 @@ from estimator.errors import ImportedFileError
 from estimator.probe.imports.findings import Imported, Route, routes_fact
 
 FORMAT = "nvidia-smi topo"
-HEADER = re.compile(r"^[\s#]*GPU0\s.*$", re.M)
+HEADER = re.compile(r"^[ \t#]*GPU0\s.*$", re.M)
 _PEER = re.compile(r"(GPU\d+|NIC\d+|mlx\d+_\w+|\w+_re\d+|\w*roce\w*)")
 _NVLINK = re.compile(r"NV(\d+)")
 # The legend that nvidia-smi prints: PIX and PXB stay below a host bridge, PHB and NODE on a NUMA
