@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -120,6 +120,12 @@ def remark(message: str) -> None:
     """Say one line to the person on stderr."""
     line = shown(" ".join(message.split()))
     click.echo(f"estimator: {line[:_MOST_SAID]}", err=True)
+
+
+def end_with_no(reason: str) -> NoReturn:
+    """Say on stderr why the answer is no, and end with the code of that."""
+    remark(f"exit code {ANSWER_IS_NO}: {reason}")
+    raise click.exceptions.Exit(ANSWER_IS_NO)
 
 
 def shown(text: str) -> str:

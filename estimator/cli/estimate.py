@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, remark
+from estimator.cli.console import end_with_no, print_json, print_tables, remark
 from estimator.cli.options import (
     Batches,
     counting_told_drifts,
@@ -90,7 +90,7 @@ def estimate(
         )
         print_tables(report)
     if answer.fits == "no":
-        raise click.exceptions.Exit(ANSWER_IS_NO)
+        end_with_no(f"{answer.model} does not fit on {answer.allocation}")
 
 
 def _check(samples: float | None, tokens: float | None, trace: Path | None) -> None:

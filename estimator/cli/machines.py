@@ -29,7 +29,7 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str | N
 @click.option("--out", type=click.Path(path_type=Path), help="File to write, not the user's store.")
 @click.option("--budget", type=Amount(most=1e6), default=60.0, help="Seconds to spend.")
 @click.option("--thorough", is_flag=True, help="Measure more sizes; takes several budgets.")
-@click.option("--force", is_flag=True, help="Probe a busy machine too, without waiting.")
+@click.option("--strict", is_flag=True, help="Refuse a machine that other programs keep busy.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 @click.option(
     "--launch",
@@ -43,7 +43,7 @@ def probe(
     out: Path | None,
     budget: float,
     thorough: bool,
-    force: bool,
+    strict: bool,
     as_json: bool,
     launch: Literal["slurm", "mpi", "k8s"] | None,
     nodes: int | None,
@@ -51,8 +51,8 @@ def probe(
     """Measure this machine and keep the profile under its name.
 
     Interrupted by Ctrl-C it keeps what it has and says what is missing; a complete profile is not
-    replaced by one that was cut short. It waits up to a minute for other programs to end,
-    and refuses a machine that stays busy unless --force is given.
+    replaced by one that was cut short. It waits a quarter of the budget for other programs to end;
+    what they disturb after that is marked, and intervals are wider for it.
 
     Several nodes are probed together by 'torchrun -m estimator.probe' on each, or by what --launch
     prints.
@@ -78,7 +78,7 @@ def probe(
             report=report,
             # 'local-cpu' means this machine's cores, whatever else it has.
             kind="cpu" if name == "local-cpu" else None,
-            force=force,
+            strict=strict,
             earlier=earlier,
             say=remark,
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress, remark
+from estimator.cli.console import end_with_no, print_json, print_tables, progress, remark
 from estimator.cli.options import traced, training_options
 from estimator.cli.request import Request
 from estimator.probe.option_types import Amount, Count
@@ -181,7 +181,7 @@ def plan(
 
         print_tables(plan_report(found, model, spot=rent["spot"]))
     if found.cheapest is None:
-        raise click.exceptions.Exit(ANSWER_IS_NO)
+        end_with_no("nothing keeps the deadline and the budget")
 
 
 def _check_left_out(options: Mapping[str, Any], names: Sequence[str]) -> None:
