@@ -42,9 +42,10 @@ def test_checks_run_without_variables_that_happen_to_be_set(
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize(("validate_code", "demo_code"), [(0, 0), (1, 0), (2, 2), (130, 2)])
-def test_the_demo_ends_well_where_a_prediction_misses_and_badly_where_a_command_fails(
-    validate_code: int, demo_code: int, tmp_path: Path
+@pytest.mark.parametrize("command_name", ["probe", "validate"])
+@pytest.mark.parametrize(("code", "demo_code"), [(0, 0), (1, 0), (2, 2), (130, 2)])
+def test_the_demo_ends_well_where_the_answer_is_no_and_badly_where_a_command_fails(
+    command_name: str, code: int, demo_code: int, tmp_path: Path
 ) -> None:
     shutil.copy(RUN.parents[1] / "Makefile", tmp_path)
     command = tmp_path / ".venv" / "bin" / "estimator"
@@ -52,12 +53,12 @@ def test_the_demo_ends_well_where_a_prediction_misses_and_badly_where_a_command_
     for name in ("pyproject.toml", "constraints.txt", ".venv/.installed"):
         (tmp_path / name).touch()
     command.write_text(
-        f'#!/bin/sh\necho "$@" >> asked\ntest "$1" != validate || exit {validate_code}\n'
+        f'#!/bin/sh\necho "$@" >> asked\ntest "$1" != {command_name} || exit {code}\n'
     )
     command.chmod(0o755)
     ended = subprocess.run(["make", "demo"], cwd=tmp_path, capture_output=True, check=False)
     assert ended.returncode == demo_code, ended.stderr
-    first, *_, last = (tmp_path / "asked").read_text().splitlines()
+    asked = (tmp_path / "asked").read_text().splitlines()
     # Nothing is to be told to probe a busy machine.
-    assert first == "probe"
-    assert last.startswith("validate ")
+    assert asked[0] == "probe"
+    assert asked[-1].startswith(command_name if demo_code else "validate")

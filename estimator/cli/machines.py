@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from estimator.cli.console import print_json, print_tables, progress, remark
-from estimator.errors import ProbeError, ProfileError, UnknownMachineError
+from estimator.cli.console import end_with_no, print_json, print_tables, progress, remark
+from estimator.errors import ProfileError, UnknownMachineError
 from estimator.probe.option_types import Amount, Count
 from estimator.units import format_ratio
 
@@ -51,8 +51,8 @@ def probe(
     """Measure this machine and keep the profile under its name.
 
     Interrupted by Ctrl-C it keeps what it has and says what is missing; a complete profile is not
-    replaced by one that was cut short. It waits a quarter of the budget for other programs to end;
-    what they disturb after that is marked, and intervals are wider for it.
+    replaced by one that was cut short (exit code 1). It waits a quarter of the budget for other
+    programs to end; what they disturb after that is marked, and intervals are wider for it.
 
     Several nodes are probed together by 'torchrun -m estimator.probe' on each, or by what --launch
     prints.
@@ -83,7 +83,7 @@ def probe(
             say=remark,
         )
     if profile.is_cut and earlier is not None and not earlier.is_cut:
-        raise ProbeError(
+        end_with_no(
             f"only {_timed(profile)} of the kernel calls were timed, so {path} keeps the complete "
             "profile that it has; give more --budget, or another --name"
         )

@@ -412,9 +412,10 @@ def test_a_probe_cut_short_replaces_no_complete_profile(
     cut = replace(small_profile, name="mine", kernels_timed_ratio=0.056)
     monkeypatch.setattr("estimator.probe.machine.probe_machine", lambda **_: cut)
     answer = command("probe", "--name", "mine")
-    assert answer.code == 2
-    assert "only 5.6 % of the kernel calls were timed" in answer.sentence
-    assert "give more --budget, or another --name" in answer.sentence
+    # Nothing was wrong with the input: the machine may have been busy.
+    assert answer.code == 1
+    assert "only 5.6 % of the kernel calls were timed" in answer.err
+    assert "give more --budget, or another --name" in answer.err
     assert load_profile("mine") == kept
     # Where there is none, or one cut as short, it is kept.
     for _ in range(2):
