@@ -60,7 +60,8 @@ def memory(
     if picture is not None:
         from estimator.report.memory import draw_memory
 
-        draw_memory(report, picture, plans)
+        with waiting("drawing"):
+            draw_memory(report, picture, plans)
     if snapshot is not None:
         from estimator.report.memory_snapshot import write_snapshot
 

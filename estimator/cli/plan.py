@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from estimator.cli.console import end_with_no, print_json, print_tables, progress, remark
+from estimator.cli.console import end_with_no, print_json, print_tables, progress, remark, waiting
 from estimator.cli.options import traced, training_options
 from estimator.cli.request import Request
 from estimator.probe.option_types import Amount, Count
@@ -173,7 +173,8 @@ def plan(
     if picture is not None:
         from estimator.report.offers import draw_offers
 
-        draw_offers(found, picture)
+        with waiting("drawing"):
+            draw_offers(found, picture)
     if as_json:
         print_json({"model": model, "spot": rent["spot"]} | found.to_dict())
     else:
