@@ -67,7 +67,7 @@ CASES = {
     # Nobody works beside it: how far two quiet profiles are apart.
     "none": Hog(0.0),
     "all": Hog(1.0),
-    "ends": Hog(1.0, lasts_s=20.0),
+    "ends": Hog(1.0, lasts_s=10.0),
     "two-fifths": Hog(0.4),
     "a-fifth": Hog(0.2),
 }
@@ -86,7 +86,7 @@ def main() -> int:
     if options.quiet_profile:
         quiet = load_profile(options.quiet_profile)
     else:
-        quiet = probe_machine(budget_s=options.budget, say=tell)
+        quiet = probe_machine(budget_s=options.budget, strict=True, say=tell)
     tell(f"alone: {quiet.interference}")
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def probed_beside(hog: Hog, quiet: MachineProfile, budget_s: float) -> MachinePr
     began = time.monotonic()
     with running(hog):
         try:
-            found = probe_machine(budget_s=budget_s, earlier=quiet, say=tell)
+            found = probe_machine(budget_s=budget_s, strict=True, earlier=quiet, say=tell)
         except ProbeError as error:
             return judged(str(hog), "refused", 0.0, BOUND_RATIO, note=str(error))
     tell(f"{hog}: {found.interference}; {time.monotonic() - began:.0f} s in all")

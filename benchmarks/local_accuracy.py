@@ -46,7 +46,7 @@ def find_profile(options: argparse.Namespace, home: Path) -> MachineProfile:
         from estimator.probe.machine import probe_machine
 
         say("probing this machine")
-        probe_machine(name="local").save(kept)
+        probe_machine(name="local", strict=True).save(kept)
     profile = load_profile(kept)
     if profile.missing:
         say(f"the profile lacks {', '.join(profile.missing)}")

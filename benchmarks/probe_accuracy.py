@@ -113,7 +113,7 @@ class Profiles:
     def __getitem__(self, index: int) -> MachineProfile:
         while len(self.found) <= index:
             print(f"probing, {self.budget_s:.0f} s ...", file=sys.stderr)
-            self.found.append(probe_machine(budget_s=self.budget_s))
+            self.found.append(probe_machine(budget_s=self.budget_s, strict=True))
             for part in self.found[-1].missing:
                 print(f"not measured: {part}", file=sys.stderr)
         return self.found[index]

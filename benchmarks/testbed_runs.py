@@ -290,7 +290,7 @@ def open_work(options: argparse.Namespace) -> Records:
         from estimator.probe.machine import probe_machine
 
         say("probing this machine")
-        probe_machine(name=MACHINE).save(kept)
+        probe_machine(name=MACHINE, strict=True).save(kept)
     options.profile = kept
     return Records(options.work / "records.jsonl")
 

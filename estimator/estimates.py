@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -88,11 +89,13 @@ class Estimate:
         rate = f", {speed} samples/s" if self.samples_per_s else ""
         return f"Estimate({self.model} on {self.allocation}: {step}{rate})"
 
-    def __getstate__(self) -> list[Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # The plan holds the graph and all that was compiled of it: a pickle takes what it says.
+        # Not by __getstate__: CPython before 3.11.4 replaces that of frozen classes with slots
+        # (python/cpython#104035).
         told = self.plan if isinstance(self.plan, PlanFacts) else PlanFacts.of(self)
-        kept = {"plan": told, "answer": None, "pipeline": None}
-        return [kept.get(item.name, getattr(self, item.name)) for item in fields(self)]
+        own = {item.name: getattr(self, item.name) for item in fields(self)}
+        return partial(Estimate, **{**own, "plan": told, "answer": None, "pipeline": None}), ()
 
     @property
     def bottleneck(self) -> str:

@@ -181,12 +181,19 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def format_interval(seconds: float, low_s: float, high_s: float) -> str:
-    """A time with half the width of its interval.
+    """A time and its interval: what is off by as much both ways as a percentage, else its ends.
 
-    >>> format_interval(0.4123, 0.3876, 0.4371)
-    '412 ms ± 6.0 %'
+    >>> format_interval(0.4123, 0.3876, 0.4370), format_interval(0.179, 0.109, 0.293)
+    ('412 ms ± 6.0 %', '179 ms (109–293)')
     """
-    return f"{format_seconds(seconds)} ± {format_ratio((high_s - low_s) / 2 / seconds)}"
+    said = format_seconds(seconds)
+    if seconds == 0 or not all(map(math.isfinite, (seconds, low_s, high_s))):
+        return said
+    below, above = format_ratio(1 - low_s / seconds), format_ratio(high_s / seconds - 1)
+    if below == above:
+        return f"{said} ± {above}"
+    unit_s, _ = time_unit(seconds)
+    return f"{said} ({_three_digits(low_s / unit_s)}–{_three_digits(high_s / unit_s)})"
 
 
 def format_bytes(size_bytes: float) -> str:
@@ -217,6 +224,17 @@ def format_ratio(ratio: float) -> str:
     '6.1 %'
     """
     return f"{100 * ratio:.1f} %" if abs(ratio) < 0.1 else f"{100 * ratio:.0f} %"
+
+
+def format_error(ratio: float | None) -> str:
+    """A relative error, as a factor where a percentage would reach below zero; '?' for none.
+
+    >>> format_error(0.0612), format_error(2.34)
+    ('± 6.1 %', 'factor 3.3')
+    """
+    if ratio is None:
+        return "?"
+    return f"± {format_ratio(ratio)}" if ratio < 1 else f"factor {1 + ratio:.1f}"
 
 
 def format_split(batches: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What runs the checks lets no variable of its own environment decide them."""
+"""What runs the checks and the demo: nothing of its surroundings decides how they end."""
 
 from __future__ import annotations
 
@@ -39,3 +39,26 @@ def test_checks_run_without_variables_that_happen_to_be_set(
     pairs = (tmp_path / "environment").read_text().rstrip("\0").split("\0")
     found = dict(pair.split("=", 1) for pair in pairs)
     assert {name: value for name, value in found.items() if name not in NEVER} == kept
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("command_name", ["probe", "validate"])
+@pytest.mark.parametrize(("code", "demo_code"), [(0, 0), (1, 0), (2, 2), (130, 2)])
+def test_the_demo_ends_well_where_the_answer_is_no_and_badly_where_a_command_fails(
+    command_name: str, code: int, demo_code: int, tmp_path: Path
+) -> None:
+    shutil.copy(RUN.parents[1] / "Makefile", tmp_path)
+    command = tmp_path / ".venv" / "bin" / "estimator"
+    command.parent.mkdir(parents=True)
+    for name in ("pyproject.toml", "constraints.txt", ".venv/.installed"):
+        (tmp_path / name).touch()
+    command.write_text(
+        f'#!/bin/sh\necho "$@" >> asked\ntest "$1" != {command_name} || exit {code}\n'
+    )
+    command.chmod(0o755)
+    ended = subprocess.run(["make", "demo"], cwd=tmp_path, capture_output=True, check=False)
+    assert ended.returncode == demo_code, ended.stderr
+    asked = (tmp_path / "asked").read_text().splitlines()
+    # Nothing is to be told to probe a busy machine.
+    assert asked[0] == "probe"
+    assert asked[-1].startswith(command_name if demo_code else "validate")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 
 from estimator.api import estimate
 from estimator.errors import WorkloadError
-from estimator.estimates import FITS, fits_code, interval_ratio
+from estimator.estimates import FITS, Estimate, fits_code, interval_ratio
 from estimator.timeline import assumptions, collectives
 from estimator.timeline.strategies.ddp import BucketedNetwork
 from tests.synthetic import Machine, in_blocks, perceptron
@@ -79,6 +80,18 @@ def test_an_estimate_is_pickled_without_its_plan_and_says_the_same(loader: str |
     assert pickle.loads(pickle.dumps(again)).to_dict() == answer.to_dict()
     with pytest.raises(WorkloadError, match="pickled has no timeline"):
         _ = again.timeline
+
+
+def test_an_estimate_is_pickled_small_where_python_replaces_getstate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What CPython before 3.11.4 does with every frozen dataclass that has slots.
+    replacement = dataclasses._dataclass_getstate  # type: ignore[attr-defined]
+    monkeypatch.setattr(Estimate, "__getstate__", replacement)
+    answer = estimate(perceptron([64] * 300, batch=8), "1x2:m", profile=PROFILE)
+    pickled = pickle.dumps(answer)
+    assert len(pickled) < 10_000
+    assert pickle.loads(pickled).to_dict() == answer.to_dict()
 
 
 def test_a_warm_answer_and_its_reasons_look_at_each_collective_and_operator_once(

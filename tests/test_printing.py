@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import estimator as est
+from estimator.units import format_interval
 from tests.synthetic import Machine, perceptron
 
 PROFILE = Machine(devices=2).profile()
@@ -21,7 +22,7 @@ def test_values_print_as_one_line_that_says_what_they_are() -> None:
     assert repr(PROFILE) == f"MachineProfile({PROFILE.name}: 2 x {PROFILE.devices[0].name})"
     assert repr(answer).startswith(f"Estimate({GRAPH.name} on 1x2:m: ")
     assert repr(answer).endswith(" samples/s)")
-    assert " ± " in repr(answer)
+    assert f" {format_interval(answer.step_time_s, answer.low_s, answer.high_s)}, " in repr(answer)
     assert "2 rows, columns step_time_s, " in repr(table)
     assert " fits, bottleneck, " in repr(table)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
@@ -10,6 +12,8 @@ from estimator.units import (
     format_bandwidth,
     format_bytes,
     format_count,
+    format_error,
+    format_interval,
     format_ratio,
     format_seconds,
     parse_knobs,
@@ -98,3 +102,36 @@ def test_a_knob_has_one_value() -> None:
         parse_knobs("bucket=1MiB,view,bucket=2MiB")
     with pytest.raises(ValueError, match="'bucket=' has no value; write one after the ="):
         parse_knobs("bucket=")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "low_s", "high_s", "text"),
+    [
+        # 39 % below and 64 % above.
+        (0.179, 0.109, 0.293, "179 ms (109–293)"),
+        # Ends of other units are said in that of the time.
+        (1.69, 0.3296, 8.668, "1.69 s (0.330–8.67)"),
+        (0.198, 0.04, 1.0, "198 ms (40.0–1000)"),
+        (600.0, 540.0, 661.0, "10.0 min (9.00–11.0)"),
+        # 5.96 % below and 6.04 % above are alike once rounded, 4.9 and 5.1 % are not.
+        (1.0, 0.9404, 1.0604, "1.00 s ± 6.0 %"),
+        (1.0, 0.951, 1.051, "1.00 s (0.951–1.05)"),
+        (0.0, 0.0, 0.0, "0 s"),
+        (math.inf, math.inf, math.inf, "inf"),
+    ],
+)
+def test_an_interval_is_a_percentage_only_where_it_is_symmetric(
+    seconds: float, low_s: float, high_s: float, text: str
+) -> None:
+    assert format_interval(seconds, low_s, high_s) == text
+
+
+@given(some.floats(1e-6, 1e5), some.floats(1e-3, 5.0))
+def test_no_interval_reaches_below_zero(seconds: float, error: float) -> None:
+    text = format_interval(seconds, seconds / math.exp(error), seconds * math.exp(error))
+    _, mark, percentage = text.partition(" ± ")
+    assert not mark or float(percentage.removesuffix(" %")) < 100
+
+
+def test_an_error_of_the_whole_and_more_is_a_factor() -> None:
+    assert [format_error(ratio) for ratio in (None, 0.99, 2.34)] == ["?", "± 99 %", "factor 3.3"]

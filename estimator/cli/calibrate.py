@@ -15,10 +15,12 @@ from estimator.cli.console import (
     print_json_list,
     print_tables,
     print_text,
-    printing_to_stderr,
     progress,
     remark,
+    waiting,
 )
+from estimator.cli.options import traced
+from estimator.cli.request import Request
 from estimator.probe.option_types import Count
 from estimator.workload.optimizers import OPTIMIZERS
 from estimator.workload.precision import PRECISIONS
@@ -201,7 +203,6 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
     from estimator.calibrate.calibrator import Calibrator
     from estimator.calibrate.fitted_steps import fitted_steps, observations_of
     from estimator.calibrate.observations import ObservationStore
-    from estimator.cli.request import Request
     from estimator.placement.topology import Cluster
 
     request = Request(
@@ -210,9 +211,9 @@ def fit(model: str, place: Path | None, cluster: str | None, as_json: bool, **kn
     # First: a calibrator reads, and tells of, what other jobs have.
     observed = observations_of(ObservationStore(place), model, request.precision or "fp32")
     calibrator = Calibrator(place)
-    with printing_to_stderr():
-        graph = request.graph((observed[0].allocation,))
-    found = list(fitted_steps(graph, observed, calibrator, cluster=request.cluster))
+    graph = traced(request, (observed[0].allocation,))
+    with waiting("fitting"):
+        found = list(fitted_steps(graph, observed, calibrator, cluster=request.cluster))
     if as_json:
         print_json({"workload": graph.workload, "steps": [asdict(step) for step in found]})
         return
@@ -232,7 +233,8 @@ def show(place: Path | None, as_json: bool) -> None:
     from estimator.calibrate.review import review
 
     store = ObservationStore(place)
-    found = review(store)
+    with waiting("reading the store"):
+        found = review(store)
     if as_json:
         print_json(
             {

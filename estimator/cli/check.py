@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress
+from estimator.cli.console import end_with_no, print_json, print_tables, progress
 from estimator.cli.options import (
     OF_LAYOUTS,
     counting_told_drifts,
@@ -19,6 +19,7 @@ from estimator.cli.options import (
 from estimator.cli.request import Request
 from estimator.errors import ModelError
 from estimator.probe.option_types import Count
+from estimator.units import format_ratio
 
 if TYPE_CHECKING:
     from estimator.estimates import Estimate
@@ -74,10 +75,17 @@ def validate(
         from estimator.cli.render import validation_report
 
         print_tables(validation_report(cases))
-    if not all(
-        case.is_within_interval or abs(case.error_ratio) <= TOLERATED_ERROR_RATIO for case in cases
-    ):
-        raise click.exceptions.Exit(ANSWER_IS_NO)
+    missed = [
+        str(case.predicted.allocation)
+        for case in cases
+        if not case.is_within_interval and abs(case.error_ratio) > TOLERATED_ERROR_RATIO
+    ]
+    if missed:
+        tolerated = format_ratio(TOLERATED_ERROR_RATIO)
+        end_with_no(
+            f"what was measured on {', '.join(missed)} is outside the interval of its prediction "
+            f"and more than {tolerated} away"
+        )
 
 
 @click.command()
@@ -102,11 +110,19 @@ def check(on: str, as_json: bool, **options: Any) -> None:
     profiles = [kind.profile for kind in answer.plan.placement.kinds]
     disturbed = [p.name for p in profiles if p.interference and p.interference.matters]
     cut = [p.name for p in profiles if p.is_cut]
-    is_measured = unmeasured_ratio <= TOLERATED_UNMEASURED_RATIO
-    passed = is_measured and answer.fits != "no" and not disturbed and not cut
+    tolerated = format_ratio(TOLERATED_UNMEASURED_RATIO)
+    is_failed = {
+        f"more than {tolerated} of the time rests on datasheets and assumptions": (
+            unmeasured_ratio > TOLERATED_UNMEASURED_RATIO
+        ),
+        f"{', '.join(disturbed)} was disturbed when it was probed": bool(disturbed),
+        f"the probe of {', '.join(cut)} was cut short": bool(cut),
+        "the model does not fit": answer.fits == "no",
+    }
+    failed = [reason for reason, applies in is_failed.items() if applies]
     if as_json:
         machines = {"disturbed_machines": disturbed, "cut_machines": cut}
-        more = {"unmeasured_ratio": unmeasured_ratio, **machines, "passed": passed}
+        more = {"unmeasured_ratio": unmeasured_ratio, **machines, "passed": not failed}
         print_json(answer.to_dict() | more)
     else:
         from estimator.cli.render import check_report
@@ -119,5 +135,5 @@ def check(on: str, as_json: bool, **options: Any) -> None:
                 cut_machines=cut,
             )
         )
-    if not passed:
-        raise click.exceptions.Exit(ANSWER_IS_NO)
+    if failed:
+        end_with_no("; ".join(failed))

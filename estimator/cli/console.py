@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -77,6 +77,21 @@ def forget_odd_sizes() -> None:
             del os.environ[name]
 
 
+# Held by what is shown on stderr now: what is under way within it is part of it.
+_shown_now = threading.Lock()
+
+
+@contextlib.contextmanager
+def _showing() -> Iterator[bool]:
+    """Whether there is a terminal to show on, and nothing is shown there yet."""
+    shows = sys.stderr.isatty() and _shown_now.acquire(blocking=False)
+    try:
+        yield shows
+    finally:
+        if shows:
+            _shown_now.release()
+
+
 @contextlib.contextmanager
 def progress(label: str) -> Iterator[Callable[[str, float], None]]:
     """A bar on stderr, if that is a terminal; the value is told what is under way and how far."""
@@ -85,7 +100,7 @@ def progress(label: str) -> Iterator[Callable[[str, float], None]]:
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as bar:
+    with _showing() as shows, Progress(*columns, console=console, disable=not shows) as bar:
         task = bar.add_task(spelt_out(label), total=1.0)
 
         def report(what: str, done_ratio: float) -> None:
@@ -97,21 +112,27 @@ def progress(label: str) -> Iterator[Callable[[str, float], None]]:
 @contextlib.contextmanager
 def waiting(label: str) -> Iterator[None]:
     """Say on stderr what takes time, if that is a terminal and it takes more than a moment."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-    from rich.text import Text
+    with _showing() as shows:
+        if not shows:
+            yield
+            return
+        from rich.console import Console
+        from rich.live import Live
+        from rich.spinner import Spinner
+        from rich.text import Text
 
-    status = Console(stderr=True).status(Text(spelt_out(label)))
-    begin = threading.Timer(_MOMENT_S, status.start)
-    begin.start()
-    try:
-        yield
-    finally:
-        begin.cancel()
-        begin.join()
-        status.stop()
+        spinner, console = Spinner("dots", Text(spelt_out(label))), Console(stderr=True)
+        # It begins in the middle of what it is about, where stdout may be another's, closed at its
+        # end: not to be put back.
+        live = Live(spinner, console=console, transient=True, redirect_stdout=False)
+        begin = threading.Timer(_MOMENT_S, live.start)
+        begin.start()
+        try:
+            yield
+        finally:
+            begin.cancel()
+            begin.join()
+            live.stop()
 
 
 def print_json(content: Any) -> None:
@@ -131,3 +152,9 @@ def print_json_list(about: Mapping[str, Any], name: str, items: Iterable[Any]) -
 def remark(message: str) -> None:
     """Say one line to the person on stderr."""
     click.echo(f"estimator: {sentence(' '.join(message.split()))}", err=True)
+
+
+def end_with_no(reason: str) -> NoReturn:
+    """Say on stderr why the answer is no, and end with the code of that."""
+    remark(f"exit code {ANSWER_IS_NO}: {reason}")
+    raise click.exceptions.Exit(ANSWER_IS_NO)

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, print_text, remark
+from estimator.cli.console import (
+    end_with_no,
+    print_json,
+    print_tables,
+    print_text,
+    remark,
+    waiting,
+)
 from estimator.cli.options import (
     OF_STEPS,
     Batches,
@@ -94,7 +101,7 @@ def estimate(
         )
         print_tables(report)
     if answer.fits == "no":
-        raise click.exceptions.Exit(ANSWER_IS_NO)
+        end_with_no(f"{answer.model} does not fit on {answer.allocation}")
 
 
 def _check(samples: float | None, tokens: float | None, trace: Path | None) -> None:
@@ -106,6 +113,7 @@ def _check(samples: float | None, tokens: float | None, trace: Path | None) -> N
         check_writable(trace)
 
 
+@waiting("estimating modules")
 def _modules(answer: Estimate) -> list[ModuleCost]:
     from estimator.advise.modules import costs_by_module
 
@@ -212,11 +220,13 @@ def sweep(
     allocations = existing(patterns, request.exists)
     graph = traced(request, allocations[:1])
     request, _ = counting_told_drifts(request, graph, allocations)
-    rows = run_all(patterns, lambda text: request.estimate(graph, text))
+    with waiting("estimating"):
+        rows = run_all(patterns, lambda text: request.estimate(graph, text))
     if picture is not None:
         from estimator.report.scaling import draw_scaling
 
-        draw_scaling(rows, picture)
+        with waiting("drawing"):
+            draw_scaling(rows, picture)
     if as_json:
         print_json([row.to_dict() for row in rows])
     elif as_csv:
@@ -245,7 +255,8 @@ def _compare_batches(
     def answer_of(text: str, batch: int) -> Estimate:
         return replace(request, batch=batch).estimate(graph, text)
 
-    rows = sweep_batches(allocations, batches, answer_of)
+    with waiting("estimating"):
+        rows = sweep_batches(allocations, batches, answer_of)
     if as_json:
         print_json([row.to_dict() for row in rows])
     elif as_csv:
@@ -281,6 +292,7 @@ def _compare_strategies(
         print_tables(strategies_report(rows))
 
 
+@waiting("writing the timeline")
 def _write_trace(answer: Estimate, path: Path) -> None:
     from estimator.interop.perfetto import write_trace
 

@@ -10,13 +10,14 @@ import click
 
 from estimator.cli.console import (
     ANSWER_IS_NO,
+    end_with_no,
     print_json,
     print_tables,
     print_text,
     progress,
     remark,
 )
-from estimator.errors import ProbeError, ProfileError, UnknownMachineError
+from estimator.errors import ProfileError, UnknownMachineError
 from estimator.probe.option_types import Count, Duration
 from estimator.units import format_ratio
 
@@ -41,7 +42,7 @@ def _machine_name(context: click.Context, option: click.Parameter, name: str | N
     help="Time to spend, such as 5min; default 60s.",
 )
 @click.option("--thorough", is_flag=True, help="Measure more sizes; takes several budgets.")
-@click.option("--force", is_flag=True, help="Probe a busy machine too, without waiting.")
+@click.option("--strict", is_flag=True, help="Refuse a machine that other programs keep busy.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 @click.option(
     "--launch",
@@ -55,7 +56,7 @@ def probe(
     out: Path | None,
     budget: float,
     thorough: bool,
-    force: bool,
+    strict: bool,
     as_json: bool,
     launch: Literal["slurm", "mpi", "k8s"] | None,
     nodes: int | None,
@@ -63,8 +64,8 @@ def probe(
     """Measure this machine and keep the profile under its name.
 
     Interrupted by Ctrl-C it keeps what it has and says what is missing; a complete profile is not
-    replaced by one that was cut short. It waits up to a minute for other programs to end,
-    and refuses a machine that stays busy unless --force is given.
+    replaced by one that was cut short (exit code 1). It waits a quarter of the budget for other
+    programs to end; what they disturb after that is marked, and intervals are wider for it.
 
     Several nodes are probed together by 'torchrun -m estimator.probe' on each, or by what --launch
     prints.
@@ -90,12 +91,12 @@ def probe(
             report=report,
             # 'local-cpu' means this machine's cores, whatever else it has.
             kind="cpu" if name == "local-cpu" else None,
-            force=force,
+            strict=strict,
             earlier=earlier,
             say=remark,
         )
     if profile.is_cut and earlier is not None and not earlier.is_cut:
-        raise ProbeError(
+        end_with_no(
             f"only {_timed(profile)} of the kernel calls were timed, so {path} keeps the complete "
             "profile that it has; give more --budget, or another --name"
         )

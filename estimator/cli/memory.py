@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress, waiting
+from estimator.cli.console import end_with_no, print_json, print_tables, progress, waiting
 from estimator.cli.options import on_option, traced, workload_options
 from estimator.cli.request import Request
 
@@ -61,7 +61,8 @@ def memory(
     if picture is not None:
         from estimator.report.memory import draw_memory
 
-        draw_memory(report, picture, plans)
+        with waiting("drawing"):
+            draw_memory(report, picture, plans)
     if snapshot is not None:
         from estimator.report.memory_snapshot import write_snapshot
 
@@ -81,7 +82,7 @@ def memory(
 
         print_tables(memory_report(report, remedies_table(found), plans_table(plans)))
     if report.answer.fits == "no":
-        raise click.exceptions.Exit(ANSWER_IS_NO)
+        end_with_no(f"{report.answer.model} does not fit on {report.answer.allocation}")
 
 
 def _plans(answer: Estimate) -> list[Planned]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from estimator.cli.console import ANSWER_IS_NO, print_json, print_tables, progress, remark
+from estimator.cli.console import end_with_no, print_json, print_tables, progress, remark, waiting
 from estimator.cli.options import OF_LAYOUTS, refuse_given, traced, training_options
 from estimator.cli.request import Request
 from estimator.probe.option_types import Amount, Count, Duration
@@ -153,7 +153,8 @@ def plan(
     elif picture is not None:
         from estimator.report.offers import draw_offers
 
-        draw_offers(found, picture)
+        with waiting("drawing"):
+            draw_offers(found, picture)
     if as_json:
         print_json({"model": model, "spot": rent["spot"]} | found.to_dict())
     else:
@@ -161,7 +162,11 @@ def plan(
 
         print_tables(plan_report(found, model, spot=rent["spot"]))
     if found.cheapest is None:
-        raise click.exceptions.Exit(ANSWER_IS_NO)
+        end_with_no(
+            "nothing keeps the deadline and the budget"
+            if found.offers
+            else "the model fits on none of these machines"
+        )
 
 
 def _check_heeded(

@@ -19,7 +19,7 @@ from estimator.report.facts import (
     heading,
     part_name,
 )
-from estimator.units import format_bytes, format_count, format_ratio, format_seconds
+from estimator.units import format_bytes, format_count, format_error, format_ratio, format_seconds
 
 if TYPE_CHECKING:
     from estimator.advise.batch_sweep import BatchRow
@@ -248,8 +248,7 @@ def _provenance_table(answer: Estimate) -> Table:
         "where the numbers come from", "part", "source", "share of time", "error", numbers=2
     )
     for part, source, share_ratio, relative_error in answer.provenance:
-        error = "?" if relative_error is None else f"± {format_ratio(relative_error)}"
-        table.add_row(part, source, format_ratio(share_ratio), error)
+        table.add_row(part, source, format_ratio(share_ratio), format_error(relative_error))
     return table
 
 
@@ -295,7 +294,7 @@ def validation_report(cases: Iterable[Validation]) -> Group:
             str(case.predicted.allocation),
             format_interval(case.predicted),
             format_seconds(case.measured_s),
-            f"± {format_ratio(case.noise_ratio)}",
+            format_error(case.noise_ratio),
             format_ratio(case.error_ratio),
             "yes" if case.is_within_interval else "no",
         )

@@ -10,7 +10,7 @@ from estimator.cli.render import grid, listed, stacked
 from estimator.stalls.measured import STALLS, MeasuredStalls, RunName
 from estimator.stalls.predicted import PredictedStalls, Stall
 from estimator.stalls.what_if import InputAnswers
-from estimator.units import format_count, format_ratio, format_seconds
+from estimator.units import format_count, format_error, format_ratio, format_seconds
 
 
 def predicted_report(found: PredictedStalls, data: InputAnswers | None = None) -> Group:
@@ -103,7 +103,7 @@ def measured_report(found: MeasuredStalls) -> Group:
     for name, meaning in _RUNS.items():
         if name in found.runs:
             run = found.runs[name]
-            noise = f"± {format_ratio(run.noise_s / run.step_s)}"
+            noise = format_error(run.noise_s / run.step_s)
             runs.add_row(name, meaning, format_seconds(run.step_s), noise)
     columns = ("stall", "", "waits", "between", "of its step", "of a node's step")
     table = grid("what a step waits for", *columns, numbers=4)

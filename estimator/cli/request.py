@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
-from estimator.cli.console import remark
+from estimator.cli.console import remark, waiting
 from estimator.errors import AllocationError, ModelError, StrategyError, WorkloadError
 from estimator.placement.topology import Cluster
 from estimator.workload import Strategy
@@ -149,6 +149,7 @@ class Request:
             )
         return summary_graph(trained, target=target)
 
+    @waiting("estimating")
     def estimate(
         self, graph: OpGraph, allocation: str, batches: Sequence[int] | None = None
     ) -> Estimate:
@@ -239,6 +240,7 @@ class Request:
             self._machines[name] = self.network.of(load_profile(name))
         return self._machines[name]
 
+    @waiting("estimating")
     def balance(self, graph: OpGraph, allocation: str) -> Balance | None:
         """The split of the global batch by speed; None where there is none to split or gain."""
         if self.global_batch is None or self.batch is not None or self.layout is not None:
@@ -258,6 +260,7 @@ class Request:
         )
         return found if found.answer is not found.even else None
 
+    @waiting("looking for what would make it fit")
     def remedies(self, graph: OpGraph, answer: Estimate, allocation: str) -> list[Remedy]:
         """What would make a step fit that does not, the cheapest first; empty if it does."""
         from estimator.advise.fitting import quick_remedies
@@ -272,6 +275,7 @@ class Request:
             profile=self.machine(allocation),
         )
 
+    @waiting("looking for drifts")
     def counting_drifts(
         self, graph: OpGraph, allocations: Sequence[str]
     ) -> tuple[Request, list[str]]:
@@ -292,6 +296,7 @@ class Request:
         cluster, told = self.calibration.counting_drifts(graph, self.cluster, hosts=hosts)
         return replace(self, cluster=cluster), told
 
+    @waiting("estimating")
     def scaling(self, graph: OpGraph, answer: Estimate) -> Scaling | None:
         """How an estimate on several ranks scales; None for one rank and for a layout."""
         from estimator.advise.scaling import scaling_of
@@ -300,6 +305,7 @@ class Request:
             return None
         return scaling_of(graph, answer, cluster=self.cluster, calibration=self.calibration)
 
+    @waiting("estimating")
     def ranked(
         self, graph: OpGraph, allocation: str, strategies: Sequence[Strategy]
     ) -> list[StrategyRow]:

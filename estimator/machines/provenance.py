@@ -103,6 +103,8 @@ class Interference:
         return self.relative_error > _MATTERS
 
     def __str__(self) -> str:
-        slower = f", and a fixed matmul took {self.canary_ratio:.2f} times as long as usual"
         used = f"other programs used {format_ratio(self.others_ratio)} of the cores"
-        return used + (slower if self.canary_ratio > 1 + _MATTERS else "")
+        if self.canary_ratio <= 1 + _MATTERS:
+            return used
+        slower = f"a fixed matmul took {self.canary_ratio:.2f} times as long as usual"
+        return f"{used}, and {slower}" if self.others_ratio > _MATTERS else slower

@@ -12,18 +12,28 @@ from typing import Any
 
 from estimator.errors import ProbeError
 from estimator.machines.profile import Interference
-from estimator.units import format_ratio
 
 # Of the time of the cores, by others: beyond the first a measurement is made again, beyond the
-# second a probe is refused: at 17 % steps of models came out up to 11 % too long (busy_probe.py).
-# A desktop's own programs stay below the first.
+# second a strict probe is refused: at 17 % steps of models came out up to 11 % too long
+# (busy_probe.py). A desktop's own programs stay below the first.
 DISTURBED_RATIO, REFUSED_RATIO = 0.10, 0.15
 # Of the canary's usual time; turbo clocks alone make a tenth.
 DISTURBED_CANARY_RATIO, REFUSED_CANARY_RATIO = 1.3, 1.5
-MOST_PATIENCE_S = 60.0
+# Of the budget, for waiting and measuring again: what has just been started or installed ends in
+# some seconds, and what goes on after them seldom ends within the minute of a probe.
+_PATIENCE_RATIO, _MOST_PATIENCE_S = 0.25, 60.0
 # CPU times of Linux advance in ticks of 10 ms.
 _LOOK_S = 0.25
 _TENTH = 0.1
+
+
+def default_patience_s(budget_s: float) -> float:
+    """How long a probe of such a budget waits for others, and measures again, in all.
+
+    >>> default_patience_s(60.0)
+    15.0
+    """
+    return min(_MOST_PATIENCE_S, _PATIENCE_RATIO * budget_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +111,10 @@ class Seen:
 
     def interference(self, usual_canary_s: float | None = None) -> Interference:
         """What it comes to; `usual_canary_s` is that of an earlier probe of the same machine."""
-        usual_s, ratio = _usual_s(self.canaries_s, usual_canary_s), 1.0
-        if usual_s and self.canary_s:
-            ratio = max(1.0, self.canary_s / usual_s)
+        usual_s = _usual_s(self.canaries_s, usual_canary_s)
         return Interference(
             others_ratio=self.others_s / self.cores_s if self.cores_s else 0.0,
-            canary_ratio=ratio,
+            canary_ratio=_canary_ratio(self.canary_s, usual_s),
             waited_s=self.waited_s,
             repeats=self.repeats,
         )
@@ -118,12 +126,16 @@ def _usual_s(canaries_s: Sequence[float], known_s: float | None) -> float | None
     return min((*found, *((known_s,) if known_s else ())), default=None)
 
 
+def _canary_ratio(canary_s: float | None, usual_s: float | None) -> float:
+    return max(1.0, canary_s / usual_s) if canary_s and usual_s else 1.0
+
+
 class Watch:
     """Measures beside a look at the load of others, and again once they have ended.
 
     Waiting and measuring again take `patience_s` in all. The measurements need `cores` cores, and
     others may use `spare_cores` besides without disturbing them. `read` tells the CPU times of all,
-    `canary` how long the canary takes now; `say` is told of others that are waited for.
+    `canary` how long the canary takes now; `say` is told of what is waited for.
     """
 
     def __init__(
@@ -135,7 +147,7 @@ class Watch:
         read: Callable[[], CpuTimes | None] = lambda: None,
         canary: Callable[[], float] | None = None,
         usual_canary_s: float | None = None,
-        say: Callable[[float], None] = lambda others_ratio: None,
+        say: Callable[[str], None] = lambda disturbance: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -161,8 +173,8 @@ class Watch:
             took_s, after = self._clock() - began, self._read()
             others_s = self._others_s(before, after, took_s)
             canary_s, cores_s = self._canary_s(), took_s * self.cores
-            is_disturbed = self._is_disturbed(others_s / (cores_s or 1.0), canary_s)
-            if is_disturbed and took_s < self.left_s and self.await_quiet():
+            found = self._interference(others_s / (cores_s or 1.0), canary_s)
+            if _disturbs(found) and took_s < self.left_s and not _disturbs(self.await_quiet()):
                 self.seen.waited_s += took_s
                 self.seen.repeats += 1
                 continue
@@ -171,33 +183,24 @@ class Watch:
             self.seen.canaries_s += [] if canary_s is None else [canary_s]
             return
 
-    def await_quiet(self) -> bool:
-        """Wait for others to end, as long as the patience lasts; whether they have."""
-        ratio = self._look()
-        if ratio is None:
-            return True
-        if self.left_s:
-            self._say(ratio)
-        while self.left_s:
+    def await_quiet(self) -> Interference:
+        """Wait for others to end, as long as the patience lasts; what they do at the end of it."""
+        found = self._look()
+        if _disturbs(found) and self.left_s:
+            self._say(str(found))
+        while _disturbs(found) and self.left_s:
             began = self._clock()
-            ratio = self._look()
+            found = self._look()
             self.seen.waited_s += self._clock() - began
-            if ratio is None:
-                return True
-        return False
+        return found
 
-    def check_start(self) -> None:
-        """Wait for others to end; raises ProbeError where they go on and leave too little."""
-        if not self.await_quiet() and (ratio := self._look() or 0.0) > REFUSED_RATIO:
-            raise ProbeError(_refusal(f"other programs use {format_ratio(ratio)} of its cores"))
-
-    def _look(self) -> float | None:
-        """What others take of the cores right now, where that disturbs; else None."""
+    def _look(self) -> Interference:
+        """What others do right now."""
         before, began = self._read(), self._clock()
         self._sleep(_LOOK_S)
         after, took_s = self._read(), self._clock() - began
-        ratio = self._others_s(before, after, took_s) / (took_s * self.cores or 1.0)
-        return ratio if self._is_disturbed(ratio, self._canary_s()) else None
+        others_s = self._others_s(before, after, took_s)
+        return self._interference(others_s / (took_s * self.cores or 1.0), self._canary_s())
 
     def _others_s(self, before: CpuTimes | None, after: CpuTimes | None, took_s: float) -> float:
         """Seconds of the needed cores that others took."""
@@ -209,25 +212,20 @@ class Watch:
     def _canary_s(self) -> float | None:
         return self._canary() if self._canary else None
 
-    def _is_disturbed(self, others_ratio: float, canary_s: float | None) -> bool:
+    def _interference(self, others_ratio: float, canary_s: float | None) -> Interference:
         usual_s = _usual_s(self.seen.canaries_s, self._usual_canary_s)
-        is_slow = canary_s and usual_s and canary_s > DISTURBED_CANARY_RATIO * usual_s
-        return others_ratio > DISTURBED_RATIO or bool(is_slow)
+        ratio = _canary_ratio(canary_s, usual_s)
+        return Interference(others_ratio=others_ratio, canary_ratio=ratio)
+
+
+def _disturbs(found: Interference) -> bool:
+    return found.others_ratio > DISTURBED_RATIO or found.canary_ratio > DISTURBED_CANARY_RATIO
 
 
 def check_interference(found: Interference) -> None:
-    """Raise ProbeError where so much was disturbed that the numbers cannot be right."""
-    if found.others_ratio > REFUSED_RATIO:
-        ratio = format_ratio(found.others_ratio)
-        raise ProbeError(_refusal(f"other programs used {ratio} of its cores meanwhile"))
-    if found.canary_ratio > REFUSED_CANARY_RATIO:
+    """Raise ProbeError where so much is disturbed that the numbers cannot be right."""
+    if found.others_ratio > REFUSED_RATIO or found.canary_ratio > REFUSED_CANARY_RATIO:
         raise ProbeError(
-            _refusal(f"a fixed matmul took {found.canary_ratio:.1f} times as long as usual")
+            f"this machine is too busy to be probed ({found}), and every estimate would be wrong; "
+            "end other programs and probe again, or keep such a profile without --strict"
         )
-
-
-def _refusal(reason: str) -> str:
-    return (
-        f"this machine is too busy to be probed ({reason}), and every estimate would be wrong; end "
-        "other programs and probe again, or keep such a profile with --force"
-    )

@@ -140,7 +140,7 @@ def _open_watch(arguments: Mapping[str, Any] | None, backend: Backend, emit: Emi
         read=partial(read_cpu_times, arguments["pid"], arguments["threads"]),
         canary=partial(canary_s, backend, repeats=_CANARY_REPEATS),
         usual_canary_s=arguments["usual_canary_s"],
-        say=lambda others_ratio: emit({"waiting": others_ratio}),
+        say=lambda disturbance: emit({"waiting": disturbance}),
     )
 
 

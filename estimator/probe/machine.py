@@ -16,15 +16,14 @@ from estimator.machines.profile import Device, DeviceKind, MachineProfile, Prove
 from estimator.probe.findings import Findings, with_best_rates
 from estimator.probe.grid import kernel_grid
 from estimator.probe.interference import (
-    MOST_PATIENCE_S,
     Watch,
     check_interference,
+    default_patience_s,
     read_cpu_times,
 )
 from estimator.probe.inventory import Cpu, core_groups, read_cpu, read_gpus, usable_threads
 from estimator.probe.jobs import FINISHED, WATCH, Job, Watching, run_jobs
 from estimator.probe.software import software_versions
-from estimator.units import format_ratio
 
 Report = Callable[[str, float], None]
 
@@ -71,7 +70,8 @@ def probe_machine(
     thorough: bool = False,
     report: Report | None = None,
     kind: DeviceKind | None = None,
-    force: bool = False,
+    strict: bool = False,
+    patience_s: float | None = None,
     earlier: MachineProfile | None = None,
     say: Callable[[str], None] | None = None,
 ) -> MachineProfile:
@@ -81,10 +81,10 @@ def probe_machine(
     NUMA node, at least two). `thorough` takes 5 × `budget_s`. `report(part, fraction of the budget
     used)` is called as it goes. What was not measured is listed in `missing`.
 
-    Where other programs use the cores it waits, as long as the budget and a minute at most, which
-    it `say`s; what they disturbed it measures again. Raises ProbeError where they leave too little,
-    unless `force`d, when it does not wait either. An `earlier` profile of the same machine tells
-    how long the canary takes.
+    Where other programs use the cores it waits for them, and measures again what they disturbed,
+    for `patience_s` in all (by default a quarter of the budget, a minute at most), which it `say`s.
+    Then it goes on; `strict`, it raises ProbeError where they leave too little. An `earlier`
+    profile of the same machine tells how long the canary takes.
     """
     budget_s *= THOROUGH_FACTOR if thorough else 1.0
     cpu = read_cpu()
@@ -97,17 +97,18 @@ def probe_machine(
         threads=sorted(usable_threads()),
         cores=needed,
         spare_cores=max(0, len(cpu.cores) - needed),
-        patience_s=0.0 if force else min(MOST_PATIENCE_S, budget_s),
+        patience_s=default_patience_s(budget_s) if patience_s is None else patience_s,
         usual_canary_s=_usual_canary_s(earlier, found[0], cpu),
     )
     probe = _Probe(
         found, cpu, budget_s, thorough, Findings(at=at), report or _silent, watching, say
     )
-    if not force:
-        probe.watch.check_start()
+    now = probe.watch.await_quiet()
+    if strict:
+        check_interference(now)
     probe.run()
     profile = probe.profile(name)
-    if not force and profile.interference is not None:
+    if strict and profile.interference is not None:
         check_interference(profile.interference)
     return profile
 
@@ -202,11 +203,10 @@ class _Probe:
             except (ProbeError, ImportError) as error:
                 self.findings.missing.append(f"{part.name}: {error}")
 
-    def _waits(self, others_ratio: float) -> None:
-        used = f"other programs use {format_ratio(others_ratio)} of the cores"
-        self.tell(f"waiting: {used}")
+    def _waits(self, disturbance: str) -> None:
+        self.tell(f"waiting: {disturbance}")
         if self._say is not None:
-            self._say(f"{used}: waiting for them, {self.watch.left_s:.0f} s at most")
+            self._say(f"{disturbance}: waiting {self.watch.left_s:.0f} s at most before going on")
             self._say = None
 
     def tell(self, part: str) -> None:

@@ -78,7 +78,7 @@ def probe_own_machine(
         kind=arguments["kind"],
         report=poll,
         # Ranks that wait for each other are busy themselves.
-        force=True,
+        patience_s=0.0,
     ).to_dict()
 
 

@@ -68,7 +68,7 @@ def answer_facts(
 
 
 def format_interval(answer: Estimate) -> str:
-    """Step time with half the width of its interval: ``412 ms ± 6 %``."""
+    """Step time and its interval: ``179 ms (109–293)``."""
     return units.format_interval(answer.step_time_s, answer.low_s, answer.high_s)
 
 

@@ -22,6 +22,7 @@ from estimator.report.timeline import Track, timeline_figure, tracks_of
 from estimator.units import (
     format_bytes,
     format_count,
+    format_error,
     format_ratio,
     format_seconds,
 )
@@ -239,7 +240,7 @@ def calibration_section(steps: Sequence[FittedStep], store: str) -> Section:
 def assumptions_section(answer: Estimate) -> Section:
     """What the answer takes for granted, and what each part of it is known by."""
     rows = tuple(
-        (part, source, format_ratio(share), "?" if error is None else f"± {format_ratio(error)}")
+        (part, source, format_ratio(share), format_error(error))
         for part, source, share, error in answer.provenance
     )
     columns = ("part", "source", "share of time", "error")

@@ -99,6 +99,7 @@ def test_what_does_not_fit_ends_with_code_1(models: str, command: Command) -> No
     # 3.6e9 parameters of 4 bytes alone are more than the device has.
     assert answer.code == 1
     assert "does not fit" in answer.out
+    assert "does not fit on 1x1:rtx-2080-ti" in answer.err
 
 
 @pytest.mark.parametrize("on", ["1x1:rtx-2080-ti", "1x4:rtx-2080-ti --strategy fsdp"])

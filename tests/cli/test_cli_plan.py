@@ -63,6 +63,7 @@ def test_nothing_in_time_is_told_by_the_exit_code(model: Path, command: Run) -> 
     found = command("plan", model, *about)
     assert found.code == 1
     assert "nothing keeps the deadline and the budget" in found.out
+    assert "nothing keeps the deadline and the budget" in found.err
 
 
 @pytest.mark.parametrize("deadline", ["14d", "2w", "336h", "20160min"])

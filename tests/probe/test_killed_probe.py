@@ -28,7 +28,7 @@ def start(home: Path, *options: str) -> subprocess.Popen[str]:
             "probe",
             "--name",
             "shared",
-            *["--devices", "2", "--budget", "1", "--force"],
+            *["--devices", "2", "--budget", "1"],
             *options,
         ],
         env={**os.environ, "ESTIMATOR_HOME": str(home), "OMP_NUM_THREADS": "1"},
