@@ -91,7 +91,8 @@ def _printed(line: str) -> dict[str, Any]:
             code = ended.code  # type: ignore[assignment]
         except FAILURES as error:
             code = f"{type(error).__name__}: {error}"  # type: ignore[assignment]
-    text = out.getvalue()
+    # Of files in the store the whole path is printed.
+    text = out.getvalue().replace(os.getcwd(), ".")
     answer = {"code": code, "out": json.loads(text) if text.startswith(("{", "[")) else text}
     # Progress and remarks come with answers too, refusals alone are answers.
     if code not in (0, 1):

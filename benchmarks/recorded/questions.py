@@ -103,7 +103,7 @@ LOADERS = (
     "sample=150kB,prep=8ms,workers=4",
     "prep=2ms",
     "sample=600kB,prep=1ms,workers=2,pinned=no",
-    "tokens=1024,workers=2,prefetch=4",
+    "prep=3ms,take=1ms,cpu=0.5,workers=2,prefetch=4",
 )
 GPUS = (
     *("1x1:h100-sxm", "1x8:h100-sxm", "2x8:h100-sxm", "4x4:t4-g4dn", "1x2:rtx-3090"),
@@ -111,7 +111,7 @@ GPUS = (
     *("2x8:fast-gpu+1x4:slow-gpu", "1x8:dgx-1+2x4:v100-p3-8xlarge"),
 )
 CPUS = (
-    *("1x1:slow", "1x4:slow", "2x4:slow", "1x8:fast", "2x2:jammed", "3x2:bare", "2x1:lone"),
+    *("1x1:slow", "1x4:slow", "2x4:slow", "1x8:fast", "2x2:jammed", "3x2:bare", "1x2:lone"),
     *("2x6:railed", "1x4:slow+1x8:fast", "2x8:fast+1x2:slow+1x2:jammed", "40x4:slow"),
 )
 RACKS = ("a1[0,1]+a2[3]", "a5[0,1]+a2[2]+a4[0,1,2,3]", "a6[0,1]+a7[1]", "3x4:slow")
@@ -196,12 +196,12 @@ def _layouts() -> Iterator[str]:
         *(("gpt2-full", LAYOUTS[:14]), ("llama-tensorwise", LAYOUTS[:8])),
     ):
         for layout in layouts:
-            place = "1x12:h100-sxm" if "pp=3" in layout else "2x8:h100-sxm"
+            place = "3x4:t4-g4dn" if "pp=3" in layout else "2x8:h100-sxm"
             draw = random.Random(f"{graph} {layout}")
-            for strategy in ("ddp", "zero1", "distributed-optimizer", "zero2", "fsdp"):
+            for strategy in _beside(layout):
                 asked = f"{graph}.graph --on {place} --layout {layout} --strategy {strategy}"
                 yield f"estimate {asked} --accumulation {draw.choice((4, 8, 16))} --json"
-            for place in ("2x4:t4-g4dn", "4x8:slow-gpu"):
+            for place in ("2x4:t4-g4dn", "4x4:slow-gpu"):
                 asked = f"{graph}.graph --on {place} --layout {layout}"
                 yield f"estimate {asked} --accumulation 8 --json"
     for layout in ("tp=2", "pp=2", "cp=2", "tp=2,sp,pp=2"):
@@ -209,11 +209,19 @@ def _layouts() -> Iterator[str]:
             cluster = "--cluster racks.toml" if "[" in place else ""
             asked = f"llama-cpu.graph --on {place} --layout {layout} {cluster}"
             yield f"estimate {asked} --accumulation 4 --json"
-            yield f"stalls {asked} --accumulation 4 --json"
     for layout in ("tp=2", "tp=2,sp", "tp=4,pp=2"):
         asked = f"llama.graph --on 1x8:h100-sxm --layout {layout} --accumulation 8"
         yield f"estimate {asked} --tp-plan plan.json --json"
         yield f"estimate {asked} --tp-plan plan.json --strategy fsdp --json"
+
+
+def _beside(layout: str) -> tuple[str, ...]:
+    """Strategies that can be estimated beside a layout, and one that is refused."""
+    if "ep=" in layout:
+        return "ddp", "fsdp", "fsdp:no_reshard", "zero1"
+    if "pp=" in layout:
+        return "ddp", "zero1", "distributed-optimizer", "fsdp:no_reshard", "fsdp"
+    return "ddp", "zero1", "distributed-optimizer", "zero2", "fsdp"
 
 
 def _memory() -> Iterator[str]:
@@ -286,8 +294,7 @@ def _advice() -> Iterator[str]:
                 yield f"stalls {graph}.graph --on {devices}:{place} --strategy {strategy} --json"
         yield f"stalls {graph}.graph --on 2x4:{place} --against 1x1:{place} --json"
         yield f"slurm {graph}.graph --on 2x4:{place} --samples 1e6 --json"
-    for layout in ("tp=2", "tp=2,pp=2", "cp=2"):
-        yield f"stalls llama.graph --on 2x4:t4-g4dn --layout {layout} --accumulation 4 --json"
+    yield "stalls llama.graph --on 2x4:t4-g4dn --layout tp=2 --accumulation 4 --json"
 
 
 def _replays() -> Iterator[str]:
