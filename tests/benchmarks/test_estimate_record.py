@@ -1,205 +1,148 @@
-"""Records of estimates: what is asked, and that a comparison finds every kind of change."""
+"""Records of answers: what is asked, and that a comparison finds every kind of change."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections import Counter
+import copy
+import random
 from pathlib import Path
 from typing import Any
 
+import estimate_record
 import pytest
-from estimate_record import main
-from recorded.answers import COLUMN_ROWS
-from recorded.cases import Case, column_questions, ranks_of, scalar_cases, table_questions
-from recorded.comparison import compare, difference, features, report, strategy_kind
-from recorded.files import read_record, write_record
-from recorded.graphs import SOURCES
-from recorded.machines import MACHINES, write_clusters, write_machines
-from recorded.perceptrons import perceptron, write_graph
+from estimate_record import main, read_record, write_record
+from recorded import library
+from recorded.answers import recorded
+from recorded.comparison import differences, report
+from recorded.questions import GRAPHS, LOADERS, POLICIES, SCHEDULES, command_lines
 
-from estimator import OpGraph, estimate, load_profile
-from tests.synthetic import perceptron as perceptron_of_tests
+from estimator import Strategy
+from estimator.workload.layout import Layout
+from estimator.workload.loader import Loader
 
-DDP = "mlp|2x4:slow|ddp|1|8|-|-|scalar"
-SERVERS = "mlp|1x1:slow+1x1:fast|ps:2,async|5|g40|racks|asked|table"
-HOSTS = "gpt2|a1[0,1]+a2[3]|fsdp|2|3/1|racks|-|scalar"
-
-
-def answer(**changes: Any) -> dict[str, Any]:
-    """What a record holds of one estimate."""
-    return {
+ASKED = "estimate gpt2.graph --on 1x2:t4-g4dn --json"
+ANSWER: dict[str, Any] = {
+    "code": 0,
+    "out": {
         "step_time_s": 0.5,
-        "breakdown.update_s": 1e-3,
+        "update_s": 1e-3,
         "peak_memory_bytes": 1 << 30,
-        "mfu_ratio": "unknown",
         "fits": "yes",
-        "bottleneck": "the optimizer's update",
-        "provenance.shares": [0.75, 0.25],
-        **changes,
-    }
+        "curve_bytes": [1, 2, 3],
+        "assumptions": ["a ring over 16 ranks"],
+    },
+}
 
 
-RECORD = {DDP: answer(), SERVERS: answer(), HOSTS: answer()}
+def found(two: Any, **more: float) -> list[tuple[str, bool]]:
+    """The keys that differ from `ANSWER`, and whether only in wording."""
+    options = {"tolerance": 1e-9} | more
+    return [
+        (each.key, each.is_wording)
+        for each in differences({ASKED: ANSWER}, {ASKED: two}, tolerance=options["tolerance"])
+    ]
 
 
-def changed(case: str, **changes: Any) -> dict[str, dict[str, Any]]:
-    return RECORD | {case: answer(**changes)}
+def changed(**values: Any) -> dict[str, Any]:
+    other = copy.deepcopy(ANSWER)
+    other["out"] |= values
+    return other
 
 
-def test_equal_records_have_no_difference() -> None:
-    found = compare(RECORD, changed(DDP))
-    assert found.is_equal
-    assert found.compared == 3
-    assert report(found).endswith("\n\nequal")
-
-
-def test_a_changed_number_is_found_with_its_case_and_its_kind() -> None:
-    # 0.5 → 0.6 is a sixth of the larger one.
-    found = compare(RECORD, changed(SERVERS, step_time_s=0.6))
-    assert not found.is_equal
-    tally = found.columns["step_time_s"]
-    assert (tally.compared, tally.differing, tally.case) == (3, 1, SERVERS)
-    assert tally.largest == pytest.approx(1 / 6)
-    assert {kind for kind, tally in found.kinds.items() if tally.differing} == {
-        (feature, "ps async") for feature in features(SERVERS)
-    }
-    text = report(found)
-    assert text.endswith("NOT EQUAL")
-    assert "no case differs: 1 node" not in text
-    assert "asked as scalar" in text.rpartition("no case differs: ")[2]
-
-
-def test_a_difference_within_the_bound_is_none() -> None:
-    other = changed(DDP, step_time_s=0.5 * (1 + 5e-10))
-    assert compare(RECORD, other).is_equal
-    assert not compare(RECORD, other, rel=1e-10).is_equal
-
-
-def test_parts_are_compared_against_the_step() -> None:
-    # 1e-13 s are 1e-10 of the part but 2e-13 of the step of 0.5 s.
-    assert difference("breakdown.update_s", 1e-3, 1e-3 + 1e-13, step_s=0.5) == pytest.approx(
-        2e-13, rel=1e-3
-    )
-    assert difference("breakdown.update_s", 0.0, 0.5, step_s=0.5) == 1.0
-    assert not compare(RECORD, changed(DDP, **{"breakdown.update_s": 2e-3})).is_equal
+def test_equal_answers_have_no_difference() -> None:
+    assert found(changed()) == []
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("values", "key"),
     [
-        {"fits": "no"},
-        {"mfu_ratio": 0.4},
-        {"step_time_s": math.inf},
-        {"step_time_s": "unknown"},
-        {"provenance.shares": [0.7, 0.3]},
-        {"provenance.shares": [1.0]},
-        {"peak_memory_bytes": (1 << 30) + 512},
+        ({"step_time_s": 0.6}, "out.step_time_s"),
+        ({"step_time_s": float("nan")}, "out.step_time_s"),
+        ({"step_time_s": None}, "out.step_time_s"),
+        ({"peak_memory_bytes": (1 << 30) + 1}, "out.peak_memory_bytes"),
+        ({"fits": "no"}, "out.fits"),
+        ({"curve_bytes": [1, 2, 4]}, "out.curve_bytes.2"),
+        ({"curve_bytes": [1, 2]}, "out.curve_bytes.length"),
+        ({"new": 1}, "out.new"),
+        ({"assumptions": ["a ring over 17 ranks"]}, "out.assumptions.0"),
     ],
 )
-def test_every_kind_of_value_can_differ(changes: dict[str, Any]) -> None:
-    found = compare(RECORD, changed(HOSTS, **changes))
-    assert [name for name, tally in found.columns.items() if tally.differing] == [*changes]
-    assert not found.is_equal
+def test_every_kind_of_value_that_differs_is_named(values: dict[str, Any], key: str) -> None:
+    assert found(changed(**values)) == [(key, False)]
 
 
-def test_other_words_are_reported_but_are_no_other_answer() -> None:
-    found = compare(RECORD, changed(DDP, bottleneck="gathering parameters"))
-    assert found.is_equal
-    assert f"bottleneck: 1 of 3 texts differ, such as {DDP}" in report(found)
+def test_a_sentence_with_the_same_numbers_differs_only_in_its_wording() -> None:
+    assert found(changed(assumptions=["16 ranks in a ring"])) == [("out.assumptions.0", True)]
 
 
-def test_a_field_that_one_record_lacks_is_reported_and_skipped() -> None:
-    found = compare(RECORD, changed(DDP, hfu_ratio=0.4, peak_memory_bytes=None))
-    assert found.is_equal
-    assert found.lacking == {("hfu_ratio", "A"): 1, ("peak_memory_bytes", "B"): 1}
-    assert "hfu_ratio is not known to A in 1 cases" in report(found)
+def test_a_part_is_compared_against_the_largest_of_its_unit_beside_it() -> None:
+    # 4e-10 s are 4e-7 of the part, but 8e-10 of the step of 0.5 s.
+    assert found(changed(update_s=1e-3 + 4e-10)) == []
+    assert found(changed(update_s=1e-3 + 4e-10), tolerance=1e-10) == [("out.update_s", False)]
 
 
-def test_a_refusal_by_one_is_a_difference_and_by_both_is_not() -> None:
-    refused = {"refused": "StrategyError: no"}
-    one, both = RECORD | {DDP: refused}, RECORD | {DDP: {"refused": "StrategyError: never"}}
-    assert compare(one, both).is_equal
-    found = compare(RECORD, one)
-    assert found.refused == {"A": [], "B": [DDP]}
-    assert not found.is_equal
-    assert f"1 cases only refused by B, such as\n  {DDP}" in report(found)
+def test_a_question_of_one_record_alone_is_a_difference() -> None:
+    (only,) = differences({}, {ASKED: ANSWER}, tolerance=1e-9)
+    assert (only.question, only.one) == (ASKED, "absent")
+    assert ASKED in report([only])
 
 
-def test_a_case_of_one_record_alone_is_a_difference() -> None:
-    fewer = {name: values for name, values in RECORD.items() if name != HOSTS}
-    found = compare(fewer, RECORD)
-    assert found.only == {"A": [], "B": [HOSTS]}
-    assert not found.is_equal
-    assert not compare({}, {}).is_equal, "nothing was compared"
-
-
-def test_the_command_compares_the_cases_and_columns_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_answers_are_equal_files_in_any_order(tmp_path: Path) -> None:
     one, two = tmp_path / "a.gz", tmp_path / "b.gz"
-    write_record(one, {"commit": "a"}, RECORD)
-    write_record(two, {"commit": "b"}, changed(SERVERS, step_time_s=0.6))
-    asked = ["compare", str(one), str(two)]
-    assert main(asked) == 1
-    assert main([*asked, "--except", "*|ps:*"]) == 0
-    assert main([*asked, "--only", "*|ps:*|*"]) == 1
-    assert main([*asked, "--except-columns", "step_*"]) == 0
-    assert main([*asked, "--columns", "fits"]) == 0
-    assert main([*asked, "--rel", "0.2"]) == 0
-    assert "commit b" in capsys.readouterr().out
+    write_record(one, {"x": {"a": 1, "b": 2.5}, "y": ANSWER})
+    write_record(two, {"y": ANSWER, "x": {"b": 2.5, "a": 1}})
+    assert one.read_bytes() == two.read_bytes()
+    assert read_record(one) == {"x": {"a": 1, "b": 2.5}, "y": ANSWER}
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "record.gz"
-    rows = RECORD | {DDP: {"refused": "no", "step_time_s": None}}
-    write_record(path, {"commit": "c"}, rows)
-    found = read_record(path)
-    assert found.about["commit"] == "c"
-    assert found.rows[SERVERS] == RECORD[SERVERS] | {"refused": None}
-    assert found.rows[DDP]["refused"] == "no"
-
-
-def test_the_kind_of_a_case_follows_from_its_name() -> None:
-    assert strategy_kind(HOSTS) == "fsdp"
-    assert {"hosts by name", "cluster racks", "batch per group", "accumulation"} <= {
-        *features(HOSTS)
-    }
-    assert {"nodes of one machine", "machine slow", "no cluster"} <= {*features(DDP)}
-    assert {"unlike machines", "machine fast", "batch global"} <= {*features(SERVERS)}
-    assert "1 node" in features(DDP.replace("2x4", "1x4"))
-    assert "nodes of one machine" in features(DDP.replace("2x4", "12x4"))
-
-
-def test_twenty_thousand_estimates_of_every_kind_are_asked_for() -> None:
-    cases: set[Case] = set()
-    for source in SOURCES:
-        cases.update(scalar_cases(source))
-        for question in (*table_questions(source), *column_questions(source, rows=COLUMN_ROWS)):
-            cases.update(question)
-    names = [case.name for case in cases]
-    assert len(set(names)) == len(names) >= 20_000
-    assert [Case.named(name) for name in names[:100]] == [*cases][:100]
-    kinds = Counter(strategy_kind(name) for name in names)
-    assert set(kinds) == {"ddp", "zero1", "zero2", "fsdp", "ps", "ps async", "hsdp"}
-    asked = Counter(feature for name in names for feature in features(name))
-    assert min(asked.values()) >= 50, "a kind of case is hardly asked for"
-    assert ranks_of("a1[0,1]+2x8:h100-sxm+b[3]") == 19
-
-
-def test_files_of_machines_and_graphs_are_those_of_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_check_ends_with_1_where_an_answer_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_machines(tmp_path)
-    monkeypatch.setenv("ESTIMATOR_HOME", str(tmp_path))
-    for machine in MACHINES:
-        for name in (machine.name, f"{machine.name}-gpu"):
-            assert load_profile(name).name == name
-    widths = [32, 96, 256, 32]
-    shape = perceptron("mlp", widths, target="cpu", batch=16)
-    read = OpGraph.load(write_graph(json.loads(json.dumps(shape)), tmp_path / "mlp.graph"))
-    built = perceptron_of_tests(widths)
-    assert [op.call for op in read.ops] == [op.call for op in built.ops]
-    assert [p.ready_after for p in read.parameters] == [p.ready_after for p in built.parameters]
-    cluster = write_clusters(tmp_path)["racks"]
-    assert estimate(read, "a5[1]+a1[0]", cluster=cluster).ranks == 2
+    path = tmp_path / "record.gz"
+    write_record(path, {ASKED: ANSWER})
+    for now, code in (
+        (changed(), 0),
+        (changed(assumptions=["16 ranks in a ring"]), 0),
+        (changed(step_time_s=0.6), 1),
+    ):
+        monkeypatch.setattr(estimate_record, "recorded", lambda is_wanted, now=now: {ASKED: now})
+        assert main(["--check", str(path)]) == code
+    assert f"out.step_time_s: 1, such as {ASKED}" in capsys.readouterr().out
+    assert main(["--check", str(path), "--tolerance", "0.2"]) == 0
+
+
+def test_every_layout_schedule_loader_policy_and_strategy_is_asked_about() -> None:
+    lines = command_lines()
+    assert len(set(lines)) == len(lines) > 1000
+    told = [line.split() for line in lines]
+    options = {
+        name: {words[at + 1] for words in told for at, word in enumerate(words) if word == name}
+        for name in ("--layout", "--strategy", "--loader", "--policy")
+    }
+    assert options["--policy"] == set(POLICIES)
+    assert options["--loader"] == set(LOADERS)
+    assert all(map(Loader.parse, LOADERS))
+    layouts = [Layout.parse(text) for text in options["--layout"]]
+    assert {str(each.schedule) for each in layouts} == set(SCHEDULES)
+    for axis in ("tp", "cp", "ep", "pp"):
+        assert any(getattr(each, axis) > 1 for each in layouts)
+    kinds = {Strategy.parse(text).kind for text in options["--strategy"]}
+    assert kinds == {"ddp", "zero1", "distributed-optimizer", "zero2", "fsdp", "ps"}
+    assert {words[1].removesuffix(".graph") for words in told if "graph" in words[1]} == {*GRAPHS}
+
+
+def test_an_answer_is_the_same_in_any_process() -> None:
+    asked = {
+        "estimate flops.json --on 4x4:t4-g4dn --strategy fsdp --json",
+        "profile show slow --json",
+        "transient",
+    }
+    answers = recorded(asked.__contains__)
+    assert set(answers) == asked
+    assert not [*differences(answers, recorded(asked.__contains__), tolerance=0.0)]
+    assert answers["profile show slow --json"]["out"]["name"] == "slow"
+
+
+def test_numbers_are_kept_to_twelve_digits() -> None:
+    draw = random.Random(0)
+    for number in (draw.lognormvariate(0, 20) for _ in range(100)):
+        assert library.plain({"a": [number]})["a"][0] == pytest.approx(number, rel=1e-11)
