@@ -31,7 +31,9 @@ from estimator.tensors import OpCall, TensorSpec
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-# The same examples each time, as long as each takes; --hypothesis-profile=default draws others.
+# The same examples each time, as long as each takes; --hypothesis-profile=default draws others, and
+# thorough ten times as many.
+settings.register_profile("thorough", settings.get_profile("ci"), max_examples=1000)
 settings.load_profile("ci")
 
 MEASURED = Provenance(source="measured", at="2026-01-01", samples=5, relative_error=0.05)
