@@ -28,7 +28,7 @@ TESTS := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 test: $(INSTALLED)
 	$(TESTS)
 
-# The same tests, with many more drawn examples and hostile inputs: an hour.
+# The same tests, with ten times as many random examples and hostile inputs.
 test-all: $(INSTALLED)
 	ESTIMATOR_FUZZ=10000 $(TESTS) --hypothesis-profile=thorough
 
