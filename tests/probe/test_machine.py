@@ -113,7 +113,7 @@ def test_asking_for_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_a_real_probe_of_a_few_seconds_gives_a_sound_profile() -> None:
     # Beside other work, what comes before the kernels may take all the time of a short probe.
-    for budget_s in (3.0, 12.0, 48.0):
+    for budget_s in (6.0, 30.0):
         profile = probe_machine(devices=1, kind="cpu", force=True, budget_s=budget_s)
         if profile.kernels:
             break
