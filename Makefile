@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench fits experiment docs docs-check dist
+.PHONY: demo test test-all lint bench fits experiment docs docs-check dist
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -22,8 +22,15 @@ demo: $(INSTALLED)
 	$(BIN)/estimator estimate examples/demo_models.py:resnet18 --on 1x2:local
 	$(BIN)/estimator validate examples/demo_models.py:resnet18 --on 1x2:local --repeats 3 || test $$? -eq 1
 
+# Two workers, each of which takes over from the other what that has not come to.
+TESTS := $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q
+	$(TESTS)
+
+# The same tests, with ten times as many random examples and hostile inputs.
+test-all: $(INSTALLED)
+	ESTIMATOR_FUZZ=10000 $(TESTS) --hypothesis-profile=thorough
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

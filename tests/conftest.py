@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,14 @@ from estimator.machines.profile import (
 )
 from estimator.tensors import OpCall, TensorSpec
 
-# The same examples each time, as long as each takes; --hypothesis-profile=default draws others.
+# Read where torch and numpy are first imported, which is after this, and in processes that tests
+# start: two workers' threads on two cores wait for one another longer than they compute.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
+# The same examples each time, as long as each takes; --hypothesis-profile=default draws others, and
+# thorough ten times as many.
+settings.register_profile("thorough", settings.get_profile("ci"), max_examples=1000)
 settings.load_profile("ci")
 
 MEASURED = Provenance(source="measured", at="2026-01-01", samples=5, relative_error=0.05)

@@ -35,6 +35,7 @@ from estimator.errors import (
 from estimator.machines.catalogue import load_profile
 from estimator.machines.profile import MachineProfile
 from estimator.placement.allocation import Allocation
+from tests.budgets import examples
 from tests.synthetic import perceptron
 
 Command = Callable[..., Any]
@@ -153,7 +154,7 @@ json_values = some.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
 @given(data=some.data())
 def test_a_profile_with_anything_anywhere_is_read_or_refused(
     data: some.DataObject, small_profile: MachineProfile

@@ -20,6 +20,7 @@ from estimator.placement.topology import Cluster, Node, Switch
 from estimator.tables import estimate_many
 from estimator.tables.balance import Balance, balance
 from estimator.workload import strategy
+from tests.budgets import examples
 from tests.synthetic import Machine, perceptron
 
 GRAPH = perceptron([256, 512, 256], batch=64)
@@ -58,7 +59,7 @@ def text_of(ranks: list[int]) -> str:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     some.lists(some.tuples(some.integers(1, 4), some.floats(1, 4)), min_size=2, max_size=4),
     some.integers(1, 200),
@@ -81,7 +82,7 @@ def test_a_balanced_split_has_the_global_batch_and_is_never_slower_than_the_even
     assert found.gain_ratio >= 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     some.lists(some.floats(1, 4), min_size=2, max_size=3), some.integers(2, 40), some.integers(0, 2)
 )

@@ -50,20 +50,17 @@ from estimator.placement.topology import Cluster, expand_hosts
 from estimator.probe.imports.files import read_imports, recognise
 from estimator.workload import Strategy
 from estimator.workload.loader import Loader
+from tests.budgets import examples
 from tests.synthetic import perceptron
 
 Command = Callable[..., Any]
 AT = "2026-01-01T00:00:00Z"
 
 
-# HOSTILE_INPUTS=20000 is what a release is tried with, in an hour on two cores.
-INPUTS, SEED = os.environ.get("HOSTILE_INPUTS", "345"), os.environ.get("HOSTILE_SEED", "13")
-
-
 def test_a_sample_of_hostile_inputs_breaks_nothing(tmp_path: Path) -> None:
     kept = tmp_path / "outcomes"
     # In a process of its own: inputs share what it holds, and there is a bound on that.
-    words = [sys.executable, robustness.__file__, "--inputs", INPUTS, "--seed", SEED]
+    words = [sys.executable, robustness.__file__, "--inputs", str(examples(345)), "--seed", "13"]
     run = subprocess.run([*words, "--kept", str(kept)], text=True, capture_output=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     # Some of them are harmless: the commands do work here.
@@ -74,7 +71,7 @@ def test_a_sample_of_hostile_inputs_breaks_nothing(tmp_path: Path) -> None:
 # Damage at any depth
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=some.integers(0, 2**32))
 def test_a_profile_damaged_at_any_depth_is_read_or_refused(seed: int) -> None:
     text = damaged_values(whole_profile().to_dict(), random.Random(seed))
@@ -159,7 +156,7 @@ def test_a_loader_counts_whole_numbers(text: str) -> None:
         Loader.parse(text)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(seed=some.integers(0, 2**32))
 def test_a_graph_damaged_at_any_depth_is_estimated_or_refused(
     seed: int, tmp_path_factory: pytest.TempPathFactory

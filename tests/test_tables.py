@@ -43,6 +43,7 @@ from estimator.tables import COLUMNS, EstimateTable, estimate_chunks, estimate_m
 from estimator.tables.answers import RowAnswers
 from estimator.tables.question import Question
 from estimator.timeline import ranks
+from tests.budgets import examples
 from tests.synthetic import CHOSEN, Machine, in_blocks, perceptron
 
 HOSTS = tuple(f"a{number}" for number in range(1, 10))
@@ -332,7 +333,7 @@ class CoefficientsByRanks:
         )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     graphs,
     some.lists(rows, min_size=1, max_size=12),
@@ -388,7 +389,7 @@ def test_a_job_in_another_precision_has_its_own_corrections_in_a_table_too() -> 
         assert_equal(table)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(graphs, some.lists(cluster_rows.filter(placeable), min_size=1, max_size=8), strategies)
 def test_every_row_on_a_cluster_equals_the_estimate_of_its_allocation(
     graph: OpGraph, texts: list[str], strategy: str
@@ -405,7 +406,7 @@ def divided_by(shard: int, text: str) -> bool:
 hybrid = some.sampled_from([("fsdp:shard=2", 2), ("fsdp:shard=4", 4), ("fsdp:shard=2,no_sync", 2)])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(graphs, some.lists(rows, min_size=1, max_size=8), hybrid, some.integers(1, 3))
 def test_every_row_of_nested_groups_equals_its_estimate(
     graph: OpGraph, texts: list[str], hybrid: tuple[str, int], accumulation_steps: int
@@ -425,7 +426,7 @@ def test_shards_in_unlike_nodes_wait_for_the_slower_links_whichever_come_first()
     assert_equal(table)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(graphs, some.lists(cluster_rows.filter(placeable), min_size=1, max_size=8), hybrid)
 def test_every_row_of_nested_groups_on_a_cluster_equals_its_estimate(
     graph: OpGraph, texts: list[str], hybrid: tuple[str, int]
@@ -436,7 +437,7 @@ def test_every_row_of_nested_groups_on_a_cluster_equals_its_estimate(
     assert_equal(estimate_many(graph, asked, strategy=strategy, cluster=cluster))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     graphs,
     rows,
@@ -462,7 +463,7 @@ def test_a_timeline_plays_what_was_computed(
     assert answer.timeline.step_time_s == pytest.approx(answer.step_time_s, rel=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     graphs,
     cluster_rows.filter(placeable),
@@ -670,7 +671,7 @@ def test_no_row_with_an_answer_raises_why_the_first_has_none() -> None:
         estimate_many(PLAIN, ["1x9:slow", "1x8:slow"]).best()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(some.lists(rows, min_size=1, max_size=6), some.integers(1, 300), some.integers(1, 2))
 def test_a_global_batch_is_split_as_the_estimate_of_the_row_splits_it(
     texts: list[str], samples: int, accumulation_steps: int

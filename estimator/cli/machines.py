@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from estimator.cli.console import (
-    ANSWER_IS_NO,
     end_with_no,
     print_json,
     print_tables,
@@ -256,8 +255,9 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
         print_json([asdict(row) for row in rows])
     else:
         print_tables(several_report(rows, profiles))
-    if any(row.is_odd for row in rows):
-        raise click.exceptions.Exit(ANSWER_IS_NO)
+    odd = [row.name for row in rows if row.is_odd]
+    if odd:
+        end_with_no(f"{', '.join(odd)} is odd")
 
 
 def _compared(first: MachineProfile, second: MachineProfile) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from estimator.machines.profile import MachineProfile
 from estimator.workload import Strategy
 from estimator.workload.layout import Layout
 from tests.advise.test_layouts import GIB, graphs, machine
+from tests.budgets import examples
 
 pytest.importorskip("transformers")
 
@@ -43,7 +44,7 @@ def ranked(allocation: str, profile: MachineProfile, **asked: Any) -> LayoutRank
     return best_layout(moe_graph(), allocation, profile=profile, **asked)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(3), deadline=None)
 @given(
     st.sampled_from(["1x2:m", "1x4:m", "2x2:m"]),
     st.sampled_from([4, 8]),

@@ -18,11 +18,12 @@ from estimator.workload import Strategy
 from estimator.workload.layout import Layout
 from estimator.workload.schedules import Schedule
 from tests.advise.test_layouts import graphs, machine
+from tests.budgets import examples
 
 NAMES = ("1f1b", "gpipe", "interleaved:2", "interleaved:3", "zb", "zbv", "dualpipev", "dualpipe")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(NAMES), st.integers(2, 6), st.integers(1, 24))
 def test_what_a_rank_holds_at_least_it_holds_at_once(name: str, ranks: int, count: int) -> None:
     schedule = Schedule.parse(name)
@@ -62,7 +63,7 @@ def test_the_first_rank_of_1f1b_holds_as_many_micro_batches_as_there_are_ranks()
     assert found.memory_bytes(Schedule.parse("gpipe"), 2, 8, 4) == 10 + 20 / 4 + 7 * 7 + 10
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     st.sampled_from([("1x4:m", 2), ("1x4:m", 4), ("2x2:m", 2), ("1x6:m", 3)]),
     st.sampled_from(("1f1b", "gpipe", "interleaved:2", "zb", "zbv", "dualpipev", "dualpipe")),

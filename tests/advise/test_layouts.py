@@ -18,6 +18,7 @@ from estimator.engine import Engine
 from estimator.errors import WorkloadError
 from estimator.graph.op_graph import OpGraph
 from estimator.machines.profile import MachineProfile
+from tests.budgets import examples
 from tests.graph.test_stages import Model
 from tests.synthetic import Machine, with_every_collective
 
@@ -57,7 +58,7 @@ def ranked(allocation: str, global_batch: int, **asked: object) -> LayoutRanking
     return best_layout(graphs(), allocation, global_batch=global_batch, **asked)  # type: ignore[arg-type]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(
     st.sampled_from(["1x2:m", "1x4:m", "2x2:m", "1x6:m"]),
     st.sampled_from([12, 16, 64]),

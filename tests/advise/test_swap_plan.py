@@ -15,6 +15,7 @@ from estimator.advise.swap_recompute import recipe
 from estimator.advise.swap_search import Means, least_bytes, plan_within
 from estimator.advise.swap_tensile import tensile
 from tests.advise.swap_problems import chain, problem_of
+from tests.budgets import examples
 
 
 def three_ops_between() -> SwapProblem:
@@ -144,7 +145,7 @@ def test_the_turn_is_where_the_forward_pass_ends() -> None:
     ratio=some.floats(0.3, 1.0),
     data=some.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_planner_makes_sound_plans(
     op_s: list[float], sizes: list[int], ratio: float, data: some.DataObject
 ) -> None:

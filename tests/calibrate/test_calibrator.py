@@ -363,8 +363,8 @@ def test_every_answer_beside_a_fit_is_of_one_of_its_two_states(cluster: Cluster)
             found += [(text, cluster.estimate(text).step_time_s) for text in where]
         return found
 
-    with ThreadPoolExecutor(6) as threads:
-        asking = [threads.submit(ask) for _ in range(6)]
+    with ThreadPoolExecutor(3) as threads:
+        asking = [threads.submit(ask) for _ in range(3)]
         try:
             for _ in range(rounds):
                 cluster.observe("1x2:synthetic", "2x2:synthetic")

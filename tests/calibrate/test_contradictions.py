@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,13 @@ def observed(
     return rows, times_s, *wrong(rng, rows[chosen], times_s[chosen])
 
 
+@cache
+def clean_fit(seed: int, count: int) -> StepTimeRegressor:
+    """The fit of the true observations, which whatever is wrong beside them does not change."""
+    rows, times_s, _, _ = observed(seed, count, random)
+    return StepTimeRegressor().fit(rows, times_s)
+
+
 def error(fitted: StepTimeRegressor) -> float:
     """Mean relative error over all rows."""
     return float(np.mean(np.abs(fitted.predict(ROWS) / MEASURED_S - 1)))
@@ -104,7 +112,7 @@ def is_far(clean: StepTimeRegressor, rows: np.ndarray, times_s: np.ndarray) -> n
 @pytest.mark.parametrize("seed", range(4))
 def test_wrong_observations_raise_no_error_by_half(wrong: Wrong, count: int, seed: int) -> None:
     rows, times_s, wrong_rows, wrong_s = observed(seed, count, wrong)
-    clean = StepTimeRegressor().fit(rows, times_s)
+    clean = clean_fit(seed, count)
     fitted = StepTimeRegressor().fit(
         np.vstack([rows, wrong_rows]), np.concatenate([times_s, wrong_s])
     )
@@ -118,7 +126,7 @@ def test_wrong_observations_raise_no_error_by_half(wrong: Wrong, count: int, see
 def test_copies_of_a_right_observation_make_no_other_answer_surer(count: int, seed: int) -> None:
     rows, times_s, _, _ = observed(seed, count, random)
     copies = np.concatenate([np.arange(count), np.repeat(count // 2, 50)])
-    clean = StepTimeRegressor().fit(rows, times_s)
+    clean = clean_fit(seed, count)
     fitted = StepTimeRegressor().fit(rows[copies], times_s[copies])
     assert error(fitted) < 1.25 * error(clean)
     others = ROWS[(rows[count // 2] != ROWS).any(axis=1)]
@@ -135,7 +143,7 @@ def test_show_names_every_observation_that_is_far_off(
     wrong: Wrong, seed: int, store: Path, command: Callable[..., Any]
 ) -> None:
     rows, times_s, wrong_rows, wrong_s = observed(seed, 20, wrong)
-    clean = StepTimeRegressor().fit(rows, times_s)
+    clean = clean_fit(seed, 20)
     far = is_far(clean, wrong_rows, wrong_s)
     every, every_s = np.vstack([rows, wrong_rows]), np.concatenate([times_s, wrong_s])
     ObservationStore().add_many(

@@ -17,6 +17,7 @@ from hypothesis import strategies as some
 from estimator.calibrate.observation_files import read_observations
 from estimator.calibrate.observations import Observation, ObservationStore, ObservedWorkload
 from estimator.errors import EstimatorError, ObservationError
+from tests.budgets import examples
 
 GOOD = {
     "model": "bert",
@@ -208,7 +209,9 @@ NAMES += ["at", "steps", "spread_ratio", "tensors", "throughput", "parallelism",
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     rows=some.lists(

@@ -17,6 +17,7 @@ from estimator.cluster.policies.pollux_search import PolluxSearch
 from estimator.cluster.replay import Costs, Ran, Replay
 from estimator.cluster.view import Grant, PlanOf, View
 from estimator.errors import WorkloadError
+from tests.budgets import examples
 from tests.synthetic import perceptron
 
 GRAPH = perceptron([8, 8])
@@ -194,7 +195,7 @@ drawn_jobs = st.lists(
     seed=st.integers(0, 99),
     rule=st.sampled_from(["pack", "even", "spread"]),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 def test_every_policy_keeps_the_accounts(
     policy: str,
     drawn: list[tuple[float, float, int, bool]],

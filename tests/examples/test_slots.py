@@ -131,9 +131,10 @@ def test_torchrun_trains_with_the_size_that_was_found(examples: Path, store: Pat
     assert "trained 3 steps on 2 ranks" in lines
 
 
-def test_torchrun_is_given_a_range_of_nodes(examples: Path) -> None:
+def test_torchrun_is_given_a_range_of_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    (line,) = run(examples / "torch_elastic.py", "dgx-a100", "16").splitlines()
+    __import__("torch_elastic").main("dgx-a100", 16)
+    (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("torchrun --nnodes=1")
     assert "--nproc-per-node=8 " in line
 

@@ -13,6 +13,7 @@ from estimator.api import estimate
 from estimator.estimates import Breakdown, Estimate
 from estimator.graph.op_graph import OpGraph
 from estimator.graph.ops import OpCost
+from tests.budgets import examples
 from tests.synthetic import Machine, perceptron
 
 amounts = st.floats(min_value=0, max_value=1e18)
@@ -67,7 +68,7 @@ def test_costs_add_like_numbers(one: OpCost, two: OpCost, three: OpCost) -> None
     assert one + OpCost() == one
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(graphs, machines, ranks, strategies, st.integers(1, 3))
 def test_the_breakdown_sums_to_the_step_and_has_no_negative_part(
     graph: OpGraph, machine: Machine, ranks: int, strategy: str, accumulation_steps: int
@@ -82,7 +83,7 @@ def test_the_breakdown_sums_to_the_step_and_has_no_negative_part(
     assert sum(share for _, _, share, _ in found.provenance) == pytest.approx(1, rel=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(graphs, overlapping, ranks, strategies, growth)
 def test_step_time_never_rises_with_link_bandwidth(
     graph: OpGraph, machine: Machine, ranks: int, strategy: str, factor: float
@@ -93,7 +94,7 @@ def test_step_time_never_rises_with_link_bandwidth(
     assert answer(graph, faster, ranks, strategy=strategy).step_time_s <= before * SLACK
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(graphs, overlapping, ranks, strategies, growth)
 def test_step_time_never_falls_with_link_latency(
     graph: OpGraph, machine: Machine, ranks: int, strategy: str, factor: float
@@ -104,7 +105,7 @@ def test_step_time_never_falls_with_link_latency(
     assert answer(graph, slower, ranks, strategy=strategy).step_time_s >= before / SLACK
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(graphs, machines, ranks, growth, st.sampled_from(["flops_per_s", "memory_bytes_per_s"]))
 def test_step_time_never_rises_with_the_speed_of_kernels(
     graph: OpGraph, machine: Machine, ranks: int, factor: float, rate: str
@@ -114,7 +115,7 @@ def test_step_time_never_rises_with_the_speed_of_kernels(
     assert answer(graph, faster, ranks).step_time_s <= before * SLACK
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(graphs, overlapping, ranks, strategies)
 def test_more_equal_ranks_never_raise_throughput_per_rank(
     graph: OpGraph, machine: Machine, ranks: int, strategy: str
@@ -126,7 +127,7 @@ def test_more_equal_ranks_never_raise_throughput_per_rank(
     assert many.samples_per_s / many.ranks <= few.samples_per_s / few.ranks * SLACK
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(graphs, machines, ranks, st.sampled_from([2, 3, 5]))
 def test_a_larger_batch_never_takes_less_time(
     graph: OpGraph, machine: Machine, ranks: int, factor: int

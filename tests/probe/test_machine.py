@@ -112,7 +112,11 @@ def test_asking_for_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_real_probe_of_a_few_seconds_gives_a_sound_profile() -> None:
-    profile = probe_machine(devices=1, kind="cpu", patience_s=0.0, budget_s=4.0)
+    # Beside other work, what comes before the kernels may take all the time of a short probe.
+    for budget_s in (6.0, 30.0):
+        profile = probe_machine(devices=1, kind="cpu", patience_s=0.0, budget_s=budget_s)
+        if profile.kernels:
+            break
     assert profile.host is not None
     assert profile.memory is not None
     assert profile.kernels

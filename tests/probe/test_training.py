@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from estimator.errors import ModelError, StrategyError, TrainingError
 from estimator.machines.profile import Device
-from estimator.probe.training import train
+from estimator.probe import training as training_module
+from estimator.probe.training import train, transformers_modules
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 DEVICES = tuple(
@@ -83,9 +86,24 @@ def misfit():
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> str:
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    # None of these models needs what other tests have imported, which takes ranks' server long.
+    monkeypatch.setattr(training_module, "transformers_modules", lambda: ())
     (tmp_path / "models.py").write_text(MODELS)
     return str(tmp_path / "models.py")
+
+
+def test_ranks_import_the_transformers_models_that_this_process_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("transformers.models.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("zed.modeling_zed", "abc.modeling_abc", "abc.configuration_abc", "abc"):
+        module = f"transformers.models.{name}"
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    assert transformers_modules() == tuple(
+        f"transformers.models.{name}" for name in ("abc.modeling_abc", "zed.modeling_zed")
+    )
 
 
 def test_a_step_takes_the_time_that_its_slowest_rank_sleeps(models: str) -> None:

@@ -12,6 +12,13 @@ from estimator.probe.backend import CpuBackend
 from estimator.probe.updates import fit_lanes, fit_update, measure_updates
 
 
+class SmallCache(CpuBackend):
+    """A CPU whose last-level cache is said to be small, so that emptying it takes no time."""
+
+    def last_level_cache_bytes(self) -> int:
+        return 1 << 20
+
+
 def test_the_fit_recovers_the_costs_it_was_made_from() -> None:
     launch, tensor, parameter = 2e-5, 3e-6, 4e-10
     points = [
@@ -37,18 +44,19 @@ def test_the_host_pays_for_tensors_and_the_device_for_parameters() -> None:
 
 
 def test_on_an_accelerator_host_and_device_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Beside(CpuBackend):
+    class Beside(SmallCache):
         """An accelerator in name: what it runs is done when the host has issued it."""
 
         kind = "cuda"
 
     monkeypatch.setattr(updates, "_SETS", ((1, 64),))
-    monkeypatch.setattr(updates, "_GPU_SETS", ((6, 1_000_000), (2, 100)))
+    monkeypatch.setattr(updates, "_GPU_SETS", ((6, 10_000), (2, 100)))
+    monkeypatch.setattr(updates, "_ZERO_SET", (1, 64))
     emitted: list[dict[str, Any]] = []
     measure_updates(Beside(), emitted.append, budget_s=0.2)
     (first, *_) = emitted
     assert (first["form"], first["device"]) == ("foreach", "cuda")
-    assert [row[:2] for row in first["lanes"]] == [(1, 64), (6, 6_000_000), (2, 200)]
+    assert [row[:2] for row in first["lanes"]] == [(1, 64), (6, 60_000), (2, 200)]
     # Here the host waits for the kernels: it is never done before them.
     assert all(host_s > 0 and device_s > 0 for _, _, host_s, device_s in first["lanes"])
 
@@ -57,15 +65,17 @@ def test_sets_that_a_small_gpu_cannot_hold_are_left_out(monkeypatch: pytest.Monk
     step_s = updates._step_s
 
     def short_of_memory(*asked: Any, **more: Any) -> tuple[float, ...]:
-        if asked[-1] > 1_000_000:
+        if asked[-1] > 10_000:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return step_s(*asked, **more)
 
     monkeypatch.setattr(updates, "_step_s", short_of_memory)
-    monkeypatch.setattr(updates, "_SETS", ((1, 64), (6, 1_000_000), (1, 2_000_000)))
+    monkeypatch.setattr(updates, "_SETS", ((1, 64), (6, 10_000), (1, 20_000)))
+    monkeypatch.setattr(updates, "_FEW_SETS", ((1, 64),))
+    monkeypatch.setattr(updates, "_ZERO_SET", (1, 64))
     emitted: list[dict[str, Any]] = []
-    measure_updates(CpuBackend(), emitted.append, budget_s=0.01)
-    assert [row[:2] for row in emitted[0]["points"]] == [(1, 64), (6, 6_000_000)]
+    measure_updates(SmallCache(), emitted.append, budget_s=0.01)
+    assert [row[:2] for row in emitted[0]["points"]] == [(1, 64), (6, 60_000)]
 
 
 def test_a_spent_budget_keeps_every_optimizer_and_names_the_forms_that_it_left_out(
@@ -110,7 +120,7 @@ def test_the_memory_that_empties_the_caches_is_made_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(updates, "_SETS", ((1, 64),))
     monkeypatch.setattr(updates, "_FEW_SETS", ((1, 64),))
     monkeypatch.setattr(updates, "_ZERO_SET", (1, 64))
-    measure_updates(CpuBackend(), lambda _: None, budget_s=60.0)
+    measure_updates(SmallCache(), lambda _: None, budget_s=60.0)
     assert len(made) == 1
 
 

@@ -14,6 +14,7 @@ from estimator.graph.stages import Blocks, stage_graphs
 from estimator.graph.trace import trace_graph
 from estimator.machines.profile import MemoryCost, Provenance
 from estimator.timeline.caches import Eviction, cold_ratios
+from tests.budgets import examples
 from tests.graph.test_stages import traced
 from tests.synthetic import perceptron
 
@@ -96,7 +97,7 @@ def test_blocked_copies_are_cold_where_the_tensors_themselves_are_not() -> None:
     assert blocked[later] > matmuls[later] + 0.1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.floats(1e2, 1e6), st.sets(st.integers(1, 3), min_size=1), st.sampled_from([2, 8, 64]))
 @example(21201.0, {1, 2}, 2)
 def test_blocks_are_no_colder_than_in_any_stage(cache: float, cuts: set[int], batch: int) -> None:

@@ -11,6 +11,7 @@ from estimator.timeline.evaluator import play
 from estimator.timeline.overlaps import NO_OVERLAP, Overlap
 from estimator.timeline.simulation import simulate
 from estimator.timeline.tasks import COMPUTE, NETWORK, REPLICATES, Task, TaskList
+from tests.budgets import examples
 
 seconds = st.one_of(st.just(0.0), st.floats(1e-3, 1.0))
 overlaps = st.builds(Overlap.of, st.floats(0.0, 2.0), st.floats(1.0, 3.0))
@@ -61,7 +62,7 @@ def test_a_collective_waits_for_the_last_class_and_frees_each() -> None:
     assert play(tasks.tasks, NO_OVERLAP) == 8.0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.one_of(task_lists(), task_lists(kinds=3)), st.one_of(st.just(NO_OVERLAP), overlaps))
 def test_the_evaluator_equals_the_event_simulation(tasks: list[Task], overlap: Overlap) -> None:
     # Compute that cannot advance beside collectives would never end beside one that never does.
@@ -69,7 +70,7 @@ def test_the_evaluator_equals_the_event_simulation(tasks: list[Task], overlap: O
     assert play(tasks, overlap) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.one_of(task_lists(rows=3), task_lists(kinds=2, rows=3)),
     st.lists(st.one_of(st.just(NO_OVERLAP), overlaps), min_size=3, max_size=3),

@@ -24,6 +24,7 @@ from estimator.timeline.overlaps import NO_OVERLAP
 from estimator.timeline.simulation import simulate
 from estimator.timeline.tasks import COMPUTE, TaskList
 from estimator.workload.loader import Loader
+from tests.budgets import examples
 from tests.synthetic import Machine, perceptron
 
 GRAPH = perceptron([512, 1024, 512], batch=64)
@@ -52,7 +53,7 @@ def queue_of(
 SECONDS = st.integers(1, 12).map(float)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     workers=st.integers(1, 5),
     prefetch=st.integers(1, 3),

@@ -13,6 +13,7 @@ from estimator.timeline.pipelines.periods import Run, RunTask, last_ends_s, play
 from estimator.timeline.pipelines.steps import StageCosts, pipeline_tasks
 from estimator.timeline.simulation import simulate
 from estimator.workload.schedules import Schedule
+from tests.budgets import examples
 
 EQUAL = StageCosts(forward_s=1.0, input_s=1.0, weight_s=1.0)
 
@@ -128,7 +129,7 @@ def ranks_of(schedule: Schedule, most: int) -> st.SearchStrategy[int]:
     return st.integers(1, most).filter(lambda ranks: not schedule.is_two_way or ranks % 2 == 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_the_evaluator_equals_the_simulation_for_every_schedule(data: st.DataObject) -> None:
     schedule = data.draw(SCHEDULES)
@@ -149,7 +150,7 @@ def test_the_evaluator_equals_the_simulation_for_every_schedule(data: st.DataObj
     assert max(played.end_s[last, 0]) <= played.step_s
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_micro_batches_in_the_middle_advance_by_the_period_of_all(data: st.DataObject) -> None:
     schedule = data.draw(SCHEDULES)
