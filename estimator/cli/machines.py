@@ -255,9 +255,9 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
         print_json([asdict(row) for row in rows])
     else:
         print_tables(several_report(rows, profiles))
-    odd = [row.name for row in rows if row.is_odd]
+    odd = dict.fromkeys(row.machine for row in rows if row.is_odd)
     if odd:
-        end_with_no(f"{', '.join(odd)} is odd")
+        end_with_no(f"{', '.join(odd)} is odd among these machines")
 
 
 def _compared(first: MachineProfile, second: MachineProfile) -> dict[str, Any]:
