@@ -147,7 +147,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory, folder_of_all_users: str)
     make_small_profile("base").save(folder / "base.json")
     port = free_port()
     files = ["--base", str(folder / "base.json"), "--out", str(folder / "out.json")]
-    options = ["--budget", "20", *files]
+    options = ["--budget", "12", *files]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
