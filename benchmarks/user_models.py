@@ -33,7 +33,6 @@ REFUSED = {
     "models_without_step": "return (models, batch, step)",
     "only_a_trainer": "return (model, batch)",
     "loss_class": "write CrossEntropyLoss()",
-    "step_with_backward": "without backward()",
     "step_that_logs": "leave out what reads it, such as .item()",
 }
 

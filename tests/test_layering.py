@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "estimator").rglob("*.py"))
-MOST_LINES_OF_MODULE, MOST_LINES_OF_FUNCTION = 400, 60
+MOST_LINES_OF_MODULE, MOST_LINES_OF_FUNCTION = 700, 60
 
 
 def test_every_import_contract_is_kept() -> None:

@@ -103,7 +103,7 @@ LOADERS = (
     "sample=150kB,prep=8ms,workers=4",
     "prep=2ms",
     "sample=600kB,prep=1ms,workers=2,pinned=no",
-    "prep=3ms,take=1ms,cpu=0.5,workers=2,prefetch=4",
+    "prep=3ms,take=1ms,cpu=0.5,workers=2",
 )
 GPUS = (
     *("1x1:h100-sxm", "1x8:h100-sxm", "2x8:h100-sxm", "4x4:t4-g4dn", "1x2:rtx-3090"),

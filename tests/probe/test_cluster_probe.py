@@ -360,7 +360,7 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
     ("words", "environment", "options"),
     [
         ("no launcher started this", {}, []),
-        ("WORLD_SIZE is 'two'", {"RANK": "0", "WORLD_SIZE": "two"}, []),
+        ("WORLD_SIZE: 'two' is no whole number", {"RANK": "0", "WORLD_SIZE": "two"}, []),
         ("export MASTER_ADDR", {"RANK": "0", "WORLD_SIZE": "2"}, []),
         ("No such file", ALONE, ["--cluster", "nowhere.toml"]),
         ("no machine profile is called 'nobody'", ALONE, ["--base", "nobody"]),
